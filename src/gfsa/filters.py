@@ -1,0 +1,336 @@
+"""Filters: a few learnable numbers per head that become the coefficients of a polynomial.
+
+Every filter here is affine in its parameters,
+
+    coefficients = base + lr_multiplier · θ · basis,      θ: (heads, learned numbers)
+
+so that θ = 0 is the model nobody touched, weight decay pulls towards that model, and one small
+tensor per layer is all there is to save, shard or freeze.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Power = Literal["extrapolated", "exact"]
+NAMES = ("w0", "w1", "wK")
+
+
+class GraphFilter(nn.Module):
+    """A learnable polynomial per head: calling it gives the coefficients, ``(heads, degree+1)``.
+
+    A subclass says what its polynomial is without any learning (``base``), and which polynomial
+    each learned number multiplies (``basis``); everything else is done here.
+
+    Args:
+        num_heads: how many heads, each with numbers of its own.
+        base: ``(degree+1,)`` or ``(heads, degree+1)``: the coefficients at θ = 0.
+        basis: ``(L, degree+1)``: one polynomial for each of the L learned numbers.
+        theta: initial θ, ``(L,)`` or ``(heads, L)``; zeros if not given.
+        lr_multiplier: the coefficients move by ``lr_multiplier·Δθ``. Optimisers of Adam's kind
+            take steps of about the learning rate whatever the gradient's size, so this is a
+            learning rate of the filter's own that needs no parameter groups.
+    """
+
+    base: Tensor
+    basis: Tensor
+    theta: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        base: Tensor,
+        basis: Tensor | None = None,
+        theta: Tensor | None = None,
+        lr_multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        _check_positive_int("num_heads", num_heads)
+        if not (math.isfinite(lr_multiplier) and lr_multiplier > 0):
+            raise ValueError(f"lr_multiplier must be a positive number, got {lr_multiplier!r}")
+        self.num_heads = num_heads
+        self.lr_multiplier = float(lr_multiplier)
+        # exact copies that no .half() ever rounds; the buffers are made from them
+        self._exact_base = base.detach().double().expand(num_heads, -1).clone()
+        learned = 0 if basis is None else len(basis)
+        self._exact_basis = (
+            torch.zeros(0, base.shape[-1], dtype=torch.float64)
+            if basis is None
+            else basis.detach().double() * self.lr_multiplier
+        )
+        self.register_buffer("base", self._exact_base.float(), persistent=False)
+        self.register_buffer("basis", self._exact_basis.float(), persistent=False)
+        start = torch.zeros(learned) if theta is None else theta.detach().float()
+        self._start = start.expand(num_heads, learned).clone()
+        self.register_parameter("theta", nn.Parameter(self._start.clone()) if learned else None)
+
+    @property
+    def degree(self) -> int:
+        """The highest power of A, which is the number of attention passes."""
+        return self._exact_base.shape[-1] - 1
+
+    def coefficients(self) -> Tensor:
+        """``(heads, degree+1)`` in float32 (float64 in a float64 model), differentiable in θ."""
+        if self.theta is None:
+            return self.base
+        # a product and a sum rather than a matmul: those stay exact under autocast and TF32
+        return self.base + (self.theta[:, :, None] * self.basis).sum(1)
+
+    def forward(self) -> Tensor:
+        return self.coefficients()
+
+    def fold(self) -> Polynomial:
+        """The same polynomial as a plain :class:`Polynomial`, each coefficient free to learn."""
+        coefficients = self.coefficients().detach()
+        folded = Polynomial(self.num_heads, degree=self.degree)
+        folded.set_coefficients(coefficients)
+        return folded.to(coefficients.device)
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that build this filter again (its learned numbers are in θ)."""
+        return {"num_heads": self.num_heads}
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        # module.half(), .to(), .to_empty() … go through here: constants keep full precision on
+        # whatever device they land (float64 only where the model is)
+        super()._apply(fn, recurse)
+        for name, exact in (("base", self._exact_base), ("basis", self._exact_basis)):
+            moved = getattr(self, name)
+            dtype = torch.float64 if moved.dtype == torch.float64 else torch.float32
+            if moved.device.type != "meta":
+                setattr(self, name, exact.to(device=moved.device, dtype=dtype))
+        return self
+
+    def reset_parameters(self) -> None:
+        """Back to where the filter started; what deferred initialisation calls."""
+        if self.theta is not None:
+            with torch.no_grad():
+                self.theta.copy_(self._start)
+
+    def extra_repr(self) -> str:
+        arguments = [str(self.num_heads)]
+        arguments += [f"{k}={v!r}" for k, v in self.config().items() if k != "num_heads"]
+        return ", ".join(arguments) + f"; degree {self.degree}"
+
+
+class GFSA(GraphFilter):
+    r"""Graph-filter self-attention, a low-order polynomial with one high-order term.
+
+    .. math:: H = w_0 I + w_1 A + w_K\,(A + (K-1)(A^2 - A))
+
+    The bracket extrapolates :math:`A^K` from its first two powers; ``power="exact"`` takes the
+    true :math:`A^K` and pays for it with K passes. Folded, the filter is a quadratic with
+    :math:`c_0 = w_0,\; c_1 = w_1 + (2-K) w_K,\; c_2 = (K-1) w_K`.
+
+    Starts as ordinary attention, exactly, unless told otherwise.
+
+    Args:
+        num_heads: heads of the layer.
+        K: order of the high-order term, at least 2; ``None`` leaves the term out:
+            :math:`H = w_0 I + w_1 A` needs no second pass.
+        learn: which of ``"w0"``, ``"w1"``, ``"wK"`` are learned; the others stay where they are.
+            The published code learns ``("wK",)`` alone.
+        w0, w1, wK: initial (or fixed) values, a number or one per head.
+        power: ``"extrapolated"`` as published, or ``"exact"``.
+        lr_multiplier: see :class:`GraphFilter`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        K: int | None = 3,
+        learn: Sequence[str] = NAMES,
+        w0: float | Sequence[float] = 0.0,
+        w1: float | Sequence[float] = 1.0,
+        wK: float | Sequence[float] = 0.0,
+        power: Power = "extrapolated",
+        lr_multiplier: float = 1.0,
+    ) -> None:
+        _check_positive_int("num_heads", num_heads)
+        if K is not None and (isinstance(K, bool) or not isinstance(K, int) or K < 2):
+            raise ValueError(
+                f"K must be an integer of at least 2, or None for w0·I + w1·A alone, got {K!r}"
+            )
+        if power not in ("extrapolated", "exact"):
+            raise ValueError(f"power must be 'extrapolated' or 'exact', got {power!r}")
+        if isinstance(learn, str):
+            learn = (learn,)
+        learn = tuple(learn)
+        unknown = [name for name in learn if name not in NAMES]
+        if unknown or len(set(learn)) != len(learn):
+            raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r}")
+        values = {
+            "w0": _per_head("w0", w0, num_heads),
+            "w1": _per_head("w1", w1, num_heads),
+            "wK": _per_head("wK", wK, num_heads),
+        }
+        if K is None:
+            if bool(values["wK"].any()):
+                raise ValueError(f"K=None leaves no high-order term, but wK={wK!r} was given")
+            if "wK" in learn and learn != NAMES:
+                raise ValueError(f"K=None leaves no wK to learn, but learn={learn!r}")
+            learn = tuple(name for name in learn if name != "wK")
+        learn = tuple(name for name in NAMES if name in learn)
+
+        # a high-order term that is fixed at zero is not there: no pass is spent on it
+        high = K is not None and ("wK" in learn or bool(values["wK"].any()))
+        degree = 1 if not high else (2 if power == "extrapolated" else K)
+        assert degree is not None
+        terms = {"w0": _monomial(0, degree), "w1": _monomial(1, degree)}
+        if high and power == "extrapolated":
+            assert K is not None
+            terms["wK"] = (2 - K) * _monomial(1, degree) + (K - 1) * _monomial(2, degree)
+        elif high:
+            terms["wK"] = _monomial(degree, degree)
+
+        # θ counts from the unmodified model, w = (0, 1, 0)
+        unmodified = {"w0": 0.0, "w1": 1.0, "wK": 0.0}
+        base = torch.zeros(num_heads, degree + 1, dtype=torch.float64)
+        for name, polynomial in terms.items():
+            start = unmodified[name] if name in learn else values[name]
+            base += torch.as_tensor(start, dtype=torch.float64).reshape(-1, 1) * polynomial
+        theta = [(values[name] - unmodified[name]) / lr_multiplier for name in learn]
+        super().__init__(
+            num_heads,
+            base,
+            torch.stack([terms[name] for name in learn]) if learn else None,
+            torch.stack(theta, dim=-1) if learn else None,
+            lr_multiplier,
+        )
+        self.K = K
+        self.power = power
+        self.learn = learn
+        self._values = values
+
+    def weights(self) -> dict[str, Tensor]:
+        """The current ``w0``, ``w1`` and ``wK``, each ``(heads,)``, detached."""
+        current = {name: value.clone() for name, value in self._values.items()}
+        for column, name in enumerate(self.learn):
+            assert self.theta is not None
+            theta = self.theta.detach()[:, column].double().cpu()
+            current[name] = (1.0 if name == "w1" else 0.0) + self.lr_multiplier * theta
+        return current
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "K": self.K,
+            "learn": list(self.learn),
+            "power": self.power,
+            "lr_multiplier": self.lr_multiplier,
+            # what is learned starts from θ; only fixed values have to be written down
+            **{name: _as_number(self._values[name]) for name in NAMES if name not in self.learn},
+        }
+
+
+class Polynomial(GraphFilter):
+    r"""Any polynomial, every coefficient learned: :math:`H = \sum_{k=0}^{m} c_k A^k`.
+
+    Starts as ordinary attention, :math:`c = (0, 1, 0, …)`. Degree 1 is :math:`c_0 I + c_1 A`,
+    which costs no second pass.
+    """
+
+    def __init__(self, num_heads: int, degree: int = 2, lr_multiplier: float = 1.0) -> None:
+        _check_positive_int("num_heads", num_heads)
+        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 0:
+            raise ValueError(f"degree must be an integer of at least 0, got {degree!r}")
+        base = torch.zeros(degree + 1, dtype=torch.float64)
+        # a constant has no A to start from: it starts as the identity
+        base[min(1, degree)] = 1.0
+        super().__init__(
+            num_heads,
+            base,
+            torch.eye(degree + 1, dtype=torch.float64),
+            lr_multiplier=lr_multiplier,
+        )
+
+    @torch.no_grad()
+    def set_coefficients(self, coefficients: Tensor) -> None:
+        """Take these coefficients, ``(heads, degree+1)`` or ``(degree+1,)``."""
+        assert self.theta is not None
+        shape = (self.num_heads, self.degree + 1)
+        if coefficients.shape not in (shape, shape[1:]):
+            raise ValueError(
+                f"expected coefficients of shape {shape} or {shape[1:]}, "
+                f"got {tuple(coefficients.shape)}"
+            )
+        wanted = coefficients.detach().double().cpu().expand(shape)
+        self.theta.copy_((wanted - self._exact_base) / self.lr_multiplier)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "degree": self.degree,
+            "lr_multiplier": self.lr_multiplier,
+        }
+
+
+class Twicing(GraphFilter):
+    r"""Twicing attention, :math:`H = 2A - A^2`: keeps twice the detail, learns nothing."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads, torch.tensor([0.0, 2.0, -1.0]))
+
+
+class Laplacian(GraphFilter):
+    r"""The graph Laplacian, :math:`H = I - A`: what attention would remove; learns nothing."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads, torch.tensor([1.0, -1.0]))
+
+
+class PageRank(GraphFilter):
+    r"""Personalised PageRank: diffuse ``hops`` times and return to v with probability ``alpha``.
+
+    .. math:: z_0 = v, \quad z_{t+1} = (1-α) A z_t + α v, \qquad
+              H = (1-α)^{L} A^{L} + α \sum_{k<L} (1-α)^k A^k
+
+    Learns nothing; fold it to learn from there.
+    """
+
+    def __init__(self, num_heads: int, alpha: float = 0.15, hops: int = 4) -> None:
+        _check_positive_int("num_heads", num_heads)
+        _check_positive_int("hops", hops)
+        if not 0.0 <= alpha <= 1.0:
+            raise ValueError(f"alpha is a probability, expected 0 ≤ alpha ≤ 1, got {alpha!r}")
+        self_returns = [alpha * (1 - alpha) ** k for k in range(hops)]
+        super().__init__(
+            num_heads,
+            torch.tensor([*self_returns, (1 - alpha) ** hops], dtype=torch.float64),
+        )
+        self.alpha = float(alpha)
+        self.hops = hops
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "alpha": self.alpha, "hops": self.hops}
+
+
+def _monomial(k: int, degree: int) -> Tensor:
+    return torch.eye(degree + 1, dtype=torch.float64)[k]
+
+
+def _check_positive_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tensor:
+    numbers = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+    if numbers.dim() > 1 or numbers.numel() not in (1, num_heads):
+        raise ValueError(
+            f"{name} must be a number or one number for each of {num_heads} heads, "
+            f"got shape {tuple(numbers.shape)}"
+        )
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return numbers.expand(num_heads).clone()
+
+
+def _as_number(values: Tensor) -> float | list[float]:
+    numbers: list[float] = values.tolist()
+    return numbers[0] if len(set(numbers)) == 1 else numbers

@@ -1,0 +1,224 @@
+"""Graph-filter attention as functions: check the arguments, choose an operator, apply it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
+from gfsa.operators.base import at_least_float32
+from gfsa.operators.select import Backend, Call, Choice, choose
+
+
+def graph_filter_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    r"""Attention with a polynomial of its map.
+
+    .. math:: y_h = \sum_{k=0}^{m} c_{h,k}\,A_h^k\,v_h,
+              \qquad A = \mathrm{softmax}(\mathrm{scale}\cdot q k^\top + \mathrm{mask})
+
+    The signature of :func:`torch.nn.functional.scaled_dot_product_attention` with coefficients
+    added. Coefficients (0, 1) or (0, 1, 0) are ordinary attention, to the bit.
+
+    Args:
+        q, k, v: ``(..., H, N, D)``; v's head dim may differ. Queries and keys are the same tokens:
+            cross-attention has no powers.
+        coeffs: ``(H, m+1)`` or ``(m+1,)``, lowest power first. Degree m costs m passes.
+        attn_mask: bool (True takes part) or additive, broadcastable to ``(..., H, N, N)``;
+            gradients reach an additive mask. A row with no key left gives ``c0·v``.
+        dropout_p: drops entries of A once, then takes its powers. As in torch it is always on:
+            pass 0.0 in evaluation.
+        is_causal: may be combined with a mask here.
+        scale: default ``1/sqrt(D)``.
+        enable_gqa: k and v may have fewer heads than q (a divisor); coefficients are per query
+            head.
+        backend: ``"auto"``, or one by name (for tests and benchmarks): ``"dense"``, ``"sdpa"``,
+            ``"fused"``. One asked for by name never gives way to another in silence;
+            :func:`which_backend` tells what ``"auto"`` does.
+
+    Returns:
+        ``(..., H, N, D_v)`` in v's dtype (under autocast, in autocast's).
+    """
+    q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
+    coeffs = _check(q, k, v, coeffs, attn_mask, dropout_p, enable_gqa)
+    choice = choose(backend, Call(q, k, v, attn_mask, dropout_p, is_causal, coeffs.shape[-1] - 1))
+    operator: Operator
+    if choice.backend == "dense":
+        operator = DenseOperator.from_qk(q, k, attn_mask, is_causal, scale, dropout_p=dropout_p)
+    else:
+        operator = SDPAOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    with torch.autocast(q.device.type, enabled=False):
+        return operator.polynomial(coeffs, v)
+
+
+def which_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    backend: Backend = "auto",
+) -> Choice:
+    """What :func:`graph_filter_attention` runs for these arguments, and why; computes nothing."""
+    q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
+    coeffs = _check(q, k, v, coeffs, attn_mask, dropout_p, enable_gqa)
+    return choose(backend, Call(q, k, v, attn_mask, dropout_p, is_causal, coeffs.shape[-1] - 1))
+
+
+def linear_graph_filter_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    r"""Efficient Attention with a polynomial of its map, in time and memory linear in N.
+
+    .. math:: y_h = \sum_{k=0}^{m} c_{h,k}\,A_h^k\,v_h,
+              \qquad A = \rho_{row}(q)\,\rho_{col}(k)^\top
+
+    Args:
+        q, k, v: ``(..., H, N, D)``; v's head dim may differ.
+        coeffs: ``(H, m+1)`` or ``(m+1,)``, lowest power first. Any degree costs about the same.
+        key_padding_mask: bool ``(..., N)`` over the batch dimensions, True where a token is
+            padding (the convention of :class:`torch.nn.MultiheadAttention`).
+
+    Returns:
+        ``(..., H, N, D_v)`` in v's dtype. Rows of padding tokens are finite and mean nothing.
+    """
+    q, k, v, _ = _autocast(q, k, v, None)
+    coeffs = _check(q, k, v, coeffs, None, 0.0, enable_gqa=False)
+    if key_padding_mask is not None:
+        if q.dim() < 3:
+            raise ValueError("key_padding_mask needs inputs with a head dimension, (..., H, N, D)")
+        expected = (*q.shape[:-3], q.shape[-2])
+        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != expected:
+            raise ValueError(
+                f"expected a bool key_padding_mask of shape {tuple(expected)}, True for padding, "
+                f"got {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}"
+            )
+    with torch.autocast(q.device.type, enabled=False):
+        return LinearOperator(q, k, key_padding_mask).polynomial(coeffs, v)
+
+
+def _autocast(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Cast as autocast casts the arguments of torch's own attention."""
+    device = q.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return q, k, v, attn_mask
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(q), cast(k), cast(v), None if attn_mask is None else cast(attn_mask)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+) -> Tensor:
+    """Refuse what has no meaning; return the coefficients in the precision sums are kept in."""
+    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+        raise TypeError(
+            "q, k and v must share one floating-point dtype, "
+            f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them first"
+        )
+    if min(q.dim(), k.dim(), v.dim()) < 2 or not (q.dim() == k.dim() == v.dim()):
+        raise ValueError(
+            "q, k and v must have shape (..., H, N, D) with the same number of dimensions, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k differ in head dim: {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k and v differ in length: {k.shape[-2]} and {v.shape[-2]} tokens")
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"{q.shape[-2]} queries attend to {k.shape[-2]} keys: cross-attention has no powers, "
+            "the filter needs queries and keys of the same tokens. While decoding with a cache, "
+            "plug the model (gfsa.plug): its cache keeps what the past contributes"
+        )
+    _check_heads(q, k, v, enable_gqa)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p is a probability, expected 0 ≤ dropout_p ≤ 1, got {dropout_p}")
+    if attn_mask is not None:
+        _check_mask(attn_mask, (*q.shape[:-1], k.shape[-2]))
+    return _check_coefficients(coeffs, q)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    if not enable_gqa:
+        if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
+            raise ValueError(
+                "q, k and v differ in their batch or head dimensions: "
+                f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}; "
+                "expand them, or pass enable_gqa=True if k and v have fewer heads"
+            )
+        return
+    if q.dim() < 3:
+        raise ValueError("enable_gqa needs inputs with a head dimension, (..., H, N, D)")
+    if not (q.shape[:-3] == k.shape[:-3] == v.shape[:-3]) or k.shape[-3] != v.shape[-3]:
+        raise ValueError(
+            "with enable_gqa, k and v must agree in heads and all three in batch, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
+        raise ValueError(
+            f"with enable_gqa, q's {q.shape[-3]} heads must be a multiple of k's {k.shape[-3]}"
+        )
+
+
+def _check_mask(attn_mask: Tensor, scores: tuple[int, ...]) -> None:
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(
+            f"attn_mask must be bool (True takes part) or floating point (added), "
+            f"got {attn_mask.dtype}; an integer 0/1 mask wants attn_mask.bool()"
+        )
+    shape = tuple(attn_mask.shape)
+    fits = len(shape) <= len(scores) and all(
+        mine in (1, theirs) for mine, theirs in zip(reversed(shape), reversed(scores), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_mask of shape {shape} does not broadcast to the scores' {scores}; "
+            "a key-padding mask (B, N) wants attn_mask[:, None, None, :]"
+        )
+
+
+def _check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:
+    if not coeffs.is_floating_point():
+        raise TypeError(f"coeffs must be floating point, best float32, got {coeffs.dtype}")
+    per_head = coeffs.dim() == 2 and q.dim() >= 3 and coeffs.shape[0] == q.shape[-3]
+    if not (per_head or coeffs.dim() == 1) or coeffs.shape[-1] == 0:
+        heads = q.shape[-3] if q.dim() >= 3 else math.nan
+        raise ValueError(
+            "coeffs must be (m+1,), or (H, m+1) with a row for each query head "
+            f"(H = {heads} here), lowest power first; got {tuple(coeffs.shape)}"
+        )
+    if coeffs.device != q.device:
+        raise ValueError(f"coeffs are on {coeffs.device}, q is on {q.device}; move one of them")
+    return coeffs.to(at_least_float32(coeffs.dtype))

@@ -1,0 +1,15 @@
+"""Operators: the attention map of one layer, known by what it does to tokens."""
+
+from gfsa.operators.base import FunctionOperator, Operator, combine
+from gfsa.operators.dense import DenseOperator
+from gfsa.operators.linear import LinearOperator
+from gfsa.operators.sdpa import SDPAOperator
+
+__all__ = [
+    "DenseOperator",
+    "FunctionOperator",
+    "LinearOperator",
+    "Operator",
+    "SDPAOperator",
+    "combine",
+]

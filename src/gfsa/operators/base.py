@@ -1,0 +1,80 @@
+"""An operator is an attention map known by what it does to tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def combine(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
+    r"""Weigh the powers of one operator, head by head.
+
+    .. math:: y_h = \sum_k c_{h,k}\,u_{k,h} \qquad u_k = A^k v
+
+    The sum runs in the coefficients' precision (float32 at least) and is rounded once, so a small
+    coefficient is not lost beside a large one when the tokens are bfloat16 or float16.
+
+    Args:
+        coeffs: ``(H, m+1)`` or ``(m+1,)``.
+        powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
+    """
+    # one column a power, shaped to broadcast over (H, N, D) or over everything
+    columns = coeffs.unbind(-1)
+    if coeffs.dim() == 2:
+        columns = tuple(column[:, None, None] for column in columns)
+    total = columns[0] * powers[0]
+    for column, power in zip(columns[1:], powers[1:], strict=True):
+        total = total + column * power
+    return total.to(powers[-1].dtype)
+
+
+class Operator(ABC):
+    """The attention map ``A`` of one layer, ``apply(x) = A·x``.
+
+    Nobody but :class:`~gfsa.operators.dense.DenseOperator` has to build the n×n matrix.
+    """
+
+    @abstractmethod
+    def apply(self, x: Tensor) -> Tensor:
+        """``A·x`` for tokens ``x`` of shape ``(..., H, N, D)``."""
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        """``[v, A·v, …, A^degree·v]``: one pass a power."""
+        tokens = [v]
+        for _ in range(degree):
+            tokens.append(self.apply(tokens[-1]))
+        return tokens
+
+    def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
+        r"""``Σ_k coeffs[..., k]·A^k·v``, with as many passes as the polynomial has degrees.
+
+        The powers are kept and combined at the end rather than nested as Horner would: the number
+        of passes is the same, ``A·v`` stays free of the coefficients (so it can be cached while
+        decoding), and no intermediate sum is rounded to the tokens' dtype.
+        """
+        return combine(coeffs, self.powers(v, coeffs.shape[-1] - 1))
+
+    def dense(self) -> Tensor:
+        """``A`` itself, ``(..., H, N, N)``; for looking at it, not for speed."""
+        raise TypeError(
+            f"{type(self).__name__} never builds its n×n matrix; "
+            "build a gfsa.operators.DenseOperator from the same queries and keys to look at it"
+        )
+
+
+class FunctionOperator(Operator):
+    """An operator given as a function ``x -> A·x``, such as another library's attention kernel."""
+
+    def __init__(self, apply: Callable[[Tensor], Tensor]) -> None:
+        self._apply = apply
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._apply(x)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which sums over tokens in ``dtype`` are kept."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,129 @@
+"""The specification: the attention map as a matrix, written as in the paper."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gfsa.operators.base import Operator, at_least_float32
+
+DropoutPlace = Literal["attention", "filter"]
+
+
+class DenseOperator(Operator):
+    r"""An attention map as an explicit ``(..., H, N, N)`` matrix.
+
+    .. math:: H = \sum_k c_k A^k, \qquad y = H v
+
+    Every faster operator is tested against this one. It is also the way to look at attention maps
+    and the way in for maps that are not a softmax of q·kᵀ: hand over any square matrix.
+
+    Args:
+        matrix: ``A``, of shape ``(..., H, N, N)``.
+        dropout_p: probability of dropping an entry.
+        dropout_after: ``"attention"`` drops entries of A once, before its powers are taken (as the
+            published BERT and GPT-2 code does); ``"filter"`` drops entries of H (as its vision and
+            speech code does).
+    """
+
+    def __init__(
+        self,
+        matrix: Tensor,
+        dropout_p: float = 0.0,
+        dropout_after: DropoutPlace = "attention",
+    ) -> None:
+        if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2]:
+            raise ValueError(
+                f"expected a square attention map (..., N, N), got {tuple(matrix.shape)}; "
+                "only self-attention has powers"
+            )
+        if dropout_after not in ("attention", "filter"):
+            raise ValueError(
+                f"dropout_after must be 'attention' or 'filter', got {dropout_after!r}"
+            )
+        if dropout_p and dropout_after == "attention":
+            matrix = F.dropout(matrix, dropout_p)
+            dropout_p = 0.0
+        self.matrix = matrix
+        self.dropout_p = dropout_p
+
+    @classmethod
+    def from_qk(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        multiplier: Tensor | None = None,
+        dropout_p: float = 0.0,
+        dropout_after: DropoutPlace = "attention",
+    ) -> DenseOperator:
+        r"""``A = softmax(scale·q·kᵀ + mask) ∘ multiplier``.
+
+        Args:
+            q, k: ``(..., H, N, D)``; k may have fewer heads (they are then repeated).
+            attn_mask: bool (True takes part) or additive, broadcastable to ``(..., H, N, N)``.
+            is_causal: a token sees itself and what comes before it.
+            scale: default ``1/sqrt(D)``.
+            multiplier: applied after the softmax, as Graph-ViT's Hadamard attention does with its
+                patch adjacency; the rows then no longer sum to one.
+        """
+        # the scores and their softmax are kept in float32 at least: this is what others are
+        # measured against
+        dtype = at_least_float32(q.dtype)
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        k = repeat_heads(k, q)
+        scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-2, -1)
+        allowed = torch.ones((), dtype=torch.bool, device=q.device)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            allowed = attn_mask
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        if is_causal:
+            allowed = allowed & torch.ones_like(scores[..., :, :], dtype=torch.bool).tril()
+        matrix = _softmax(scores.masked_fill(~allowed, -math.inf))
+        if multiplier is not None:
+            matrix = matrix * multiplier
+        return cls(matrix, dropout_p, dropout_after)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (self.matrix @ repeat_heads(x, self.matrix).to(self.matrix.dtype)).to(x.dtype)
+
+    def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
+        v = repeat_heads(v, self.matrix)
+        # by powers of A on v, as every operator: H itself is only built when it has to be dropped
+        dtype = torch.promote_types(v.dtype, self.matrix.dtype)
+        if self.dropout_p:
+            y = F.dropout(self.filter(coeffs), self.dropout_p) @ v.to(dtype)
+        else:
+            y = super().polynomial(coeffs, v.to(dtype))
+        return y.to(v.dtype)
+
+    def filter(self, coeffs: Tensor) -> Tensor:
+        r"""``H = Σ_k coeffs[..., k]·A^k``, the map that takes A's place, ``(..., H, N, N)``."""
+        identity = torch.eye(
+            self.matrix.shape[-1], dtype=self.matrix.dtype, device=self.matrix.device
+        )
+        return super().polynomial(coeffs, identity.expand_as(self.matrix))
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+
+def repeat_heads(x: Tensor, like: Tensor) -> Tensor:
+    """Give ``x`` as many heads as ``like`` by repeating each one (grouped-query attention)."""
+    if x.dim() < 3 or x.shape[-3] == like.shape[-3]:
+        return x
+    return x.repeat_interleave(like.shape[-3] // x.shape[-3], dim=-3)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Softmax over the last axis; a row of which every score is -inf becomes zeros, not NaN."""
+    # the rows are filled before the softmax, so that no NaN enters the gradient either
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)

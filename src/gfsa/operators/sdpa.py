@@ -1,0 +1,99 @@
+"""Attention by torch's own kernels: flash, cuDNN, memory-efficient, math, or the CPU's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gfsa.operators.base import Operator
+from gfsa.operators.dense import repeat_heads
+
+
+class SDPAOperator(Operator):
+    r"""``A·x`` as one call of :func:`torch.nn.functional.scaled_dot_product_attention`.
+
+    No n×n tensor is made unless torch's kernel or the given mask makes one. The first pass over
+    ``v`` is the very call that ordinary attention makes, so a filter of coefficients (0, 1, 0)
+    gives the same bits.
+
+    Attention dropout uses one mask for all passes, ``A`` being dropped once and then squared: the
+    random generator is set back before each further pass, and ends where a single pass would
+    leave it.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        if is_causal and attn_mask is not None:
+            # torch takes one or the other
+            attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False
+        self.q = q
+        self.k = k
+        self.attn_mask = attn_mask
+        self.dropout_p = dropout_p
+        self.is_causal = is_causal
+        self.scale = scale
+        self.enable_gqa = enable_gqa
+
+    def apply(self, x: Tensor) -> Tensor:
+        # A·v has a head for each query head, v perhaps fewer: keys follow whatever x has
+        k = repeat_heads(self.k, x)
+        return F.scaled_dot_product_attention(
+            self.q,
+            k,
+            x,
+            attn_mask=self.attn_mask,
+            dropout_p=self.dropout_p,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa and k.shape[-3] != self.q.shape[-3],
+        )
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        if not self.dropout_p or degree < 2:
+            tokens = super().powers(v, degree)
+        else:
+            tokens = self._powers_with_one_mask(v, degree)
+        # the identity's term needs v on every query head
+        return [repeat_heads(tokens[0], self.q), *tokens[1:]]
+
+    def _powers_with_one_mask(self, v: Tensor, degree: int) -> list[Tensor]:
+        # every pass on the same head layout, so that every pass runs the same kernel
+        tokens = [repeat_heads(v, self.q)]
+        before = _generator_state(v.device)
+        for power in range(degree):
+            if power:
+                _set_generator_state(v.device, before)
+            tokens.append(self.apply(tokens[-1]))
+        return tokens
+
+
+def _with_causal(attn_mask: Tensor, length: int) -> Tensor:
+    causal = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).tril()
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & causal
+    return attn_mask.masked_fill(~causal, -math.inf)
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,73 @@
+"""Which operator serves a call, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Backend = Literal["auto", "dense", "sdpa", "fused"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The operator that serves a call, and the reason for it."""
+
+    backend: Literal["dense", "sdpa", "fused"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a choice depends on: the shapes, dtypes and options of one call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    degree: int
+
+
+def choose(backend: Backend, call: Call) -> Choice:
+    """The operator for ``call``; a backend asked for by name runs or raises, nothing else runs."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    if backend == "dense":
+        return Choice("dense", "asked for by name")
+    refusals = {"sdpa": why_not_sdpa, "fused": why_not_fused}
+    if backend != "auto":
+        refusal = refusals[backend](call)
+        if refusal is not None:
+            raise ValueError(f"backend={backend!r} cannot serve this call: {refusal}")
+        return Choice(backend, "asked for by name")
+    if why_not_fused(call) is None:
+        return Choice("fused", "a fused kernel covers this call")
+    refusal = why_not_sdpa(call)
+    if refusal is None:
+        return Choice("sdpa", "torch's own attention kernels, one pass a power")
+    return Choice("dense", refusal)
+
+
+def why_not_sdpa(call: Call) -> str | None:
+    """The reason why the sdpa operator cannot serve ``call``, or None if it can."""
+    if call.dropout_p and call.degree > 1 and _generator_is_out_of_reach(call.q.device):
+        return (
+            "one dropout mask for all passes needs the random generator set back between them, "
+            "which a compiled or captured graph cannot do; the dense operator can"
+        )
+    return None
+
+
+def why_not_fused(call: Call) -> str | None:
+    """The reason why no fused kernel can serve ``call``, or None if one can."""
+    return "this version has no fused kernels"
+
+
+def _generator_is_out_of_reach(device: torch.device) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,39 @@
+"""Settings that have to be in place before torch is imported, and hypothesis' profile."""
+
+import os
+
+# some CPUs advertise bfloat16 instructions that oneDNN's newest kernels then fault on
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# seeds are fixed so that a red run can be run again; deadlines mean nothing on shared machines
+settings.register_profile(
+    "gfsa",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("gfsa")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # one thread a worker: two workers on two cores otherwise fight over them
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long runs are asked for by name: ``pytest -m slow``."""
+    if "slow" in (config.getoption("-m") or ""):
+        return
+    kept = [item for item in items if "slow" not in item.keywords]
+    config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
+    items[:] = kept

@@ -17,12 +17,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gfsa.operators import Operator
+
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")
 
 
 class GraphFilter(nn.Module):
-    """A learnable polynomial per head: calling it gives the coefficients, ``(heads, degree+1)``.
+    """A learnable polynomial per head, applied to an attention map by calling the filter.
+
+    .. code-block:: python
+
+        y = filter(operator, v)                               # an attention map and its tokens
+        y = graph_filter_attention(q, k, v, filter.coefficients())      # the same, by function
 
     A subclass says what its polynomial is without any learning (``base``), and which polynomial
     each learned number multiplies (``basis``); everything else is done here.
@@ -81,8 +88,9 @@ class GraphFilter(nn.Module):
         # a product and a sum rather than a matmul: those stay exact under autocast and TF32
         return self.base + (self.theta[:, :, None] * self.basis).sum(1)
 
-    def forward(self) -> Tensor:
-        return self.coefficients()
+    def forward(self, operator: Operator, v: Tensor) -> Tensor:
+        r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
+        return operator.polynomial(self.coefficients(), v)
 
     def fold(self) -> Polynomial:
         """The same polynomial as a plain :class:`Polynomial`, each coefficient free to learn."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,16 +52,84 @@ def graph_filter_attention(
     Returns:
         ``(..., H, N, D_v)`` in v's dtype (under autocast, in autocast's).
     """
-    q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
-    coeffs = _check(q, k, v, coeffs, attn_mask, dropout_p, enable_gqa)
-    choice = choose(backend, Call(q, k, v, attn_mask, dropout_p, is_causal, coeffs.shape[-1] - 1))
-    operator: Operator
-    if choice.backend == "dense":
-        operator = DenseOperator.from_qk(q, k, attn_mask, is_causal, scale, dropout_p=dropout_p)
-    else:
-        operator = SDPAOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    with torch.autocast(q.device.type, enabled=False):
-        return operator.polynomial(coeffs, v)
+    operator = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
+    return operator.polynomial(coeffs, v)
+
+
+class AttentionOperator(Operator):
+    """Softmax attention whose kernel is chosen call by call.
+
+    The operator that :func:`graph_filter_attention` applies, for callers that hand an operator to
+    a filter: ``filter(AttentionOperator(q, k), v)``. Arguments as there.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        backend: Backend = "auto",
+    ) -> None:
+        self.q, self.k, self.attn_mask = _autocast(q, k, attn_mask)
+        self.dropout_p = dropout_p
+        self.is_causal = is_causal
+        self.scale = scale
+        self.enable_gqa = enable_gqa
+        self.backend = backend
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.polynomial(torch.tensor([0.0, 1.0], device=x.device), x)
+
+    def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
+        v, coeffs = self._prepare(coeffs, v)
+        chosen: Operator
+        if self._choose(coeffs, v).backend == "dense":
+            chosen = self._dense()
+        else:
+            chosen = SDPAOperator(
+                self.q,
+                self.k,
+                self.attn_mask,
+                self.dropout_p,
+                self.is_causal,
+                self.scale,
+                self.enable_gqa,
+            )
+        with torch.autocast(v.device.type, enabled=False):
+            return chosen.polynomial(coeffs, v)
+
+    def dense(self) -> Tensor:
+        return self._dense().dense()
+
+    def which(self, coeffs: Tensor, v: Tensor) -> Choice:
+        """What :meth:`polynomial` runs for these arguments, and why; computes nothing."""
+        v, coeffs = self._prepare(coeffs, v)
+        return self._choose(coeffs, v)
+
+    def _prepare(self, coeffs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        (v,) = _autocast(v)
+        return v, _check(self.q, self.k, v, coeffs, self.attn_mask, self.dropout_p, self.enable_gqa)
+
+    def _choose(self, coeffs: Tensor, v: Tensor) -> Choice:
+        degree = coeffs.shape[-1] - 1
+        return choose(
+            self.backend,
+            Call(self.q, self.k, v, self.attn_mask, self.dropout_p, self.is_causal, degree),
+        )
+
+    def _dense(self) -> DenseOperator:
+        return DenseOperator.from_qk(
+            self.q,
+            self.k,
+            self.attn_mask,
+            self.is_causal,
+            self.scale,
+            dropout_p=self.dropout_p,
+        )
 
 
 def which_backend(
@@ -76,9 +145,8 @@ def which_backend(
     backend: Backend = "auto",
 ) -> Choice:
     """What :func:`graph_filter_attention` runs for these arguments, and why; computes nothing."""
-    q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
-    coeffs = _check(q, k, v, coeffs, attn_mask, dropout_p, enable_gqa)
-    return choose(backend, Call(q, k, v, attn_mask, dropout_p, is_causal, coeffs.shape[-1] - 1))
+    operator = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
+    return operator.which(coeffs, v)
 
 
 def linear_graph_filter_attention(
@@ -102,7 +170,7 @@ def linear_graph_filter_attention(
     Returns:
         ``(..., H, N, D_v)`` in v's dtype. Rows of padding tokens are finite and mean nothing.
     """
-    q, k, v, _ = _autocast(q, k, v, None)
+    q, k, v = _autocast(q, k, v)
     coeffs = _check(q, k, v, coeffs, None, 0.0, enable_gqa=False)
     if key_padding_mask is not None:
         if q.dim() < 3:
@@ -113,23 +181,20 @@ def linear_graph_filter_attention(
                 f"expected a bool key_padding_mask of shape {tuple(expected)}, True for padding, "
                 f"got {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}"
             )
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q.device):
         return LinearOperator(q, k, key_padding_mask).polynomial(coeffs, v)
 
 
-def _autocast(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Cast as autocast casts the arguments of torch's own attention."""
-    device = q.device.type
+def _autocast(*tensors: Any) -> Any:
+    """Cast as autocast casts the arguments of torch's own attention; the first says where."""
+    device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return q, k, v, attn_mask
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-    return cast(q), cast(k), cast(v), None if attn_mask is None else cast(attn_mask)
+    return tuple(
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
 
 
 def _check(
@@ -166,7 +231,7 @@ def _check(
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p is a probability, expected 0 ≤ dropout_p ≤ 1, got {dropout_p}")
     if attn_mask is not None:
-        _check_mask(attn_mask, (*q.shape[:-1], k.shape[-2]))
+        _check_mask(attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
     return _check_coefficients(coeffs, q)
 
 
@@ -192,11 +257,12 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         )
 
 
-def _check_mask(attn_mask: Tensor, scores: tuple[int, ...]) -> None:
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+def _check_mask(attn_mask: Tensor, dtype: torch.dtype, scores: tuple[int, ...]) -> None:
+    if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
         raise TypeError(
-            f"attn_mask must be bool (True takes part) or floating point (added), "
-            f"got {attn_mask.dtype}; an integer 0/1 mask wants attn_mask.bool()"
+            f"attn_mask must be bool (True takes part), or float32 or q's {dtype} (added), "
+            f"got {attn_mask.dtype}; an integer 0/1 mask wants attn_mask.bool(), "
+            "an additive one attn_mask.to(q.dtype)"
         )
     shape = tuple(attn_mask.shape)
     fits = len(shape) <= len(scores) and all(
@@ -214,7 +280,7 @@ def _check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:
         raise TypeError(f"coeffs must be floating point, best float32, got {coeffs.dtype}")
     per_head = coeffs.dim() == 2 and q.dim() >= 3 and coeffs.shape[0] == q.shape[-3]
     if not (per_head or coeffs.dim() == 1) or coeffs.shape[-1] == 0:
-        heads = q.shape[-3] if q.dim() >= 3 else math.nan
+        heads = q.shape[-3] if q.dim() >= 3 else "none"
         raise ValueError(
             "coeffs must be (m+1,), or (H, m+1) with a row for each query head "
             f"(H = {heads} here), lowest power first; got {tuple(coeffs.shape)}"

@@ -21,14 +21,17 @@ def combine(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
         coeffs: ``(H, m+1)`` or ``(m+1,)``.
         powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
     """
-    # one column a power, shaped to broadcast over (H, N, D) or over everything
-    columns = coeffs.unbind(-1)
-    if coeffs.dim() == 2:
-        columns = tuple(column[:, None, None] for column in columns)
+    columns = columns_of(coeffs)
     total = columns[0] * powers[0]
     for column, power in zip(columns[1:], powers[1:], strict=True):
         total = total + column * power
     return total.to(powers[-1].dtype)
+
+
+def columns_of(coeffs: Tensor) -> tuple[Tensor, ...]:
+    """One column a power, ``(H, 1, 1)`` or ``(1, 1)``, to be multiplied with ``(..., H, N, D)``."""
+    # never a scalar: torch would round it to the dtype of the tokens beside it
+    return tuple(column[..., None, None] for column in coeffs.unbind(-1))
 
 
 class Operator(ABC):

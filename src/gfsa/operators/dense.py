@@ -117,7 +117,7 @@ class DenseOperator(Operator):
 
 def repeat_heads(x: Tensor, like: Tensor) -> Tensor:
     """Give ``x`` as many heads as ``like`` by repeating each one (grouped-query attention)."""
-    if x.dim() < 3 or x.shape[-3] == like.shape[-3]:
+    if min(x.dim(), like.dim()) < 3 or x.shape[-3] >= like.shape[-3]:
         return x
     return x.repeat_interleave(like.shape[-3] // x.shape[-3], dim=-3)
 

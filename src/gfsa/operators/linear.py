@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import Operator, at_least_float32
+from gfsa.operators.base import Operator, at_least_float32, columns_of
 
 
 class LinearOperator(Operator):
@@ -42,9 +42,7 @@ class LinearOperator(Operator):
         return (self.rows @ self._gather(x)).to(x.dtype)
 
     def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
-        columns = coeffs.unbind(-1)
-        if coeffs.dim() == 2:
-            columns = tuple(column[:, None, None] for column in columns)
+        columns = columns_of(coeffs)
         y = columns[0] * v
         if len(columns) > 1:
             content = self._gather(v)

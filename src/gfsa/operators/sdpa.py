@@ -34,6 +34,9 @@ class SDPAOperator(Operator):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
+        if attn_mask is not None:
+            # torch takes no mask of fewer dimensions
+            attn_mask = torch.atleast_2d(attn_mask)
         if is_causal and attn_mask is not None:
             # torch takes one or the other
             attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False

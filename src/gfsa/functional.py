@@ -99,7 +99,7 @@ class AttentionOperator(Operator):
                 self.scale,
                 self.enable_gqa,
             )
-        with torch.autocast(v.device.type, enabled=False):
+        with _no_autocast(v.device):
             return chosen.polynomial(coeffs, v)
 
     def dense(self) -> Tensor:
@@ -183,6 +183,13 @@ def linear_graph_filter_attention(
             )
     with _no_autocast(q.device):
         return LinearOperator(q, k, key_padding_mask).polynomial(coeffs, v)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast has done its casts; from here on precision is the operators' business."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _autocast(*tensors: Any) -> Any:

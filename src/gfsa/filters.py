@@ -62,19 +62,21 @@ class GraphFilter(nn.Module):
             raise ValueError(f"lr_multiplier must be a positive number, got {lr_multiplier!r}")
         self.num_heads = num_heads
         self.lr_multiplier = float(lr_multiplier)
-        # exact copies that no .half() ever rounds; the buffers are made from them
-        self._exact_base = base.detach().double().expand(num_heads, -1).clone()
-        learned = 0 if basis is None else len(basis)
-        self._exact_basis = (
-            torch.zeros(0, base.shape[-1], dtype=torch.float64)
-            if basis is None
-            else basis.detach().double() * self.lr_multiplier
-        )
-        self.register_buffer("base", self._exact_base.float(), persistent=False)
-        self.register_buffer("basis", self._exact_basis.float(), persistent=False)
-        start = torch.zeros(learned) if theta is None else theta.detach().float()
-        self._start = start.expand(num_heads, learned).clone()
-        self.register_parameter("theta", nn.Parameter(self._start.clone()) if learned else None)
+        if basis is None:
+            basis = base.new_zeros(0, base.shape[-1])
+        learned = len(basis)
+        if theta is None:
+            theta = base.new_zeros(learned)
+        # exact copies that no .half() rounds and no device="meta" empties; the buffers and the
+        # parameter, on torch's default device as any module's, are made from them
+        self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
+        self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
+        self._start = theta.detach().float().cpu().expand(num_heads, learned).clone()
+        device = torch.get_default_device()
+        self.register_buffer("base", self._exact_base.to(device, torch.float32), persistent=False)
+        self.register_buffer("basis", self._exact_basis.to(device, torch.float32), persistent=False)
+        start = self._start.to(device, copy=True)
+        self.register_parameter("theta", nn.Parameter(start) if learned else None)
 
     @property
     def degree(self) -> int:
@@ -95,9 +97,9 @@ class GraphFilter(nn.Module):
     def fold(self) -> Polynomial:
         """The same polynomial as a plain :class:`Polynomial`, each coefficient free to learn."""
         coefficients = self.coefficients().detach()
-        folded = Polynomial(self.num_heads, degree=self.degree)
+        folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
         folded.set_coefficients(coefficients)
-        return folded.to(coefficients.device)
+        return folded
 
     def config(self) -> dict[str, Any]:
         """The arguments that build this filter again (its learned numbers are in θ)."""
@@ -198,10 +200,12 @@ class GFSA(GraphFilter):
 
         # θ counts from the unmodified model, w = (0, 1, 0)
         unmodified = {"w0": 0.0, "w1": 1.0, "wK": 0.0}
-        base = torch.zeros(num_heads, degree + 1, dtype=torch.float64)
+        base = torch.zeros(num_heads, degree + 1, dtype=torch.float64, device="cpu")
         for name, polynomial in terms.items():
-            start = unmodified[name] if name in learn else values[name]
-            base += torch.as_tensor(start, dtype=torch.float64).reshape(-1, 1) * polynomial
+            if name in learn:
+                base += unmodified[name] * polynomial
+            else:
+                base += values[name][:, None] * polynomial
         theta = [(values[name] - unmodified[name]) / lr_multiplier for name in learn]
         super().__init__(
             num_heads,
@@ -247,15 +251,10 @@ class Polynomial(GraphFilter):
         _check_positive_int("num_heads", num_heads)
         if isinstance(degree, bool) or not isinstance(degree, int) or degree < 0:
             raise ValueError(f"degree must be an integer of at least 0, got {degree!r}")
-        base = torch.zeros(degree + 1, dtype=torch.float64)
         # a constant has no A to start from: it starts as the identity
-        base[min(1, degree)] = 1.0
-        super().__init__(
-            num_heads,
-            base,
-            torch.eye(degree + 1, dtype=torch.float64),
-            lr_multiplier=lr_multiplier,
-        )
+        base = _monomial(min(1, degree), degree)
+        basis = torch.eye(degree + 1, dtype=torch.float64, device="cpu")
+        super().__init__(num_heads, base, basis, lr_multiplier=lr_multiplier)
 
     @torch.no_grad()
     def set_coefficients(self, coefficients: Tensor) -> None:
@@ -282,14 +281,14 @@ class Twicing(GraphFilter):
     r"""Twicing attention, :math:`H = 2A - A^2`: keeps twice the detail, learns nothing."""
 
     def __init__(self, num_heads: int) -> None:
-        super().__init__(num_heads, torch.tensor([0.0, 2.0, -1.0]))
+        super().__init__(num_heads, _polynomial(0.0, 2.0, -1.0))
 
 
 class Laplacian(GraphFilter):
     r"""The graph Laplacian, :math:`H = I - A`: what attention would remove; learns nothing."""
 
     def __init__(self, num_heads: int) -> None:
-        super().__init__(num_heads, torch.tensor([1.0, -1.0]))
+        super().__init__(num_heads, _polynomial(1.0, -1.0))
 
 
 class PageRank(GraphFilter):
@@ -307,10 +306,7 @@ class PageRank(GraphFilter):
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha is a probability, expected 0 ≤ alpha ≤ 1, got {alpha!r}")
         self_returns = [alpha * (1 - alpha) ** k for k in range(hops)]
-        super().__init__(
-            num_heads,
-            torch.tensor([*self_returns, (1 - alpha) ** hops], dtype=torch.float64),
-        )
+        super().__init__(num_heads, _polynomial(*self_returns, (1 - alpha) ** hops))
         self.alpha = float(alpha)
         self.hops = hops
 
@@ -318,8 +314,13 @@ class PageRank(GraphFilter):
         return {**super().config(), "alpha": self.alpha, "hops": self.hops}
 
 
+def _polynomial(*coefficients: float) -> Tensor:
+    # constants are worked out on the host, whatever torch's default device
+    return torch.tensor(coefficients, dtype=torch.float64, device="cpu")
+
+
 def _monomial(k: int, degree: int) -> Tensor:
-    return torch.eye(degree + 1, dtype=torch.float64)[k]
+    return torch.eye(degree + 1, dtype=torch.float64, device="cpu")[k]
 
 
 def _check_positive_int(name: str, value: Any) -> None:
@@ -328,7 +329,7 @@ def _check_positive_int(name: str, value: Any) -> None:
 
 
 def _per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tensor:
-    numbers = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+    numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
     if numbers.dim() > 1 or numbers.numel() not in (1, num_heads):
         raise ValueError(
             f"{name} must be a number or one number for each of {num_heads} heads, "

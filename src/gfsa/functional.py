@@ -82,43 +82,49 @@ class AttentionOperator(Operator):
         self.backend = backend
 
     def apply(self, x: Tensor) -> Tensor:
-        return self.polynomial(torch.tensor([0.0, 1.0], device=x.device), x)
+        return self.powers(x, 1)[1]
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        v = self._prepare(v)
+        with _no_autocast(v.device):
+            return self._chosen(v, degree).powers(v, degree)
 
     def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
-        v, coeffs = self._prepare(coeffs, v)
-        chosen: Operator
-        if self._choose(coeffs, v).backend == "dense":
-            chosen = self._dense()
-        else:
-            chosen = SDPAOperator(
-                self.q,
-                self.k,
-                self.attn_mask,
-                self.dropout_p,
-                self.is_causal,
-                self.scale,
-                self.enable_gqa,
-            )
+        v, coeffs = self._prepare(v), _check_coefficients(coeffs, self.q)
         with _no_autocast(v.device):
-            return chosen.polynomial(coeffs, v)
+            return self._chosen(v, coeffs.shape[-1] - 1).polynomial(coeffs, v)
 
     def dense(self) -> Tensor:
-        return self._dense().dense()
+        with _no_autocast(self.q.device):
+            return self._dense().dense()
 
     def which(self, coeffs: Tensor, v: Tensor) -> Choice:
         """What :meth:`polynomial` runs for these arguments, and why; computes nothing."""
-        v, coeffs = self._prepare(coeffs, v)
-        return self._choose(coeffs, v)
+        v, coeffs = self._prepare(v), _check_coefficients(coeffs, self.q)
+        return self._choose(v, coeffs.shape[-1] - 1)
 
-    def _prepare(self, coeffs: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _prepare(self, v: Tensor) -> Tensor:
         (v,) = _autocast(v)
-        return v, _check(self.q, self.k, v, coeffs, self.attn_mask, self.dropout_p, self.enable_gqa)
+        _check(self.q, self.k, v, self.attn_mask, self.dropout_p, self.enable_gqa)
+        return v
 
-    def _choose(self, coeffs: Tensor, v: Tensor) -> Choice:
-        degree = coeffs.shape[-1] - 1
+    def _choose(self, v: Tensor, degree: int) -> Choice:
         return choose(
             self.backend,
             Call(self.q, self.k, v, self.attn_mask, self.dropout_p, self.is_causal, degree),
+        )
+
+    def _chosen(self, v: Tensor, degree: int) -> Operator:
+        if self._choose(v, degree).backend == "dense":
+            return self._dense()
+        return SDPAOperator(
+            self.q,
+            self.k,
+            self.attn_mask,
+            self.dropout_p,
+            self.is_causal,
+            self.scale,
+            self.enable_gqa,
         )
 
     def _dense(self) -> DenseOperator:
@@ -171,7 +177,8 @@ def linear_graph_filter_attention(
         ``(..., H, N, D_v)`` in v's dtype. Rows of padding tokens are finite and mean nothing.
     """
     q, k, v = _autocast(q, k, v)
-    coeffs = _check(q, k, v, coeffs, None, 0.0, enable_gqa=False)
+    _check(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=False)
+    coeffs = _check_coefficients(coeffs, q)
     if key_padding_mask is not None:
         if q.dim() < 3:
             raise ValueError("key_padding_mask needs inputs with a head dimension, (..., H, N, D)")
@@ -208,12 +215,11 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    coeffs: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
     enable_gqa: bool,
-) -> Tensor:
-    """Refuse what has no meaning; return the coefficients in the precision sums are kept in."""
+) -> None:
+    """Refuse what has no meaning."""
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise TypeError(
             "q, k and v must share one floating-point dtype, "
@@ -239,7 +245,6 @@ def _check(
         raise ValueError(f"dropout_p is a probability, expected 0 ≤ dropout_p ≤ 1, got {dropout_p}")
     if attn_mask is not None:
         _check_mask(attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
-    return _check_coefficients(coeffs, q)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
@@ -283,6 +288,7 @@ def _check_mask(attn_mask: Tensor, dtype: torch.dtype, scores: tuple[int, ...]) 
 
 
 def _check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:
+    """The coefficients in the precision in which sums are kept."""
     if not coeffs.is_floating_point():
         raise TypeError(f"coeffs must be floating point, best float32, got {coeffs.dtype}")
     per_head = coeffs.dim() == 2 and q.dim() >= 3 and coeffs.shape[0] == q.shape[-3]

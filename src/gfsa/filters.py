@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.operators import Operator
+from gfsa.operators.dense import DropoutPlace
 
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")
@@ -47,6 +48,10 @@ class GraphFilter(nn.Module):
     base: Tensor
     basis: Tensor
     theta: nn.Parameter | None
+
+    #: where a plugged layer's attention dropout acts: on entries of A before its powers
+    #: ("attention"), or on entries of H ("filter")
+    dropout_after: DropoutPlace = "attention"
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
 from gfsa.operators.base import at_least_float32
+from gfsa.operators.dense import DropoutPlace
 from gfsa.operators.select import Backend, Call, Choice, choose
 
 
@@ -60,7 +61,8 @@ class AttentionOperator(Operator):
     """Softmax attention whose kernel is chosen call by call.
 
     The operator that :func:`graph_filter_attention` applies, for callers that hand an operator to
-    a filter: ``filter(AttentionOperator(q, k), v)``. Arguments as there.
+    a filter: ``filter(AttentionOperator(q, k), v)``. Arguments as there, and ``dropout_after``
+    as in :class:`~gfsa.operators.DenseOperator`.
     """
 
     def __init__(
@@ -73,13 +75,16 @@ class AttentionOperator(Operator):
         scale: float | None = None,
         enable_gqa: bool = False,
         backend: Backend = "auto",
+        dropout_after: DropoutPlace = "attention",
     ) -> None:
         self.q, self.k, self.attn_mask = _autocast(q, k, attn_mask)
         self.dropout_p = dropout_p
         self.is_causal = is_causal
         self.scale = scale
         self.enable_gqa = enable_gqa
-        self.backend = backend
+        # entries of H can only be dropped where H is built
+        self.backend: Backend = "dense" if dropout_p and dropout_after == "filter" else backend
+        self.dropout_after = dropout_after
 
     def apply(self, x: Tensor) -> Tensor:
         return self.powers(x, 1)[1]
@@ -135,6 +140,7 @@ class AttentionOperator(Operator):
             self.is_causal,
             self.scale,
             dropout_p=self.dropout_p,
+            dropout_after=self.dropout_after,
         )
 
 
@@ -194,15 +200,20 @@ def linear_graph_filter_attention(
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast has done its casts; from here on precision is the operators' business."""
-    if torch.amp.is_autocast_available(device.type):
+    if _has_autocast(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+def _has_autocast(device: str) -> bool:
+    # the compiler cannot trace the question, and compiles for no device without autocast
+    return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
 
 
 def _autocast(*tensors: Any) -> Any:
     """Cast as autocast casts the arguments of torch's own attention; the first says where."""
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(

@@ -1,0 +1,53 @@
+"""Which of a model's self-attention layers get a filter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+
+Layers = str | Iterable[int] | Callable[[str, nn.Module], bool]
+
+_EXPECTED = (
+    "layers must be 'all', 'even', 'odd', 1-based layer numbers, or a predicate (name, module)"
+)
+
+
+def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[str]:
+    """The names among ``candidates`` that ``layers`` selects.
+
+    Args:
+        candidates: the model's self-attention modules by name, in the model's order. They are
+            counted from 1, over the whole model, as the paper counts.
+        layers: ``"all"``, ``"even"``, ``"odd"``, an iterable of layer numbers, or a predicate
+            ``(name, module) -> bool``.
+    """
+    names = list(candidates)
+    if callable(layers):
+        chosen = {name for name, module in candidates.items() if layers(name, module)}
+    elif isinstance(layers, str):
+        if layers not in ("all", "even", "odd"):
+            raise ValueError(f"{_EXPECTED}; got {layers!r}")
+        start, step = {"all": (0, 1), "odd": (0, 2), "even": (1, 2)}[layers]
+        chosen = set(names[start::step])
+    else:
+        try:
+            numbers = list(layers)
+        except TypeError:
+            raise ValueError(f"{_EXPECTED}; got {layers!r}") from None
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise ValueError(f"{_EXPECTED}; got {number!r} among them")
+            if not 1 <= number <= len(names):
+                raise ValueError(
+                    f"there is no layer {number}: the model has {len(names)} self-attention "
+                    f"layers that can be plugged, counted from 1"
+                )
+        chosen = {names[number - 1] for number in numbers}
+    if names and not chosen:
+        raise ValueError(
+            f"layers={layers!r} selects none of the model's {len(names)} self-attention "
+            f"layer{'s' if len(names) > 1 else ''} (depths that share one module, as in ALBERT, "
+            "are one layer)"
+        )
+    return chosen

@@ -1,0 +1,185 @@
+"""Attention dropout: one mask for all passes of a call."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gfsa import graph_filter_attention
+from gfsa.functional import AttentionOperator, which_backend
+from gfsa.operators import DenseOperator, SDPAOperator
+from support.attention import BACKENDS, relative_error, tokens
+
+COEFFS = torch.tensor([0.3, 0.8, -0.5, 0.4], dtype=torch.float64)
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bool mask": {"attn_mask": torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) < 0.7},
+    "additive mask": {"attn_mask": torch.linspace(-1, 1, 64).double().reshape(8, 8)},
+    "head groups": {"enable_gqa": True},
+}
+
+
+def inputs(enable_gqa: bool = False, **_: object) -> list[torch.Tensor]:
+    kv_heads = 2 if enable_gqa else 4
+    shapes = (2, 4, 8, 6), (2, kv_heads, 8, 6), (2, kv_heads, 8, 5)
+    return [tokens(*shape).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_sdpa_is_dense_under_the_same_seed(options: dict, degree: int) -> None:
+    """Exactly the map that was dropped once, in values and gradients."""
+    q, k, v = inputs(**options)
+    results = {}
+    for backend in BACKENDS:
+        torch.manual_seed(5)
+        y = graph_filter_attention(
+            q, k, v, COEFFS[: degree + 1], dropout_p=0.4, **options, backend=backend
+        )
+        results[backend] = [y, *torch.autograd.grad(y.square().sum(), (q, k, v))]
+    for sdpa, dense in zip(results["sdpa"], results["dense"], strict=True):
+        assert relative_error(sdpa, dense) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_powers_are_taken_of_the_dropped_map(backend: str) -> None:
+    """The map is recovered from its action on the identity; its square has the same holes."""
+    q, k, _ = inputs()
+    identity = torch.eye(8, dtype=torch.float64).expand(2, 4, 8, 8)
+
+    def power(exponent: int) -> torch.Tensor:
+        torch.manual_seed(5)
+        coeffs = torch.eye(3, dtype=torch.float64)[exponent]
+        return graph_filter_attention(q, k, identity, coeffs, dropout_p=0.5, backend=backend)
+
+    dropped = power(1)
+    assert 0.3 < (dropped == 0).double().mean() < 0.7
+    assert relative_error(power(2), dropped @ dropped) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_is_reproducible_and_moves_on(backend: str) -> None:
+    q, k, v = inputs()
+
+    def call() -> torch.Tensor:
+        return graph_filter_attention(q, k, v, COEFFS, dropout_p=0.3, backend=backend)
+
+    torch.manual_seed(1)
+    first, second = call(), call()
+    torch.manual_seed(1)
+    assert torch.equal(call(), first)
+    assert torch.equal(call(), second)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_generator_ends_where_plain_attention_leaves_it(degree: int) -> None:
+    q, k, v = inputs()
+    torch.manual_seed(3)
+    F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+    expected = torch.get_rng_state()
+    for backend in BACKENDS:
+        torch.manual_seed(3)
+        graph_filter_attention(q, k, v, torch.ones(degree + 1), dropout_p=0.3, backend=backend)
+        assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_one_mask_also_for_the_powers_of_an_attention_operator() -> None:
+    q, k, v = inputs()
+    torch.manual_seed(5)
+    powers = AttentionOperator(q, k, dropout_p=0.4).powers(v, 3)
+    torch.manual_seed(5)
+    expected = DenseOperator.from_qk(q, k, dropout_p=0.4).powers(v, 3)
+    for got, wanted in zip(powers, expected, strict=True):
+        assert relative_error(got, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropping_everything_leaves_the_identity(backend: str) -> None:
+    q, k, v = inputs()
+    y = graph_filter_attention(q, k, v, COEFFS, dropout_p=1.0, backend=backend)
+    assert relative_error(y, 0.3 * v) <= 1e-12
+
+
+def test_no_dropout_leaves_the_generator_alone() -> None:
+    q, k, v = inputs()
+    before = torch.get_rng_state()
+    for backend in BACKENDS:
+        graph_filter_attention(q, k, v, COEFFS, backend=backend)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_after_the_filter_drops_entries_of_the_filtered_map() -> None:
+    q, k, v = inputs()
+    operator = DenseOperator.from_qk(q, k, dropout_p=0.4, dropout_after="filter")
+    # the map itself stays whole
+    whole = DenseOperator.from_qk(q, k)
+    assert torch.equal(operator.dense(), whole.dense())
+    torch.manual_seed(2)
+    y = operator.polynomial(COEFFS, v)
+    torch.manual_seed(2)
+    expected = F.dropout(whole.filter(COEFFS), 0.4) @ v
+    assert relative_error(y, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("dropout_after", ["attention", "filter"])
+def test_expectation(dropout_after: str) -> None:
+    """Dropping H leaves its mean; dropping A leaves the mean of A, and of A² off one mask.
+
+    E[(A∘m)²] = A² + (E[m²] − 1)·diag-like terms, so only the linear part is checked for A.
+    """
+    matrix = torch.randn(6, 6, dtype=torch.float64).softmax(-1)
+    v = torch.randn(6, 3, dtype=torch.float64)
+    coeffs = torch.tensor([0.5, 1.0] if dropout_after == "attention" else [0.5, 1.0, -0.3])
+    exact = DenseOperator(matrix).polynomial(coeffs, v)
+    many = matrix.expand(20_000, 1, 6, 6)
+    dropped = DenseOperator(many, 0.3, dropout_after).polynomial(coeffs, v.expand(20_000, 1, 6, 3))
+    standard_error = dropped.std(0) / 20_000**0.5
+    assert ((dropped.mean(0)[0] - exact).abs() < 5 * standard_error[0]).all()
+
+
+def test_float32_agrees_too() -> None:
+    q, k, v = (x.detach().float() for x in inputs())
+    torch.manual_seed(5)
+    sdpa = SDPAOperator(q, k, dropout_p=0.4).polynomial(COEFFS.float(), v)
+    torch.manual_seed(5)
+    dense = DenseOperator.from_qk(q, k, dropout_p=0.4).polynomial(COEFFS.float(), v)
+    assert relative_error(sdpa, dense) <= 1e-5
+
+
+def test_a_compiled_graph_drops_densely_and_says_why() -> None:
+    """No compiled graph can set the generator back, so one mask means one matrix."""
+    q, k, v = (x.detach() for x in inputs())
+    said = []
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(q, k, v):
+        return graph_filter_attention(q, k, v, COEFFS, dropout_p=0.4)
+
+    @torch.compile(backend="eager")
+    def asked(q, k, v):
+        choice = which_backend(q, k, v, COEFFS, dropout_p=0.4)
+        said.append((choice.backend, choice.reason))
+        return q + 1
+
+    torch.manual_seed(5)
+    y = compiled(q, k, v)
+    torch.manual_seed(5)
+    expected = DenseOperator.from_qk(q, k, dropout_p=0.4).polynomial(COEFFS, v)
+    assert relative_error(y, expected) <= 1e-12
+    asked(q, k, v)
+    assert said[0][0] == "dense"
+    assert "one dropout mask for all passes" in said[0][1]
+    assert which_backend(q, k, v, COEFFS, dropout_p=0.4).backend != "dense"
+
+
+def test_a_compiled_graph_refuses_sdpa_with_dropout_by_name() -> None:
+    q, k, v = (x.detach() for x in inputs())
+
+    @torch.compile(backend="eager")
+    def compiled(q, k, v):
+        return graph_filter_attention(q, k, v, COEFFS, dropout_p=0.4, backend="sdpa")
+
+    with pytest.raises(Exception, match="cannot serve this call: one dropout mask"):
+        compiled(q, k, v)

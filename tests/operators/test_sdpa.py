@@ -1,0 +1,136 @@
+"""Torch's attention kernels, one pass a power, against the specification."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gfsa import graph_filter_attention
+from gfsa.operators import DenseOperator, SDPAOperator
+from support.attention import Case, Dispatched, cases, relative_error, tokens
+
+CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@settings(max_examples=500)
+@given(cases(max_length=17))
+def test_agrees_with_dense(case: Case) -> None:
+    sdpa = graph_filter_attention(*case.arguments, **case.options, backend="sdpa")
+    dense = graph_filter_attention(*case.arguments, **case.options, backend="dense")
+    assert sdpa.shape == dense.shape
+    assert sdpa.dtype == dense.dtype
+    assert relative_error(sdpa, dense) <= 1e-12
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_gradients_agree_with_dense(case: Case) -> None:
+    """To q, k, v, the coefficients and an additive mask."""
+    case.requires_grad()
+    cotangent, gradients = None, {}
+    for backend in ("dense", "sdpa"):
+        y = graph_filter_attention(*case.arguments, **case.options, backend=backend)
+        cotangent = torch.randn_like(y) if cotangent is None else cotangent
+        gradients[backend] = torch.autograd.grad(
+            y, case.leaves, cotangent, allow_unused=True, materialize_grads=True
+        )
+    for sdpa, dense in zip(gradients["sdpa"], gradients["dense"], strict=True):
+        # differences are measured against the size of the whole gradient: a gradient that is
+        # zero but for rounding (of k, when n = 1) has no relative error of its own
+        size = max(g.abs().max().item() if g.numel() else 0.0 for g in gradients["dense"])
+        difference = (sdpa - dense).abs().max().item() if dense.numel() else 0.0
+        assert difference <= 1e-12 * max(size, 1.0)
+
+
+def test_two_dimensional_inputs() -> None:
+    q, k, v = torch.randn(3, 6, 4, dtype=torch.float64).unbind(0)
+    coeffs = torch.tensor([0.2, 0.7, 0.4])
+    y = graph_filter_attention(q, k, v, coeffs, is_causal=True, backend="sdpa")
+    expected = DenseOperator.from_qk(q, k, is_causal=True).polynomial(coeffs, v)
+    assert y.shape == (6, 4)
+    assert relative_error(y, expected) <= 1e-12
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bool mask": {"attn_mask": torch.tensor([[1, 1, 0, 1]] * 4).bool()},
+    "an empty row": {"attn_mask": torch.tensor([[0, 0, 0, 0], [1, 1, 0, 1]] * 2).bool()},
+    "causal and mask": {"attn_mask": torch.tensor([[0, 1, 1, 1]] * 4).bool(), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_gradcheck(backend: str, options: dict) -> None:
+    q, k, v = (tokens(1, 2, 4, 3).requires_grad_() for _ in range(3))
+    coeffs = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(
+        lambda *x: graph_filter_attention(*x, **options, backend=backend), (q, k, v, coeffs)
+    )
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_gradcheck_of_additive_mask_and_head_groups(backend: str) -> None:
+    q = tokens(1, 4, 3, 2).requires_grad_()
+    k, v = tokens(1, 2, 3, 2).requires_grad_(), tokens(1, 2, 3, 3).requires_grad_()
+    coeffs = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(4, 3, 3, dtype=torch.float64, requires_grad=True)
+
+    def attend(q, k, v, coeffs, bias):
+        return graph_filter_attention(
+            q, k, v, coeffs, bias, is_causal=True, enable_gqa=True, backend=backend
+        )
+
+    torch.autograd.gradcheck(attend, (q, k, v, coeffs, bias))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_gradgradcheck(backend: str, options: dict) -> None:
+    """Of torch's kernels only the math one can be differentiated twice."""
+    q, k, v = (tokens(1, 1, 4, 2).requires_grad_() for _ in range(3))
+    coeffs = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.autograd.gradgradcheck(
+            lambda *x: graph_filter_attention(*x, **options, backend=backend), (q, k, v, coeffs)
+        )
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2, 3])
+def test_costs_one_pass_a_power(degree: int) -> None:
+    q = torch.randn(1, 2, 16, 8)
+    with Dispatched() as dispatched:
+        graph_filter_attention(q, q, q, torch.zeros(2, degree + 1), backend="sdpa")
+    assert dispatched.count(CPU_KERNEL) == degree
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_makes_no_square_tensor(is_causal: bool) -> None:
+    n = 256
+    q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for _ in range(3))
+    coeffs = torch.tensor([0.1, 1.0, 0.3], requires_grad=True)
+    with Dispatched() as dispatched:
+        y = graph_filter_attention(q, k, v, coeffs, is_causal=is_causal, backend="sdpa")
+        y.sum().backward()
+    assert dispatched.count("backward") == 2
+    assert dispatched.largest < n * n
+
+
+def test_apply_is_torchs_attention() -> None:
+    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(SDPAOperator(q, k, is_causal=True).apply(v), expected)
+
+
+def test_powers_have_every_query_head() -> None:
+    q, k, v = tokens(2, 4, 5, 3), tokens(2, 2, 5, 3), tokens(2, 2, 5, 6)
+    powers = SDPAOperator(q, k, enable_gqa=True).powers(v, 2)
+    assert [tuple(power.shape) for power in powers] == [(2, 4, 5, 6)] * 3
+    assert torch.equal(powers[0], v.repeat_interleave(2, dim=1))
+
+
+def test_never_builds_its_matrix() -> None:
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(TypeError, match=r"SDPAOperator never builds.*DenseOperator from the same"):
+        SDPAOperator(q, q).dense()

@@ -42,7 +42,7 @@ class Adapter(ABC):
     def remove(self, module: nn.Module) -> None:
         """Undo :meth:`install`; ``module.gfsa`` is still there and is taken away afterwards."""
 
-    def mark(self, model: nn.Module) -> None:
+    def mark(self, model: nn.Module) -> None:  # noqa: B027  (most have nothing to mark)
         """Called once a model after its filters have changed (plugged, unplugged or loaded)."""
 
 

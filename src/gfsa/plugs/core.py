@@ -106,7 +106,7 @@ def plug(
         ValueError: if nothing can be plugged, a layer is plugged already, or an argument makes
             no sense. The model is then as it was.
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "K": K,
         "learn": learn,
         "w0": w0,

@@ -80,6 +80,26 @@ def reference_attention(
     return torch.from_numpy(response @ values)
 
 
+def published_form(
+    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, is_causal: bool = False
+) -> Tensor:
+    """H built from powers of A in the tokens' dtype, then applied: how the formula is published."""
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    attention = scores.softmax(-1)
+    power = torch.eye(q.shape[-2], dtype=q.dtype).expand_as(attention)
+    response = coeffs[0].to(q.dtype) * power
+    for coefficient in coeffs[1:].to(q.dtype):
+        power = power @ attention
+        response = response + coefficient * power
+    return response @ v
+
+
+def rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """The largest difference, measured by the largest expected value."""
     if expected.numel() == 0:

@@ -1,0 +1,57 @@
+"""Operators as such: powers, their sum, and an operator given as a function."""
+
+import pytest
+import torch
+
+from gfsa.operators import FunctionOperator, combine
+from gfsa.operators.base import at_least_float32
+
+
+def test_a_function_is_an_operator() -> None:
+    """Here the graph is a ring and A moves every token on by one."""
+    ring = FunctionOperator(lambda x: x.roll(1, dims=-2))
+    v = torch.randn(2, 3, 5, 4)
+    assert torch.equal(ring.apply(v), v.roll(1, -2))
+    powers = ring.powers(v, 3)
+    assert len(powers) == 4
+    assert all(torch.equal(u, v.roll(k, -2)) for k, u in enumerate(powers))
+    y = ring.polynomial(torch.tensor([1.0, 0.0, 2.0]), v)
+    torch.testing.assert_close(y, v + 2 * v.roll(2, -2))
+
+
+def test_a_function_has_no_matrix_to_show() -> None:
+    with pytest.raises(TypeError, match="FunctionOperator never builds its n×n matrix; build a"):
+        FunctionOperator(lambda x: x).dense()
+
+
+def test_degree_zero_takes_no_pass() -> None:
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("no pass was needed")
+
+    v = torch.randn(5, 4)
+    torch.testing.assert_close(FunctionOperator(refuse).polynomial(torch.tensor([3.0]), v), 3 * v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3,), (2, 3)], ids=["shared", "per head"])
+def test_the_sum_is_rounded_once(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Two terms of a third of a unit in the last place add up to one that counts."""
+    third = torch.finfo(dtype).eps / 3
+    coeffs = torch.tensor([1.0, third, third]).expand(shape)
+    ones = torch.ones(1, 2, 4, 8, dtype=dtype)
+    total = combine(coeffs, [ones, ones, ones])
+    assert total.dtype == dtype
+    assert (total == 1 + torch.finfo(dtype).eps).all()
+
+
+def test_output_takes_the_tokens_dtype_and_coefficients_their_own() -> None:
+    coeffs = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    tokens = torch.ones(2, 3)
+    assert combine(coeffs, [tokens, tokens]).dtype == torch.float32
+    assert combine(coeffs.float(), [tokens.double(), tokens.double()]).dtype == torch.float64
+
+
+def test_precision_in_which_sums_are_kept() -> None:
+    assert at_least_float32(torch.bfloat16) == torch.float32
+    assert at_least_float32(torch.float16) == torch.float32
+    assert at_least_float32(torch.float64) == torch.float64

@@ -1,0 +1,46 @@
+"""Importing gfsa costs next to nothing and needs torch alone."""
+
+import subprocess
+import sys
+
+LOADED = """
+import sys
+import torch
+before = set(sys.modules)
+import gfsa
+gfsa.GFSA(2).coefficients()
+gfsa.graph_filter_attention(*[torch.zeros(1, 2, 3, 4)] * 3, torch.ones(3))
+added = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(" ".join(sorted(added - set(sys.stdlib_module_names))))
+"""
+
+SECONDS = """
+import time
+import torch
+start = time.perf_counter()
+import gfsa
+print(time.perf_counter() - start)
+"""
+
+
+def run(program: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return finished.stdout.strip()
+
+
+def test_pulls_in_torch_and_the_standard_library_only() -> None:
+    assert set(run(LOADED).split()) <= {"gfsa", "torch"}
+
+
+def test_adds_less_than_a_fifth_of_a_second() -> None:
+    # the least of a few: a busy machine only ever adds
+    assert min(float(run(SECONDS)) for _ in range(4)) < 0.2
+
+
+def test_public_names_are_there() -> None:
+    import gfsa
+
+    assert all(hasattr(gfsa, name) for name in gfsa.__all__)
+    assert gfsa.__version__.count(".") >= 1

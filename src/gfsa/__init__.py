@@ -3,6 +3,9 @@
 from gfsa._version import __version__
 from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention
+from gfsa.plugs import filters_of, parameter_groups, plug, register_adapter, unplug
+from gfsa.plugs.checkpoint import load, save
+from gfsa.plugs.pretrained import from_pretrained
 
 __all__ = [
     "GFSA",
@@ -12,6 +15,14 @@ __all__ = [
     "Polynomial",
     "Twicing",
     "__version__",
+    "filters_of",
+    "from_pretrained",
     "graph_filter_attention",
     "linear_graph_filter_attention",
+    "load",
+    "parameter_groups",
+    "plug",
+    "register_adapter",
+    "save",
+    "unplug",
 ]

@@ -132,6 +132,17 @@ class AttentionOperator(Operator):
             self.enable_gqa,
         )
 
+    def _sdpa(self) -> SDPAOperator:
+        return SDPAOperator(
+            self.q,
+            self.k,
+            self.attn_mask,
+            self.dropout_p,
+            self.is_causal,
+            self.scale,
+            self.enable_gqa,
+        )
+
     def _dense(self) -> DenseOperator:
         return DenseOperator.from_qk(
             self.q,

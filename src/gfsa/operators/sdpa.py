@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class SDPAOperator(Operator):
         if is_causal and attn_mask is not None:
             # torch takes one or the other
             attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False
+        if attn_mask is not None and attn_mask.dtype == torch.bool and q.is_cuda:
+            # for a row without any key, cuDNN's attention answers a bool mask with an average of
+            # values it must not see and NaN gradients, an additive mask with zeros
+            attn_mask = as_additive(attn_mask, q.dtype)
         self.q = q
         self.k = k
         self.attn_mask = attn_mask
@@ -63,22 +68,33 @@ class SDPAOperator(Operator):
         )
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        if not self.dropout_p or degree < 2:
-            tokens = super().powers(v, degree)
+        if self.dropout_p and degree > 1:
+            # every pass on the same head layout, so that every pass runs the same kernel
+            tokens = powers_with_one_mask(self.apply, repeat_heads(v, self.q), degree)
         else:
-            tokens = self._powers_with_one_mask(v, degree)
+            tokens = super().powers(v, degree)
         # the identity's term needs v on every query head
         return [repeat_heads(tokens[0], self.q), *tokens[1:]]
 
-    def _powers_with_one_mask(self, v: Tensor, degree: int) -> list[Tensor]:
-        # every pass on the same head layout, so that every pass runs the same kernel
-        tokens = [repeat_heads(v, self.q)]
-        before = _generator_state(v.device)
-        for power in range(degree):
-            if power:
-                _set_generator_state(v.device, before)
-            tokens.append(self.apply(tokens[-1]))
-        return tokens
+
+def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: int) -> list[Tensor]:
+    """``[v, A·v, …]`` for a kernel that draws its own dropout mask, the same one in each pass.
+
+    The random generator ends where a single pass would have left it.
+    """
+    tokens = [v]
+    before = _generator_state(v.device)
+    for power in range(degree):
+        if power:
+            _set_generator_state(v.device, before)
+        tokens.append(apply(tokens[-1]))
+    return tokens
+
+
+def as_additive(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask (True takes part) as numbers to add to the scores: 0 and -inf."""
+    zeros = torch.zeros(attn_mask.shape, dtype=dtype, device=attn_mask.device)
+    return zeros.masked_fill(~attn_mask, -math.inf)
 
 
 def _with_causal(attn_mask: Tensor, length: int) -> Tensor:

@@ -153,7 +153,7 @@ def plug(
     if not dry_run:
         for module, adapter, made in planned:
             attach(module, adapter, made)
-        _finish(model, {adapter for _, adapter, _ in planned})
+        finish(model, {adapter for _, adapter, _ in planned})
         watch_first_forward(model, {n: (s.module, s.filter) for n, s in sockets_of(model).items()})
     return report
 
@@ -177,7 +177,7 @@ def unplug(model: nn.Module) -> None:
         socket.adapter.remove(socket.module)
         delattr(socket.module, CHILD)
         del socket.module.__dict__["_gfsa_adapter"]
-    _finish(model, {socket.adapter for socket in sockets.values()})
+    finish(model, {socket.adapter for socket in sockets.values()})
 
 
 def filters_of(model: nn.Module) -> dict[str, GraphFilter]:
@@ -319,6 +319,7 @@ def _innermost_first(wrapper: nn.Module) -> Iterator[nn.Module]:
     yield from wrapper.modules()
 
 
-def _finish(model: nn.Module, adapters: set[Adapter]) -> None:
+def finish(model: nn.Module, adapters: set[Adapter]) -> None:
+    """Tell the adapters that the filters of ``model`` have changed."""
     for adapter in adapters:
         adapter.mark(model)

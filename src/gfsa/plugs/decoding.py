@@ -1,0 +1,173 @@
+"""Decoding with a cache, exactly: the powers of past tokens ride along with their keys and values.
+
+In causal attention a past token never sees a later one, so ``A·v, A²·v, …`` of past tokens do not
+change when a token is added. A layer of a transformers cache therefore gets companions: further
+cache layers of its own kind, one for each power that is needed again, that hold ``A^k·v`` in the
+same rows as the layer holds keys and values. Whatever happens to the layer (beams reordered,
+tokens cropped, a window sliding, a static buffer) happens to its companions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from gfsa.operators import Operator
+
+# what a cache does to its layers besides filling them
+_FOLLOWED = (
+    "activate_past_recording",
+    "batch_repeat_interleave",
+    "batch_select_indices",
+    "crop",
+    "offload",
+    "prefetch",
+    "reorder_cache",
+    "reset",
+)
+
+
+class CachedOperator(Operator):
+    r"""The rows of A for the newest tokens, with the powers of all earlier ones at hand.
+
+    .. math:: (A^{k+1} v)_{new} = A_{new}\,[(A^k v)_{past};\,(A^k v)_{new}]
+
+    Args:
+        rows: an operator whose ``apply`` takes all tokens and gives the new ones.
+        layer: the layer of the cache, which has just taken in the new keys and values.
+        new: how many tokens are new.
+        keys: how many of the cache's rows ``rows`` looks at.
+    """
+
+    def __init__(self, rows: Operator, layer: Any, new: int, heads: int, keys: int) -> None:
+        self.rows = rows
+        self.layer = layer
+        self.new = new
+        self.heads = heads
+        self.keys = keys
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.rows.apply(x)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        newest = _newest(self.layer, v, self.new)
+        tokens = [newest.repeat_interleave(self.heads // newest.shape[1], dim=1)]
+        everything = v
+        companions = _companions(self.layer, degree - 1, self.new)
+        for power in range(degree):
+            tokens.append(self.rows.apply(everything))
+            if power < degree - 1:
+                everything = _remember(companions[power], tokens[-1])[:, :, : self.keys]
+        return tokens
+
+
+def layer_of(cache: Any, index: int) -> Any:
+    """The cache's layer for a self-attention module; refuses caches that cannot hold powers."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"a plugged model decodes with a transformers Cache, got {type(cache).__name__}; "
+            "pass use_cache=False, or a DynamicCache or StaticCache"
+        )
+    return cache.layers[index]
+
+
+def _companions(layer: Any, count: int, new: int) -> list[Any]:
+    if count < 1:
+        return []
+    companions: list[Any] | None = getattr(layer, "gfsa_powers", None)
+    if companions is None:
+        _refuse_a_past_without_powers(layer, new)
+        companions = [_alike(layer) for _ in range(count)]
+        layer.gfsa_powers = companions
+        for name in _FOLLOWED:
+            if hasattr(layer, name):
+                setattr(layer, name, _Follower(layer, name))
+    elif len(companions) < count:
+        raise ValueError(
+            f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
+            f"has degree {count + 1}; start from a new cache"
+        )
+    return companions
+
+
+def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
+    # a static layer's length lives on the device: reading it there is fine once, before the first
+    # token, but not in a compiled graph
+    if torch.compiler.is_compiling():
+        return
+    past = int(layer.get_seq_length()) - new
+    if past > 0:
+        raise ValueError(
+            f"the cache holds {past} tokens without the powers of attention that the filter "
+            "needs: it was filled by prefix tuning, by an unplugged model, or while training. "
+            "Start from a new cache (prefix tuning cannot be combined with a filter: its prefix "
+            "has keys but no queries)"
+        )
+
+
+def _alike(layer: Any) -> Any:
+    """An empty cache layer of the same kind."""
+    kind = type(layer)
+    if kind is DynamicLayer:
+        return DynamicLayer()
+    if kind is DynamicSlidingWindowLayer:
+        made = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+        made.record_past = layer.record_past
+        return made
+    if kind is StaticLayer:
+        return StaticLayer(max_cache_len=layer.max_cache_len)
+    if kind is StaticSlidingWindowLayer:
+        # the layer has already taken the smaller of its window and its length
+        return StaticSlidingWindowLayer(layer.max_cache_len, sliding_window=layer.max_cache_len)
+    raise TypeError(
+        f"a plugged model cannot decode with a {kind.__name__}; use a dynamic or static cache "
+        "(with or without a sliding window), or use_cache=False"
+    )
+
+
+def _remember(companion: Any, tokens: Tensor) -> Tensor:
+    """Add the newest tokens' power to the companion; returns it for all tokens."""
+    # an offloading cache has sent it away together with the keys
+    companion.prefetch()
+    # the layer's second slot stays empty: a tensor without features
+    everything: Tensor = companion.update(tokens, tokens[..., :0])[0]
+    return everything
+
+
+def _newest(layer: Any, values: Tensor, new: int) -> Tensor:
+    """The rows of ``values`` that belong to the newest tokens."""
+    static = isinstance(layer, StaticLayer)
+    if isinstance(layer, StaticSlidingWindowLayer):
+        # once the window is full it slides, and the newest come last
+        static = layer.cumulative_length_int <= layer.max_cache_len
+    if not static:
+        return values[:, :, values.shape[2] - new :]
+    # a static layer fills from the front; where it stands is known on the device only
+    rows = torch.arange(new, device=values.device) + (layer.cumulative_length - new)
+    return values.index_select(2, rows)
+
+
+class _Follower:
+    """A method of one cache layer that is done to its companions as well."""
+
+    def __init__(self, layer: Any, name: str) -> None:
+        self.layer = layer
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(type(self.layer), self.name)(self.layer, *args, **kwargs)
+        for companion in self.layer.gfsa_powers:
+            getattr(companion, self.name)(*args, **kwargs)
+        return result

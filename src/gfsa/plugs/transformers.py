@@ -1,0 +1,242 @@
+"""Hugging Face Transformers: every model that asks for its attention by name.
+
+Such a model looks up ``config._attn_implementation`` in a registry. A plugged attention module gets
+a view of its config that answers ``gfsa|sdpa`` where the config says ``sdpa``; the function
+registered under that name hands an operator for A to the module's filter. The model itself, its
+masks and its other layers see the real config, so the implementation can still be switched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
+
+from gfsa.operators import DenseOperator, Operator
+from gfsa.plugs.adapter import Adapter
+from gfsa.plugs.decoding import CachedOperator, layer_of
+from gfsa.plugs.transformers_maps import eager_function, operator_for
+
+PREFIX = "gfsa|"
+_CACHE = "gfsa_cache"
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_CROSS_NAMES = (
+    "crossattention",
+    "cross_attention",
+    "cross_attn",
+    "encoder_attn",
+    "encdecattention",
+)
+_CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+
+
+class InterfaceAdapter(Adapter):
+    """Plugs attention modules that use transformers' attention interface."""
+
+    how = "attention interface"
+
+    def num_heads(self, module: Any) -> int:
+        for place in (module, module.config):
+            for name in _HEADS:
+                heads = getattr(place, name, None)
+                if isinstance(heads, int):
+                    return heads
+        raise ValueError(
+            f"cannot tell how many heads {type(module).__name__} has: neither it nor its config "
+            f"has one of {', '.join(_HEADS)}; gfsa.register_adapter an adapter that knows"
+        )
+
+    def refusal(self, name: str, module: Any) -> str | None:
+        last = name.rpartition(".")[2].lower()
+        kind = type(module).__name__
+        if (
+            "crossattention" in kind.lower()
+            or last in _CROSS_NAMES
+            or getattr(module, "is_cross_attention", False) is True
+        ):
+            return "cross-attention has no powers: its queries and keys are different tokens"
+        if "channel" in kind.lower():
+            return "its attention is over channels, not tokens"
+        if not hasattr(module, "config"):
+            return f"{kind} keeps no config, so its attention cannot be redirected"
+        if getattr(module, "reorder_and_upcast_attn", False):
+            return "reorder_and_upcast_attn computes attention outside the interface"
+        return None
+
+    def install(self, module: Any) -> None:
+        module.config = _ConfigView(module.config)
+        handle = module.register_forward_pre_hook(_CacheHandover(module), with_kwargs=True)
+        module.__dict__["_gfsa_handle"] = handle
+        # looked up here, not in a forward that may be traced
+        module.__dict__["_gfsa_eager"] = eager_function(type(module))
+
+    def remove(self, module: Any) -> None:
+        module.__dict__.pop("_gfsa_handle").remove()
+        del module.__dict__["_gfsa_eager"]
+        module.config = module.config.real
+
+    def mark(self, model: nn.Module) -> None:
+        from gfsa.plugs.checkpoint import describe
+
+        # the outermost transformers model is the one that save_pretrained is called on
+        saved = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        if saved is None:
+            return
+        description = describe(saved)
+        if description["filters"]:
+            saved.config.gfsa = description
+        elif hasattr(saved.config, "gfsa"):
+            del saved.config.gfsa
+
+
+INTERFACE = InterfaceAdapter()
+
+
+def find(module: Any) -> Adapter | None:
+    """The adapter for ``module`` if it is a transformers attention module."""
+    return INTERFACE if _uses_interface(type(module)) else None
+
+
+def _uses_interface(kind: type[nn.Module]) -> bool:
+    forward = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+class _ConfigView:
+    """A module's config, except that its attention goes through the filter."""
+
+    real: Any
+
+    def __init__(self, config: Any) -> None:
+        object.__setattr__(self, "real", config)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.real, name)
+        return _registered_name(value) if name == "_attn_implementation" else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.real, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ConfigView:
+        return _ConfigView(copy.deepcopy(self.real, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ConfigView, (self.real,)
+
+
+def _registered_name(implementation: str | None) -> str:
+    name = f"{PREFIX}{implementation or 'eager'}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        function = functools.partial(_filtered_attention, name.removeprefix(PREFIX))
+        ALL_ATTENTION_FUNCTIONS.register(name, function)
+    return name
+
+
+class _CacheHandover:
+    """Attention functions are not given the cache; this hook hands it over among the keywords."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        for name in _CROSS_INPUTS:
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"a {type(module).__name__} was plugged as self-attention but is given {name}: "
+                    "cross-attention has no powers. Leave it out with plug(..., layers=...)"
+                )
+        cache = given.get("past_key_values")
+        return None if cache is None else (args, {**kwargs, _CACHE: cache})
+
+
+def _filtered_attention(
+    implementation: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What a plugged module's attention calls instead of ``implementation``."""
+    if implementation.startswith("paged|"):
+        raise NotImplementedError(
+            "a plugged model cannot run with a paged cache (continuous batching): the base "
+            "function fills the cache itself. Use generate() with a dynamic or static cache"
+        )
+    cache = kwargs.pop(_CACHE, None)
+    operator, value = operator_for(
+        implementation,
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        **kwargs,
+    )
+    operator = _with_past(module, operator, query, value, dropout, cache)
+    y = module.gfsa(operator, value)
+    weights = _filter_map(module, operator, value) if _wants_weights(module, kwargs) else None
+    return y.transpose(1, 2).contiguous(), weights
+
+
+def _with_past(
+    module: Any, operator: Operator, query: Tensor, value: Tensor, dropout: float, cache: Any
+) -> Operator:
+    """Let the operator reach the powers of past tokens, if there is a cache to keep them."""
+    new, keys = query.shape[2], value.shape[2]
+    if cache is None:
+        if new != keys:
+            raise ValueError(
+                f"{new} queries of a {type(module).__name__} attend to {keys} keys without a "
+                "cache: that is cross-attention or a prefix, which has no powers. Leave it out "
+                "with plug(..., layers=...)"
+            )
+        return operator
+    # models fill a cache while training too, where nobody decodes from it
+    if new == keys and module.training and torch.is_grad_enabled():
+        return operator
+    if dropout:
+        raise ValueError(
+            "decoding with attention dropout has no meaning: the past was computed under another "
+            "mask. Call model.eval(), or pass use_cache=False"
+        )
+    layer = layer_of(cache, module.layer_idx)
+    return CachedOperator(operator, layer, new, query.shape[1], keys)
+
+
+def _wants_weights(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether somebody asked for attention maps: by keyword, by config, or by a recorder."""
+    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    recorded = _active_collector.get()
+    return recorded is not None and any("attentions" in name for name in recorded)
+
+
+def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:
+    """``H``, which is what the attention of a plugged module is."""
+    if isinstance(operator, CachedOperator) and operator.new != operator.keys:
+        raise ValueError(
+            "output_attentions while decoding with a cache: the rows of H need the whole map of "
+            "the past, which no cache keeps. Pass use_cache=False"
+        )
+    inner = operator.rows if isinstance(operator, CachedOperator) else operator
+    dense = inner if isinstance(inner, DenseOperator) else DenseOperator(inner.dense())
+    return dense.filter(module.gfsa.coefficients()).to(value.dtype)

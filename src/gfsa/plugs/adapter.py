@@ -14,6 +14,8 @@ from typing import Literal
 
 from torch import nn
 
+from gfsa.plugs.crossing import Owners
+
 Unknown = Literal["refuse", "trace"]
 
 CHILD = "gfsa"
@@ -32,6 +34,10 @@ class Adapter(ABC):
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         """Why this module cannot take a filter (cross-attention, say), or None if it can."""
+        return None
+
+    def refusal_inside(self, owners: Owners) -> str | None:
+        """The same, told by the modules that own this one, innermost first."""
         return None
 
     @abstractmethod
@@ -98,10 +104,11 @@ class SwapClass(Adapter):
 
 _registered: dict[type[nn.Module], Adapter] = {}
 
-# which of our modules knows the attention of which library; asked only if the library is loaded,
-# since a model of it cannot exist otherwise
+# which of our modules knows the attention of which library, the particular before the general;
+# asked only if the library is loaded, since a model of it cannot exist otherwise
 PROVIDERS = {
     "transformers": "gfsa.plugs.transformers",
+    "torch": "gfsa.plugs.torch_mha",
 }
 
 

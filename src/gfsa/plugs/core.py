@@ -262,16 +262,28 @@ def _candidates(
     model: nn.Module, report: PlugReport, unknown: Unknown
 ) -> dict[str, tuple[nn.Module, Adapter]]:
     candidates = {}
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         adapter = module.__dict__.get("_gfsa_adapter") or find_adapter(module, unknown)
         if adapter is None:
             continue
-        refusal = None if hasattr(module, CHILD) else adapter.refusal(name, module)
+        refusal = None
+        if not hasattr(module, CHILD):
+            refusal = adapter.refusal(name, module)
+            refusal = refusal or adapter.refusal_inside(_owners(name, modules))
         if refusal is None:
             candidates[name] = (module, adapter)
         else:
             report.skipped[name] = refusal
     return candidates
+
+
+def _owners(name: str, modules: dict[str, nn.Module]) -> list[tuple[nn.Module, str]]:
+    owners = []
+    while name:
+        name, _, attribute = name.rpartition(".")
+        owners.append((modules[name], attribute))
+    return owners
 
 
 def _factory(filter: FilterFactory | None, given: dict[str, Any]) -> FilterFactory:

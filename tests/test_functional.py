@@ -1,5 +1,7 @@
 """The functional entry: ordinary attention at init, what it refuses, how it compiles."""
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor

@@ -1,0 +1,472 @@
+"""Filters: what their coefficients are, where they start, and that nothing rounds or loses them."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
+from gfsa.operators import DenseOperator
+from support.attention import Dispatched
+
+EVERY = {
+    "GFSA": lambda: GFSA(3, K=4, w0=0.1, w1=[0.9, 1.0, 1.1], wK=-0.2),
+    "GFSA exact": lambda: GFSA(3, K=4, wK=0.3, power="exact"),
+    "GFSA wK alone": lambda: GFSA(3, K=5, learn=("wK",), w0=[-0.1, 0.2, 1 / 3], wK=0.1),
+    "GFSA fixed": lambda: GFSA(3, learn=(), w0=1 / 3, wK=0.2),
+    "GFSA degree 1": lambda: GFSA(3, K=None, w0=1 / 3),
+    "GFSA own learning rate": lambda: GFSA(3, w0=0.1, lr_multiplier=7.0),
+    "Polynomial": lambda: Polynomial(3, degree=4),
+    "Polynomial own learning rate": lambda: Polynomial(3, lr_multiplier=0.1),
+    "Twicing": lambda: Twicing(3),
+    "Laplacian": lambda: Laplacian(3),
+    "PageRank": lambda: PageRank(3, alpha=0.1, hops=3),
+}
+LEARNING = {name: make for name, make in EVERY.items() if make().theta is not None}
+every_filter = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+
+
+def shift(filter: GraphFilter) -> GraphFilter:
+    """Move the learned numbers somewhere else, as training would."""
+    if filter.theta is not None:
+        with torch.no_grad():
+            filter.theta.add_(torch.linspace(-0.5, 0.5, filter.theta.numel()).view_as(filter.theta))
+    return filter
+
+
+def check(filter: GraphFilter, *expected: float | list[float]) -> None:
+    coefficients = filter.coefficients()
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    assert coefficients.shape == (filter.num_heads, filter.degree + 1)
+    assert coefficients.dtype == torch.float32
+    torch.testing.assert_close(coefficients.double(), wanted.expand_as(coefficients))
+
+
+class TestCoefficients:
+    @pytest.mark.parametrize("K", [2, 3, 4, 10])
+    def test_gfsa_is_a_quadratic(self, K: int) -> None:
+        """c0 = w0, c1 = w1 + (2−K)·wK, c2 = (K−1)·wK."""
+        w0, w1, wK = 0.1, 0.9, -0.3
+        filter = GFSA(3, K=K, w0=w0, w1=w1, wK=wK)
+        assert filter.degree == 2
+        check(filter, w0, w1 + (2 - K) * wK, (K - 1) * wK)
+
+    @pytest.mark.parametrize("K", [2, 3, 5])
+    def test_gfsa_as_the_paper_writes_it(self, K: int) -> None:
+        """H = w0·I + w1·A + wK·(A + (K−1)(A² − A)), on a map."""
+        A = torch.randn(3, 6, 6, dtype=torch.float64).softmax(-1)
+        filter = GFSA(3, K=K, w0=0.1, w1=0.9, wK=-0.3).double()
+        published = 0.1 * torch.eye(6) + 0.9 * A - 0.3 * (A + (K - 1) * (A @ A - A))
+        torch.testing.assert_close(
+            DenseOperator(A).filter(filter.coefficients()), published, rtol=0, atol=1e-7
+        )
+
+    @pytest.mark.parametrize("K", [2, 3, 5])
+    def test_exact_power(self, K: int) -> None:
+        filter = GFSA(2, K=K, w0=0.1, w1=0.9, wK=-0.3, power="exact")
+        assert filter.degree == K
+        expected = [0.1, 0.9, *[0.0] * (K - 2), -0.3]
+        check(filter, *expected)
+
+    def test_both_powers_agree_at_two(self) -> None:
+        extrapolated, exact = GFSA(2, K=2, wK=0.4), GFSA(2, K=2, wK=0.4, power="exact")
+        assert torch.equal(extrapolated.coefficients(), exact.coefficients())
+
+    def test_numbers_of_each_heads_own(self) -> None:
+        filter = GFSA(2, K=3, w0=[0.1, 0.2], w1=(1.0, 0.5), wK=torch.tensor([0.0, 0.3]))
+        check(filter, [0.1, 1.0, 0.0], [0.2, 0.5 - 0.3, 0.6])
+
+    def test_polynomial(self) -> None:
+        check(Polynomial(3), 0.0, 1.0, 0.0)
+        check(Polynomial(3, degree=1), 0.0, 1.0)
+        check(Polynomial(3, degree=4), 0.0, 1.0, 0.0, 0.0, 0.0)
+
+    def test_a_constant_starts_as_the_identity(self) -> None:
+        check(Polynomial(3, degree=0), 1.0)
+
+    def test_twicing(self) -> None:
+        check(Twicing(3), 0.0, 2.0, -1.0)
+
+    def test_laplacian(self) -> None:
+        check(Laplacian(3), 1.0, -1.0)
+
+    @pytest.mark.parametrize("alpha", [0.0, 0.15, 1.0])
+    @pytest.mark.parametrize("hops", [1, 4])
+    def test_pagerank_is_its_recursion(self, alpha: float, hops: int) -> None:
+        """z ← (1−α)·A·z + α·v, repeated."""
+        A, v = torch.randn(5, 5).softmax(-1), torch.randn(5, 2)
+        filter = PageRank(1, alpha=alpha, hops=hops)
+        assert filter.degree == hops
+        z = v
+        for _ in range(hops):
+            z = (1 - alpha) * A @ z + alpha * v
+        torch.testing.assert_close(filter(DenseOperator(A[None]), v[None])[0], z)
+        assert filter.coefficients().sum().item() == pytest.approx(1.0, abs=1e-6)
+
+    @every_filter
+    def test_calling_a_filter_filters(self, make) -> None:
+        filter = shift(make())
+        operator = DenseOperator(torch.randn(3, 5, 5).softmax(-1))
+        v = torch.randn(3, 5, 4)
+        expected = operator.filter(filter.coefficients()) @ v
+        torch.testing.assert_close(filter(operator, v), expected, rtol=1e-4, atol=1e-5)
+
+    @every_filter
+    def test_are_never_read_on_the_host(self, make) -> None:
+        filter = make()
+        with Dispatched() as dispatched:
+            filter.coefficients()
+        assert dispatched.count("_local_scalar_dense") == 0
+
+    @every_filter
+    def test_stay_exact_under_autocast(self, make) -> None:
+        filter = shift(make())
+        expected = filter.coefficients()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(filter.coefficients(), expected)
+
+
+class TestStructure:
+    """What is not there costs nothing."""
+
+    @pytest.mark.parametrize(
+        "filter",
+        [GFSA(3, K=None), GFSA(3, learn=("w0", "w1")), GFSA(3, learn=(), w0=0.2, power="exact")],
+        ids=["K=None", "wK not learned", "nothing learned"],
+    )
+    def test_an_absent_power_costs_no_pass(self, filter: GFSA) -> None:
+        assert filter.degree == 1
+        q = torch.randn(1, 3, 8, 4)
+        with Dispatched() as dispatched:
+            gfsa.graph_filter_attention(q, q, q, filter.coefficients(), backend="sdpa")
+        assert dispatched.count("_scaled_dot_product_flash_attention_for_cpu") == 1
+
+    def test_a_fixed_high_order_term_is_there(self) -> None:
+        filter = GFSA(3, learn=(), wK=[0.0, 0.0, 0.1])
+        assert filter.degree == 2
+        assert filter.theta is None
+
+    @pytest.mark.parametrize(
+        ("learn", "moved"),
+        [
+            (("w0",), {0: [0]}),
+            (("w1",), {0: [1]}),
+            (("wK",), {0: [1, 2]}),
+            (("wK", "w0"), {0: [0], 1: [1, 2]}),
+            (("w0", "w1", "wK"), {0: [0], 1: [1], 2: [1, 2]}),
+        ],
+    )
+    def test_what_is_learned_moves_and_nothing_else(self, learn, moved) -> None:
+        """Columns of θ are in the order w0, w1, wK, however they were named."""
+        filter = GFSA(2, K=4, learn=learn, wK=0.5)
+        assert filter.theta.shape == (2, len(learn))
+        for column, expected in moved.items():
+            before = filter.coefficients().detach()
+            with torch.no_grad():
+                filter.theta[:, column] += 1.0
+            change = filter.coefficients().detach() - before
+            assert change[0].nonzero().flatten().tolist() == expected
+
+    def test_one_name_may_be_given_as_a_string(self) -> None:
+        assert GFSA(2, learn="wK").learn == ("wK",)
+
+    def test_state_is_one_small_tensor(self) -> None:
+        assert {k: tuple(v.shape) for k, v in GFSA(12).state_dict().items()} == {"theta": (12, 3)}
+        assert {k: tuple(v.shape) for k, v in Polynomial(12, 5).state_dict().items()} == {
+            "theta": (12, 6)
+        }
+        for fixed in (Twicing(12), Laplacian(12), PageRank(12)):
+            assert not fixed.state_dict()
+            assert not list(fixed.parameters())
+
+    def test_weights_by_name(self) -> None:
+        filter = GFSA(2, K=4, learn=("w0", "wK"), w0=0.1, w1=0.8, wK=-0.25, lr_multiplier=2.0)
+        weights = filter.weights()
+        assert list(weights) == ["w0", "w1", "wK"]
+        for name, value in (("w0", 0.1), ("w1", 0.8), ("wK", -0.25)):
+            torch.testing.assert_close(
+                weights[name], torch.full((2,), value).double(), rtol=0, atol=1e-7
+            )
+        with torch.no_grad():
+            filter.theta[1] += 1.0
+        assert filter.weights()["w0"].tolist() == pytest.approx([0.1, 2.1])
+        assert filter.weights()["wK"].tolist() == pytest.approx([-0.25, 1.75])
+        # a copy: changing what was handed out changes nothing
+        filter.weights()["w1"].zero_()
+        assert filter.weights()["w1"].tolist() == [0.8, 0.8]
+
+
+class TestLearning:
+    @pytest.mark.parametrize("multiplier", [0.1, 1.0, 30.0])
+    @pytest.mark.parametrize("make", [GFSA, Polynomial], ids=["GFSA", "Polynomial"])
+    def test_adams_first_step_is_the_filters_own_learning_rate(self, make, multiplier) -> None:
+        filter = make(2, lr_multiplier=multiplier)
+        optimizer = torch.optim.Adam(filter.parameters(), lr=1e-3)
+        before = filter.coefficients().detach()
+        filter.coefficients()[:, 0].sum().backward()
+        optimizer.step()
+        change = filter.coefficients().detach() - before
+        torch.testing.assert_close(change[:, 0], torch.full((2,), -1e-3 * multiplier))
+
+    @pytest.mark.parametrize("make", LEARNING.values(), ids=LEARNING)
+    def test_weight_decay_pulls_towards_the_unmodified_model(self, make) -> None:
+        filter = shift(make())
+        optimizer = torch.optim.SGD(filter.parameters(), lr=0.1, weight_decay=1.0)
+        for _ in range(200):
+            filter.theta.grad = torch.zeros_like(filter.theta)
+            optimizer.step()
+        learned = filter.basis.any(0)
+        torch.testing.assert_close(filter.coefficients()[:, learned], filter.base[:, learned])
+        unmodified = torch.zeros(filter.degree + 1)
+        unmodified[1] = 1.0
+        if getattr(filter, "learn", None) in (None, ("w0", "w1", "wK"), ("w0", "w1")):
+            torch.testing.assert_close(
+                filter.coefficients().detach(), unmodified.expand(3, -1), rtol=0, atol=1e-6
+            )
+
+    def test_learns_a_filter_it_can_express(self) -> None:
+        """Gradients reach θ through attention: GFSA finds the polynomial behind the targets."""
+        q, k, v = (torch.randn(4, 2, 8, 4) for _ in range(3))
+        wanted = torch.tensor([[0.2, 0.7, 0.4], [-0.3, 1.1, -0.6]])
+        target = gfsa.graph_filter_attention(q, k, v, wanted)
+        filter = GFSA(2, K=3, lr_multiplier=5.0)
+        optimizer = torch.optim.LBFGS(filter.parameters(), line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            y = gfsa.graph_filter_attention(q, k, v, filter.coefficients())
+            loss = (y - target).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(5):
+            optimizer.step(closure)
+        torch.testing.assert_close(filter.coefficients().detach(), wanted, rtol=0, atol=2e-3)
+
+    def test_reset_parameters_goes_back_to_the_start(self) -> None:
+        filter = GFSA(3, w0=0.1, wK=[0.1, 0.2, 0.3])
+        start = filter.coefficients().detach().clone()
+        shift(filter).reset_parameters()
+        assert torch.equal(filter.coefficients(), start)
+        Twicing(3).reset_parameters()
+
+
+class TestMoving:
+    """.half(), .to() and their like round the learned numbers, never the constants."""
+
+    @every_filter
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_low_precision_keeps_constants_exact(self, make, dtype: torch.dtype) -> None:
+        filter, exact = make().to(dtype), make()
+        assert filter.base.dtype == filter.basis.dtype == torch.float32
+        assert torch.equal(filter.base, exact.base)
+        assert torch.equal(filter.basis, exact.basis)
+        assert filter.coefficients().dtype == torch.float32
+        if filter.theta is not None:
+            assert filter.theta.dtype == dtype
+
+    @every_filter
+    def test_double_is_exact_even_by_way_of_half(self, make) -> None:
+        filter = make().half().double()
+        assert filter.coefficients().dtype == torch.float64
+        # not what float32 holds, but the numbers as given
+        assert torch.equal(filter.base, filter._exact_base)
+        if isinstance(filter, PageRank):
+            assert filter.coefficients()[0, 1].item() == 0.1 * 0.9
+        assert make().double().float().coefficients().dtype == torch.float32
+
+    def test_inside_a_model(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), PageRank(3)).bfloat16()
+        assert model[0].weight.dtype == torch.bfloat16
+        assert torch.equal(model[1].coefficients(), PageRank(3).coefficients())
+
+    @every_filter
+    def test_built_without_data_and_filled_in_later(self, make) -> None:
+        with torch.device("meta"):
+            filter = make()
+        assert all(x.device.type == "meta" for x in (*filter.parameters(), *filter.buffers()))
+        assert filter.coefficients().device.type == "meta"
+        filter.to_empty(device="cpu").reset_parameters()
+        assert torch.equal(filter.coefficients(), make().coefficients())
+
+    @every_filter
+    def test_emptied_and_filled_in_again(self, make) -> None:
+        filter = make().to("meta").to_empty(device="cpu")
+        filter.reset_parameters()
+        assert torch.equal(filter.coefficients(), make().coefficients())
+
+    @every_filter
+    def test_meta_and_assign(self, make) -> None:
+        """How large models are loaded: no data at first, then the tensors of a checkpoint."""
+        trained = shift(make())
+        with torch.device("meta"):
+            filter = make()
+        filter = filter.to_empty(device="cpu")
+        filter.load_state_dict(trained.state_dict(), assign=True)
+        assert torch.equal(filter.coefficients(), trained.coefficients())
+
+
+class TestCopies:
+    @every_filter
+    def test_deepcopy(self, make) -> None:
+        filter = shift(make())
+        twin = copy.deepcopy(filter)
+        assert torch.equal(twin.coefficients(), filter.coefficients())
+        before = filter.coefficients().detach().clone()
+        shift(twin)
+        assert torch.equal(filter.coefficients(), before)
+
+    @every_filter
+    def test_pickle(self, make) -> None:
+        filter = shift(make())
+        twin = pickle.loads(pickle.dumps(filter))
+        assert torch.equal(twin.coefficients(), filter.coefficients())
+        assert torch.equal(twin.half().base, filter.base)
+
+    @every_filter
+    def test_state_dict(self, make) -> None:
+        filter = shift(make())
+        file = io.BytesIO()
+        torch.save(filter.state_dict(), file)
+        file.seek(0)
+        twin = make()
+        twin.load_state_dict(torch.load(file, weights_only=True), strict=True)
+        assert torch.equal(twin.coefficients(), filter.coefficients())
+
+    @every_filter
+    def test_config_and_state_are_the_whole_filter(self, make) -> None:
+        filter = shift(make())
+        config = json.loads(json.dumps(filter.config()))
+        twin = type(filter)(**config)
+        twin.load_state_dict(filter.state_dict(), strict=True)
+        assert torch.equal(twin.coefficients(), filter.coefficients())
+        assert twin.config() == filter.config()
+        assert repr(twin) == repr(filter)
+
+    @every_filter
+    def test_fold(self, make) -> None:
+        filter = shift(make())
+        folded = filter.fold()
+        assert type(folded) is Polynomial
+        assert folded.degree == filter.degree
+        # θ counts from (0, 1, 0 …) in float32, so that is what the rounding is relative to
+        torch.testing.assert_close(
+            folded.coefficients(), filter.coefficients(), rtol=3e-7, atol=1.2e-7
+        )
+        assert folded.theta.shape == (3, filter.degree + 1)
+
+    @every_filter
+    def test_fold_keeps_double(self, make) -> None:
+        filter = shift(make()).double()
+        torch.testing.assert_close(
+            filter.fold().coefficients(), filter.coefficients(), rtol=1e-14, atol=1e-15
+        )
+
+    def test_set_coefficients(self) -> None:
+        filter = Polynomial(2, lr_multiplier=4.0)
+        filter.set_coefficients(torch.tensor([0.5, 0.25, -1.0]))
+        check(filter, 0.5, 0.25, -1.0)
+        filter.set_coefficients(torch.tensor([[0.5, 0.25, -1.0], [0.0, 1.0, 2.0]]))
+        check(filter, [0.5, 0.25, -1.0], [0.0, 1.0, 2.0])
+        with pytest.raises(ValueError, match=r"shape \(2, 3\) or \(3,\), got \(2, 2\)"):
+            filter.set_coefficients(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("filter", "text"),
+    [
+        (
+            GFSA(12, K=4, learn=("wK",), w0=-0.01),
+            "GFSA(12, K=4, learn=['wK'], power='extrapolated', lr_multiplier=1.0, w0=-0.01, "
+            "w1=1.0; degree 2)",
+        ),
+        (Polynomial(4, degree=3), "Polynomial(4, degree=3, lr_multiplier=1.0; degree 3)"),
+        (Twicing(4), "Twicing(4; degree 2)"),
+        (Laplacian(4), "Laplacian(4; degree 1)"),
+        (PageRank(4), "PageRank(4, alpha=0.15, hops=4; degree 4)"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, GraphFilter) else "",
+)
+def test_prints_itself(filter: GraphFilter, text: str) -> None:
+    assert repr(filter) == text
+
+
+def test_a_filter_of_ones_own() -> None:
+    """A subclass gives a base and a basis; learning, moving and folding come with it."""
+
+    class HighPass(GraphFilter):
+        """H = I + θ·(I − A)."""
+
+        def __init__(self, num_heads: int) -> None:
+            super().__init__(num_heads, torch.tensor([1.0, 0.0]), torch.tensor([[1.0, -1.0]]))
+
+    filter = HighPass(2)
+    check(filter, 1.0, 0.0)
+    with torch.no_grad():
+        filter.theta += 0.5
+    check(filter, 1.5, -0.5)
+    check(filter.fold(), 1.5, -0.5)
+    assert filter.config() == {"num_heads": 2}
+
+
+@pytest.mark.parametrize("name", ["GFSA", "Polynomial"])
+def test_compiles_into_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    filter = shift(getattr(gfsa, name)(3))
+    compiled = torch.compile(filter.coefficients, fullgraph=True, backend="aot_eager")
+    coefficients = compiled()
+    assert torch.equal(coefficients, filter.coefficients())
+    coefficients.sum().backward()
+    assert filter.theta.grad is not None
+
+
+REFUSED = {
+    "no heads": (lambda: GFSA(0), "num_heads must be an integer of at least 1, got 0"),
+    "half a head": (lambda: Polynomial(1.5), "num_heads must be an integer.*got 1.5"),
+    "a bool of heads": (lambda: Twicing(True), "num_heads must be an integer.*got True"),
+    "K too small": (lambda: GFSA(2, K=1), "K must be an integer of at least 2, or None.*got 1"),
+    "K not whole": (lambda: GFSA(2, K=2.0), "K must be an integer of at least 2.*got 2.0"),
+    "K a bool": (lambda: GFSA(2, K=True), "K must be an integer.*got True"),
+    "power": (lambda: GFSA(2, power="true"), "'extrapolated' or 'exact', got 'true'"),
+    "learn an unknown name": (
+        lambda: GFSA(2, learn=("w0", "w2")),
+        r"learn takes each of \('w0', 'w1', 'wK'\) at most once, got \('w0', 'w2'\)",
+    ),
+    "learn twice": (lambda: GFSA(2, learn=("w0", "w0")), "at most once, got"),
+    "learn an absent term": (
+        lambda: GFSA(2, K=None, learn=("wK",)),
+        r"K=None leaves no wK to learn, but learn=\('wK',\)",
+    ),
+    "an absent term's value": (
+        lambda: GFSA(2, K=None, wK=0.1),
+        "K=None leaves no high-order term, but wK=0.1 was given",
+    ),
+    "values for other heads": (
+        lambda: GFSA(2, w0=[0.1, 0.2, 0.3]),
+        r"w0 must be a number or one number for each of 2 heads, got shape \(3,\)",
+    ),
+    "values in a matrix": (lambda: GFSA(2, w1=[[1.0, 1.0]]), r"w1 must be.*shape \(1, 2\)"),
+    "values not finite": (lambda: GFSA(2, wK=float("nan")), "wK must be finite, got nan"),
+    "learning rate": (
+        lambda: GFSA(2, lr_multiplier=0.0),
+        "lr_multiplier must be a positive number, got 0.0",
+    ),
+    "negative learning rate": (lambda: Polynomial(2, lr_multiplier=-1.0), "positive number"),
+    "infinite learning rate": (lambda: Polynomial(2, lr_multiplier=float("inf")), "got inf"),
+    "degree": (lambda: Polynomial(2, degree=-1), "degree must be an integer of at least 0, got -1"),
+    "degree not whole": (lambda: Polynomial(2, degree=2.0), "got 2.0"),
+    "degree a bool": (lambda: Polynomial(2, degree=True), "got True"),
+    "alpha": (lambda: PageRank(2, alpha=1.5), "expected 0 ≤ alpha ≤ 1, got 1.5"),
+    "hops": (lambda: PageRank(2, hops=0), "hops must be an integer of at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_refuses(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

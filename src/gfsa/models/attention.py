@@ -1,0 +1,213 @@
+"""The attention of these models: each kind says what its map A is, one forward applies it.
+
+A filter that :func:`gfsa.plug` adds becomes the child ``gfsa``, and the forward uses it. Without
+one, attention is ``A·v``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from gfsa.filters import GraphFilter
+from gfsa.functional import AttentionOperator
+from gfsa.operators import DenseOperator, LinearOperator, Operator
+from gfsa.operators.dense import DropoutPlace
+
+
+class SelfAttention(nn.Module, ABC):
+    r"""Multi-head self-attention over a map that a subclass defines.
+
+    .. math:: y = W_o\,\mathrm{concat}_h(A_h\,v_h) + b_o,
+              \qquad q, k, v = W_{qkv}\,x + b_{qkv}
+
+    and with a filter plugged, :math:`\sum_k c_{h,k} A_h^k v_h` in place of :math:`A_h v_h`.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: a divisor of ``dim``.
+        dropout: probability of dropping an entry of A while training.
+    """
+
+    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim must be a multiple of num_heads, got {dim} and {num_heads}")
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    @abstractmethod
+    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
+        """The map A of these queries and keys, ``(B, H, N, d)`` each."""
+
+    @property
+    def plugged(self) -> GraphFilter | None:
+        """The filter, if there is one."""
+        return getattr(self, "gfsa", None)
+
+    def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
+        """Tokens ``(B, N, dim)`` to tokens; ``graph`` is what the subclass's map depends on."""
+        q, k, v = self.heads(x)
+        operator = self.operator(q, k, *graph)
+        y = operator.apply(v) if self.plugged is None else self.plugged(operator, v)
+        return self.merge(y)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ``(B, H, N, d)`` each."""
+        batch, length, dim = x.shape
+        shape = (batch, length, 3, self.num_heads, dim // self.num_heads)
+        q, k, v = self.qkv(x).reshape(shape).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def merge(self, y: Tensor) -> Tensor:
+        """Heads ``(B, H, N, d)`` back to tokens ``(B, N, dim)``."""
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def drop(self) -> tuple[float, DropoutPlace]:
+        """How much attention dropout acts now, and where."""
+        place = "attention" if self.plugged is None else self.plugged.dropout_after
+        return (self.dropout if self.training else 0.0), place
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+class SoftmaxAttention(SelfAttention):
+    r""":math:`A = \mathrm{softmax}(q k^\top / \sqrt d + \mathrm{mask})`.
+
+    The mask is bool (True takes part) or an additive bias, broadcastable to ``(B, H, N, N)``; a
+    learned bias gets its gradient, from every pass of a filter.
+    """
+
+    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
+        (mask,) = graph or (None,)
+        dropout, place = self.drop()
+        return AttentionOperator(
+            q,
+            k,
+            mask,
+            dropout,
+            # unplugged, this is torch's own attention and nothing else
+            backend="sdpa" if self.plugged is None else "auto",
+            dropout_after=place,
+        )
+
+
+class HadamardAttention(SelfAttention):
+    r"""Graph-ViT's attention, :math:`A = \mathrm{softmax}(q k^\top / \sqrt d) ∘ \tilde A`.
+
+    The adjacency :math:`\tilde A` of the patches, ``(B, N, N)``, multiplies after the softmax: the
+    rows of A do not sum to one. ``padding``, ``(B, N)``, is True where there is no patch.
+    """
+
+    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
+        padding, adjacency = graph
+        assert padding is not None
+        assert adjacency is not None
+        dropout, place = self.drop()
+        return DenseOperator.from_qk(
+            q,
+            k,
+            attn_mask=~padding[:, None, None, :],
+            multiplier=adjacency[:, None],
+            dropout_p=dropout,
+            dropout_after=place,
+        )
+
+
+class EfficientAttention(SelfAttention):
+    r"""Efficient Attention, :math:`A = ρ_{row}(q)\,ρ_{col}(k)^\top`: linear in N.
+
+    ``padding``, ``(B, N)`` or None, is True where a token is padding.
+    """
+
+    def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
+        if dropout:
+            raise ValueError(
+                f"efficient attention never builds the map whose entries dropout={dropout} would "
+                "drop; use dropout=0.0 here"
+            )
+        super().__init__(dim, num_heads)
+
+    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
+        (padding,) = graph or (None,)
+        return LinearOperator(q, k, padding)
+
+
+class LinformerAttention(SelfAttention):
+    r"""Linformer, :math:`\mathrm{softmax}(q\,(E k)^\top / \sqrt d)\;(F v)`: a reference.
+
+    E and F, ``(projected, max_length)``, squeeze the tokens. The map is N×projected, so it has no
+    powers and takes no filter.
+
+    Args:
+        dim, num_heads, dropout: as in :class:`SelfAttention`.
+        max_length: the longest sequence, tokens of the model's own included.
+        projected: how many rows keys and values are squeezed to.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, dropout: float, max_length: int, projected: int
+    ) -> None:
+        super().__init__(dim, num_heads, dropout)
+        self.squeeze_keys = nn.Parameter(torch.empty(projected, max_length))
+        self.squeeze_values = nn.Parameter(torch.empty(projected, max_length))
+        for weight in (self.squeeze_keys, self.squeeze_values):
+            nn.init.normal_(weight, std=max_length**-0.5)
+
+    def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
+        raise TypeError("Linformer's map is not square: it has no operator")
+
+    def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
+        (padding,) = graph or (None,)
+        q, k, v = self.heads(x)
+        if padding is not None:
+            k = k.masked_fill(padding[:, None, :, None], 0.0)
+            v = v.masked_fill(padding[:, None, :, None], 0.0)
+        length = x.shape[1]
+        k = self.squeeze_keys[:, :length] @ k
+        v = self.squeeze_values[:, :length] @ v
+        dropout, _ = self.drop()
+        return self.merge(nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout))
+
+
+class Block(nn.Module):
+    r"""A pre-norm Transformer block: :math:`x ← x + f(\mathrm{LN}\,x)`, f attention, then MLP.
+
+    Args:
+        attention: what mixes the tokens.
+        dim: their width.
+        ffn_dim: width inside the MLP.
+        dropout: on the output of both branches.
+        mlp_dropout: inside the MLP; default: as ``dropout``.
+        activation: of the MLP.
+    """
+
+    def __init__(
+        self,
+        attention: SelfAttention,
+        dim: int,
+        ffn_dim: int,
+        dropout: float = 0.0,
+        mlp_dropout: float | None = None,
+        activation: type[nn.Module] = nn.GELU,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = attention
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, ffn_dim),
+            activation(),
+            nn.Dropout(dropout if mlp_dropout is None else mlp_dropout),
+            nn.Linear(ffn_dim, dim),
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), *graph))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))

@@ -1,0 +1,191 @@
+"""Graphormer (Ying et al., 2021): a Transformer over the nodes of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gfsa.models.attention import Block, SoftmaxAttention
+from gfsa.models.graph_layers import FeatureEncoder
+from gfsa.models.pairs import GraphormerBatch
+
+
+class GraphBias(nn.Module):
+    r"""What the graph adds to the attention scores: spatial and edge encoding, per head.
+
+    .. math:: b_{ij} = s_{φ(i,j)} + \frac{1}{T} \sum_{t=1}^{T} w_t^\top x_{e_t}
+
+    φ is the distance of i and j, :math:`e_1, …, e_T` are the first (at most ``max_hops``) edges on
+    a shortest path from i to j, :math:`x_e` is the embedded edge. The virtual node has a distance
+    of its own to everything.
+
+    Args:
+        edge_features: as in :class:`~gfsa.models.graph_layers.FeatureEncoder`.
+        num_heads: one bias each.
+        num_distances: distances that are told apart: 0, 1, …, then "further", then "no path".
+        max_hops: edges of a path that count.
+    """
+
+    def __init__(
+        self,
+        edge_features: int | Sequence[int],
+        num_heads: int,
+        num_distances: int,
+        max_hops: int,
+    ) -> None:
+        super().__init__()
+        self.spatial = nn.Embedding(num_distances, num_heads)
+        self.virtual = nn.Parameter(torch.empty(num_heads))
+        self.edges = FeatureEncoder(edge_features, num_heads)
+        self.hops = nn.Parameter(torch.empty(max_hops, num_heads, num_heads))
+        nn.init.normal_(self.virtual, std=0.02)
+        nn.init.normal_(self.hops, std=0.02)
+
+    def forward(self, batch: GraphormerBatch) -> Tensor:
+        """``(B, H, N+1, N+1)``, the virtual node first, -inf for keys that are padding."""
+        nodes = (
+            self.spatial(self.distance_index(batch.distance)) + self.along_paths(batch)
+        ).permute(0, 3, 1, 2)
+        virtual = self.virtual.to(nodes.dtype)[None, :, None, None]
+        size, heads, length, _ = nodes.shape
+        bias = torch.cat([virtual.expand(size, heads, length, 1), nodes], dim=3)
+        bias = torch.cat([virtual.expand(size, heads, 1, length + 1), bias], dim=2)
+        padding = F.pad(batch.padding, (1, 0), value=False)
+        return bias.masked_fill(padding[:, None, None, :], -torch.inf)
+
+    def distance_index(self, distance: Tensor) -> Tensor:
+        """Rows of the table of distances: the last is for pairs without a path."""
+        last = self.spatial.num_embeddings - 1
+        return torch.where(distance < 0, last, distance.clamp(max=last - 1))
+
+    def along_paths(self, batch: GraphormerBatch) -> Tensor:
+        """``(B, N, N, H)``: the mean along each path of edge times weight of the hop."""
+        hops = len(self.hops)
+        if batch.paths.shape[-1] < hops:
+            raise ValueError(
+                f"the batch has the first {batch.paths.shape[-1]} edges of each path, the model "
+                f"wants {hops}: GraphormerCollator(max_hops={hops})"
+            )
+        paths = batch.paths[..., :hops]
+        # every edge at every hop once, then looked up; one row more, of zeros, ends the paths
+        products = torch.einsum("ed,tdh->eth", self.edges(batch.edge_attr), self.hops)
+        products = F.pad(products.flatten(0, 1), (0, 0, 0, 1))
+        hop = torch.arange(hops, device=paths.device, dtype=paths.dtype)
+        ended = paths < 0
+        index = torch.where(ended, len(products) - 1, paths * hops + hop)
+        length = (~ended).sum(-1, keepdim=True).clamp(min=1)
+        return F.embedding(index, products).sum(-2) / length
+
+
+class Graphormer(nn.Module):
+    r"""A pre-norm Transformer whose tokens are a virtual node and the nodes of a graph.
+
+    .. math:: h_i = x_i + z^-_{\deg^-(i)} + z^+_{\deg^+(i)}, \qquad
+              A = \mathrm{softmax}(q k^\top / \sqrt d + b)
+
+    with centrality encodings z and the bias b of :class:`GraphBias`, shared by all layers. The
+    output is a linear function of the virtual node.
+
+    Args:
+        node_features, edge_features: sizes of the vocabularies, one for each integer column, or
+            the number of real columns.
+        num_outputs: how many numbers are predicted for a graph.
+        dim, depth, num_heads, ffn_dim: the Transformer's sizes.
+        num_degrees: degrees that are told apart; the last stands for all higher ones.
+        num_distances, max_hops: see :class:`GraphBias`.
+        dropout: on the tokens that enter and on the branches of the blocks.
+        mlp_dropout: inside the MLPs.
+        attention_dropout: on entries of A.
+    """
+
+    def __init__(
+        self,
+        node_features: int | Sequence[int],
+        edge_features: int | Sequence[int],
+        num_outputs: int = 1,
+        *,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        ffn_dim: int,
+        num_degrees: int = 64,
+        num_distances: int = 40,
+        max_hops: int = 5,
+        dropout: float = 0.0,
+        mlp_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.nodes = FeatureEncoder(node_features, dim)
+        self.in_degree = nn.Embedding(num_degrees, dim)
+        self.out_degree = nn.Embedding(num_degrees, dim)
+        self.virtual_node = nn.Parameter(torch.empty(dim))
+        self.bias = GraphBias(edge_features, num_heads, num_distances, max_hops)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(
+                SoftmaxAttention(dim, num_heads, attention_dropout),
+                dim,
+                ffn_dim,
+                dropout,
+                mlp_dropout,
+            )
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_outputs)
+        self.reset_parameters()
+
+    @classmethod
+    def slim(
+        cls,
+        node_features: int | Sequence[int] = (64,),
+        edge_features: int | Sequence[int] = (64,),
+        num_outputs: int = 1,
+        **options: Any,
+    ) -> Graphormer:
+        """Graphormer-SLIM, for ZINC: 12 layers, 80 wide, 8 heads of 10."""
+        sizes = {"dim": 80, "depth": 12, "num_heads": 8, "ffn_dim": 80}
+        return cls(node_features, edge_features, num_outputs, **{**sizes, **options})
+
+    @classmethod
+    def base(
+        cls,
+        node_features: int | Sequence[int] = (512,) * 9,
+        edge_features: int | Sequence[int] = (512,) * 3,
+        num_outputs: int = 1,
+        **options: Any,
+    ) -> Graphormer:
+        """Graphormer, for PCQM4M: 12 layers, 768 wide, 32 heads of 24."""
+        sizes = {"dim": 768, "depth": 12, "num_heads": 32, "ffn_dim": 768}
+        tables = {"num_degrees": 512, "num_distances": 512}
+        return cls(node_features, edge_features, num_outputs, **{**sizes, **tables, **options})
+
+    def reset_parameters(self) -> None:
+        """Small normal weights, smaller in deep models: the published initialisation."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02 / len(self.blocks) ** 0.5)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(self.virtual_node, std=0.02)
+
+    def forward(self, batch: GraphormerBatch) -> Tensor:
+        """``(B, num_outputs)``."""
+        x = self.nodes(batch.x)
+        for table, degree in (
+            (self.in_degree, batch.in_degree),
+            (self.out_degree, batch.out_degree),
+        ):
+            x = x + table(degree.clamp(max=table.num_embeddings - 1))
+        virtual = self.virtual_node.to(x.dtype).expand(len(x), 1, -1)
+        x = self.dropout(torch.cat([virtual, x], dim=1))
+        bias = self.bias(batch)
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.head(self.norm(x[:, 0]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
 from gfsa.operators.base import at_least_float32
-from gfsa.operators.dense import DropoutPlace
+from gfsa.operators.dense import DropoutPlace, check_dropout_place
 from gfsa.operators.select import Backend, Call, Choice, choose
 
 
@@ -82,12 +82,14 @@ class AttentionOperator(Operator):
         self.is_causal = is_causal
         self.scale = scale
         self.enable_gqa = enable_gqa
-        # entries of H can only be dropped where H is built
-        self.backend: Backend = "dense" if dropout_p and dropout_after == "filter" else backend
-        self.dropout_after = dropout_after
+        self.backend = backend
+        self.dropout_after = check_dropout_place(dropout_after)
 
     def apply(self, x: Tensor) -> Tensor:
-        return self.powers(x, 1)[1]
+        # x may be a power of A on v, which has a head for each query head whatever v has
+        (x,) = _autocast(x)
+        with _no_autocast(x.device):
+            return self._chosen(x, 1).apply(x)
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         v = self._prepare(v)
@@ -114,23 +116,22 @@ class AttentionOperator(Operator):
         return v
 
     def _choose(self, v: Tensor, degree: int) -> Choice:
-        return choose(
-            self.backend,
-            Call(self.q, self.k, v, self.attn_mask, self.dropout_p, self.is_causal, degree),
+        call = Call(
+            self.q,
+            self.k,
+            v,
+            self.attn_mask,
+            self.dropout_p,
+            self.is_causal,
+            degree,
+            self.dropout_after,
         )
+        return choose(self.backend, call)
 
     def _chosen(self, v: Tensor, degree: int) -> Operator:
         if self._choose(v, degree).backend == "dense":
             return self._dense()
-        return SDPAOperator(
-            self.q,
-            self.k,
-            self.attn_mask,
-            self.dropout_p,
-            self.is_causal,
-            self.scale,
-            self.enable_gqa,
-        )
+        return self._sdpa()
 
     def _sdpa(self) -> SDPAOperator:
         return SDPAOperator(

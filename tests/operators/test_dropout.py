@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from gfsa import graph_filter_attention
 from gfsa.functional import AttentionOperator, which_backend
-from gfsa.operators import DenseOperator, SDPAOperator
+from gfsa.operators import DenseOperator, SDPAOperator, sdpa
 from support.attention import BACKENDS, relative_error, tokens
 
 COEFFS = torch.tensor([0.3, 0.8, -0.5, 0.4], dtype=torch.float64)
@@ -38,8 +38,8 @@ def test_sdpa_is_dense_under_the_same_seed(options: dict, degree: int) -> None:
             q, k, v, COEFFS[: degree + 1], dropout_p=0.4, **options, backend=backend
         )
         results[backend] = [y, *torch.autograd.grad(y.square().sum(), (q, k, v))]
-    for sdpa, dense in zip(results["sdpa"], results["dense"], strict=True):
-        assert relative_error(sdpa, dense) <= 1e-12
+    for fast, dense in zip(results["sdpa"], results["dense"], strict=True):
+        assert relative_error(fast, dense) <= 1e-12
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -123,11 +123,33 @@ def test_after_the_filter_drops_entries_of_the_filtered_map() -> None:
     assert relative_error(y, expected) <= 1e-12
 
 
+def test_after_the_filter_through_the_attention_operator() -> None:
+    """It goes to the dense operator, says so, and does not go elsewhere if told to."""
+    q, k, v = inputs()
+    operator = AttentionOperator(q, k, dropout_p=0.4, dropout_after="filter")
+    choice = operator.which(COEFFS, v)
+    assert choice.backend == "dense"
+    assert "entries of H can only be dropped where H is built" in choice.reason
+    torch.manual_seed(2)
+    y = operator.polynomial(COEFFS, v)
+    torch.manual_seed(2)
+    expected = DenseOperator.from_qk(q, k, dropout_p=0.4, dropout_after="filter")
+    assert relative_error(y, expected.polynomial(COEFFS, v)) <= 1e-12
+    # without dropout its place does not matter
+    assert AttentionOperator(q, k, dropout_after="filter").which(COEFFS, v).backend != "dense"
+    by_name = AttentionOperator(q, k, dropout_p=0.4, dropout_after="filter", backend="sdpa")
+    with pytest.raises(ValueError, match="backend='sdpa' cannot serve this call: entries of H"):
+        by_name.polynomial(COEFFS, v)
+    with pytest.raises(ValueError, match="'attention' or 'filter', got 'values'"):
+        AttentionOperator(q, k, dropout_after="values")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dropout_after", ["attention", "filter"])
 def test_expectation(dropout_after: str) -> None:
-    """Dropping H leaves its mean; dropping A leaves the mean of A, and of A² off one mask.
+    """Dropping entries of H leaves the mean of H.
 
-    E[(A∘m)²] = A² + (E[m²] − 1)·diag-like terms, so only the linear part is checked for A.
+    Dropping A leaves the mean of A, so degree 1 is checked there; in A² an entry of A meets itself
+    (A_ii·A_ii), whose square has a larger mean.
     """
     matrix = torch.randn(6, 6, dtype=torch.float64).softmax(-1)
     v = torch.randn(6, 3, dtype=torch.float64)
@@ -142,10 +164,10 @@ def test_expectation(dropout_after: str) -> None:
 def test_float32_agrees_too() -> None:
     q, k, v = (x.detach().float() for x in inputs())
     torch.manual_seed(5)
-    sdpa = SDPAOperator(q, k, dropout_p=0.4).polynomial(COEFFS.float(), v)
+    fast = SDPAOperator(q, k, dropout_p=0.4).polynomial(COEFFS.float(), v)
     torch.manual_seed(5)
     dense = DenseOperator.from_qk(q, k, dropout_p=0.4).polynomial(COEFFS.float(), v)
-    assert relative_error(sdpa, dense) <= 1e-5
+    assert relative_error(fast, dense) <= 1e-5
 
 
 def test_a_compiled_graph_drops_densely_and_says_why() -> None:
@@ -183,3 +205,24 @@ def test_a_compiled_graph_refuses_sdpa_with_dropout_by_name() -> None:
 
     with pytest.raises(Exception, match="cannot serve this call: one dropout mask"):
         compiled(q, k, v)
+
+
+def test_other_devices_generators_are_asked_of_their_own_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU's generator is its own: its state is taken and put back there, not on the CPU."""
+    calls = []
+
+    class Module:
+        @staticmethod
+        def get_rng_state(device):
+            return calls.append(("get", device)) or "state"
+
+        @staticmethod
+        def set_rng_state(state, device):
+            calls.append(("set", state, device))
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    device = torch.device("cuda:1")
+    sdpa._set_generator_state(device, sdpa._generator_state(device))
+    assert calls == [("get", device), ("set", "state", device)]

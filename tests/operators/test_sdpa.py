@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gfsa import graph_filter_attention
 from gfsa.operators import DenseOperator, SDPAOperator
+from gfsa.operators.sdpa import as_additive
 from support.attention import Case, Dispatched, cases, relative_error, tokens
 
 CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
@@ -134,3 +135,13 @@ def test_never_builds_its_matrix() -> None:
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(TypeError, match=r"SDPAOperator never builds.*DenseOperator from the same"):
         SDPAOperator(q, q).dense()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bool_mask_as_numbers_to_add(dtype: torch.dtype) -> None:
+    q, k, v = (tokens(2, 3, 5, 4, dtype=dtype) for _ in range(3))
+    mask = torch.rand(3, 5, 5) < 0.6
+    additive = as_additive(mask, dtype)
+    assert additive.dtype == dtype
+    y = SDPAOperator(q, k, additive).apply(v)
+    torch.testing.assert_close(y, SDPAOperator(q, k, mask).apply(v))

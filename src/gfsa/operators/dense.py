@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -41,10 +41,7 @@ class DenseOperator(Operator):
                 f"expected a square attention map (..., N, N), got {tuple(matrix.shape)}; "
                 "only self-attention has powers"
             )
-        if dropout_after not in ("attention", "filter"):
-            raise ValueError(
-                f"dropout_after must be 'attention' or 'filter', got {dropout_after!r}"
-            )
+        check_dropout_place(dropout_after)
         if dropout_p and dropout_after == "attention":
             matrix = F.dropout(matrix, dropout_p)
             dropout_p = 0.0
@@ -113,6 +110,12 @@ class DenseOperator(Operator):
 
     def dense(self) -> Tensor:
         return self.matrix
+
+
+def check_dropout_place(dropout_after: DropoutPlace) -> DropoutPlace:
+    if dropout_after not in get_args(DropoutPlace):
+        raise ValueError(f"dropout_after must be 'attention' or 'filter', got {dropout_after!r}")
+    return dropout_after
 
 
 def repeat_heads(x: Tensor, like: Tensor) -> Tensor:

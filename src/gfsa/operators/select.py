@@ -8,6 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from gfsa.operators.dense import DropoutPlace
+
 Backend = Literal["auto", "dense", "sdpa", "fused"]
 
 
@@ -30,6 +32,7 @@ class Call:
     dropout_p: float
     is_causal: bool
     degree: int
+    dropout_after: DropoutPlace = "attention"
 
 
 def choose(backend: Backend, call: Call) -> Choice:
@@ -39,17 +42,27 @@ def choose(backend: Backend, call: Call) -> Choice:
     if backend == "dense":
         return Choice("dense", "asked for by name")
     refusals = {"sdpa": why_not_sdpa, "fused": why_not_fused}
+    only_dense = why_only_dense(call)
     if backend != "auto":
-        refusal = refusals[backend](call)
+        refusal = only_dense or refusals[backend](call)
         if refusal is not None:
             raise ValueError(f"backend={backend!r} cannot serve this call: {refusal}")
         return Choice(backend, "asked for by name")
+    if only_dense is not None:
+        return Choice("dense", only_dense)
     if why_not_fused(call) is None:
         return Choice("fused", "a fused kernel covers this call")
     refusal = why_not_sdpa(call)
     if refusal is None:
         return Choice("sdpa", "torch's own attention kernels, one pass a power")
     return Choice("dense", refusal)
+
+
+def why_only_dense(call: Call) -> str | None:
+    """The reason why nothing but the dense operator can serve ``call``, or None if others can."""
+    if call.dropout_p and call.dropout_after == "filter":
+        return "entries of H can only be dropped where H is built, by the dense operator"
+    return None
 
 
 def why_not_sdpa(call: Call) -> str | None:

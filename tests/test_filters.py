@@ -351,7 +351,9 @@ class TestCopies:
     @every_filter
     def test_fold(self, make) -> None:
         filter = shift(make())
+        filter.dropout_after = "filter"
         folded = filter.fold()
+        assert folded.dropout_after == "filter"
         assert type(folded) is Polynomial
         assert folded.degree == filter.degree
         # θ counts from (0, 1, 0 …) in float32, so that is what the rounding is relative to

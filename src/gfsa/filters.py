@@ -104,6 +104,7 @@ class GraphFilter(nn.Module):
         coefficients = self.coefficients().detach()
         folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
         folded.set_coefficients(coefficients)
+        folded.dropout_after = self.dropout_after
         return folded
 
     def config(self) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""What is measured: a case is one shape, with several ways to do the same job on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Batch, heads, tokens and head dim, written ``BxHxNxD``; ``:causal`` may follow."""
+
+    batch: int
+    heads: int
+    tokens: int
+    dim: int
+    causal: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(:causal)?", text.strip())
+        if match is None or "0" in match.groups()[:4]:
+            raise ValueError(
+                f"expected a shape as BATCHxHEADSxTOKENSxDIM, such as 1x12x1024x64 "
+                f"or 8x12x1024x64:causal, got {text!r}"
+            )
+        batch, heads, tokens, dim = (int(number) for number in match.groups()[:4])
+        return cls(batch, heads, tokens, dim, match[5] is not None)
+
+    def __str__(self) -> str:
+        causal = ":causal" if self.causal else ""
+        return f"{self.batch}x{self.heads}x{self.tokens}x{self.dim}{causal}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and in which precision a case runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def randn(self, *shape: int) -> Tensor:
+        # drawn on the CPU: the same numbers on every device
+        return torch.randn(*shape).to(device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do the job.
+
+    Args:
+        name: how the table calls it.
+        backend: which operator of gfsa ran, or ``"torch"``.
+        forward: one forward without gradients.
+        step: one forward and backward, gradients of every input included; ``None`` where there
+            is none to take, as in decoding.
+    """
+
+    name: str
+    backend: str
+    forward: Callable[[], object]
+    step: Callable[[], object] | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Several variants on one shape; the first is the one the others are compared with."""
+
+    shape: str
+    variants: Sequence[Variant]
+
+
+def variant(
+    name: str, backend: str, function: Callable[..., Tensor], inputs: Sequence[Tensor]
+) -> Variant:
+    """A variant from a function of tensors: ``forward`` calls it, ``step`` differentiates it."""
+    with torch.no_grad():
+        upstream = torch.randn_like(function(*inputs))
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return function(*inputs)
+
+    def step() -> Sequence[Tensor]:
+        return torch.autograd.grad(function(*inputs), inputs, upstream)
+
+    return Variant(name, backend, forward, step)

@@ -1,0 +1,49 @@
+"""``gfsa bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    suite: Annotated[str, typer.Option(help="ops or linear.")] = "ops",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16; auto is bfloat16 on CUDA.")
+    ] = "auto",
+    shapes: Annotated[
+        str, typer.Option(help="BATCHxHEADSxTOKENSxDIM[:causal], separated by commas.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Time CUDA graphs: for launch-bound shapes.")
+    ] = False,
+    append: Annotated[bool, typer.Option(help="Add the rows to the CSV file.")] = True,
+    csv: Annotated[Path, typer.Option(help="Where rows are kept.")] = Path("results/bench.csv"),
+) -> None:
+    """Measure time and memory: plain attention, gfsa and the published form, side by side."""
+    import torch
+    from rich.console import Console
+
+    from gfsa.bench.run import run_suite
+
+    on = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    precision = dtype if dtype != "auto" else ("bfloat16" if on.startswith("cuda") else "float32")
+    try:
+        run_suite(
+            suite,
+            device=on,
+            dtype=precision,
+            shapes=[text for text in shapes.split(",") if text],
+            rounds=rounds,
+            graphs=graphs,
+            csv=csv if append else None,
+            console=Console(),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

@@ -1,0 +1,152 @@
+"""Measure a case: times in interleaved rounds, then the peak memory of each variant."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gfsa
+from gfsa.bench.case import Case, Setting
+from gfsa.bench.environment import commit, device_name, version_of
+from gfsa.bench.memory import peak_mib
+from gfsa.bench.timing import Timing, Work, captured, interleaved
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of ``results/bench.csv``.
+
+    ``ratio`` columns are to the case's first variant, measured in the same rounds. Memory is that
+    of forward+backward (of the forward where there is no backward).
+    """
+
+    date: str
+    commit: str
+    command: str
+    device: str
+    python: str
+    gfsa: str
+    torch: str
+    cuda: str
+    triton: str
+    suite: str
+    shape: str
+    dtype: str
+    variant: str
+    backend: str
+    timing: str
+    rounds: int
+    fwd_ms: float
+    fwd_bwd_ms: float | None
+    fwd_bwd_lower_ms: float | None
+    fwd_bwd_upper_ms: float | None
+    fwd_ratio: float | None
+    fwd_bwd_ratio: float | None
+    peak_mib: float
+    extra_mib: float
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+
+
+def measure(
+    case: Case,
+    suite: str,
+    setting: Setting,
+    rounds: int,
+    graphs: bool = False,
+    on_round: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """A row for each variant of ``case``.
+
+    Args:
+        rounds: how often each variant is timed; medians are reported.
+        graphs: time replays of CUDA graphs instead of launches (CUDA only).
+        on_round: called after each round, twice as often as there are rounds: the forward has its
+            rounds, then forward+backward.
+    """
+    if graphs and setting.device.type != "cuda":
+        raise ValueError(f"graphs are for CUDA, got the device {setting.device}")
+
+    def timed(works: Sequence[Work | None]) -> list[Timing | None]:
+        there = [work for work in works if work is not None]
+        ready = [captured(work) for work in there] if graphs else there
+        timings = iter(interleaved(ready, rounds, setting.device, on_round))
+        return [None if work is None else next(timings) for work in works]
+
+    forwards = timed([variant.forward for variant in case.variants])
+    steps = timed([variant.step for variant in case.variants])
+    peaks = [peak_mib(v.step or v.forward, setting.device) for v in case.variants]
+    shared: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "commit": commit(),
+        # the name alone: where an interpreter lies says nothing to others
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": device_name(setting.device),
+        "python": platform.python_version(),
+        "gfsa": gfsa.__version__,
+        "torch": torch.__version__,
+        "cuda": (torch.version.cuda or "") if setting.device.type == "cuda" else "",
+        "triton": version_of("triton") or "",
+        "suite": suite,
+        "shape": case.shape,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "timing": "graph" if graphs else "eager",
+        "rounds": rounds,
+    }
+    rows = []
+    for variant, forward, step, peak in zip(case.variants, forwards, steps, peaks, strict=True):
+        assert forward is not None
+        rows.append(
+            Row(
+                **shared,
+                variant=variant.name,
+                backend=variant.backend,
+                fwd_ms=forward.median,
+                fwd_bwd_ms=step.median if step else None,
+                fwd_bwd_lower_ms=step.lower if step else None,
+                fwd_bwd_upper_ms=step.upper if step else None,
+                fwd_ratio=_ratio(forward, forwards[0]),
+                fwd_bwd_ratio=_ratio(step, steps[0]),
+                peak_mib=peak,
+                extra_mib=peak - peaks[0],
+            )
+        )
+    return rows
+
+
+def append(rows: Sequence[Row], path: Path) -> None:
+    """Add ``rows`` to the CSV file at ``path``, made with a header if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    if not new:
+        with path.open(newline="") as file:
+            header = tuple(next(csv.reader(file), ()))
+        if header != COLUMNS:
+            raise ValueError(
+                f"{path} has other columns than this version writes: expected {COLUMNS}, "
+                f"got {header}; name another file with --csv"
+            )
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({name: _text(value) for name, value in asdict(row).items()})
+
+
+def _ratio(timing: Timing | None, reference: Timing | None) -> float | None:
+    return timing.median / reference.median if timing and reference else None
+
+
+def _text(value: object) -> object:
+    return f"{value:.4g}" if isinstance(value, float) else value

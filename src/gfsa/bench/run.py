@@ -1,0 +1,84 @@
+"""Run a suite: measure its cases one after the other, show them, and keep the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gfsa.bench import report
+from gfsa.bench.case import Setting, Shape
+from gfsa.bench.harness import Row, append, measure
+from gfsa.bench.suites import suite_called
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def run_suite(
+    name: str,
+    device: str,
+    dtype: str,
+    shapes: Sequence[str],
+    rounds: int,
+    graphs: bool,
+    csv: Path | None,
+    console: Console,
+) -> list[list[Row]]:
+    """Measure the suite called ``name``; a list of rows for each shape.
+
+    Args:
+        shapes: as text, see :class:`~gfsa.bench.case.Shape`; empty for the suite's own.
+        csv: rows are added to this file after each case; ``None`` keeps nothing.
+    """
+    suite = suite_called(name)
+    setting = Setting(_device(device), _dtype(dtype))
+    wanted = [Shape.parse(text) for text in shapes or suite.shapes(setting.device)]
+    cases = []
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("measuring", total=2 * rounds * len(wanted))
+        for shape in wanted:
+            progress.update(task, description=f"{name} {shape}")
+            torch.manual_seed(0)
+            case = suite.build(shape, setting)
+            rows = measure(case, name, setting, rounds, graphs, lambda: progress.advance(task))
+            cases.append(rows)
+            console.print(report.table(rows))
+            if csv is not None:
+                append(rows, csv)
+    for rows in cases:
+        if sentence := report.against_published(rows):
+            console.print(sentence)
+    if name == "linear" and (growth := report.scaling(cases)):
+        console.print(growth)
+    if csv is not None:
+        console.print(f"{sum(map(len, cases))} rows added to {csv}")
+    return cases
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"expected a device such as cpu or cuda, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"this harness knows how to time cpu and cuda, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch finds no CUDA device here; see `gfsa info`, or use --device cpu")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, got {name!r}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

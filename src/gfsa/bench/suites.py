@@ -1,0 +1,121 @@
+"""The suites of ``gfsa bench``; a new one is a function and a line in ``SUITES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gfsa.bench.case import Case, Setting, Shape, Variant, variant
+from gfsa.bench.published import published_attention
+from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
+from gfsa.operators.select import Backend
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a suite measures, on which shapes unless told otherwise, and how a case is made."""
+
+    about: str
+    build: Callable[[Shape, Setting], Case]
+    cpu_shapes: Sequence[str]
+    cuda_shapes: Sequence[str]
+
+    def shapes(self, device: torch.device) -> Sequence[str]:
+        return self.cuda_shapes if device.type == "cuda" else self.cpu_shapes
+
+
+def operators(shape: Shape, setting: Setting) -> Case:
+    """Plain attention, gfsa of degree 1 and 2, and the published form."""
+    q, k, v = _tokens(shape, setting)
+    causal = shape.causal
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def filtered(name: str, degree: int, backend: Backend) -> Variant:
+        coeffs = _coefficients(shape, setting, degree)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+            return graph_filter_attention(q, k, v, coeffs, is_causal=causal, backend=backend)
+
+        ran = which_backend(q, k, v, coeffs, is_causal=causal, backend=backend).backend
+        return variant(name, ran, run, (q, k, v, coeffs))
+
+    def published(q: Tensor, k: Tensor, v: Tensor, w0: Tensor, w1: Tensor, wK: Tensor) -> Tensor:
+        return published_attention(q, k, v, w0, w1, wK, K=3, is_causal=causal)
+
+    weights = [
+        torch.full((shape.heads,), value, device=setting.device, requires_grad=True)
+        for value in (0.1, 0.8, 0.1)
+    ]
+    return Case(
+        str(shape),
+        [
+            variant("plain", "torch", plain, (q, k, v)),
+            filtered("gfsa degree 1", 1, "auto"),
+            filtered("gfsa", 2, "auto"),
+            filtered("gfsa sdpa", 2, "sdpa"),
+            variant("published", "torch", published, (q, k, v, *weights)),
+        ],
+    )
+
+
+def linear(shape: Shape, setting: Setting) -> Case:
+    """Efficient Attention without and with a filter, at lengths that double."""
+    if shape.causal:
+        raise ValueError(f"the linear operator has no causal form, got the shape {shape}")
+    q, k, v = _tokens(shape, setting)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.softmax(-1) @ (k.softmax(-2).transpose(-2, -1) @ v)
+
+    def filtered(name: str, degree: int) -> Variant:
+        coeffs = _coefficients(shape, setting, degree)
+        return variant(name, "linear", linear_graph_filter_attention, (q, k, v, coeffs))
+
+    return Case(
+        str(shape),
+        [
+            variant("plain", "torch", plain, (q, k, v)),
+            filtered("gfsa", 2),
+            filtered("gfsa degree 10", 10),
+        ],
+    )
+
+
+SUITES: dict[str, Suite] = {
+    "ops": Suite(
+        "attention operators against plain attention and the published form",
+        operators,
+        cpu_shapes=("1x12x1024x64", "1x12x256x64", "8x6x197x64"),
+        cuda_shapes=("256x6x197x64", "32x12x512x64", "8x12x1024x64:causal", "4x16x4096x64"),
+    ),
+    "linear": Suite(
+        "the linear operator at lengths that double",
+        linear,
+        cpu_shapes=("1x4x4096x64", "1x4x8192x64", "1x4x16384x64"),
+        cuda_shapes=("4x8x4096x64", "4x8x8192x64", "4x8x16384x64"),
+    ),
+}
+
+
+def suite_called(name: str) -> Suite:
+    if name not in SUITES:
+        raise ValueError(f"expected a suite of {', '.join(SUITES)}, got {name!r}")
+    return SUITES[name]
+
+
+def _tokens(shape: Shape, setting: Setting) -> list[Tensor]:
+    size = (shape.batch, shape.heads, shape.tokens, shape.dim)
+    return [setting.randn(*size).requires_grad_() for _ in range(3)]
+
+
+def _coefficients(shape: Shape, setting: Setting, degree: int) -> Tensor:
+    # no zero among them: nothing may be skipped because of a value
+    values = torch.full((shape.heads, degree + 1), 0.1)
+    values[:, 1] = 0.8
+    return values.to(setting.device).requires_grad_()

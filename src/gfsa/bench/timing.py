@@ -1,0 +1,85 @@
+"""Time, in interleaved rounds: what disturbs the machine disturbs every variant alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Work = Callable[[], object]
+
+# a sample shorter than this is repeated until it is not: clocks and launches have their own noise
+SHORTEST_SAMPLE_MS = 10.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: the median over rounds, and the quartiles around it."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        if len(samples) < 2:
+            return cls(samples[0], samples[0], samples[0])
+        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, lower, upper)
+
+
+def interleaved(
+    works: Sequence[Work],
+    rounds: int,
+    device: torch.device,
+    on_round: Callable[[], None] = lambda: None,
+) -> list[Timing]:
+    """Time each of ``works`` once a round, in an order that rotates from round to round."""
+    sample = _cuda_sample if device.type == "cuda" else _cpu_sample
+    repeats = []
+    for work in works:
+        # the first call pays for allocation and for choosing kernels; the second is counted
+        sample(work, 1)
+        repeats.append(max(1, math.ceil(SHORTEST_SAMPLE_MS / max(sample(work, 1), 1e-4))))
+    samples: list[list[float]] = [[] for _ in works]
+    for turn in range(rounds):
+        for position in range(len(works)):
+            index = (position + turn) % len(works)
+            samples[index].append(sample(works[index], repeats[index]))
+        on_round()
+    return [Timing.of(each) for each in samples]
+
+
+def captured(work: Work) -> Work:
+    """``work`` as a CUDA graph: a replay pays for no launches, so short kernels compare fairly."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def _cpu_sample(work: Work, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def _cuda_sample(work: Work, repeats: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats

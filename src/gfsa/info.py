@@ -1,0 +1,111 @@
+"""``gfsa info``: versions, devices, and which operators can run here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "timm",
+    "torch-geometric",
+    "speechbrain",
+    "peft",
+    "accelerate",
+)
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether an operator serves an ordinary call on a device, and if not, why not."""
+
+    operator: str
+    device: str
+    refusal: str | None
+
+
+def info() -> None:
+    """Print versions, devices, and which operators can run here."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    versions_table = Table(title="versions", title_justify="left", show_header=False)
+    for name, version in versions().items():
+        versions_table.add_row(name, version or "[dim]absent[/dim]")
+    console.print(versions_table)
+
+    devices_table = Table(title="devices", title_justify="left", show_header=False)
+    for name, description in devices().items():
+        devices_table.add_row(name, description)
+    console.print(devices_table)
+
+    operators_table = Table(title="operators", title_justify="left")
+    for heading in ("operator", "device", "runs here"):
+        operators_table.add_column(heading)
+    for each in operators():
+        answer = "yes" if each.refusal is None else f"no: {each.refusal}"
+        operators_table.add_row(each.operator, each.device, answer)
+    console.print(operators_table)
+
+
+def versions() -> dict[str, str | None]:
+    """Name → version, None where absent; nothing but torch is imported to find out."""
+    import platform
+
+    import torch
+
+    import gfsa
+    from gfsa.bench.environment import version_of
+
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "gfsa": gfsa.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA (torch's build)": torch.version.cuda,
+        "cuDNN": None if cudnn is None else str(cudnn),
+        **{name: version_of(name) for name in PACKAGES if name != "torch"},
+    }
+
+
+def devices() -> dict[str, str]:
+    """Device → what it is."""
+    import torch
+
+    from gfsa.bench.environment import device_name
+
+    found = {"cpu": device_name(torch.device("cpu"))}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
+            f"compute capability {properties.major}.{properties.minor}"
+        )
+    if torch.backends.mps.is_available():
+        found["mps"] = "Apple GPU"
+    return found
+
+
+def operators() -> list[Availability]:
+    """Each operator on each kind of device, by asking it to serve a small ordinary call."""
+    import torch
+
+    from gfsa.functional import which_backend
+
+    answers = []
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        # the smallest call that any kernel would take
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        tokens = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype)
+        coeffs = torch.tensor([0.0, 1.0, 0.0], device=device)
+        for operator in ("dense", "sdpa", "fused"):
+            try:
+                which_backend(tokens, tokens, tokens, coeffs, backend=operator)
+                refusal = None
+            except ValueError as error:
+                refusal = str(error).partition(": ")[2] or str(error)
+            answers.append(Availability(operator, device, refusal))
+        answers.append(Availability("linear", device, None))
+    return answers

@@ -1,0 +1,109 @@
+"""How sharp an attention map is, without ever holding the whole map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gfsa.functional import AttentionOperator
+from gfsa.lens.spectrum import dense_map
+from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
+from gfsa.operators.base import at_least_float32
+from gfsa.operators.dense import repeat_heads
+
+# entries of the map held at a time: 64 MB in float32
+_ENTRIES = 1 << 24
+
+
+def attention_entropy(
+    operator: Operator, v: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Mean entropy of the rows of an attention map, in nats and as a share of its maximum.
+
+    .. math:: h_i = -\sum_j A_{ij} \log A_{ij}, \qquad \frac{h_i}{\log m_i}
+
+    where token i may attend to :math:`m_i` tokens (i of them in a causal model). A share of 1 is
+    uniform attention, 0 is one-hot. Rows that may see one token only have no share and are left
+    out of it. Rows are normalised first where they do not sum to one. In blocks of rows: O(N²·D)
+    time, as one attention pass, and bounded memory.
+
+    Returns:
+        Nats and share, each ``(..., heads)``.
+    """
+    nats, shares, counts, counts_shared = 0.0, 0.0, 0.0, 0.0
+    for start, rows, allowed in _row_blocks(operator, v):
+        stop = start + rows.shape[-2]
+        total = rows.sum(-1)
+        inside = torch.special.entr(rows).sum(-1)
+        # the entropy of a row divided by its sum, without dividing the row
+        entropy = torch.where(total > 0, inside / total + total.log(), 0.0)
+        counted = (total > 0).to(entropy.dtype)
+        if valid is not None:
+            counted = counted * valid[..., None, start:stop]
+        most = allowed.to(entropy.dtype).sum(-1).expand(entropy.shape)
+        shared = counted * (most > 1)
+        nats = nats + (entropy * counted).sum(-1)
+        shares = shares + (entropy * shared / most.clamp_min(2).log()).sum(-1)
+        counts = counts + counted.sum(-1)
+        counts_shared = counts_shared + shared.sum(-1)
+    return _ratio(nats, counts), _ratio(shares, counts_shared)
+
+
+def _ratio(total: Tensor, count: Tensor) -> Tensor:
+    return torch.where(count > 0, total / count, math.nan)
+
+
+def _row_blocks(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Start, rows ``(..., H, n, N)`` and which of their entries may be non-zero."""
+    if isinstance(operator, (AttentionOperator, SDPAOperator)):
+        yield from _softmax_rows(operator)
+        return
+    if isinstance(operator, LinearOperator):
+        columns = operator.columns.mT
+        seen = (operator.columns > 0).any(-1)[..., None, :]
+        for start, stop in _spans(operator.rows.shape[:-1], columns.shape[-1]):
+            yield start, operator.rows[..., start:stop, :] @ columns, seen
+        return
+    matrix = operator.matrix if isinstance(operator, DenseOperator) else dense_map(operator, v)
+    matrix = matrix.to(at_least_float32(matrix.dtype))
+    for start, stop in _spans(matrix.shape[:-1], matrix.shape[-1]):
+        rows = matrix[..., start:stop, :]
+        yield start, rows, rows > 0
+
+
+def _softmax_rows(
+    operator: AttentionOperator | SDPAOperator,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    q, mask = operator.q, operator.attn_mask
+    dtype = at_least_float32(q.dtype)
+    k = repeat_heads(operator.k, q).to(dtype).mT
+    scale = 1 / math.sqrt(q.shape[-1]) if operator.scale is None else operator.scale
+    position = torch.arange(k.shape[-1], device=q.device)
+    for start, stop in _spans(q.shape[:-1], k.shape[-1]):
+        scores = (q[..., start:stop, :].to(dtype) * scale) @ k
+        allowed = torch.ones((), dtype=torch.bool, device=q.device)
+        if mask is not None:
+            part = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., start:stop, :]
+            if part.dtype == torch.bool:
+                allowed = part
+            else:
+                scores = scores + part
+                # libraries write -inf as the lowest finite number of the dtype
+                allowed = part > torch.finfo(part.dtype).min / 2
+        if operator.is_causal:
+            allowed = allowed & (position <= position[start:stop, None])
+        allowed = allowed.expand(*allowed.shape[:-1], k.shape[-1])
+        empty = ~allowed.any(-1, keepdim=True)
+        scores = scores.masked_fill(~(allowed | empty), -math.inf)
+        yield start, scores.softmax(-1).masked_fill(empty, 0.0), allowed
+
+
+def _spans(rows: torch.Size, width: int) -> Iterator[tuple[int, int]]:
+    length = rows[-1]
+    others = math.prod(rows[:-1])
+    step = max(1, _ENTRIES // max(1, others * width))
+    for start in range(0, length, step):
+        yield start, min(start + step, length)

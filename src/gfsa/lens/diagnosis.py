@@ -1,0 +1,215 @@
+"""``gfsa.diagnose``: run a model on some data and look at every layer."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gfsa.lens.layer import Looks
+from gfsa.lens.progress import Progress, progress_bar
+from gfsa.lens.readings import ModelReading
+from gfsa.lens.recorder import Recorder
+from gfsa.lens.report import LensReport
+from gfsa.lens.sockets import every_socket
+from gfsa.plugs.adapter import Unknown
+from gfsa.plugs.layers import Layers
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+def diagnose(
+    model: nn.Module | Mapping[str, nn.Module],
+    inputs: Any,
+    layers: Layers = "all",
+    features: bool = True,
+    attention: bool = True,
+    spectral: bool = True,
+    valid: Tensor | Callable[[Any], Tensor | None] | None = None,
+    forward: Forward | None = None,
+    max_batches: int | None = None,
+    spectral_samples: int = 8,
+    most_frequencies: int = 33,
+    most_tokens: int = 1024,
+    unknown: Unknown = "refuse",
+    progress: bool | Progress | None = None,
+) -> LensReport:
+    """See whether a model over-smooths, where, and what its filters change.
+
+    The model runs in evaluation mode without gradients, and is afterwards exactly as it was:
+    attention layers without a filter get one that is ordinary attention while it runs.
+
+    Args:
+        model: any model that :func:`gfsa.plug` knows, plugged or not; or several by name, to
+            compare them on the same inputs.
+        inputs: one batch (a tensor, a dict for keyword arguments, a tuple for positional ones), or
+            an iterable of batches such as a DataLoader. A pair whose second part is a vector of
+            integers, as loaders of labelled data give, is taken as (input, labels).
+        layers: which attention layers to look at, as in :func:`gfsa.plug`.
+        features: measure the tokens that leave each block.
+        attention: measure entropy and Dirichlet energy of each head: about three more attention
+            passes a layer.
+        spectral: measure frequency responses and singular values of the maps: the costly part,
+            O(n³) a head and sample for the singular values.
+        valid: ``(B, N)``, True where a token counts, or a function of the batch that gives it.
+            Default: the batch's ``attention_mask`` (or key padding mask), else what the attention
+            map masks, else all tokens.
+        forward: ``(model, batch)``, how to call the model if not as above.
+        max_batches: stop after so many.
+        spectral_samples: samples that take part in the spectral measurements.
+        most_frequencies: Fourier modes in a response, at most.
+        most_tokens: no n×n map is built beyond this length, so no singular values of maps.
+        unknown: attention that no adapter knows is left alone (``"refuse"``) or traced
+            (``"trace"``), as in :func:`gfsa.plug`.
+        progress: True or False for a progress bar (default: in a terminal), or a function called
+            with (batches done, batches in all or None).
+    """
+    models = dict(model) if isinstance(model, Mapping) else {type(model).__name__: model}
+    if not models:
+        raise ValueError("there is no model to look at: expected a model, or several by name")
+    for name, one in models.items():
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"expected an nn.Module, got {type(one).__name__} for {name!r}")
+    looks = Looks(features, attention, spectral, spectral_samples, most_frequencies, most_tokens)
+    batches = _batches(inputs, len(models))
+    known = _length(batches)
+    total = known if max_batches is None or known is None else min(known, max_batches)
+    readings = {}
+    for name, one in models.items():
+        with progress_bar(progress, name, total) as advance:
+            readings[name] = _look(
+                name,
+                one,
+                _first(batches, max_batches),
+                layers,
+                looks,
+                valid,
+                forward,
+                unknown,
+                advance,
+            )
+    return LensReport(readings, created=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+
+def _look(
+    name: str,
+    model: nn.Module,
+    batches: Iterable[Any],
+    layers: Layers,
+    looks: Looks,
+    valid: Tensor | Callable[[Any], Tensor | None] | None,
+    forward: Forward | None,
+    unknown: Unknown,
+    advance: Callable[[], None],
+) -> ModelReading:
+    # a compiled model would be compiled again for every hook; the module inside runs as it is
+    model = getattr(model, "_orig_mod", model)
+    parameters = sum(p.numel() for p in model.parameters())
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    start = time.perf_counter()
+    with (
+        _evaluating(model),
+        torch.no_grad(),
+        every_socket(model, unknown) as (sockets, bare, skipped),
+        Recorder(model, sockets, layers, looks) as recorder,
+    ):
+        for batch in batches:
+            batch = _to_device(_without_labels(batch), device)
+            mask = valid(batch) if callable(valid) else valid
+            with recorder.listening(batch, mask):
+                _call(model, batch, forward)
+            advance()
+        if not recorder.layers:
+            raise ValueError("no attention layer ran: the inputs were empty")
+        own = [s.filter for n, s in sockets.items() if n not in bare]
+        first = next(iter(recorder.layers.values()))
+        return ModelReading(
+            name=name,
+            kind=type(model).__name__,
+            parameters=parameters,
+            filter_parameters=sum(p.numel() for f in own for p in f.parameters()),
+            samples=recorder.samples,
+            tokens=recorder.tokens,
+            spectral_samples=first.spectral_samples,
+            seconds={"total": time.perf_counter() - start, **recorder.watch.seconds},
+            features=recorder.features(),
+            attention=recorder.attention(bare),
+            skipped=skipped,
+        )
+
+
+def _call(model: nn.Module, batch: Any, forward: Forward | None) -> None:
+    if forward is not None:
+        forward(model, batch)
+    elif isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple):
+        model(*batch)
+    else:
+        model(batch)
+
+
+def _batches(inputs: Any, models: int) -> Iterable[Any]:
+    """An iterable of batches that can be gone through once for each model."""
+    if isinstance(inputs, (Tensor, Mapping, tuple)):
+        return [inputs]
+    if not isinstance(inputs, Iterable):
+        return [inputs]
+    if models > 1 and iter(inputs) is inputs:
+        # a generator can be gone through once only
+        return list(inputs)
+    return inputs
+
+
+def _first(batches: Iterable[Any], most: int | None) -> Iterator[Any]:
+    for number, batch in enumerate(batches):
+        if most is not None and number >= most:
+            return
+        yield batch
+
+
+def _length(batches: Any) -> int | None:
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+def _without_labels(batch: Any) -> Any:
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        labels = batch[1]
+        if labels.dim() <= 1 and not labels.is_floating_point() and labels.dtype != torch.bool:
+            return batch[0]
+    return batch
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _to_device(part, device) for key, part in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_to_device(part, device) for part in batch)
+    if hasattr(batch, "to") and not inspect.isclass(batch):
+        return batch.to(device)
+    return batch
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module is in the mode it was in."""
+    before = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training

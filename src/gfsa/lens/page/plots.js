@@ -1,0 +1,232 @@
+"use strict";
+// Small plots in SVG: lines with a crosshair, and a grid of cells.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  for (const child of children) node.append(child);
+  return node;
+}
+
+function element(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  for (const child of children) node.append(child);
+  return node;
+}
+
+const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
+
+function show(value) {
+  if (!known(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 100) return value.toFixed(0);
+  return size < 0.001 ? value.toExponential(1) : Number(value.toPrecision(3)).toString();
+}
+
+// about `count` round numbers that cover [low, high]
+function ticks(low, high, count) {
+  const raw = (high - low) / Math.max(1, count);
+  const unit = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((m) => m * unit).find((s) => s >= raw * 0.999);
+  const found = [];
+  for (let t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-9; t += step)
+    found.push(Math.abs(t) < step * 1e-9 ? 0 : t);
+  return found;
+}
+
+const tip = {
+  node: document.getElementById("tip"),
+  show(event, title, rows) {
+    this.node.replaceChildren(element("b", {}, title));
+    for (const row of rows) {
+      const line = element("div", {});
+      if (row.series !== undefined) line.append(element("i", { "data-series": row.series }));
+      line.append(row.text);
+      this.node.append(line);
+    }
+    this.node.hidden = false;
+    const width = this.node.offsetWidth, height = this.node.offsetHeight;
+    const left = Math.min(event.clientX + 14, document.documentElement.clientWidth - width - 8);
+    const above = event.clientY - height - 12;
+    this.node.style.left = `${Math.max(8, left) + window.scrollX}px`;
+    this.node.style.top = `${(above < 4 ? event.clientY + 18 : above) + window.scrollY}px`;
+  },
+  hide() { this.node.hidden = true; },
+};
+
+// options: series [{name, colour, dashed, points [[x, y]…], band [[x, low, high]…], dots}],
+//          x and y {label, low, high, whole}, height, small, name(x) for the crosshair
+function linePlot(canvas, options) {
+  const series = options.series.filter((one) => one.points.some(([, y]) => known(y)));
+  if (!series.length) {
+    canvas.replaceChildren(element("p", { class: "nothing" }, options.nothing || "Not measured."));
+    return;
+  }
+  const small = Boolean(options.small);
+  const width = Math.max(120, canvas.clientWidth || 320);
+  const height = options.height || Math.round(Math.min(300, Math.max(190, width * 0.52)));
+  const margin = small ? { l: 26, r: 4, t: 4, b: 16 } : { l: 46, r: 12, t: 10, b: 40 };
+  const all = series.flatMap((one) => one.points).filter(([, y]) => known(y));
+  const bands = series.flatMap((one) => one.band || []);
+  const ys = [...all.map(([, y]) => y), ...bands.flatMap(([, a, b]) => [a, b]).filter(known)];
+  const range = (axis, values) => {
+    let low = Math.min(...values, axis.low ?? Infinity);
+    let high = Math.max(...values, axis.high ?? -Infinity);
+    if (low === high) { low -= 0.5; high += 0.5; }
+    return [low, high];
+  };
+  const [x0, x1] = range(options.x, all.map(([x]) => x));
+  let [y0, y1] = range(options.y, ys);
+  if (y1 > (options.y.high ?? -Infinity)) y1 += (y1 - y0) * 0.05;
+  if (y0 < (options.y.low ?? Infinity)) y0 -= (y1 - y0) * 0.05;
+  const left = margin.l, right = width - margin.r, top = margin.t, bottom = height - margin.b;
+  const sx = (x) => left + ((x - x0) / (x1 - x0)) * (right - left);
+  const sy = (y) => bottom - ((y - y0) / (y1 - y0)) * (bottom - top);
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
+  svg.append(make("title", {}, document.createTextNode(options.title || options.y.label || "plot")));
+
+  for (const t of ticks(y0, y1, small ? 2 : 4)) {
+    svg.append(make("line", { class: "grid", x1: left, x2: right, y1: sy(t), y2: sy(t) }));
+    svg.append(make("text", { x: left - 5, y: sy(t) + 4, "text-anchor": "end" }, show(t)));
+  }
+  let columns = ticks(x0, x1, small ? 2 : Math.min(10, Math.floor((right - left) / 55)));
+  if (options.x.whole) columns = columns.filter((t) => Math.abs(t - Math.round(t)) < 1e-9);
+  for (const t of columns) {
+    const anchor = small && t === columns[columns.length - 1] ? "end" : "middle";
+    svg.append(make("text", { x: sx(t), y: bottom + (small ? 13 : 17), "text-anchor": anchor }, show(t)));
+    if (!small) svg.append(make("line", { class: "axis", x1: sx(t), x2: sx(t), y1: bottom, y2: bottom + 4 }));
+  }
+  svg.append(make("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
+  if (!small) {
+    svg.append(make("text", { x: (left + right) / 2, y: height - 4, "text-anchor": "middle" }, options.x.label));
+  }
+
+  for (const one of series) {
+    if (!one.band) continue;
+    const usable = one.band.filter(([, a, b]) => known(a) && known(b));
+    const upper = usable.map(([x, , b]) => `${sx(x)},${sy(b)}`);
+    const lower = usable.map(([x, a]) => `${sx(x)},${sy(a)}`).reverse();
+    svg.append(make("polygon", { class: "band", "data-series": one.colour, points: [...upper, ...lower].join(" ") }));
+  }
+  for (const one of series) {
+    const points = one.points.filter(([, y]) => known(y));
+    if (!one.dotsOnly) {
+      const d = points.map(([x, y], i) => `${i ? "L" : "M"}${sx(x).toFixed(2)},${sy(y).toFixed(2)}`).join("");
+      const kind = one.dashed ? "mark line dashed" : "mark line";
+      svg.append(make("path", { class: kind, "data-series": one.colour, d }));
+    }
+    if (one.dotsOnly || (one.dots && points.length <= 40)) {
+      for (const [x, y] of points)
+        svg.append(make("circle", { class: "mark dot", "data-series": one.colour, cx: sx(x), cy: sy(y), r: one.dotsOnly ? 2.6 : 3 }));
+    }
+  }
+
+  const cross = make("line", { class: "cross", y1: top, y2: bottom, visibility: "hidden" });
+  svg.append(cross);
+  const move = (event) => {
+    const box = svg.getBoundingClientRect();
+    const at = x0 + (((event.clientX - box.left) * (width / box.width) - left) / (right - left)) * (x1 - x0);
+    const near = (one) => one.points.filter(([, y]) => known(y))
+      .reduce((best, p) => (Math.abs(p[0] - at) < Math.abs(best[0] - at) ? p : best));
+    const followed = series.filter((one) => !one.silent);
+    const x = near(followed[0])[0];
+    cross.setAttribute("x1", sx(x));
+    cross.setAttribute("x2", sx(x));
+    cross.setAttribute("visibility", "visible");
+    tip.show(event, options.at ? options.at(x) : `${options.x.label} ${show(x)}`, followed.map((one) => ({
+      series: one.colour, text: `${one.name}: ${show(near(one)[1])}`,
+    })));
+  };
+  if (!small) {
+    svg.addEventListener("pointermove", move);
+    svg.addEventListener("pointerdown", move);
+    svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); tip.hide(); });
+  }
+  canvas.replaceChildren(svg);
+}
+
+function colour(name) {
+  const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const full = text.length === 4 ? text.replace(/[0-9a-f]/gi, "$&$&") : text;
+  return [1, 3, 5].map((at) => parseInt(full.slice(at, at + 2), 16));
+}
+
+// a colour for a value in [-1, 1]
+function diverging(value) {
+  const from = colour("--mid"), to = colour(value < 0 ? "--low" : "--high");
+  const part = Math.min(1, Math.abs(value)) ** 0.8;
+  return `rgb(${from.map((c, i) => Math.round(c + (to[i] - c) * part)).join(",")})`;
+}
+
+// options: rows [{label, cells [{value, lines}]}], colourOf(value), ends [low, middle, high] labels,
+//          chosen [row, column], choose(row, column), headings
+function heatMap(canvas, options) {
+  const columns = Math.max(...options.rows.map((row) => row.cells.length));
+  const width = Math.max(200, canvas.clientWidth || 320);
+  const left = 52, top = 22;
+  const wide = Math.min(64, (width - left - 4) / columns);
+  const tall = Math.max(15, Math.min(30, wide));
+  const bottom = top + tall * options.rows.length;
+  const height = bottom + 50;
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": options.title });
+  svg.append(make("text", { x: left - 6, y: top - 8, "text-anchor": "end" }, "layer"));
+  for (let c = 0; c < columns; c++) {
+    if (wide >= 22 || c % Math.ceil(22 / wide) === 0)
+      svg.append(make("text", { x: left + wide * (c + 0.5), y: top - 8, "text-anchor": "middle" }, String(c + 1)));
+  }
+  const cells = [];
+  const frame = make("rect", { class: "chosen", rx: 3 });
+  const place = (r, c) => {
+    for (const cell of cells) cell.node.tabIndex = -1;
+    const found = cells.find((cell) => cell.r === r && cell.c === c);
+    if (!found) return;
+    found.node.setAttribute("tabindex", "0");
+    frame.setAttribute("x", left + wide * c);
+    frame.setAttribute("y", top + tall * r);
+    frame.setAttribute("width", wide);
+    frame.setAttribute("height", tall);
+  };
+  options.rows.forEach((row, r) => {
+    svg.append(make("text", { x: left - 6, y: top + tall * (r + 0.5) + 4, "text-anchor": "end" }, row.label));
+    row.cells.forEach((cell, c) => {
+      const node = make("rect", {
+        class: "mark cell", x: left + wide * c, y: top + tall * r, width: wide, height: tall, rx: 3,
+        fill: known(cell.value) ? options.colourOf(cell.value) : "none", tabindex: "-1", role: "button",
+        "aria-label": `layer ${row.label}, head ${c + 1}: ${cell.lines[0]}`, "data-row": r, "data-column": c,
+      });
+      const pick = () => { place(r, c); options.choose(r, c); };
+      node.addEventListener("pointermove", (event) =>
+        tip.show(event, `layer ${row.label}, head ${c + 1}`, cell.lines.map((text) => ({ text }))));
+      node.addEventListener("pointerleave", () => tip.hide());
+      node.addEventListener("click", pick);
+      node.addEventListener("keydown", (event) => {
+        const by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); pick(); }
+        if (!by) return;
+        event.preventDefault();
+        const next = cells.find((one) => one.r === r + by[0] && one.c === c + by[1]);
+        if (next) { place(next.r, next.c); next.node.focus(); options.choose(next.r, next.c); }
+      });
+      cells.push({ r, c, node });
+      svg.append(node);
+    });
+  });
+  svg.append(frame);
+  const bar = Math.min(260, width - left - 20), steps = 40;
+  for (let i = 0; i < steps; i++) {
+    svg.append(make("rect", {
+      x: left + (bar / steps) * i, y: bottom + 14, width: bar / steps + 0.6, height: 10,
+      fill: options.colourOf(options.from + ((options.to - options.from) * (i + 0.5)) / steps),
+    }));
+  }
+  for (const [part, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {
+    const value = options.from + (options.to - options.from) * part;
+    svg.append(make("text", { x: left + bar * part, y: bottom + 40, "text-anchor": anchor }, show(value)));
+  }
+  canvas.replaceChildren(svg);
+  if (options.chosen) place(...options.chosen);
+}

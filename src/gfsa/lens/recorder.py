@@ -1,0 +1,204 @@
+"""Listens to a running model, whatever library it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gfsa.filters import GraphFilter
+from gfsa.lens import metrics
+from gfsa.lens.layer import LayerRecord, Looks, Stopwatch
+from gfsa.lens.readings import AttentionReading, FeatureReading
+from gfsa.lens.sockets import blocks_around
+from gfsa.lens.tokens import as_tokens, first_tensor, fits, valid_from_batch, valid_from_operator
+from gfsa.plugs.core import Socket
+from gfsa.plugs.layers import Layers, select_layers
+
+# a layer is an attention module and how many times it has run before in the same forward:
+# models like ALBERT run one module at every depth
+Key = tuple[str, int]
+
+
+@dataclass
+class _Forward:
+    """What is going on in the forward that is listened to."""
+
+    batch: Any = None
+    valid: Tensor | None = None
+    turns: dict[str, int] = field(default_factory=dict)
+    given: Tensor | None = None
+    """What the first block was given, until the first attention tells its axes."""
+    key: Key | None = None
+    """The layer whose attention ran last, and then its values and mask."""
+    v: Tensor | None = None
+    mask: Tensor | None = None
+    left: Tensor | None = None
+    """What the outermost block around it has given so far."""
+
+
+class Recorder:
+    """Hooks on a model whose attention modules are all plugged.
+
+    .. code-block:: python
+
+        with every_socket(model, "refuse") as (sockets, bare):
+            with Recorder(model, sockets) as recorder, recorder.listening(batch):
+                model(**batch)
+            recorder.features(), recorder.attention(bare)
+
+    Args:
+        model: as given to :func:`gfsa.lens.sockets.every_socket`.
+        sockets: its attention modules.
+        layers: which of them to look at, as in :func:`gfsa.plug`.
+        looks: what to look at.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sockets: dict[str, Socket],
+        layers: Layers = "all",
+        looks: Looks | None = None,
+    ) -> None:
+        self.model = model
+        self.sockets = sockets
+        self.looks = looks or Looks()
+        self.chosen = select_layers({n: s.module for n, s in sockets.items()}, layers)
+        self.blocks = blocks_around(model, sockets)
+        self.watch = Stopwatch()
+        self.entry = LayerRecord(0, self.looks, self.watch)
+        self.layers: dict[Key, LayerRecord] = {}
+        self.samples = 0
+        self.tokens = 0
+        self._handles: list[RemovableHandle] = []
+        self._now: _Forward | None = None
+
+    def __enter__(self) -> Recorder:
+        modules = dict(self.model.named_modules())
+        for name, socket in self.sockets.items():
+            self._handles.append(socket.filter.register_forward_hook(self._on_filter(name)))
+            for block in self.blocks[name]:
+                entered, left = self._on_entry, self._on_exit(name)
+                module = modules[block]
+                self._handles.append(module.register_forward_pre_hook(entered, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(left))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def listening(self, batch: Any = None, valid: Tensor | None = None) -> Iterator[None]:
+        """Around one forward of the model.
+
+        Args:
+            batch: what the model is called with: padding masks in it are used.
+            valid: ``(B, N)``, True where a token counts; goes before any other mask.
+        """
+        self._now = _Forward(batch, valid)
+        try:
+            yield
+            self._finish_layer(self._now)
+        finally:
+            self._now = None
+
+    def features(self) -> list[FeatureReading]:
+        records = {"input": self.entry} | {self._title(k): r for k, r in self.layers.items()}
+        return [r.feature_reading(title) for title, r in records.items() if r.features]
+
+    def attention(self, bare: set[str]) -> list[AttentionReading]:
+        """One reading a layer; those whose name is in ``bare`` have no filter of their own."""
+        return [
+            record.attention_reading(
+                self._title(key), self.sockets[key[0]].filter, bare=key[0] in bare
+            )
+            for key, record in self.layers.items()
+            if key[0] in self.chosen
+        ]
+
+    def _title(self, key: Key) -> str:
+        name, turn = key
+        return f"{name} (run {turn + 1})" if (name, 1) in self.layers else name
+
+    def _on_entry(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        now = self._now
+        # the first block that begins is the outermost one around the first attention
+        if now is not None and now.key is None and now.given is None:
+            now.given = first_tensor(args)
+            if now.given is None:
+                now.given = first_tensor(kwargs)
+
+    def _on_exit(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            now = self._now
+            if now is None or now.key is None or now.key[0] != name:
+                return
+            found = first_tensor(output)
+            # blocks end from the inside out: the outermost that gives tokens has the last word
+            if found is not None and self._tokens(now, found) is not None:
+                now.left = found
+
+        return hook
+
+    def _on_filter(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(made: nn.Module, args: Any, output: Any) -> None:
+            now = self._now
+            if now is None:
+                return
+            assert isinstance(made, GraphFilter)
+            operator, v = args
+            # what is measured must not be heard again
+            self._now = None
+            try:
+                self._finish_layer(now)
+                turn = now.turns.get(name, 0)
+                now.turns[name] = turn + 1
+                first = now.key is None
+                now.key, now.v = (name, turn), v
+                now.mask = now.valid if now.valid is not None else valid_from_batch(now.batch, name)
+                if now.mask is None or now.mask.shape[-1] != v.shape[-2]:
+                    now.mask = valid_from_operator(operator, v)
+                if now.key not in self.layers:
+                    depth = len(self.layers) + 1
+                    self.layers[now.key] = LayerRecord(depth, self.looks, self.watch)
+                if first:
+                    self._begin(now)
+                if name in self.chosen:
+                    self.layers[now.key].add_attention(made, operator, v, output, now.mask)
+            finally:
+                self._now = now
+
+        return hook
+
+    def _begin(self, now: _Forward) -> None:
+        """Count, and measure what the first block was given."""
+        tokens = None if now.given is None else self._tokens(now, now.given)
+        now.given = None
+        if tokens is None:
+            return
+        valid = fits(now.mask, tokens)
+        self.samples += len(tokens)
+        self.tokens += int(metrics.token_count(tokens, valid).sum())
+        if self.looks.features and now.key is not None and now.key[0] in self.chosen:
+            self.entry.add_features(tokens, valid)
+
+    def _finish_layer(self, now: _Forward) -> None:
+        """Measure what the last block gave."""
+        if now.left is None or now.key is None:
+            return
+        tokens = self._tokens(now, now.left)
+        now.left = None
+        if tokens is not None and self.looks.features and now.key[0] in self.chosen:
+            self.layers[now.key].add_features(tokens, fits(now.mask, tokens))
+
+    def _tokens(self, now: _Forward, x: Tensor) -> Tensor | None:
+        assert now.key is not None
+        assert now.v is not None
+        return as_tokens(x, now.v, self.sockets[now.key[0]].module, now.mask)

@@ -1,0 +1,92 @@
+"""What :func:`gfsa.diagnose` found: numbers, sentences, a table, figures, JSON and a page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gfsa._version import __version__
+from gfsa.lens.findings import findings
+from gfsa.lens.readings import ModelReading, model_from_plain, to_plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+FORMAT = "gfsa-lens/1"
+
+
+@dataclass
+class LensReport:
+    """The readings of one model or of several, by name.
+
+    .. code-block:: python
+
+        report = gfsa.diagnose({"plain": a, "gfsa": b}, batch)
+        report.table()                                  # in the terminal
+        report.figures["similarity"].savefig("similarity.pdf")
+        report.to_html("report.html")                   # one page, to be sent to a colleague
+        report.models["gfsa"].features[-1].cosine       # any number
+    """
+
+    models: dict[str, ModelReading]
+    created: str = ""
+    version: str = __version__
+
+    @property
+    def findings(self) -> dict[str, list[str]]:
+        """What the numbers say, in sentences, by model."""
+        return {name: findings(model) for name, model in self.models.items()}
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """matplotlib figures by name, drawn when asked for."""
+        from gfsa.lens.figures import draw
+
+        return draw(self)
+
+    def table(self, console: Console | None = None) -> None:
+        """Print a table a model, layer by layer."""
+        from gfsa.lens.table import show
+
+        show(self, console)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON's types."""
+        return {
+            "format": FORMAT,
+            "gfsa": self.version,
+            "created": self.created,
+            "models": [to_plain(model) for model in self.models.values()],
+        }
+
+    def to_json(self, path: str | Path) -> None:
+        """Write everything; :meth:`from_json` reads it back."""
+        Path(path).write_text(json.dumps(self.to_plain(), allow_nan=False), encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> LensReport:
+        """A report that :meth:`to_json` wrote."""
+        plain = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+            found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
+            raise ValueError(
+                f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r}"
+            )
+        models = [model_from_plain(model) for model in plain["models"]]
+        return cls({m.name: m for m in models}, plain["created"], plain["gfsa"])
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained page: interactive, no network, light and dark, printable."""
+        from gfsa.lens.page import render
+
+        Path(path).write_text(render(self), encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = []
+        for name, sentences in self.findings.items():
+            lines.append(f"{name}:")
+            lines += [f"  - {sentence}" for sentence in sentences]
+        return "\n".join(lines)

@@ -1,0 +1,85 @@
+"""A look at every attention map of a model, without leaving a trace in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from gfsa.filters import GFSA
+from gfsa.plugs.adapter import CHILD, Unknown
+from gfsa.plugs.core import Socket, plug, sockets_of
+from gfsa.plugs.watch import stop_watching
+
+
+def ordinary_attention(heads: int) -> GFSA:
+    """A filter that is ordinary attention, one pass, with nothing to learn."""
+    return GFSA(heads, K=None, learn=())
+
+
+@contextmanager
+def every_socket(
+    model: nn.Module, unknown: Unknown
+) -> Iterator[tuple[dict[str, Socket], set[str], dict[str, str]]]:
+    """The model's attention modules, all plugged for the time being.
+
+    Modules without a filter get one that is ordinary attention, to the bit; at the end it is taken
+    out again, whatever happened.
+
+    Gives the sockets, the names of those that had no filter, and why others cannot be looked at.
+    """
+    before = set(sockets_of(model))
+    bare: list[str] = []
+
+    def is_bare(name: str, module: nn.Module) -> bool:
+        if not hasattr(module, CHILD):
+            bare.append(name)
+        return bool(bare) and bare[-1] == name
+
+    skipped: dict[str, str] = {}
+    try:
+        report = plug(model, filter=ordinary_attention, unknown=unknown, layers=is_bare)
+        skipped = {name: why for name, why in report.skipped.items() if name not in before}
+    except ValueError:
+        # a model with a filter in every layer has nothing left to plug: that is no error here
+        if bare or not before:
+            raise
+    sockets = sockets_of(model)
+    added = set(sockets) - before
+    try:
+        yield sockets, added, skipped
+    finally:
+        stop_watching(model)
+        adapters = set()
+        for name in added:
+            socket = sockets[name]
+            socket.adapter.remove(socket.module)
+            delattr(socket.module, CHILD)
+            del socket.module.__dict__["_gfsa_adapter"]
+            adapters.add(socket.adapter)
+        for adapter in adapters:
+            adapter.mark(model)
+
+
+def blocks_around(model: nn.Module, sockets: dict[str, Socket]) -> dict[str, list[str]]:
+    """For each attention module the names of the blocks it is the only attention of.
+
+    Innermost first, beginning with the attention module itself. A block is an element of a
+    ``ModuleList`` or ``Sequential``: what a model repeats with depth.
+    """
+    modules = dict(model.named_modules())
+    found = {}
+    for name in sockets:
+        parts = name.split(".")
+        blocks = [name]
+        for end in range(len(parts) - 1, 0, -1):
+            around = ".".join(parts[:end])
+            if sum(other == name or other.startswith(around + ".") for other in sockets) > 1:
+                break
+            parent = modules[".".join(parts[: end - 1])]
+            repeats = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+            if repeats and not isinstance(modules[around], (nn.ModuleList, nn.ModuleDict)):
+                blocks.append(around)
+        found[name] = blocks
+    return found

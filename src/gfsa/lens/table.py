@@ -1,0 +1,107 @@
+"""The report in a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from gfsa.lens.findings import high_gain
+from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from gfsa.lens.report import LensReport
+
+
+def show(report: LensReport, console: Console | None) -> None:
+    """Print a table and the findings for each model."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        raise ImportError(
+            "tables need rich: pip install 'gfsa[cli]'; print(report) does not"
+        ) from None
+    console = console or Console()
+    for name, model in report.models.items():
+        console.print(table(model))
+        for sentence in report.findings[name]:
+            console.print(f" • {sentence}", highlight=False)
+        console.print(_cost(model), style="dim", highlight=False)
+        console.print()
+
+
+def table(model: ModelReading) -> Table:
+    """One row a layer; heads are averaged."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(
+        title=f"{model.name} ({model.kind})",
+        caption=(
+            f"{model.samples} samples, {model.tokens} tokens; heads are averaged. "
+            "energy: of v → after the layer;\nhigh: gain on the upper half of the frequencies, "
+            "map → filter; filter: heads by Theorem 3.1"
+        ),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("layer", "cosine", "rank", "residual", "norm", "entropy", "energy", "high"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    made.add_column("filter", no_wrap=True)
+    features = {reading.depth: reading for reading in model.features}
+    attention = {reading.depth: reading for reading in model.attention}
+    for depth in sorted(features.keys() | attention.keys()):
+        made.add_row(
+            "input" if depth == 0 else str(depth),
+            *_feature_cells(features.get(depth)),
+            *_attention_cells(attention.get(depth)),
+        )
+    return made
+
+
+def _feature_cells(reading: FeatureReading | None) -> list[str]:
+    if reading is None:
+        return [""] * 4
+    return [
+        _number(reading.cosine, ".3f"),
+        f"{_number(reading.effective_rank, '.1f')}/{_number(reading.most_rank, '.0f')}",
+        _number(reading.residual, ".3f"),
+        _number(reading.norm, ".2f"),
+    ]
+
+
+def _attention_cells(reading: AttentionReading | None) -> list[str]:
+    if reading is None:
+        return [""] * 4
+    high = ""
+    if reading.spectrum is not None:
+        on_map = fmean(high_gain(row) for row in reading.spectrum.map_response)
+        on_filter = fmean(high_gain(row) for row in reading.spectrum.filter_response)
+        high = f"{on_map:.0%}" if reading.filter is None else f"{on_map:.0%}→{on_filter:.0%}"
+    said = "none"
+    if reading.filter is not None:
+        counts = Counter(reading.verdict).most_common()
+        said = ", ".join(f"{count} {word.removesuffix('-pass')}" for word, count in counts)
+    return [
+        _number(fmean(reading.entropy_share), ".2f"),
+        f"{_number(fmean(reading.energy_before), '.2f')}→"
+        f"{_number(fmean(reading.energy_after), '.2f')}",
+        high,
+        said,
+    ]
+
+
+def _cost(model: ModelReading) -> str:
+    seconds = model.seconds
+    inside = ", ".join(f"{name} {seconds[name]:.1f} s" for name in seconds if name != "total")
+    return f"   {seconds['total']:.1f} s in all, of which {inside}"
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "–"

@@ -1,0 +1,183 @@
+"""The long-sequence encoder: three kinds of attention against their formulas, and their costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import gfsa
+from gfsa.models import Encoder
+from support.attention import Dispatched
+from support.graphs import layer_norm, randomise, reference_blocks, softmax
+
+FILTERED = ("softmax", "efficient")
+LENGTHS = [9, 6, 1]
+
+
+def small(attention: str, **options: object) -> Encoder:
+    sizes = {"dim": 12, "depth": 2, "num_heads": 3, "ffn_dim": 16, "projected": 4}
+    model = Encoder(11, 5, 12, attention, **{**sizes, **options})
+    return randomise(model).double().eval()
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(11, (3, 9))
+    return tokens, torch.arange(9) >= torch.tensor(LENGTHS)[:, None]
+
+
+def softmax_map(q: Tensor, k: Tensor, head: int) -> Tensor:
+    return softmax(q @ k.T / q.shape[1] ** 0.5)
+
+
+def efficient_map(q: Tensor, k: Tensor, head: int) -> Tensor:
+    # over the features of each query, over the tokens for each feature of the keys
+    return softmax(q) @ softmax(k.T)
+
+
+def reference_forward(
+    model: Encoder, tokens: Tensor, coefficients: list[Tensor] | None = None
+) -> Tensor:
+    x = torch.cat([model.cls[None], model.tokens.weight[tokens]])
+    x = x + model.positions[: len(x)]
+    map_of = softmax_map if model.attention == "softmax" else efficient_map
+    x = reference_blocks(model.blocks, x, map_of, coefficients)
+    inner, _, outer = model.head
+    hidden = (layer_norm(model.norm, x[0]) @ inner.weight.T + inner.bias).clamp(min=0)
+    return hidden @ outer.weight.T + outer.bias
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", FILTERED)
+def test_forward_is_the_formula_with_and_without_a_filter(attention: str) -> None:
+    model, (tokens, padding) = small(attention), sequences()
+    plain = model(tokens, padding)
+    rows = [row[:length] for row, length in zip(tokens, LENGTHS, strict=True)]
+    expected = torch.stack([reference_forward(model, row) for row in rows])
+    assert expected.std() > 0.1
+    torch.testing.assert_close(plain, expected, rtol=0, atol=1e-10)
+
+    gfsa.plug(model, K=4)
+    assert torch.equal(model(tokens, padding), plain)
+    for made in gfsa.filters_of(model).values():
+        made.theta.normal_()
+    coefficients = [made.coefficients() for made in gfsa.filters_of(model).values()]
+    expected = torch.stack([reference_forward(model, row, coefficients) for row in rows])
+    got = model(tokens, padding)
+    assert (got - plain).abs().max() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_linformer_is_its_formula() -> None:
+    attention = small("linformer").blocks[0].attention
+    x = torch.randn(1, 7, 12, dtype=torch.float64)
+    q, k, v = attention.heads(x)
+    E, F = attention.squeeze_keys[:, :7], attention.squeeze_values[:, :7]
+    heads = [softmax(q[0, h] @ (E @ k[0, h]).T / 4**0.5) @ (F @ v[0, h]) for h in range(3)]
+    expected = torch.cat(heads, dim=1) @ attention.out.weight.T + attention.out.bias
+    torch.testing.assert_close(attention(x)[0], expected, rtol=0, atol=1e-12)
+    assert attention.squeeze_keys.shape == (4, 13)
+
+
+def test_linformer_takes_no_filter() -> None:
+    with pytest.raises(ValueError, match=r"not square .* no powers"):
+        gfsa.plug(small("linformer"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("attention", "plugged"),
+    [(kind, plugged) for kind in FILTERED for plugged in (False, True)] + [("linformer", False)],
+)
+def test_padding_changes_nothing(attention: str, plugged: bool) -> None:
+    model, (tokens, padding) = small(attention), sequences()
+    if plugged:
+        gfsa.plug(model, w0=0.3, wK=-0.2)
+    together = model(tokens, padding)
+    for row, length, expected in zip(tokens, LENGTHS, together, strict=True):
+        got = model(row[None, :length])[0]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    other = torch.where(padding, (tokens + 1) % 11, tokens)
+    torch.testing.assert_close(model(other, padding), together, rtol=0, atol=1e-12)
+    assert (model(tokens) - together)[1:].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("attention", [*FILTERED, "linformer"])
+def test_gradients_reach_every_parameter(attention: str) -> None:
+    model, (tokens, padding) = small(attention), sequences()
+    if attention != "linformer":
+        gfsa.plug(model)
+    model(tokens, padding).pow(2).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_efficient_attention_is_linear_in_the_length() -> None:
+    options = {"dim": 16, "depth": 1, "num_heads": 2, "ffn_dim": 16}
+
+    def cost(length: int, plugged: bool) -> tuple[int, int]:
+        """Floating-point operations, and the entries of the largest tensor, there and back."""
+        model = Encoder(11, 5, length, "efficient", **options)
+        if plugged:
+            gfsa.plug(model, wK=0.1)
+        flops, seen = FlopCounterMode(display=False), Dispatched()
+        with flops, seen:
+            model(torch.randint(11, (1, length))).sum().backward()
+        return flops.get_total_flops(), seen.largest
+
+    for plugged in (False, True):
+        short, long = cost(400, plugged), cost(800, plugged)
+        assert long[0] <= 2 * short[0]
+        assert long[1] <= 2 * short[1]
+        # nothing near 800² was made: the widest are the tokens, three times over
+        assert long[1] <= 3 * 16 * 801
+    plain, filtered = cost(800, False)[0], cost(800, True)[0]
+    assert filtered < 1.3 * plain
+
+
+@pytest.mark.parametrize("attention", FILTERED)
+def test_training_reduces_the_loss(attention: str) -> None:
+    # is there a 7 among the tokens?
+    tokens = torch.randint(8, (64, 10))
+    labels = (tokens == 7).any(1).long()
+    model = Encoder(8, 2, 10, attention, dim=24, depth=2, num_heads=2, ffn_dim=32, dropout=0.0)
+    gfsa.plug(model)
+    optimiser = torch.optim.AdamW(gfsa.parameter_groups(model, lr=5e-3, filter_lr=1e-2))
+    losses = []
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(tokens), labels)
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    moved = [made.theta.abs().max() for made in gfsa.filters_of(model).values()]
+    assert min(moved) > 1e-3
+
+
+def test_size_of_the_benchmark_model() -> None:
+    with torch.device("meta"):
+        sizes = {
+            attention: sum(p.numel() for p in Encoder(16, 10, 2000, attention).parameters())
+            for attention in ("softmax", "efficient", "linformer")
+        }
+    block = 4 * (512 * 512 + 512) + 2 * 512 * 1024 + 1024 + 512 + 4 * 512
+    rest = 16 * 512 + 2002 * 512 + 2 * 512 + 512 * 1024 + 1024 + 1024 * 10 + 10
+    assert sizes["softmax"] == sizes["efficient"] == 4 * block + rest
+    assert sizes["linformer"] == 4 * (block + 2 * 256 * 2001) + rest
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention must be one of"):
+        Encoder(11, 5, 12, "sparse")
+    with pytest.raises(ValueError, match="never builds the map"):
+        Encoder(11, 5, 12, "efficient", attention_dropout=0.1)
+    with pytest.raises(ValueError, match="multiple of num_heads"):
+        Encoder(11, 5, 12, dim=10, num_heads=3)
+    with pytest.raises(ValueError, match="13 tokens is longer than max_length=12"):
+        small("softmax")(torch.zeros(1, 13, dtype=torch.long))
+    with pytest.raises(ValueError, match="expected a bool padding of shape"):
+        small("softmax")(torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 5))

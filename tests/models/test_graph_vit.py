@@ -1,0 +1,242 @@
+"""Graph-ViT against its formulas written out, patch by patch and node by node."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.models import GraphViT, GraphViTCollator
+from gfsa.models.graph_features import random_walk_encoding
+from gfsa.models.graph_vit import GINELayer
+from gfsa.models.partition import bisection
+from support.graphs import ATOMS, BONDS, molecule, permuted, randomise, reference_blocks, softmax
+
+PATCHES, STEPS, PATCH_STEPS = 4, 5, 3
+
+
+def small(**options: object) -> GraphViT:
+    sizes = {"dim": 12, "gnn_depth": 3, "depth": 2, "num_heads": 3}
+    walks = {"walk_steps": STEPS, "patch_walk_steps": PATCH_STEPS}
+    model = GraphViT((ATOMS,), (BONDS,), 2, **{**sizes, **walks, **options})
+    return randomise(model).double().eval()
+
+
+def collator(**options: object) -> GraphViTCollator:
+    walks = {"walk_steps": STEPS, "patch_walk_steps": PATCH_STEPS}
+    return GraphViTCollator(PATCHES, **{**walks, **options})
+
+
+def graphs() -> list[SimpleNamespace]:
+    """With as many patches as allowed, with fewer, with one, and in several pieces."""
+    return [molecule(11, 3), molecule(3, seed=1), molecule(1), molecule(9, connected=False)]
+
+
+def batch_norm(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
+    scale = (norm.running_var + norm.eps).sqrt()
+    return (x - norm.running_mean) / scale * norm.weight + norm.bias
+
+
+def norm_relu(layers: nn.Sequential, x: Tensor) -> Tensor:
+    return batch_norm(layers[1], x @ layers[0].weight.T).clamp(min=0)
+
+
+def reference_patches(graph: SimpleNamespace, hops: int = 1) -> list[set[int]]:
+    part = bisection(graph.edge_index, len(graph.x), PATCHES).tolist()
+    patches = [{n for n, p in enumerate(part) if p == name} for name in sorted(set(part))]
+    for _ in range(hops):
+        patches = [
+            patch
+            | {b for a, b in graph.edge_index.T.tolist() if a in patch}
+            | {a for a, b in graph.edge_index.T.tolist() if b in patch}
+            for patch in patches
+        ]
+    return patches
+
+
+def reference_tokens(model: GraphViT, graph: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """A token for each patch, and the numbers of nodes that patches share."""
+    nodes, edges = len(graph.x), graph.edge_index.T.tolist()
+    patches = reference_patches(graph)
+    adjacency = torch.zeros(nodes, nodes)
+    for a, b in edges:
+        adjacency[a, b] = 1
+    walk = random_walk_encoding(adjacency, STEPS).double()
+    start = model.nodes.tables[0].weight[graph.x[:, 0]] + norm_relu(model.walk.encode, walk)
+    h = {(p, n): start[n] for p, patch in enumerate(patches) for n in patch}
+    for number, layer in enumerate(model.gnn):
+        if number:
+            means = [
+                torch.stack([h[p, n] for n in patch]).mean(0) for p, patch in enumerate(patches)
+            ]
+            heard = norm_relu(model.patch_to_node[number - 1], torch.stack(means))
+            h = {(p, n): value + heard[p] for (p, n), value in h.items()}
+            for n in range(nodes):
+                copies = [key for key in h if key[1] == n]
+                mean = torch.stack([h[key] for key in copies]).mean(0)
+                h.update(dict.fromkeys(copies, mean))
+        h = {key: reference_gine(model, layer, graph, h, key) for key in h}
+    tokens = torch.stack(
+        [torch.stack([h[p, n] for n in patch]).mean(0) for p, patch in enumerate(patches)]
+    )
+    shared = torch.tensor([[float(len(a & b)) for b in patches] for a in patches])
+    patch_walk = random_walk_encoding(shared, PATCH_STEPS).double()
+    return tokens + norm_relu(model.patch_walk.encode, patch_walk), shared.double()
+
+
+def reference_gine(
+    model: GraphViT,
+    layer: GINELayer,
+    graph: SimpleNamespace,
+    h: dict[tuple[int, int], Tensor],
+    key: tuple[int, int],
+) -> Tensor:
+    patch, node = key
+    message = (1 + layer.epsilon) * h[key]
+    for (a, b), kind in zip(graph.edge_index.T.tolist(), graph.edge_attr.tolist(), strict=True):
+        if b == node and (patch, a) in h:
+            message = message + (h[patch, a] + model.edges.tables[0].weight[kind]).clamp(min=0)
+    inner = norm_relu(layer.mlp, message) @ layer.mlp[3].weight.T
+    total = h[key] + batch_norm(layer.norm, inner).clamp(min=0)
+    return total @ layer.out.weight.T + layer.out.bias
+
+
+def reference_forward(
+    model: GraphViT, graph: SimpleNamespace, coefficients: list[Tensor] | None = None
+) -> Tensor:
+    tokens, shared = reference_tokens(model, graph)
+
+    def map_of(q: Tensor, k: Tensor, head: int) -> Tensor:
+        return softmax(q @ k.T / q.shape[1] ** 0.5) * shared
+
+    mean = reference_blocks(model.blocks, tokens, map_of, coefficients).mean(0)
+    return norm_relu(model.head, mean) @ model.head[3].weight.T + model.head[3].bias
+
+
+@torch.no_grad()
+def test_forward_is_the_formula() -> None:
+    model = small()
+    got = model(collator()(graphs()))
+    expected = torch.stack([reference_forward(model, graph) for graph in graphs()])
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_random_filter_is_the_formula_too() -> None:
+    model, batch = small(), collator()(graphs())
+    plain = model(batch)
+    gfsa.plug(model, K=4)
+    assert torch.equal(model(batch), plain)
+    for made in gfsa.filters_of(model).values():
+        made.theta.normal_(std=0.3)
+    coefficients = [made.coefficients() for made in gfsa.filters_of(model).values()]
+    expected = torch.stack([reference_forward(model, g, coefficients) for g in graphs()])
+    got = model(batch)
+    assert (got - plain).abs().max() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def test_rows_of_the_map_do_not_sum_to_one() -> None:
+    model, batch = small(), collator()(graphs())
+    attention = model.blocks[0].attention
+    q, k, _ = attention.heads(torch.randn(4, PATCHES, 12, dtype=torch.float64))
+    A = attention.operator(q, k, batch.padding, batch.adjacency.double()).dense()
+    assert (A.sum(-1) - 1).abs().max() > 0.1
+    assert A[1, :, :, 3].abs().max() == 0  # a graph of three patches has no fourth
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plugged", [False, True])
+def test_a_graph_alone_is_the_graph_in_a_batch(plugged: bool) -> None:
+    model, collate = small(), collator()
+    if plugged:
+        gfsa.plug(model, w0=0.3, wK=-0.2)
+    together = model(collate(graphs()))
+    alone = torch.cat([model(collate([graph])) for graph in graphs()])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_the_names_of_nodes_and_patches_do_not_matter() -> None:
+    # once the graph is cut: which cut it is depends on the partitioner
+    model, graph = small(), molecule(11, 3)
+    order, names = torch.randperm(11), torch.randperm(PATCHES)
+    part = bisection(graph.edge_index, 11, PATCHES)
+    kept = collator(partition=lambda *_: part)([graph])
+    renamed = collator(partition=lambda *_: names[part[order]])([permuted(graph, order)])
+    # float32 random walks summed in another order
+    torch.testing.assert_close(model(kept), model(renamed), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_reach_every_parameter() -> None:
+    model = small().train()
+    gfsa.plug(model)
+    model(collator()(graphs())).pow(2).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_diffusion_is_a_random_walk_on_the_patches() -> None:
+    plain = collator().prepare(molecule(11, 3)).adjacency
+    walk = plain / plain.sum(1, keepdim=True)
+    for steps in (1, 3):
+        got = collator(diffusion=steps).prepare(molecule(11, 3)).adjacency
+        torch.testing.assert_close(got, torch.linalg.matrix_power(walk, steps))
+
+
+def test_overlap_and_hidden_edges() -> None:
+    graph = molecule(11, 3)
+    apart = collator(hops=0).patches(graph.edge_index, 11)
+    assert (apart.sum(0) == 1).all()
+    for hops in (1, 2):
+        got = collator(hops=hops).patches(graph.edge_index, 11)
+        expected = reference_patches(graph, hops)
+        assert [set(row.nonzero()[:, 0].tolist()) for row in got] == expected
+    cut = collator(drop_edges=0.5)
+    seen = {str(cut.patches(graph.edge_index, 11).tolist()) for _ in range(10)}
+    assert len(seen) > 1
+    # hidden from the partitioner alone: a patch still has its whole surroundings and edges
+    prepared = cut.prepare(graph)
+    edges = prepared.copy_node[prepared.copy_edges]
+    assert torch.equal(edges, graph.edge_index[:, prepared.copy_edge_id])
+
+
+def test_training_reduces_the_loss() -> None:
+    collate = GraphViTCollator(4, walk_steps=6, patch_walk_steps=4)
+    batch = collate([molecule(6 + seed % 7, 1, seed) for seed in range(16)])
+    sizes = {"dim": 24, "depth": 2, "gnn_depth": 2, "walk_steps": 6, "patch_walk_steps": 4}
+    model = GraphViT((ATOMS,), (BONDS,), **sizes)
+    gfsa.plug(model)
+    optimiser = torch.optim.Adam(gfsa.parameter_groups(model, lr=3e-3, filter_lr=1e-2))
+    losses = []
+    for _ in range(40):
+        optimiser.zero_grad()
+        loss = (model(batch) - batch.y).abs().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.4 * sum(losses[:5])
+    moved = [made.theta.abs().max() for made in gfsa.filters_of(model).values()]
+    assert min(moved) > 1e-3
+
+
+def test_size_and_mismatched_walks() -> None:
+    model = GraphViT((28,), (4,))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 803_973
+    with pytest.raises(ValueError, match="walks of 20 steps, the batch has 5"):
+        model(collator()(graphs()))
+
+
+def test_autocast_stays_close() -> None:
+    model = randomise(GraphViT((ATOMS,), (BONDS,), dim=24, depth=2), 0.1).eval()
+    gfsa.plug(model, w0=0.2, wK=0.1)
+    batch = GraphViTCollator(PATCHES)(graphs())
+    exact = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = model(batch).float()
+    assert (rough - exact).abs().max() < 0.05 * exact.abs().max()

@@ -1,0 +1,233 @@
+"""Graphormer against its formulas written out, and what a model of graphs has to keep."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import gfsa
+from gfsa.models import Graphormer, GraphormerCollator
+from gfsa.models.pairs import PairGraph
+from support.graphs import (
+    ATOMS,
+    BONDS,
+    layer_norm,
+    molecule,
+    permuted,
+    randomise,
+    reference_blocks,
+    softmax,
+)
+
+HOPS, DISTANCES, DEGREES = 3, 6, 4
+
+
+def small(**options: object) -> Graphormer:
+    sizes = {"dim": 12, "depth": 2, "num_heads": 3, "ffn_dim": 10}
+    tables = {"num_degrees": DEGREES, "num_distances": DISTANCES, "max_hops": HOPS}
+    model = Graphormer((ATOMS,), (BONDS,), 2, **{**sizes, **tables, **options})
+    return randomise(model).double().eval()
+
+
+def graphs() -> list[SimpleNamespace]:
+    """Of different sizes; degrees and distances beyond the tables; one in several pieces."""
+    return [molecule(9, 3), molecule(14, 1, seed=1), molecule(1), molecule(8, connected=False)]
+
+
+def reference_bias(model: Graphormer, graph: PairGraph) -> Tensor:
+    """``(H, N+1, N+1)``, pair by pair, hop by hop."""
+    bias, nodes, heads = model.bias, len(graph.x), 3
+    table = bias.edges.tables[0].weight
+    total = torch.empty(heads, nodes + 1, nodes + 1, dtype=torch.float64)
+    for head in range(heads):
+        total[head] = bias.virtual[head]
+        for i in range(nodes):
+            for j in range(nodes):
+                distance = int(graph.distance[i, j])
+                row = DISTANCES - 1 if distance < 0 else min(distance, DISTANCES - 2)
+                score = bias.spatial.weight[row, head]
+                edges = [e for e in graph.paths[i, j, :HOPS].tolist() if e >= 0]
+                for hop, edge in enumerate(edges):
+                    x = table[int(graph.edge_attr[edge])]
+                    score = score + (x @ bias.hops[hop, :, head]) / len(edges)
+                total[head, i + 1, j + 1] = score
+    return total
+
+
+def reference_forward(
+    model: Graphormer, graph: PairGraph, coefficients: list[Tensor] | None = None
+) -> Tensor:
+    bias = reference_bias(model, graph)
+    tokens = [model.virtual_node]
+    for node, kind in enumerate(graph.x[:, 0].tolist()):
+        incoming = min(int(graph.in_degree[node]), DEGREES - 1)
+        outgoing = min(int(graph.out_degree[node]), DEGREES - 1)
+        centrality = model.in_degree.weight[incoming] + model.out_degree.weight[outgoing]
+        tokens.append(model.nodes.tables[0].weight[kind] + centrality)
+
+    def map_of(q: Tensor, k: Tensor, head: int) -> Tensor:
+        return softmax(q @ k.T / q.shape[1] ** 0.5 + bias[head])
+
+    x = reference_blocks(model.blocks, torch.stack(tokens), map_of, coefficients)
+    return layer_norm(model.norm, x[0]) @ model.head.weight.T + model.head.bias
+
+
+@torch.no_grad()
+def test_forward_is_the_formula() -> None:
+    model, collate = small(), GraphormerCollator(HOPS)
+    got = model(collate(graphs()))
+    expected = torch.stack([reference_forward(model, collate.prepare(g)) for g in graphs()])
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_random_filter_is_the_formula_too() -> None:
+    model, collate = small(), GraphormerCollator(HOPS)
+    plain = model(collate(graphs()))
+    gfsa.plug(model, K=4)
+    assert torch.equal(model(collate(graphs())), plain)
+    for made in gfsa.filters_of(model).values():
+        made.theta.normal_()
+    coefficients = [made.coefficients() for made in gfsa.filters_of(model).values()]
+    expected = [reference_forward(model, collate.prepare(g), coefficients) for g in graphs()]
+    got = model(collate(graphs()))
+    assert (got - plain).abs().max() > 0.1
+    torch.testing.assert_close(got, torch.stack(expected), rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plugged", [False, True])
+def test_a_graph_alone_is_the_graph_in_a_batch(plugged: bool) -> None:
+    model, collate = small(), GraphormerCollator(HOPS)
+    if plugged:
+        gfsa.plug(model, w0=0.3, wK=-0.2)
+    together = model(collate(graphs()))
+    alone = torch.cat([model(collate([graph])) for graph in graphs()])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_the_names_of_nodes_do_not_matter() -> None:
+    # in a tree each path is the only one
+    model, collate = small(), GraphormerCollator(HOPS)
+    tree = molecule(13, seed=5)
+    renamed = permuted(tree, torch.randperm(13))
+    torch.testing.assert_close(
+        model(collate([tree])), model(collate([renamed])), rtol=0, atol=1e-12
+    )
+
+
+@torch.no_grad()
+def test_the_names_of_nodes_do_not_matter_with_rings_once_paths_are_chosen() -> None:
+    model, collate = small(), GraphormerCollator(HOPS)
+    pairs = collate.prepare(molecule(13, 6, seed=5))
+    order = torch.randperm(13)
+    renamed = PairGraph(
+        x=pairs.x[order],
+        edge_attr=pairs.edge_attr,
+        in_degree=pairs.in_degree[order],
+        out_degree=pairs.out_degree[order],
+        distance=pairs.distance[order][:, order],
+        paths=pairs.paths[order][:, order],
+        y=pairs.y,
+    )
+    torch.testing.assert_close(
+        model(collate([pairs])), model(collate([renamed])), rtol=0, atol=1e-12
+    )
+
+
+def test_gradients_reach_everything() -> None:
+    model, collate = small(), GraphormerCollator(HOPS)
+    gfsa.plug(model)
+    model(collate(graphs())).pow(2).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_the_bias_gets_its_gradient_through_both_passes() -> None:
+    model, batch = small(), GraphormerCollator(HOPS)([molecule(5, 1)])
+    gfsa.plug(model, filter=gfsa.Polynomial)
+    for made in gfsa.filters_of(model).values():
+        # H = A²: what reaches the bias has come through the second pass and the first
+        made.set_coefficients(torch.tensor([0.0, 0.0, 1.0]))
+
+    def loss() -> Tensor:
+        return model(batch).pow(2).sum()
+
+    loss().backward()
+    for parameter in (model.bias.virtual, model.bias.hops, model.bias.spatial.weight):
+        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
+        place = int(gradient.abs().argmax())
+        start, step = flat[place].item(), 1e-5
+        with torch.no_grad():
+            flat[place] = start + step
+            above = loss().item()
+            flat[place] = start - step
+            below = loss().item()
+            flat[place] = start
+        assert (above - below) / (2 * step) == pytest.approx(gradient[place].item(), rel=1e-5)
+
+
+def count(model: Graphormer) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_published_sizes() -> None:
+    layer = 4 * (80 * 80 + 80) + 2 * (80 * 80 + 80) + 4 * 80
+    tables = (64 + 64 + 64 + 1) * 80 + (40 + 64 + 1) * 8 + 5 * 8 * 8
+    assert count(Graphormer.slim()) == 12 * layer + tables + 2 * 80 + 81 == 487_241
+
+    with torch.device("meta"):
+        base = Graphormer.base()
+    layer = 4 * (768 * 768 + 768) + 2 * (768 * 768 + 768) + 4 * 768
+    tables = (9 * 512 + 512 + 512 + 1) * 768 + (512 + 3 * 512 + 1) * 32 + 5 * 32 * 32
+    assert count(base) == 12 * layer + tables + 2 * 768 + 769 == 46_958_625
+    # the paper's filters: one number for each head of each layer
+    assert gfsa.plug(Graphormer.slim(), preset="paper").parameters == 12 * 8
+
+
+def test_training_reduces_the_loss() -> None:
+    collate = GraphormerCollator()
+    batch = collate([molecule(6 + seed % 5, 1, seed) for seed in range(16)])
+    model = Graphormer.slim((ATOMS,), (BONDS,), depth=2)
+    gfsa.plug(model)
+    optimiser = torch.optim.AdamW(gfsa.parameter_groups(model, lr=3e-3, filter_lr=1e-2))
+    losses = []
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss = (model(batch) - batch.y).abs().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
+    moved = [made.theta.abs().max() for made in gfsa.filters_of(model).values()]
+    assert min(moved) > 1e-3
+
+
+def test_bfloat16_and_autocast_stay_close() -> None:
+    model = randomise(Graphormer.slim((ATOMS,), (BONDS,), depth=2), 0.1).eval()
+    batch = GraphormerCollator()(graphs())
+    gfsa.plug(model, w0=0.2, wK=0.1)
+    exact = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (model(batch).float() - exact).abs().max() < 0.05 * exact.abs().max()
+    rough = model.to(torch.bfloat16)(batch)
+    assert rough.dtype == torch.bfloat16
+    assert (rough.float() - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_too_short_paths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"wants 3: GraphormerCollator\(max_hops=3\)"):
+        small()(GraphormerCollator(2)(graphs()))
+
+
+def test_wrong_features_are_refused() -> None:
+    batch = GraphormerCollator(HOPS)(graphs())
+    batch.x = batch.x.float()
+    with pytest.raises(ValueError, match="expected 1 integer columns of features, got 1 of"):
+        small()(batch)

@@ -23,6 +23,9 @@ class SDPAOperator(Operator):
     Attention dropout uses one mask for all passes, ``A`` being dropped once and then squared: the
     random generator is set back before each further pass, and ends where a single pass would
     leave it.
+
+    Torch's kernels round ``A·v`` to the tokens' dtype before anything can be added to it, so in
+    bfloat16 a term smaller than 2⁻⁹ of ``A·v`` does not show beside it (its gradient does).
     """
 
     def __init__(

@@ -25,6 +25,8 @@ DESCRIPTION = "filters.json"
 
 # filters are a few numbers per head: nothing honest is larger
 _MAX_BYTES = 64 * 2**20
+_WRAPPERS_ANYWHERE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS_IN_FRONT = ("module.", "base_model.model.")
 _KINDS = {
     kind.__name__: kind
     for kind in (
@@ -115,9 +117,13 @@ def canonical_name(model: nn.Module, name: str) -> str:
     """A layer's name without the prefix that only some of a backbone's heads have.
 
     transformers calls the same layer ``bert.encoder…`` in a classifier and ``encoder…`` in the
-    bare backbone.
+    bare backbone; wrappers (compiled, distributed, peft) put names of their own before it.
     """
-    prefix = getattr(model, "base_model_prefix", "")
+    for wrapper in _WRAPPERS_ANYWHERE:
+        name = name.replace(wrapper, "")
+    for wrapper in _WRAPPERS_IN_FRONT:
+        name = name.removeprefix(wrapper)
+    prefix = getattr(getattr(model, "module", model), "base_model_prefix", "")
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
@@ -226,10 +232,12 @@ def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: st
 def _fingerprint(module: nn.Module) -> dict[str, str]:
     """What a layer looked like without its filter: its class, and a digest of its shapes."""
     kind = module.__dict__.get("_gfsa_class", type(module))
+    # peft keeps a layer that it adapts as base_layer, beside numbers of its own
+    adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
     shapes = sorted(
-        (name, tuple(p.shape))
+        (name.replace(".base_layer.", "."), tuple(p.shape))
         for name, p in module.named_parameters()
-        if not name.startswith("gfsa.")
+        if not name.startswith("gfsa.") and (".base_layer." in name or not name.startswith(adapted))
     )
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
     return {"class": kind.__name__, "shapes": digest}

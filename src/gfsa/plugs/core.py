@@ -210,6 +210,11 @@ def parameter_groups(
     if not filters:
         raise ValueError(f"{type(model).__name__} has no filters; gfsa.plug(model) first")
     theirs = [p for f in filters.values() for p in f.parameters() if p.requires_grad]
+    if filter_lr is not None and not theirs:
+        raise ValueError(
+            f"filter_lr={filter_lr} has nothing to act on: every filter is frozen (peft freezes "
+            "them unless modules_to_save=['gfsa']), or of a kind that learns nothing"
+        )
     of_filters = {id(p) for p in theirs}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in of_filters]
     groups = [

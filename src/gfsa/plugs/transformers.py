@@ -209,12 +209,13 @@ def _with_past(
             )
         return operator
     # models fill a cache while training too, where nobody decodes from it
-    if new == keys and module.training and torch.is_grad_enabled():
+    if new == keys and module.training and (torch.is_grad_enabled() or dropout):
         return operator
     if dropout:
         raise ValueError(
-            "decoding with attention dropout has no meaning: the past was computed under another "
-            "mask. Call model.eval(), or pass use_cache=False"
+            "attention dropout over a cache has no meaning: its past was computed under another "
+            "mask (or is the prefix of prefix tuning, which cannot be combined with a filter: it "
+            "has keys but no queries). Call model.eval(), or pass use_cache=False"
         )
     layer = layer_of(cache, module.layer_idx)
     return CachedOperator(operator, layer, new, query.shape[1], keys)

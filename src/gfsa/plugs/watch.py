@@ -71,6 +71,11 @@ class _Note:
         else:
             self.watch.ran.add(self.name)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Note:
+        # a copy of the model has a watch of its own; a copy of a filter that takes the filter's
+        # place (peft) tells the watch of the model that it is in
+        return _Note(memo.get(id(self.watch), self.watch), self.name, self.called)
+
 
 def watch_first_forward(
     model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]

@@ -129,9 +129,24 @@ class AttentionOperator(Operator):
         return choose(self.backend, call)
 
     def _chosen(self, v: Tensor, degree: int) -> Operator:
-        if self._choose(v, degree).backend == "dense":
+        backend = self._choose(v, degree).backend
+        if backend == "dense":
             return self._dense()
-        return self._sdpa()
+        return self._fused() if backend == "fused" else self._sdpa()
+
+    def _fused(self) -> Operator:
+        # Triton is imported where its kernels run
+        from gfsa.operators.fused.operator import FusedOperator
+
+        return FusedOperator(
+            self.q,
+            self.k,
+            self.attn_mask,
+            self.dropout_p,
+            self.is_causal,
+            self.scale,
+            self.enable_gqa,
+        )
 
     def _sdpa(self) -> SDPAOperator:
         return SDPAOperator(

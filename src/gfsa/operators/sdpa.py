@@ -67,7 +67,8 @@ class SDPAOperator(Operator):
             dropout_p=self.dropout_p,
             is_causal=self.is_causal,
             scale=self.scale,
-            enable_gqa=self.enable_gqa and k.shape[-3] != self.q.shape[-3],
+            # bool(): under dynamic shapes the comparison is symbolic, which torch does not take
+            enable_gqa=bool(self.enable_gqa and k.shape[-3] != self.q.shape[-3]),
         )
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:

@@ -1,0 +1,273 @@
+"""Filters on disk: strict, validated, and nothing changes in a model that refuses them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+import gfsa
+from support.zoo import ZOO
+
+transformers.logging.set_verbosity_error()
+
+FILTERS: dict[str, Callable[[int], gfsa.GraphFilter]] = {
+    "gfsa": lambda heads: gfsa.GFSA(heads, K=5, learn=("w0", "wK"), w1=0.9, lr_multiplier=3.0),
+    "exact": lambda heads: gfsa.GFSA(heads, K=3, power="exact"),
+    "degree 1": lambda heads: gfsa.GFSA(heads, K=None),
+    "polynomial": lambda heads: gfsa.Polynomial(heads, degree=3),
+    "twicing": gfsa.Twicing,
+    "pagerank": lambda heads: gfsa.PageRank(heads, alpha=0.3, hops=2),
+}
+
+
+def model_of(name: str = "bert") -> Any:
+    return ZOO[name].model("sdpa")
+
+
+def randomised(model: Any) -> Any:
+    with torch.no_grad():
+        for filter in gfsa.filters_of(model).values():
+            if filter.theta is not None:
+                filter.theta.normal_(std=0.3)
+    return model
+
+
+def output(model: Any, name: str = "bert") -> torch.Tensor:
+    return model(**ZOO[name].batch())[0]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = model_of()
+    gfsa.plug(model, K=3)
+    gfsa.save(randomised(model), tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+def test_round_trip(kind: str, tmp_path: Path) -> None:
+    model = model_of()
+    gfsa.plug(model, filter=FILTERS[kind], layers="even", dropout_after="filter")
+    expected = output(randomised(model))
+    gfsa.save(model, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["filters.json", "filters.safetensors"]
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) < 10_000
+
+    fresh = model_of()
+    gfsa.load(fresh, tmp_path)
+    assert torch.equal(output(fresh), expected)
+    assert repr(gfsa.filters_of(fresh)) == repr(gfsa.filters_of(model))
+    assert all(f.dropout_after == "filter" for f in gfsa.filters_of(fresh).values())
+    # into a model that is plugged alike
+    gfsa.unplug(fresh)
+    gfsa.plug(fresh, filter=FILTERS[kind], layers="even")
+    gfsa.load(fresh, tmp_path)
+    assert torch.equal(output(fresh), expected)
+
+
+def test_nothing_to_save(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no filters to save; gfsa\.plug\(model\) first"):
+        gfsa.save(model_of(), tmp_path)
+
+
+def test_filters_move_between_the_heads_of_a_backbone(saved: Path) -> None:
+    bare = model_of().bert
+    gfsa.load(bare, saved)
+    assert len(gfsa.filters_of(bare)) == 2
+
+
+def damage_json(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "filters.json"
+        description = json.loads(file.read_text())
+        change(description)
+        file.write_text(json.dumps(description))
+
+    return damage
+
+
+def damage_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "filters.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "filters.safetensors")
+
+    return damage
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+FIRST = "encoder.layer.0.attention.self"
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing tensor": (
+        damage_tensors(lambda t: t.pop(f"{FIRST}.theta")),
+        rf"missing {FIRST}.theta, not expected nothing",
+    ),
+    "extra tensor": (
+        damage_tensors(lambda t: t.update(more=torch.zeros(1))),
+        "missing nothing, not expected more",
+    ),
+    "not finite": (
+        damage_tensors(lambda t: t[f"{FIRST}.theta"].fill_(float("nan"))),
+        f"{FIRST}.theta has values that are not finite",
+    ),
+    "wrong shape": (
+        damage_tensors(lambda t: t.update({f"{FIRST}.theta": torch.zeros(4, 2)})),
+        r"floating point of shape \(4, 3\), got torch.float32 of shape \(4, 2\)",
+    ),
+    "wrong dtype": (
+        damage_tensors(lambda t: t.update({f"{FIRST}.theta": torch.zeros(4, 3).long()})),
+        "got torch.int64",
+    ),
+    "truncated tensors": (truncate("filters.safetensors"), "filters.safetensors is damaged"),
+    "truncated description": (truncate("filters.json"), "filters.json is damaged"),
+    "no description": (lambda p: (p / "filters.json").unlink(), "filters.json does not exist"),
+    "no tensors": (lambda p: (p / "filters.safetensors").unlink(), "does not exist"),
+    "not an object": (lambda p: (p / "filters.json").write_text("[]"), "no description of filters"),
+    "another format": (damage_json(lambda d: d.update(format=9)), "format 9, .* reads format 1"),
+    "no filters": (damage_json(lambda d: d.update(filters={})), "describes no filters"),
+    "unknown layer": (
+        damage_json(lambda d: d["filters"].update({"nowhere": d["filters"].pop(FIRST)})),
+        "layer 'nowhere', which BertForMaskedLM does not have",
+    ),
+    "not an attention layer": (
+        damage_json(lambda d: d["filters"].update({"encoder": d["filters"].pop(FIRST)})),
+        "cannot take the filter",
+    ),
+    "unknown kind": (
+        damage_json(lambda d: d["filters"][FIRST].update(kind="os.system")),
+        "is a 'os.system'; known are GFSA",
+    ),
+    "senseless arguments": (
+        damage_json(lambda d: d["filters"][FIRST]["arguments"].update(K=1)),
+        "cannot be built: K must be",
+    ),
+    "unknown arguments": (
+        damage_json(lambda d: d["filters"][FIRST]["arguments"].update(speed=9)),
+        "cannot be built: .*speed",
+    ),
+    "other heads": (
+        damage_json(lambda d: d["filters"][FIRST]["arguments"].update(num_heads=8)),
+        "for 8 heads, .* has 4",
+    ),
+    "another backbone": (
+        damage_json(lambda d: d["filters"][FIRST]["backbone"].update(shapes="0")),
+        "belongs to another backbone",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folders_change_nothing(damage: str, saved: Path) -> None:
+    break_it, message = DAMAGES[damage]
+    break_it(saved)
+    model = model_of()
+    keys, expected = list(model.state_dict()), output(model)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        gfsa.load(model, saved)
+    assert not gfsa.filters_of(model)
+    assert list(model.state_dict()) == keys
+    assert torch.equal(output(model), expected)
+
+
+def test_a_huge_file_is_not_read(saved: Path) -> None:
+    with (saved / "filters.safetensors").open("r+b") as file:
+        file.truncate(100 * 2**20)
+    with pytest.raises(ValueError, match="more than 67108864 is refused"):
+        gfsa.load(model_of(), saved)
+
+
+def test_a_model_plugged_otherwise_is_left_alone(saved: Path) -> None:
+    model = model_of()
+    gfsa.plug(model, filter=gfsa.Twicing)
+    with pytest.raises(ValueError, match=r"plugged with a Twicing, .* has a GFSA"):
+        gfsa.load(model, saved)
+    gfsa.unplug(model)
+    gfsa.plug(model, K=4)
+    with pytest.raises(ValueError, match=r"K=4.* has .*K=3"):
+        gfsa.load(model, saved)
+    gfsa.unplug(model)
+    gfsa.plug(model, K=3, layers=[1])
+    with pytest.raises(ValueError, match=r"plugged in layers .*layer.0.*, but .*layer.1"):
+        gfsa.load(model, saved)
+
+
+def test_whole_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of().float()
+    gfsa.plug(model, K=3)
+    expected = output(randomised(model))
+    model.save_pretrained(tmp_path)
+
+    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path).eval()
+    assert torch.equal(output(loaded), expected)
+    assert all(f.K == 3 for f in gfsa.filters_of(loaded).values())
+    # another head, and none
+    classifier = gfsa.from_pretrained(AutoModelForSequenceClassification, tmp_path)
+    bare = gfsa.from_pretrained(AutoModel, tmp_path)
+    for other in (classifier, bare):
+        theirs = [f.theta for f in gfsa.filters_of(other).values()]
+        ours = [f.theta for f in gfsa.filters_of(model).values()]
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def test_whole_models_in_shards_and_half_precision(tmp_path: Path) -> None:
+    model = model_of().bfloat16()
+    gfsa.plug(model, K=3)
+    expected = output(randomised(model))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, dtype=torch.bfloat16).eval()
+    assert torch.equal(output(loaded), expected)
+
+
+def test_transformers_alone_says_that_it_drops_the_filters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of().float()
+    gfsa.plug(model)
+    model.save_pretrained(tmp_path)
+    gfsa.unplug(model)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        transformers.logging.set_verbosity_warning()
+        plain = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+        assert "gfsa.theta" in caplog.text
+        assert "UNEXPECTED" in caplog.text
+        assert torch.equal(output(plain), output(model))
+        caplog.clear()
+        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path)
+        assert "gfsa.theta" not in caplog.text
+        # what else transformers has to say is still said
+        gfsa.from_pretrained(AutoModelForSequenceClassification, tmp_path)
+        assert "classifier.weight" in caplog.text
+        assert "gfsa.theta" not in caplog.text
+    finally:
+        transformers.logging.set_verbosity_error()
+        logger.removeHandler(caplog.handler)
+
+
+def test_an_ordinary_folder_is_not_from_a_plugged_model(tmp_path: Path) -> None:
+    model_of().float().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not saved from a plugged model"):
+        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path)
+
+
+def test_loading_info_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="output_loading_info is not supported"):
+        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, output_loading_info=True)

@@ -1,0 +1,283 @@
+"""Generation with a cache: the same tokens and the same logits as without one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import transformers
+from torch import Tensor
+
+import gfsa
+from support.zoo import VOCABULARY, ZOO
+
+transformers.logging.set_verbosity_error()
+
+DECODERS = ["gpt2", "llama", "qwen3", "mistral", "gemma2", "gpt_oss"]
+PAIRS = ["bart", "plbart", "t5"]
+NEW = 8
+
+
+def plugged(name: str, filter: Any = None, **arguments: Any) -> Any:
+    implementation = "eager" if name == "gpt_oss" else "sdpa"
+    model = ZOO[name].model(implementation).float()
+    gfsa.plug(model, filter=filter, **arguments)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for made in gfsa.filters_of(model).values():
+            if made.theta is not None:
+                made.theta.copy_(torch.randn(made.theta.shape, generator=generator) * 0.3)
+    # a random model's largest logits are far closer to one another than rounding should decide
+    head = model.get_output_embeddings()
+    head.weight.data.mul_(20)
+    return model
+
+
+def prompt(padding: str | None = None) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    if padding == "left":
+        mask[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(
+        **inputs, **options, return_dict_in_generate=True, output_logits=True, eos_token_id=None
+    )
+
+
+def agree(one: Any, other: Any) -> None:
+    assert torch.equal(one.sequences, other.sequences)
+    for mine, theirs in zip(one.logits, other.logits, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_cached_generation_is_uncached_generation(
+    name: str, cache: str, padding: str | None
+) -> None:
+    # the windows of mistral, gemma2 and gpt-oss are four tokens wide: they slide here
+    model, inputs = plugged(name), prompt(padding)
+    agree(
+        generate(model, inputs, cache_implementation=cache),
+        generate(model, inputs, use_cache=False),
+    )
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_encoder_decoder(name: str) -> None:
+    model, inputs = plugged(name), prompt()
+    inputs["attention_mask"][0, -2:] = 0
+    agree(generate(model, inputs), generate(model, inputs, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+def test_beams(name: str) -> None:
+    model, inputs = plugged(name), prompt("left")
+    with_cache = generate(model, inputs, num_beams=3)
+    without = generate(model, inputs, num_beams=3, use_cache=False)
+    assert torch.equal(with_cache.sequences, without.sequences)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_sampling(name: str) -> None:
+    model, inputs = plugged(name), prompt()
+    sequences = []
+    for use_cache in (True, False):
+        torch.manual_seed(11)
+        sampled = generate(model, inputs, do_sample=True, top_k=20, use_cache=use_cache)
+        sequences.append(sampled.sequences)
+    assert torch.equal(*sequences)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_chunked_prefill(name: str, cache: str) -> None:
+    model, inputs = plugged(name), prompt("left")
+    agree(
+        generate(model, inputs, cache_implementation=cache, prefill_chunk_size=3),
+        generate(model, inputs, use_cache=False),
+    )
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        gfsa.Twicing,
+        gfsa.PageRank,
+        gfsa.Laplacian,
+        lambda heads: gfsa.GFSA(heads, K=None),
+        lambda heads: gfsa.GFSA(heads, K=4, power="exact"),
+        lambda heads: gfsa.Polynomial(heads, degree=0),
+    ],
+    ids=["twicing", "pagerank", "laplacian", "degree-1", "exact-4", "degree-0"],
+)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_any_degree(filter: Any, cache: str) -> None:
+    model, inputs = plugged("llama", filter), prompt("left")
+    agree(
+        generate(model, inputs, cache_implementation=cache),
+        generate(model, inputs, use_cache=False),
+    )
+
+
+def test_one_new_token_looks_at_the_past_once_a_power() -> None:
+    """With the past's powers kept, no past token is computed again."""
+    model = plugged("gpt2")
+    seen = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(query.shape[2])
+        return original(query, *args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = counted
+    try:
+        generate(model, prompt(), max_new_tokens=3)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = original
+    # two layers, two passes: the prompt once, then single tokens
+    assert seen == [7] * 4 + [1] * 8
+
+
+def test_rollback() -> None:
+    """Cropping the cache takes the powers along, as assisted decoding needs."""
+    model = plugged("llama")
+    ids = prompt()["input_ids"]
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        wrong = torch.full((2, 3), 5)
+        model(wrong, past_key_values=cache)
+        cache.crop(-3)
+        cached = model(ids[:, :2], past_key_values=cache).logits
+        expected = model(torch.cat([ids, ids[:, :2]], 1), use_cache=False).logits[:, -2:]
+    assert (cached - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_assisted_decoding() -> None:
+    model, draft = plugged("llama"), plugged("llama", K=2)
+    inputs = {name: x[:1] for name, x in prompt().items()}
+    assisted = generate(model, inputs, assistant_model=draft)
+    assert torch.equal(assisted.sequences, generate(model, inputs).sequences)
+
+
+def test_a_prompt_can_be_cached_and_copied() -> None:
+    model = plugged("llama")
+    inputs = {name: x[:1] for name, x in prompt().items()}
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :5], past_key_values=cache)
+    expected = generate(model, inputs, use_cache=False)
+    for _ in range(2):
+        again = generate(model, inputs, past_key_values=copy.deepcopy(cache))
+        assert torch.equal(again.sequences, expected.sequences)
+
+
+def test_batch_operations_take_the_powers_along() -> None:
+    model = plugged("gpt2")
+    ids = prompt()["input_ids"]
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        cache.batch_repeat_interleave(3)
+        token = torch.tensor([[9], [10], [11]])
+        cached = model(token, past_key_values=cache).logits
+        whole = torch.cat([ids[1:].repeat(3, 1), token], dim=1)
+        expected = model(whole, use_cache=False).logits[:, -1:]
+    assert (cached - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_compiled_decoding_with_a_static_cache_is_one_graph(name: str) -> None:
+    model = plugged(name)
+    ids = prompt()["input_ids"]
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    graphs = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(model, backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        sequence = ids
+        for token in range(4):
+            new = torch.full((2, 1), 7 + token)
+            sequence = torch.cat([sequence, new], dim=1)
+            position = torch.full((2, 1), sequence.shape[1] - 1)
+            logits = step(new, past_key_values=cache, position_ids=position).logits
+            expected = model(sequence, use_cache=False).logits[:, -1:]
+            assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert graphs.frame_count == 1
+
+
+def test_training_with_a_cache_costs_nothing_and_cannot_be_decoded_from() -> None:
+    model = plugged("gpt2")
+    model.train()
+    outputs = model(prompt()["input_ids"])
+    outputs.logits.sum().backward()
+    assert all(not hasattr(layer, "gfsa_powers") for layer in outputs.past_key_values.layers)
+    model.eval()
+    with pytest.raises(ValueError, match="holds 7 tokens without the powers"):
+        model(torch.tensor([[3], [4]]), past_key_values=outputs.past_key_values)
+
+
+def test_decoding_under_dropout_is_refused() -> None:
+    model = plugged("gpt2")
+    model.train()
+    with torch.no_grad(), pytest.raises(ValueError, match="attention dropout has no meaning"):
+        model(prompt()["input_ids"])
+
+
+def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
+    model = ZOO["llama"].model("sdpa")
+    ids = prompt()["input_ids"]
+    cache = model(ids).past_key_values
+    gfsa.plug(model)
+    with pytest.raises(ValueError, match="filled by prefix tuning, by an unplugged model"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_a_cache_of_a_lower_degree_is_refused() -> None:
+    model = plugged("llama")
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        gfsa.unplug(model)
+        gfsa.plug(model, filter=gfsa.PageRank)
+        with pytest.raises(ValueError, match="filled by a filter of degree 2"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+def test_a_quantised_cache_is_refused() -> None:
+    class QuantisedLayer(transformers.cache_utils.DynamicLayer):
+        pass
+
+    model = plugged("llama")
+    cache = transformers.DynamicCache(config=model.config)
+    cache.layers[0] = QuantisedLayer()
+    with torch.no_grad(), pytest.raises(TypeError, match="cannot decode with a QuantisedLayer"):
+        model(prompt()["input_ids"], past_key_values=cache)
+
+
+def test_a_paged_cache_is_refused() -> None:
+    model = plugged("llama")
+    model.config._attn_implementation_internal = "paged|sdpa"
+    with pytest.raises(NotImplementedError, match="paged cache"):
+        model.model.layers[0].self_attn(
+            torch.randn(1, 3, 32), (torch.ones(1, 3, 8), torch.zeros(1, 3, 8)), None
+        )
+
+
+def test_attention_maps_while_decoding_are_refused() -> None:
+    model = plugged("llama")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        cache = model(prompt()["input_ids"], output_attentions=True).past_key_values
+        with pytest.raises(ValueError, match="use_cache=False"):
+            model(torch.tensor([[3], [4]]), past_key_values=cache, output_attentions=True)

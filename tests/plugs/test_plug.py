@@ -1,0 +1,289 @@
+"""plug, unplug and their reports, on any model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import gfsa
+from gfsa.plugs import FilterNotCalledError
+from support.zoo import ZOO
+
+transformers.logging.set_verbosity_error()
+
+
+def bert(layers: int = 4) -> transformers.BertModel:
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=32,
+    )
+    return transformers.BertModel(config).eval()
+
+
+def names(model: nn.Module) -> list[int]:
+    """The plugged layers, counted from 1."""
+    return [int(name.split(".")[2]) + 1 for name in gfsa.filters_of(model)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("all", [1, 2, 3, 4]),
+        ("even", [2, 4]),
+        ("odd", [1, 3]),
+        ([1, 4], [1, 4]),
+        ((3,), [3]),
+        (range(2, 4), [2, 3]),
+        (lambda name, module: ".1." in name or module.layer_idx == 2, [2, 3]),
+    ],
+)
+def test_layers(layers: object, expected: list[int]) -> None:
+    model = bert()
+    report = gfsa.plug(model, layers=layers)
+    assert names(model) == expected
+    assert list(report.plugged) == list(gfsa.filters_of(model))
+    assert set(report.plugged.values()) == {4}
+    assert report.parameters == len(expected) * 4 * 3
+    assert set(report.skipped.values()) <= {"not among the chosen layers"}
+    assert len(report.plugged) + len(report.skipped) == 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("some", "layers must be 'all', 'even', 'odd'.*got 'some'"),
+        ([0], "there is no layer 0: the model has 4 self-attention layers.*counted from 1"),
+        ([5], "there is no layer 5"),
+        ([1.5], "got 1.5 among them"),
+        ([True], "got True among them"),
+        (7, "layers must be .*got 7"),
+        ([], "selects none of the model's 4"),
+        (lambda name, module: False, "selects none of the model's 4"),
+    ],
+)
+def test_layers_that_make_no_sense(layers: object, message: str) -> None:
+    model = bert()
+    with pytest.raises(ValueError, match=message):
+        gfsa.plug(model, layers=layers)
+    assert not gfsa.filters_of(model)
+
+
+def test_shared_layers_are_one_layer() -> None:
+    model = ZOO["albert"].model("sdpa")
+    with pytest.raises(
+        ValueError, match=r"1 self-attention layer .*share one module, as in ALBERT"
+    ):
+        gfsa.plug(model, layers="even")
+    assert len(gfsa.plug(model, layers="odd").plugged) == 1
+
+
+def test_a_dry_run_changes_nothing() -> None:
+    model = bert()
+    keys = list(model.state_dict())
+    report = gfsa.plug(model, K=3, layers="even", dry_run=True)
+    assert not gfsa.filters_of(model)
+    assert list(model.state_dict()) == keys
+    assert report.dry_run
+    assert str(report).startswith("would plug 2 layers, 24 learned numbers (2 skipped)")
+    assert "encoder.layer.1.attention.self: 4 heads, attention interface" in str(report)
+    assert str(gfsa.plug(model, layers="even")).startswith("plugged 2 layers")
+
+
+def test_plugging_twice() -> None:
+    model = bert()
+    gfsa.plug(model, layers=[1, 2], K=3)
+    with pytest.raises(ValueError, match=r"encoder.layer.1.*plugged already; gfsa.unplug"):
+        gfsa.plug(model, layers=[2, 3])
+    assert names(model) == [1, 2]
+    # other layers may get other filters
+    gfsa.plug(model, layers=[3], K=5)
+    assert [f.K for f in gfsa.filters_of(model).values()] == [3, 3, 5]
+    gfsa.unplug(model)
+    assert not gfsa.filters_of(model)
+
+
+@pytest.mark.parametrize("K", [1, 0, -3, 2.5, "3", True])
+def test_an_order_that_is_none(K: object) -> None:
+    model = bert()
+    with pytest.raises(ValueError, match="K must be an integer of at least 2"):
+        gfsa.plug(model, K=K)
+    assert not gfsa.filters_of(model)
+
+
+def test_nothing_to_plug() -> None:
+    with pytest.raises(
+        ValueError, match=r"found no self-attention in Linear that[\s\S]*register_adapter"
+    ):
+        gfsa.plug(nn.Linear(3, 3))
+
+
+def test_only_cross_attention_says_so() -> None:
+    model = ZOO["bart"].model("sdpa").model.decoder.layers[0].encoder_attn
+    holder = nn.ModuleDict({"encoder_attn": model})
+    with pytest.raises(ValueError, match="encoder_attn: cross-attention has no powers"):
+        gfsa.plug(holder)
+
+
+def test_nothing_to_unplug() -> None:
+    with pytest.raises(ValueError, match="BertModel has no filters to unplug"):
+        gfsa.unplug(bert())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"filter": gfsa.GFSA(4)}, TypeError, "a function of the number of heads"),
+        ({"filter": 3}, TypeError, "a function of the number of heads"),
+        ({"filter": gfsa.Twicing, "K": 3}, ValueError, "K belong to GFSA"),
+        ({"filter": lambda heads: nn.Linear(1, 1)}, TypeError, "must make a gfsa.GraphFilter"),
+        ({"filter": lambda heads: gfsa.Twicing(7)}, ValueError, "has 4 heads, .* made .* for 7"),
+        ({"preset": "best"}, ValueError, "the only preset is 'paper'"),
+        ({"dropout_after": "lunch"}, ValueError, "dropout_after must be one of"),
+        ({"unknown": "guess"}, ValueError, "unknown must be one of"),
+        ({"learn": ("w9",)}, ValueError, "learn takes each of"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    model = bert()
+    with pytest.raises(error, match=message):
+        gfsa.plug(model, **arguments)
+    assert not gfsa.filters_of(model)
+
+
+def test_other_filters() -> None:
+    model = bert()
+    report = gfsa.plug(model, filter=gfsa.Twicing)
+    assert report.parameters == 0
+    assert all(isinstance(f, gfsa.Twicing) for f in gfsa.filters_of(model).values())
+
+
+def test_arguments_reach_the_filters() -> None:
+    model = bert()
+    gfsa.plug(model, K=5, learn=("wK",), w0=-0.01, power="exact", lr_multiplier=10.0)
+    for filter in gfsa.filters_of(model).values():
+        assert (filter.K, filter.learn, filter.power) == (5, ("wK",), "exact")
+        assert filter.lr_multiplier == 10.0
+        assert filter.coefficients()[:, 0].tolist() == pytest.approx([-0.01] * 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "after", "numbers"),
+    [
+        ("bert", 3, "attention", 8),
+        ("albert", 3, "attention", 4),
+        ("roberta", 3, "attention", 8),
+        ("gpt2", 3, "attention", 8),
+        ("deit", 4, "filter", 8),
+        ("vit", 4, "filter", 8),
+        ("swin", 3, "filter", 12),
+        ("t5", 3, "filter", 16),
+        ("bart", 2, "filter", 16),
+        ("plbart", 2, "filter", 16),
+    ],
+)
+def test_the_papers_settings(name: str, K: int, after: str, numbers: int) -> None:
+    model = ZOO[name].model("sdpa")
+    report = gfsa.plug(model, preset="paper")
+    assert report.parameters == numbers
+    for filter in gfsa.filters_of(model).values():
+        assert (filter.K, filter.learn, filter.dropout_after) == (K, ("wK",), after)
+
+
+def test_arguments_go_before_the_preset() -> None:
+    model = ZOO["deit"].model("sdpa")
+    gfsa.plug(model, preset="paper", K=3, w0=-0.01)
+    for filter in gfsa.filters_of(model).values():
+        assert (filter.K, filter.learn) == (3, ("wK",))
+        assert filter.coefficients()[:, 0].tolist() == pytest.approx([-0.01] * 4)
+
+
+def test_a_model_the_paper_does_not_have() -> None:
+    with pytest.raises(ValueError, match="the paper has no settings for LlamaForCausalLM"):
+        gfsa.plug(ZOO["llama"].model("sdpa"), preset="paper")
+
+
+def test_the_papers_parameter_count() -> None:
+    config = transformers.BertConfig(hidden_size=48, intermediate_size=8, vocab_size=20)
+    with torch.device("meta"):
+        model = transformers.BertModel(config)
+    assert gfsa.plug(model, preset="paper").parameters == 144
+
+
+def test_a_filter_that_is_never_called_is_an_error() -> None:
+    model = bert(2)
+    gfsa.plug(model)
+    silent = model.encoder.layer[1].attention.self
+    silent.forward = lambda hidden, *args, **kwargs: (hidden, None)
+    with pytest.raises(FilterNotCalledError, match=r"filter of encoder\.layer\.1\.attention\.self"):
+        model(torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_a_layer_that_training_skips_is_waited_for() -> None:
+    config = transformers.Wav2Vec2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        conv_dim=[8],
+        conv_stride=[5],
+        conv_kernel=[10],
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        layerdrop=1.0,
+    )
+    model = transformers.Wav2Vec2Model(config).train()
+    gfsa.plug(model)
+    model(torch.randn(1, 200))
+    model.eval()
+    model(torch.randn(1, 200))
+    assert not model._forward_hooks
+
+
+def test_the_check_goes_away_after_the_first_forward() -> None:
+    model = bert(2)
+    gfsa.plug(model)
+    assert model._forward_hooks
+    model(torch.zeros(1, 3, dtype=torch.long))
+    assert not model._forward_hooks
+    assert not any(f._forward_hooks for f in gfsa.filters_of(model).values())
+
+
+def test_filters_live_where_their_layer_lives() -> None:
+    model = bert(1).double()
+    gfsa.plug(model)
+    assert next(iter(gfsa.filters_of(model).values())).theta.dtype == torch.float64
+    half = bert(1).bfloat16()
+    gfsa.plug(half)
+    # small steps would be lost in bfloat16
+    assert next(iter(gfsa.filters_of(half).values())).theta.dtype == torch.float32
+    assert half(torch.zeros(1, 3, dtype=torch.long))[0].dtype == torch.bfloat16
+
+
+def test_parameter_groups() -> None:
+    model = bert(2)
+    gfsa.plug(model)
+    for parameter in model.embeddings.parameters():
+        parameter.requires_grad_(False)
+    groups = {g["name"]: g for g in gfsa.parameter_groups(model, 1e-4, 1e-2, weight_decay=0.1)}
+    assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
+        "weights": (1e-4, 0.1),
+        "biases": (1e-4, 0.0),
+        "filters": (1e-2, 0.0),
+    }
+    grouped = [id(p) for g in groups.values() for p in g["params"]]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == {id(p) for p in model.parameters() if p.requires_grad}
+    assert sum(p.numel() for p in groups["filters"]["params"]) == 24
+    torch.optim.AdamW(list(groups.values()))
+
+
+def test_parameter_groups_of_an_unplugged_model() -> None:
+    with pytest.raises(ValueError, match=r"has no filters; gfsa\.plug"):
+        gfsa.parameter_groups(bert(), lr=1e-3)

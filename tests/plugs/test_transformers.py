@@ -1,0 +1,359 @@
+"""Every transformers model of the zoo: the same model at first, the dense formula afterwards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import gfsa
+from support.zoo import LENGTH, VOCABULARY, ZOO, Case
+
+transformers.logging.set_verbosity_error()
+
+EVERY = [
+    pytest.param(case, implementation, id=f"{name}-{implementation}")
+    for name, case in ZOO.items()
+    for implementation in case.implementations
+]
+CAUSAL = [
+    pytest.param(case, implementation, id=f"{name}-{implementation}")
+    for name, case in ZOO.items()
+    for implementation in case.implementations
+    if case.causal
+]
+
+
+def randomise(model: nn.Module, scale: float = 0.3) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for filter in gfsa.filters_of(model).values():
+        with torch.no_grad():
+            theta = torch.randn(filter.theta.shape, generator=generator) * scale
+            filter.theta.copy_(theta)
+
+
+def output(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch)[0]
+
+
+def seed_everything() -> None:
+    torch.manual_seed(5)
+    # wav2vec2 draws its masks from numpy
+    np.random.seed(5)
+
+
+@pytest.mark.parametrize(("case", "implementation"), EVERY)
+def test_a_plugged_model_is_the_same_model(case: Case, implementation: str) -> None:
+    model, batch = case.model(implementation), case.batch()
+    keys, config = list(model.state_dict()), model.config.to_dict()
+    evaluated = output(model, batch)
+    model.train()
+    seed_everything()
+    trained = output(model, batch)
+
+    report = gfsa.plug(model, K=3)
+
+    assert len(report.plugged) == case.layers
+    assert len(report.skipped) == case.skipped
+    assert all("cross-attention" in reason for reason in report.skipped.values())
+    # dropout included: a plugged model draws the random numbers that the model alone would
+    seed_everything()
+    assert torch.equal(output(model, batch), trained)
+    model.eval()
+    assert torch.equal(output(model, batch), evaluated)
+    assert "(gfsa): GFSA(" in repr(model)
+
+    randomise(model)
+    assert not torch.equal(output(model, batch), evaluated)
+
+    gfsa.unplug(model)
+    assert torch.equal(output(model, batch), evaluated)
+    assert list(model.state_dict()) == keys
+    assert model.config.to_dict() == config
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def dense_attention(coefficients: dict[int, Tensor]) -> Any:
+    """The formula itself as an attention function, written without anything of gfsa."""
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        position_bias: Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        for bias in (position_bias, attention_mask):
+            scores = scores if bias is None else scores + bias
+        if s_aux is not None:
+            # an attention sink takes its share of the softmax and gives nothing
+            sink = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        c = coefficients.get(id(module))
+        if c is not None:
+            identity = torch.eye(weights.shape[-1], dtype=weights.dtype)
+            powers = [identity.expand_as(weights), weights, weights @ weights]
+            weights = sum(c[:, k, None, None] * power for k, power in enumerate(powers))
+        return (weights @ value).transpose(1, 2), weights
+
+    return attention
+
+
+@pytest.mark.parametrize(("case", "implementation"), EVERY)
+def test_a_filter_is_the_dense_formula(
+    case: Case, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = case.model(implementation), case.batch()
+    gfsa.plug(model, K=4)
+    randomise(model)
+    filtered = output(model, batch)
+
+    reference = case.model("eager")
+    modules = dict(reference.named_modules())
+    coefficients = {}
+    for name, filter in gfsa.filters_of(model).items():
+        module = modules[name]
+        coefficients[id(module)] = filter.coefficients()
+        if implementation == "sdpa":
+            # what sdpa leaves out of the map, the reference leaves out as well
+            module.attn_logit_softcapping = None
+        namespace = inspect.unwrap(type(module).forward).__globals__
+        monkeypatch.setitem(namespace, "eager_attention_forward", dense_attention(coefficients))
+    expected = output(reference, batch)
+
+    error = (filtered - expected).abs().max() / expected.abs().max()
+    assert error < case.tolerance(implementation)
+
+
+@pytest.mark.parametrize(("case", "implementation"), EVERY)
+def test_every_filter_learns(case: Case, implementation: str) -> None:
+    model, batch = case.model(implementation), case.batch()
+    gfsa.plug(model, K=3)
+    model.train()
+    seed_everything()
+    output(model, batch).square().mean().backward()
+    for name, filter in gfsa.filters_of(model).items():
+        assert filter.theta.grad is not None, name
+        assert (filter.theta.grad != 0).all(), name
+
+
+@pytest.mark.parametrize(("case", "implementation"), CAUSAL)
+def test_no_token_sees_the_future(case: Case, implementation: str) -> None:
+    model = case.model(implementation)
+    gfsa.plug(model, K=3)
+    randomise(model)
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH))
+    changed = ids.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % VOCABULARY
+    before, after = output(model, {"input_ids": ids}), output(model, {"input_ids": changed})
+    assert torch.equal(before[:, :6], after[:, :6])
+    assert not torch.equal(before[:, 6:], after[:, 6:])
+
+
+PADDED = [
+    pytest.param(case, implementation, side, id=f"{name}-{implementation}-{side}")
+    for name, case in ZOO.items()
+    for implementation in case.implementations
+    for side in ("left", "right")
+    if case.padded
+    and "decoder_input_ids" not in case.inputs()
+    # left padding moves the positions of a model that takes no position_ids
+    and not (side == "left" and name in ("distilbert",))
+]
+
+
+@pytest.mark.parametrize(("case", "implementation", "side"), PADDED)
+def test_padding_changes_nothing(case: Case, implementation: str, side: str) -> None:
+    model = case.model(implementation).float()
+    gfsa.plug(model, K=3)
+    randomise(model)
+    ids = torch.randint(3, VOCABULARY, (1, 6))
+    padding = torch.zeros(1, 3, dtype=torch.long)
+    ones, zeros = torch.ones(1, 6, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long)
+    parts = (padding, ids), (zeros, ones)
+    if side == "right":
+        parts = (ids, padding), (ones, zeros)
+    padded = {"input_ids": torch.cat(parts[0], 1), "attention_mask": torch.cat(parts[1], 1)}
+    if side == "left" and "roberta" not in model.config.model_type:
+        # roberta counts positions from its first real token by itself
+        padded["position_ids"] = torch.cat((torch.zeros_like(padding), torch.arange(6)[None]), 1)
+    alone = output(model, {"input_ids": ids, "attention_mask": ones})
+    together = output(model, padded)
+    real = together[:, 3:] if side == "left" else together[:, :6]
+    assert (real - alone).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_the_implementation_can_be_switched(name: str, order: str) -> None:
+    case = ZOO[name]
+    batch = case.batch()
+    outputs = {}
+    for implementation in ("eager", "sdpa"):
+        model = case.model("eager" if implementation == "sdpa" else "sdpa")
+        if order == "before":
+            model.set_attn_implementation(implementation)
+        gfsa.plug(model, K=3)
+        if order == "after":
+            model.set_attn_implementation(implementation)
+        randomise(model)
+        outputs[implementation] = output(model, batch)
+        gfsa.unplug(model)
+        assert model.config._attn_implementation == implementation
+    difference = (outputs["eager"] - outputs["sdpa"])[batch["attention_mask"].bool()]
+    assert difference.abs().max() < 1e-5
+
+
+def test_any_registered_attention_is_called_once_a_pass() -> None:
+    calls = []
+
+    def counted(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
+        calls.append((module.config._attn_implementation, module.num_key_value_groups))
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(
+            module, query, key, value, mask, **kwargs
+        )
+
+    transformers.AttentionInterface.register("counted", counted)
+    transformers.AttentionMaskInterface.register(
+        "counted", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
+    case = ZOO["llama"]
+    batch = case.batch()
+    model = case.model("sdpa")
+    gfsa.plug(model, K=3)
+    randomise(model)
+    expected = output(model, batch)
+    model.set_attn_implementation("counted")
+    assert (output(model, batch) - expected).abs().max() < 1e-6
+    # two layers, two passes each; the second pass has a key for every query head
+    assert calls == [("counted", 2), ("counted", 1)] * 2
+
+
+@torch.no_grad()  # flex attention has no backward on the CPU
+def test_flex_attention() -> None:
+    case = ZOO["llama"]
+    model = case.model("sdpa").float()
+    gfsa.plug(model, K=3)
+    randomise(model)
+    batch = {"input_ids": torch.randint(3, VOCABULARY, (2, LENGTH))}
+    expected = output(model, batch)
+    model.set_attn_implementation("flex_attention")
+    assert (output(model, batch) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "llama"])
+def test_attention_maps_are_those_of_the_filter(name: str, implementation: str) -> None:
+    case = ZOO[name]
+    model, batch = case.model("eager"), case.batch()
+    plain = model(**batch, output_attentions=True).attentions
+    model.set_attn_implementation(implementation)
+    gfsa.plug(model, K=3)
+    with torch.no_grad():
+        for filter in gfsa.filters_of(model).values():
+            # only the first layer differs: the maps of the second would move with its inputs
+            filter.theta[:, 0] = 0.25
+            break
+    maps = model(**batch, output_attentions=True).attentions
+    assert len(maps) == len(plain) == case.layers
+    n = maps[0].shape[-1]
+    expected = plain[0] + 0.25 * torch.eye(n, dtype=maps[0].dtype)
+    rows = slice(None) if name == "vit" else batch["attention_mask"].bool()
+    difference = (maps[0] - expected).transpose(1, 2)[rows]
+    assert difference.abs().max() < 1e-6
+
+
+def test_nobody_pays_for_maps_that_nobody_asked_for() -> None:
+    case = ZOO["bert"]
+    model = case.model("eager")
+    gfsa.plug(model)
+    assert model(**case.batch()).attentions is None
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_a_plugged_model_copies_and_pickles(name: str) -> None:
+    case = ZOO[name]
+    model, batch = case.model("sdpa"), case.batch()
+    gfsa.plug(model, K=3)
+    randomise(model)
+    expected = output(model, batch)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(output(twin, batch), expected)
+        # the twin is its own model: its config, its filters, its hooks
+        twin.set_attn_implementation("eager")
+        assert model.config._attn_implementation == "sdpa"
+        gfsa.unplug(twin)
+        assert not torch.equal(output(twin, batch), expected)
+    assert torch.equal(output(model, batch), expected)
+
+
+def test_cross_attention_is_told_by_its_module_not_its_shape() -> None:
+    case = ZOO["bart"]
+    report = gfsa.plug(case.model("sdpa"), dry_run=True)
+    assert sorted(report.skipped) == [
+        "model.decoder.layers.0.encoder_attn",
+        "model.decoder.layers.1.encoder_attn",
+    ]
+
+
+def test_self_attention_given_other_tokens_is_an_error() -> None:
+    model = ZOO["bart"].model("sdpa")
+    gfsa.plug(model)
+    attention = model.model.encoder.layers[0].self_attn
+    x = torch.randn(1, 5, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match="key_value_states: cross-attention has no powers"):
+        attention(x, key_value_states=x)
+
+
+def test_dropout_after_the_filter() -> None:
+    case = ZOO["bert"]
+    for implementation in case.implementations:
+        model, batch = case.model(implementation), case.batch()
+        evaluated = output(model, batch)
+        gfsa.plug(model, K=3, dropout_after="filter")
+        randomise(model)
+        model.train()
+        seed_everything()
+        first = output(model, batch)
+        seed_everything()
+        assert torch.equal(output(model, batch), first)
+        assert first.isfinite().all()
+        # with nothing to drop, the two places are one
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model.eval()
+        assert not torch.equal(output(model, batch), evaluated)
+        twin = case.model(implementation)
+        gfsa.plug(twin, K=3)
+        randomise(twin)
+        assert torch.equal(output(model, batch), output(twin, batch))
+
+
+def test_reorder_and_upcast_is_refused() -> None:
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=1, n_head=4, vocab_size=50, reorder_and_upcast_attn=True
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ValueError, match="reorder_and_upcast_attn"):
+        gfsa.plug(model)

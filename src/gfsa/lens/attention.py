@@ -33,7 +33,7 @@ def attention_entropy(
     Returns:
         Nats and share, each ``(..., heads)``.
     """
-    nats, shares, counts, counts_shared = 0.0, 0.0, 0.0, 0.0
+    nats = shares = counts = counts_shared = torch.zeros((), device=v.device)
     for start, rows, allowed in _row_blocks(operator, v):
         stop = start + rows.shape[-2]
         total = rows.sum(-1)
@@ -50,6 +50,12 @@ def attention_entropy(
         counts = counts + counted.sum(-1)
         counts_shared = counts_shared + shared.sum(-1)
     return _ratio(nats, counts), _ratio(shares, counts_shared)
+
+
+def has_rows(operator: Operator) -> bool:
+    """Whether rows of the map can be had a block at a time, or the map is there already."""
+    kinds = (AttentionOperator, SDPAOperator, LinearOperator, DenseOperator)
+    return isinstance(operator, kinds) or hasattr(operator, "weights")
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:

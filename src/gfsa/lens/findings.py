@@ -118,9 +118,7 @@ def _entropy(model: ModelReading) -> list[str]:
             single += share < 0.02
     found = []
     if uniform:
-        found.append(
-            f"{uniform} of {heads} heads attend almost uniformly: they average all tokens."
-        )
+        found.append(f"{uniform} of {heads} heads attend almost uniformly: they average tokens.")
     if single:
         found.append(f"{single} of {heads} heads attend to a single token almost always.")
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gfsa.filters import GraphFilter
 from gfsa.lens import metrics, spectrum
-from gfsa.lens.attention import attention_entropy
+from gfsa.lens.attention import attention_entropy, has_rows
 from gfsa.lens.readings import AttentionReading, FeatureReading, Spectrum
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.dense import repeat_heads
@@ -117,7 +117,11 @@ class LayerRecord:
         found: dict[str, Tensor] = {}
         if self.looks.attention:
             with self.watch.on("attention"):
-                found |= _sharpness(operator, v, y, valid)
+                found |= _energies(operator, v, y, valid)
+                # a map known by its products alone is put together from n/D of them
+                if has_rows(operator) or v.shape[-2] <= self.looks.most_tokens:
+                    entropy, share = attention_entropy(operator, v, valid)
+                    found |= {"entropy": entropy, "entropy_share": share}
         if self.looks.spectral and self.spectral_samples < self.looks.spectral_samples:
             with self.watch.on("spectral"):
                 found |= self._spectra(made, operator, v, valid)
@@ -188,13 +192,10 @@ class LayerRecord:
         return means[name].total.shape[-1] if name in means else min(length, POINTS)
 
 
-def _sharpness(operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+def _energies(operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
     each = None if valid is None else valid[..., None, :]
     smoothed = operator.apply(v)
-    entropy, share = attention_entropy(operator, v, valid)
     return {
         "energy_before": metrics.dirichlet_energy(repeat_heads(v, smoothed), smoothed, each),
         "energy_after": metrics.dirichlet_energy(y, operator.apply(y), each),
-        "entropy": entropy,
-        "entropy_share": share,
     }

@@ -15,7 +15,14 @@ from gfsa.lens import metrics
 from gfsa.lens.layer import LayerRecord, Looks, Stopwatch
 from gfsa.lens.readings import AttentionReading, FeatureReading
 from gfsa.lens.sockets import blocks_around
-from gfsa.lens.tokens import as_tokens, first_tensor, fits, valid_from_batch, valid_from_operator
+from gfsa.lens.tokens import (
+    as_tokens,
+    first_tensor,
+    fits,
+    valid_from_batch,
+    valid_from_operator,
+    whole_map,
+)
 from gfsa.plugs.core import Socket
 from gfsa.plugs.layers import Layers, select_layers
 
@@ -153,7 +160,12 @@ class Recorder:
             if now is None:
                 return
             assert isinstance(made, GraphFilter)
-            operator, v = args
+            operator, v = whole_map(args[0]), args[1]
+            if output.shape[-2] != v.shape[-2]:
+                raise ValueError(
+                    f"{name}: {output.shape[-2]} new tokens attend to {v.shape[-2]}: the lens "
+                    "looks at whole sequences, not at steps of decoding; leave past_key_values out"
+                )
             # what is measured must not be heard again
             self._now = None
             try:

@@ -9,7 +9,7 @@ from torch import nn
 
 from gfsa.filters import GFSA
 from gfsa.plugs.adapter import CHILD, Unknown
-from gfsa.plugs.core import Socket, plug, sockets_of
+from gfsa.plugs.core import Socket, finish, plug, sockets_of
 from gfsa.plugs.watch import stop_watching
 
 
@@ -51,15 +51,12 @@ def every_socket(
         yield sockets, added, skipped
     finally:
         stop_watching(model)
-        adapters = set()
         for name in added:
             socket = sockets[name]
             socket.adapter.remove(socket.module)
             delattr(socket.module, CHILD)
             del socket.module.__dict__["_gfsa_adapter"]
-            adapters.add(socket.adapter)
-        for adapter in adapters:
-            adapter.mark(model)
+        finish(model, {sockets[name].adapter for name in added})
 
 
 def blocks_around(model: nn.Module, sockets: dict[str, Socket]) -> dict[str, list[str]]:

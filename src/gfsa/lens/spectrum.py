@@ -7,6 +7,7 @@ Two pictures that are easy to confuse, so both are named wherever they appear: t
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -135,7 +136,7 @@ def verdict(coeffs: Tensor) -> Verdict:
     edges.sort()
     scale = max(float(numbers.abs().sum()), 1e-30)
     signs = set()
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in pairwise(edges):
         # roots closer than rounding can tell are one and the same
         if right - left < 1e-6:
             continue

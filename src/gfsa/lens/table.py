@@ -22,9 +22,7 @@ def show(report: LensReport, console: Console | None) -> None:
     try:
         from rich.console import Console
     except ImportError:
-        raise ImportError(
-            "tables need rich: pip install 'gfsa[cli]'; print(report) does not"
-        ) from None
+        raise ImportError("tables need rich: pip install 'gfsa[cli]'") from None
     console = console or Console()
     for name, model in report.models.items():
         console.print(table(model))

@@ -53,15 +53,29 @@ def as_tokens(x: Tensor, v: Tensor, attention: nn.Module, valid: Tensor | None) 
     return None
 
 
+def whole_map(operator: Operator) -> Operator:
+    """The map itself, out of an operator that keeps a cache for decoding around it.
+
+    What the lens applies must not end up in that cache.
+    """
+    inner = getattr(operator, "rows", None)
+    return inner if isinstance(inner, Operator) else operator
+
+
 def valid_from_operator(operator: Operator, v: Tensor) -> Tensor | None:
-    """``(..., N)``, True where some token may attend to this one; None if there is no mask.
+    """``(..., N)``, True where some token may attend to this one; None if all are.
 
     What padding is, as far as the attention map knows it.
     """
     mask = getattr(operator, "attn_mask", None)
-    if not isinstance(mask, Tensor) or mask.dim() < 2:
-        return None
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if isinstance(mask, Tensor) and mask.dim() >= 2:
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    else:
+        matrix = getattr(operator, "matrix", getattr(operator, "weights", None))
+        if not isinstance(matrix, Tensor) or matrix.shape[-1] != v.shape[-2]:
+            return None
+        # a key that no row of no head gives any weight
+        allowed = matrix > 0
     lead = v.shape[:-3]
     while allowed.dim() < len(lead) + 3:
         allowed = allowed[None]

@@ -89,7 +89,7 @@ function linePlot(canvas, options) {
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   svg.append(make("title", {}, document.createTextNode(options.title || options.y.label || "plot")));
 
-  for (const t of ticks(y0, y1, small ? 2 : 4)) {
+  for (const t of ticks(y0, y1, small ? 2 : 5)) {
     svg.append(make("line", { class: "grid", x1: left, x2: right, y1: sy(t), y2: sy(t) }));
     svg.append(make("text", { x: left - 5, y: sy(t) + 4, "text-anchor": "end" }, show(t)));
   }

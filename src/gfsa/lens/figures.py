@@ -1,0 +1,236 @@
+"""The report in matplotlib figures: vector output, readable in a paper's column, colour-blind safe.
+
+No global state of matplotlib is touched: figures are made without pyplot, styles are local.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, Spectrum
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from gfsa.lens.report import LensReport
+
+# Okabe and Ito's palette, without its yellow and black; line styles and markers differ as well, so
+# that a figure survives a black-and-white printer
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    # text stays text: searchable, and editable in a vector program
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+}
+COLUMN = (3.4, 2.4)
+
+
+def draw(report: LensReport) -> dict[str, Figure]:
+    """Every figure that the readings allow, by name."""
+    models = list(report.models.values())
+    figures: dict[str, Figure] = {}
+    with _style():
+        if any(model.features for model in models):
+            figures["similarity"] = _by_depth(models, lambda r: r.cosine, "cosine similarity", 1)
+            figures["rank"] = _by_depth(models, lambda r: r.effective_rank, "effective rank", None)
+            figures["residual"] = _by_depth(models, lambda r: r.residual, "rank-one residual", 1)
+            figures["singular_values"] = _singular_values(models)
+        if any(layer.spectrum for model in models for layer in model.attention):
+            figures["response"] = _response(models)
+            figures["response_by_layer"] = _response_by_layer(models)
+        for model in models:
+            if any(layer.filter is not None for layer in model.attention):
+                figures[f"coefficients ({model.name})"] = _coefficients(model)
+        figures["entropy"] = _heads(models, lambda r: r.entropy_share, "entropy, share of maximum")
+        figures["energy"] = _heads(models, lambda r: r.energy_after, "Dirichlet energy after")
+    return figures
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("figures need matplotlib: pip install 'gfsa[lens]'") from None
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
+def _figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = COLUMN) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _by_depth(
+    models: list[ModelReading],
+    pick: Callable[[FeatureReading], float],
+    label: str,
+    top: float | None,
+) -> Figure:
+    figure, axes = _figure()
+    axis = axes[0][0]
+    for number, model in enumerate(models):
+        xs = [reading.depth for reading in model.features]
+        ys = [pick(reading) for reading in model.features]
+        axis.plot(xs, ys, label=model.name, **_look(number))
+    axis.set(xlabel="layer (0: input)", ylabel=label)
+    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]), top=top)
+    _whole_numbers(axis)
+    _legend(axis, models)
+    return figure
+
+
+def _heads(
+    models: list[ModelReading], pick: Callable[[AttentionReading], list[float]], label: str
+) -> Figure:
+    figure, axes = _figure()
+    axis = axes[0][0]
+    for number, model in enumerate(models):
+        rows = [(r.depth, [v for v in pick(r) if math.isfinite(v)]) for r in model.attention]
+        rows = [(depth, values) for depth, values in rows if values]
+        xs = [depth for depth, _ in rows]
+        axis.plot(xs, [fmean(values) for _, values in rows], label=model.name, **_look(number))
+        lows, highs = [min(v) for _, v in rows], [max(v) for _, v in rows]
+        axis.fill_between(xs, lows, highs, color=COLOURS[number % 6], alpha=0.12, linewidth=0)
+    axis.set(xlabel="layer", ylabel=label)
+    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+    _whole_numbers(axis)
+    _legend(axis, models)
+    return figure
+
+
+def _singular_values(models: list[ModelReading]) -> Figure:
+    figure, axes = _figure()
+    axis = axes[0][0]
+    for number, model in enumerate(models):
+        if model.features:
+            values = model.features[-1].singular_values
+            xs = [i / max(1, len(values) - 1) for i in range(len(values))]
+            axis.plot(xs, values, label=model.name, color=COLOURS[number % 6])
+    axis.set(xlabel="index, as a share of all", ylabel="σ / σ₁, last features", ylim=(0, 1))
+    _legend(axis, models)
+    return figure
+
+
+def _mean_over(rows: list[list[float]]) -> list[float]:
+    return [fmean(column) for column in zip(*rows, strict=True)]
+
+
+def _spectra(model: ModelReading) -> list[tuple[AttentionReading, Spectrum]]:
+    return [(layer, layer.spectrum) for layer in model.attention if layer.spectrum is not None]
+
+
+def _draw_response(
+    axis: Axes, number: int, name: str, layer: AttentionReading, s: Spectrum
+) -> None:
+    colour = COLOURS[number % 6]
+    axis.plot(s.frequencies, _mean_over(s.filter_response), color=colour, label=name)
+    if layer.filter is not None:
+        mean = _mean_over(s.map_response)
+        axis.plot(s.frequencies, mean, color=colour, linestyle="--", linewidth=1)
+
+
+def _response(models: list[ModelReading]) -> Figure:
+    """The last layer, as in the paper's Fig. 1a."""
+    figure, axes = _figure()
+    axis = axes[0][0]
+    for number, model in enumerate(models):
+        found = _spectra(model)
+        if found:
+            _draw_response(axis, number, model.name, *found[-1])
+    axis.set(xlabel="frequency (cycles per token), last layer", ylabel="gain on Fourier modes")
+    axis.set_ylim(bottom=0)
+    _legend(axis, models)
+    return figure
+
+
+def _response_by_layer(models: list[ModelReading]) -> Figure:
+    """Every layer, as in the figure of the paper's appendix."""
+    depths = sorted({layer.depth for model in models for layer, _ in _spectra(model)})
+    columns = min(4, len(depths))
+    rows = math.ceil(len(depths) / columns)
+    figure, axes = _figure(rows, columns, (1.75 * columns, 1.45 * rows))
+    panels = [axis for row in axes for axis in row]
+    for axis, depth in zip(panels, depths, strict=False):
+        for number, model in enumerate(models):
+            for layer, found in _spectra(model):
+                if layer.depth == depth:
+                    _draw_response(axis, number, model.name, layer, found)
+        axis.set_title(f"layer {depth}")
+    top = max(axis.get_ylim()[1] for axis in panels[: len(depths)])
+    for axis in panels[: len(depths)]:
+        axis.set_ylim(0, top)
+    for axis in panels[len(depths) :]:
+        axis.set_visible(False)
+    figure.supxlabel("frequency (cycles per token)", fontsize=9)
+    figure.supylabel("gain on Fourier modes", fontsize=9)
+    _legend(panels[0], models)
+    return figure
+
+
+def _coefficients(model: ModelReading) -> Figure:
+    """Layers × heads, one panel a power; white is ordinary attention."""
+    layers = model.attention
+    powers = max(len(row) for layer in layers for row in layer.coefficients)
+    heads = max(len(layer.coefficients) for layer in layers)
+    size = (max(2.2, 0.9 + 0.22 * heads) * powers, max(1.8, 0.9 + 0.2 * len(layers)))
+    figure, axes = _figure(1, powers, size)
+    for power, axis in enumerate(axes[0]):
+        usual = 1.0 if power == 1 else 0.0
+        cells = [
+            [
+                layer.coefficients[head][power] - usual
+                if head < len(layer.coefficients) and power < len(layer.coefficients[head])
+                else math.nan
+                for head in range(heads)
+            ]
+            for layer in layers
+        ]
+        reach = max((abs(v) for row in cells for v in row if math.isfinite(v)), default=0) or 1e-3
+        drawn = axis.pcolormesh(cells, cmap="PuOr_r", vmin=-reach, vmax=reach)
+        axis.set_title(f"$c_{power}$" + (" − 1" if usual else ""))
+        axis.set_xticks([0.5, heads - 0.5], ["1", str(heads)])
+        axis.set_yticks([0.5, len(layers) - 0.5], [str(layers[0].depth), str(layers[-1].depth)])
+        axis.invert_yaxis()
+        axis.grid(False)
+        axis.set_xlabel("head")
+        figure.colorbar(drawn, ax=axis, shrink=0.85)
+    axes[0][0].set_ylabel("layer")
+    return figure
+
+
+def _look(number: int) -> dict[str, Any]:
+    return {"color": COLOURS[number % 6], "marker": MARKERS[number % 6]}
+
+
+def _whole_numbers(axis: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def _legend(axis: Axes, models: list[ModelReading]) -> None:
+    if len(models) > 1:
+        axis.legend()

@@ -1,0 +1,233 @@
+"""diagnose: what it measures is what the model does, on any model, and it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.lens import diagnose, metrics
+from gfsa.lens.readings import ModelReading
+from support.tiny import TinyEncoder, padded_batch
+
+
+def only(report: Any) -> ModelReading:
+    (reading,) = report.models.values()
+    return reading
+
+
+def expected_cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:
+    valid = None if mask is None else mask.bool()
+    return [metrics.cosine_similarity(x, valid).mean().item() for x in states]
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    return padded_batch([9, 5, 12, 7])
+
+
+@pytest.mark.parametrize("plugged", [False, True, "some"])
+def test_features_are_what_leaves_each_block(plugged: bool | str, batch: dict[str, Tensor]) -> None:
+    model = TinyEncoder(depth=4).eval()
+    if plugged:
+        gfsa.plug(model, w0=0.3, wK=-0.2, layers=[2, 4] if plugged == "some" else "all")
+    with torch.no_grad():
+        states = model.states(**batch)
+    reading = only(diagnose(model, batch))
+    expected = expected_cosines(states, batch["attention_mask"])
+    assert [feature.cosine for feature in reading.features] == pytest.approx(expected)
+    assert [feature.depth for feature in reading.features] == [0, 1, 2, 3, 4]
+    assert (reading.samples, reading.tokens) == (4, 33)
+    filtered = [layer.depth for layer in reading.attention if layer.filter is not None]
+    assert filtered == {False: [], True: [1, 2, 3, 4], "some": [2, 4]}[plugged]
+
+
+def test_a_block_that_runs_at_every_depth_has_a_reading_for_each(batch: dict[str, Tensor]) -> None:
+    model = TinyEncoder(depth=3, shared=True).eval()
+    with torch.no_grad():
+        states = model.states(**batch)
+    reading = only(diagnose(model, batch))
+    expected = expected_cosines(states, batch["attention_mask"])
+    assert [feature.cosine for feature in reading.features] == pytest.approx(expected)
+    assert [layer.name for layer in reading.attention] == [
+        f"blocks.0.attention (run {turn})" for turn in (1, 2, 3)
+    ]
+
+
+def test_padding_takes_no_part(batch: dict[str, Tensor]) -> None:
+    model = TinyEncoder()
+    gfsa.plug(model, w0=0.3, wK=-0.2)
+    together = only(diagnose(model, batch))
+    alone = []
+    for tokens, mask in zip(batch["tokens"], batch["attention_mask"], strict=True):
+        alone.append(only(diagnose(model, tokens[mask.bool()][None])))
+    for depth, feature in enumerate(together.features):
+        for name in ("cosine", "effective_rank", "residual", "norm"):
+            parts = [getattr(reading.features[depth], name) for reading in alone]
+            assert getattr(feature, name) == pytest.approx(sum(parts) / len(parts), rel=1e-4), name
+    for depth, layer in enumerate(together.attention):
+        for name in ("entropy", "entropy_share", "energy_before", "energy_after"):
+            parts = torch.tensor([getattr(reading.attention[depth], name) for reading in alone])
+            torch.testing.assert_close(
+                torch.tensor(getattr(layer, name)), parts.mean(0), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_what_was_padded_with_does_not_matter(batch: dict[str, Tensor]) -> None:
+    model = TinyEncoder()
+    other = {**batch, "tokens": batch["tokens"].clone()}
+    other["tokens"][~batch["attention_mask"].bool()] = -7.0
+    first, second = diagnose(model, batch), diagnose(model, other)
+    for name in ("features", "attention"):
+        assert getattr(only(first), name) == getattr(only(second), name)
+
+
+def test_a_mask_of_ones_own_goes_before_the_batch() -> None:
+    model = TinyEncoder()
+    tokens = torch.randn(2, 8, 16)
+    valid = torch.arange(8) < torch.tensor([[8], [3]])
+    expected = metrics.cosine_similarity(tokens, valid).mean().item()
+    for given in (valid, lambda batch: valid):
+        reading = only(diagnose(model, tokens, valid=given))
+        assert reading.features[0].cosine == pytest.approx(expected)
+        assert reading.tokens == 11
+
+
+@pytest.mark.parametrize("plugged", [False, True, "some"])
+def test_the_model_is_left_as_it_was(plugged: bool | str, batch: dict[str, Tensor]) -> None:
+    model = TinyEncoder()
+    if plugged:
+        gfsa.plug(model, w0=0.3, layers=[2] if plugged == "some" else "all")
+    model.train()
+    model.blocks[1].eval()
+    before = copy.deepcopy(model)
+    generator = torch.get_rng_state()
+    diagnose(model, batch)
+    assert torch.equal(torch.get_rng_state(), generator)
+    for (name, now), (_, was) in zip(model.named_modules(), before.named_modules(), strict=True):
+        assert type(now) is type(was), name
+        assert now.training == was.training, name
+        assert set(now.__dict__) - {"_gfsa_watch"} == set(was.__dict__) - {"_gfsa_watch"}, name
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            kept = len(getattr(now, hooks))
+            assert kept <= len(getattr(was, hooks)), name
+    for (name, now), (_, was) in zip(
+        model.state_dict().items(), before.state_dict().items(), strict=True
+    ):
+        assert torch.equal(now, was), name
+    torch.testing.assert_close(model(**batch), before(**batch), rtol=0, atol=0)
+
+
+def test_the_model_is_left_as_it_was_after_an_error() -> None:
+    model = TinyEncoder()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError):
+        diagnose(model, torch.randn(2, 8, 17))
+    assert [type(module) for module in model.modules()] == kinds
+    assert not gfsa.filters_of(model)
+
+
+def test_batches_are_averaged_sample_by_sample() -> None:
+    model = TinyEncoder()
+    tokens = torch.randn(6, 8, 16)
+    whole = only(diagnose(model, tokens, spectral_samples=6))
+    parts = only(diagnose(model, [tokens[:4], tokens[4:]], spectral_samples=6))
+    assert parts.samples == 6
+    for a, b in zip(whole.features, parts.features, strict=True):
+        assert a.cosine == pytest.approx(b.cosine)
+        assert a.singular_values == pytest.approx(b.singular_values)
+    for one, other in zip(whole.attention, parts.attention, strict=True):
+        assert one.entropy == pytest.approx(other.entropy)
+        for row, same in zip(
+            one.spectrum.filter_response, other.spectrum.filter_response, strict=True
+        ):
+            assert row == pytest.approx(same)
+
+
+def test_batches_of_several_lengths_share_one_axis() -> None:
+    model = TinyEncoder()
+    batches = [torch.randn(2, length, 16) for length in (9, 12, 5)]
+    reading = only(diagnose(model, batches, spectral_samples=100))
+    assert len(reading.features[1].singular_values) == 9
+    assert len(reading.attention[0].spectrum.frequencies) == 5
+    assert len(reading.attention[0].spectrum.map_values[0]) == 9
+
+
+def test_loaders_of_labelled_data_and_generators() -> None:
+    model = TinyEncoder()
+    data = torch.utils.data.TensorDataset(torch.randn(6, 8, 16), torch.arange(6))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    seen: list[tuple[int, int | None]] = []
+    report = diagnose({"a": model, "b": model}, loader, progress=lambda *told: seen.append(told))
+    assert [reading.samples for reading in report.models.values()] == [6, 6]
+    assert seen == [(1, 3), (2, 3), (3, 3)] * 2
+    made = (torch.randn(2, 8, 16) for _ in range(3))
+    report = diagnose({"a": model, "b": model}, made, max_batches=2)
+    assert [reading.samples for reading in report.models.values()] == [4, 4]
+
+
+def test_selected_layers_only() -> None:
+    model = TinyEncoder(depth=4)
+    reading = only(diagnose(model, torch.randn(2, 8, 16), layers=[2, 3]))
+    assert [layer.depth for layer in reading.attention] == [2, 3]
+    assert [feature.depth for feature in reading.features] == [2, 3]
+    with pytest.raises(ValueError, match="no layer 9"):
+        diagnose(model, torch.randn(2, 8, 16), layers=[9])
+
+
+def test_what_is_not_asked_for_is_not_measured() -> None:
+    tokens = torch.randn(2, 8, 16)
+    reading = only(diagnose(TinyEncoder(), tokens, attention=False, spectral=False))
+    assert all(math.isnan(value) for layer in reading.attention for value in layer.entropy)
+    assert all(layer.spectrum is None for layer in reading.attention)
+    assert reading.seconds["attention"] == reading.seconds["spectral"] == 0
+    reading = only(diagnose(TinyEncoder(), tokens, features=False))
+    assert reading.features == []
+
+
+def test_long_maps_are_not_built() -> None:
+    reading = only(diagnose(TinyEncoder(), torch.randn(1, 20, 16), most_tokens=16))
+    found = reading.attention[0].spectrum
+    assert found.map_values == []
+    assert "16" in found.note
+    assert len(found.map_response[0]) == 11
+
+
+def test_filters_show_in_the_readings(batch: dict[str, Tensor]) -> None:
+    """Coefficients, response and energy of a plugged layer against the dense map of that layer."""
+    model = TinyEncoder(depth=1, heads=2).double()
+    gfsa.plug(model, filter=gfsa.Laplacian)
+    tokens = torch.randn(1, 10, 16, dtype=torch.float64)
+    layer = only(diagnose(model, tokens)).attention[0]
+    assert layer.coefficients == [[1, -1], [1, -1]]
+    assert layer.verdict == ["high-pass", "high-pass"]
+    for on_map, on_filter in zip(
+        layer.spectrum.map_response, layer.spectrum.filter_response, strict=True
+    ):
+        assert on_map[0] == pytest.approx(1)
+        # I − A takes the constant away
+        assert on_filter[0] == pytest.approx(0, abs=1e-7)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    model = TinyEncoder()
+    with pytest.raises(TypeError, match=r"expected an nn\.Module"):
+        diagnose({"a": "bert"}, torch.randn(1, 8, 16))
+    with pytest.raises(ValueError, match="no model"):
+        diagnose({}, torch.randn(1, 8, 16))
+    with pytest.raises(ValueError, match="empty"):
+        diagnose(model, [])
+    with pytest.raises(ValueError, match="no self-attention"):
+        diagnose(nn.Linear(2, 2), torch.randn(1, 2))
+
+
+def test_a_call_of_ones_own() -> None:
+    model = TinyEncoder()
+    items = [{"x": torch.randn(2, 8, 16)}]
+    reading = only(diagnose(model, items, forward=lambda m, item: m(item["x"])))
+    assert reading.samples == 2

@@ -1,0 +1,153 @@
+"""diagnose on other people's models: features against what they themselves report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.lens import diagnose, metrics
+from gfsa.lens.readings import ModelReading
+
+IDS = torch.arange(30).reshape(3, 10) % 17
+MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
+
+
+def only(report: Any) -> ModelReading:
+    (reading,) = report.models.values()
+    return reading
+
+
+def cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:
+    return [metrics.cosine_similarity(x, mask).mean().item() for x in states]
+
+
+def transformers_model(kind: str, implementation: str = "sdpa") -> Any:
+    import transformers as hf
+
+    small = {
+        "vocab_size": 31,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    config = {
+        "bert": lambda: hf.BertConfig(**small),
+        "albert": lambda: hf.AlbertConfig(**small, embedding_size=16),
+        "llama": lambda: hf.LlamaConfig(**small, num_key_value_heads=2),
+        "gpt2": lambda: hf.GPT2Config(
+            vocab_size=31, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
+        ),
+    }[kind]()
+    config.initializer_range = 0.5
+    return hf.AutoModel.from_config(config, attn_implementation=implementation).eval()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["bert", "albert", "llama", "gpt2"])
+@pytest.mark.parametrize("plugged", [False, True])
+def test_transformers(kind: str, implementation: str, plugged: bool) -> None:
+    model = transformers_model(kind, implementation)
+    batch = {"input_ids": IDS, "attention_mask": MASK.flip(1) if kind == "llama" else MASK}
+    batch["attention_mask"] = batch["attention_mask"].long()
+    if plugged:
+        gfsa.plug(model, w0=0.2, wK=0.3)
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    reading = only(diagnose(model, batch))
+    expected = cosines(list(states), batch["attention_mask"].bool())
+    got = [feature.cosine for feature in reading.features]
+    assert len(got) == 4
+    # decoders report their last features after the final norm
+    last = 3 if kind in ("llama", "gpt2") else 4
+    assert got[:last] == pytest.approx(expected[:last], abs=1e-5)
+    assert reading.tokens == int(MASK.sum())
+    assert bool(gfsa.filters_of(model)) == plugged
+    assert hasattr(model.config, "gfsa") == plugged
+
+
+def test_both_implementations_of_transformers_give_the_same_maps() -> None:
+    model = transformers_model("bert")
+    batch = {"input_ids": IDS, "attention_mask": MASK.long()}
+    sdpa = only(diagnose(model, batch))
+    model.set_attn_implementation("eager")
+    eager = only(diagnose(model, batch))
+    for one, other in zip(sdpa.attention, eager.attention, strict=True):
+        assert one.entropy == pytest.approx(other.entropy, rel=1e-4)
+        assert one.energy_after == pytest.approx(other.energy_after, rel=1e-4)
+        for row, same in zip(one.spectrum.map_values, other.spectrum.map_values, strict=True):
+            assert row == pytest.approx(same, abs=1e-5)
+
+
+def test_encoder_and_decoder_have_masks_of_their_own() -> None:
+    import transformers as hf
+
+    config = hf.T5Config(vocab_size=31, d_model=32, d_kv=8, num_heads=4, d_ff=48, num_layers=2)
+    model = hf.T5Model(config).eval()
+    batch = {"input_ids": IDS, "attention_mask": MASK.long(), "decoder_input_ids": IDS}
+    with torch.no_grad():
+        out = model(**batch, output_hidden_states=True)
+    reading = only(diagnose(model, batch))
+    got = [feature.cosine for feature in reading.features]
+    encoder = cosines(list(out.encoder_hidden_states[:2]), MASK)
+    decoder = cosines(list(out.decoder_hidden_states[1:2]), None)
+    assert got[:2] == pytest.approx(encoder, abs=1e-5)
+    assert got[3] == pytest.approx(decoder[0], abs=1e-5)
+    assert len(reading.skipped) == 2
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_torch_encoders(batch_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=batch_first)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    tokens = torch.randn(3, 10, 16)
+    given = tokens if batch_first else tokens.transpose(0, 1)
+    reading = only(diagnose(model, {"src": given, "src_key_padding_mask": ~MASK}))
+    states = [given]
+    with torch.no_grad():
+        for block in model.layers:
+            states.append(block(states[-1], src_key_padding_mask=~MASK))
+    states = states if batch_first else [state.transpose(0, 1) for state in states]
+    got = [feature.cosine for feature in reading.features]
+    assert got == pytest.approx(cosines(states, MASK), abs=1e-5)
+    assert reading.tokens == int(MASK.sum())
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_as_many_samples_as_tokens(batch_first: bool) -> None:
+    """Shapes cannot tell which axis is the batch; the module can."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=batch_first)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    tokens = torch.randn(6, 6, 16)
+    reading = only(diagnose(model, tokens))
+    expected = metrics.cosine_similarity(tokens if batch_first else tokens.transpose(0, 1))
+    assert reading.features[0].cosine == pytest.approx(expected.mean().item(), abs=1e-6)
+
+
+def test_graphs_whose_tokens_lie_one_after_another() -> None:
+    """PyG's GPS layers: features of all graphs in one list, attention on padded graphs."""
+    geometric = pytest.importorskip("torch_geometric.nn")
+
+    class Graphs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(geometric.GPSConv(16, None, heads=4) for _ in range(2))
+
+        def forward(self, x: Tensor, edges: Tensor, batch: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, edges, batch)
+            return x
+
+    counts = [5, 3, 7]
+    x = torch.randn(sum(counts), 16)
+    batch = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    model = Graphs().eval()
+    reading = only(diagnose(model, (x, torch.zeros(2, 0, dtype=torch.long), batch)))
+    parts = [metrics.cosine_similarity(part[None]) for part in x.split(counts)]
+    assert reading.samples == 3
+    assert reading.features[0].cosine == pytest.approx(torch.cat(parts).mean().item(), abs=1e-6)
+    assert len(reading.features) == 3

@@ -108,6 +108,7 @@ _registered: dict[type[nn.Module], Adapter] = {}
 # asked only if the library is loaded, since a model of it cannot exist otherwise
 PROVIDERS = {
     "transformers": "gfsa.plugs.transformers",
+    "gfsa.models": "gfsa.plugs.own",
     "torch": "gfsa.plugs.torch_mha",
 }
 
@@ -127,7 +128,11 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
 
 
 def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | None:
-    """The adapter that knows ``module``, or None if it is not an attention module we know."""
+    """The adapter for ``module``, or None if it is not attention.
+
+    Attention that no adapter knows gets the tracer, or with ``unknown="refuse"`` one that refuses
+    it with a reason.
+    """
     for cls in type(module).__mro__:
         if cls in _registered:
             return _registered[cls]
@@ -136,4 +141,8 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
             adapter: Adapter | None = importlib.import_module(provider).find(module)
             if adapter is not None:
                 return adapter
+    from gfsa.plugs.tracer import TRACER, UNKNOWN, looks_like_attention
+
+    if looks_like_attention(module):
+        return TRACER if unknown == "trace" else UNKNOWN
     return None

@@ -13,7 +13,16 @@ from gfsa.models import GraphViT, GraphViTCollator
 from gfsa.models.graph_features import random_walk_encoding
 from gfsa.models.graph_vit import GINELayer
 from gfsa.models.partition import bisection
-from support.graphs import ATOMS, BONDS, molecule, permuted, randomise, reference_blocks, softmax
+from support.graphs import (
+    ATOMS,
+    BONDS,
+    molecule,
+    one_way,
+    permuted,
+    randomise,
+    reference_blocks,
+    softmax,
+)
 
 PATCHES, STEPS, PATCH_STEPS = 4, 5, 3
 
@@ -31,8 +40,9 @@ def collator(**options: object) -> GraphViTCollator:
 
 
 def graphs() -> list[SimpleNamespace]:
-    """With as many patches as allowed, with fewer, with one, and in several pieces."""
-    return [molecule(11, 3), molecule(3, seed=1), molecule(1), molecule(9, connected=False)]
+    """With as many patches as allowed, with fewer, with one; in pieces; with one-way edges."""
+    pieces = molecule(9, connected=False)
+    return [molecule(11, 3), molecule(3, seed=1), molecule(1), pieces, one_way(molecule(7, 2))]
 
 
 def batch_norm(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
@@ -143,7 +153,7 @@ def test_a_random_filter_is_the_formula_too() -> None:
 def test_rows_of_the_map_do_not_sum_to_one() -> None:
     model, batch = small(), collator()(graphs())
     attention = model.blocks[0].attention
-    q, k, _ = attention.heads(torch.randn(4, PATCHES, 12, dtype=torch.float64))
+    q, k, _ = attention.heads(torch.randn(5, PATCHES, 12, dtype=torch.float64))
     A = attention.operator(q, k, batch.padding, batch.adjacency.double()).dense()
     assert (A.sum(-1) - 1).abs().max() > 0.1
     assert A[1, :, :, 3].abs().max() == 0  # a graph of three patches has no fourth

@@ -16,6 +16,7 @@ from support.graphs import (
     BONDS,
     layer_norm,
     molecule,
+    one_way,
     permuted,
     randomise,
     reference_blocks,
@@ -33,8 +34,9 @@ def small(**options: object) -> Graphormer:
 
 
 def graphs() -> list[SimpleNamespace]:
-    """Of different sizes; degrees and distances beyond the tables; one in several pieces."""
-    return [molecule(9, 3), molecule(14, 1, seed=1), molecule(1), molecule(8, connected=False)]
+    """Of different sizes, beyond the tables of degrees and distances; in pieces; one-way."""
+    pieces = molecule(8, connected=False)
+    return [molecule(9, 3), molecule(14, 1, seed=1), molecule(1), pieces, one_way(molecule(7, 2))]
 
 
 def reference_bias(model: Graphormer, graph: PairGraph) -> Tensor:

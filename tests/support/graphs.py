@@ -35,6 +35,13 @@ def molecule(
     )
 
 
+def one_way(graph: SimpleNamespace) -> SimpleNamespace:
+    """The same graph with a third of its edges gone, so that some lead one way only."""
+    kept = torch.arange(graph.edge_index.shape[1]) % 3 != 0
+    edges = {"edge_index": graph.edge_index[:, kept], "edge_attr": graph.edge_attr[kept]}
+    return SimpleNamespace(**{**vars(graph), **edges})
+
+
 def permuted(graph: SimpleNamespace, order: Tensor) -> SimpleNamespace:
     """The same graph, node ``order[i]`` now called i, and its edges shuffled."""
     new_name = torch.argsort(order)

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from gfsa.operators import fused
 from gfsa.operators.dense import DropoutPlace
 
 Backend = Literal["auto", "dense", "sdpa", "fused"]
@@ -50,11 +51,15 @@ def choose(backend: Backend, call: Call) -> Choice:
         return Choice(backend, "asked for by name")
     if only_dense is not None:
         return Choice("dense", only_dense)
-    if why_not_fused(call) is None:
-        return Choice("fused", "a fused kernel covers this call")
+    not_fused = why_not_fused(call)
+    slower = not_fused or fused.why_not_worth_it(call)
+    if slower is None:
+        return Choice("fused", "a fused kernel is the fastest for this call")
     refusal = why_not_sdpa(call)
     if refusal is None:
-        return Choice("sdpa", "torch's own attention kernels, one pass a power")
+        return Choice("sdpa", f"torch's own attention kernels, one pass a power: {slower}")
+    if not_fused is None:
+        return Choice("fused", f"a fused kernel covers this call, and sdpa does not: {refusal}")
     return Choice("dense", refusal)
 
 
@@ -77,7 +82,7 @@ def why_not_sdpa(call: Call) -> str | None:
 
 def why_not_fused(call: Call) -> str | None:
     """The reason why no fused kernel can serve ``call``, or None if one can."""
-    return "this version has no fused kernels"
+    return fused.why_not(call)
 
 
 def _generator_is_out_of_reach(device: torch.device) -> bool:

@@ -1,0 +1,5 @@
+"""Graph-filter attention of degree two in own GPU kernels; importing this imports no Triton."""
+
+from gfsa.operators.fused.support import why_not, why_not_worth_it
+
+__all__ = ["why_not", "why_not_worth_it"]

@@ -1,0 +1,66 @@
+"""What every kernel does to one tile: load it, mask its scores, drop its entries."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# for kernels that are launched directly: compiled code must not depend on numbers that the launch
+# does not name, nor on where a tensor begins that the caller brings
+LIGHT = {
+    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_i", "mask_j"],
+    "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in"],
+}
+
+# kinds of mask, as compile-time numbers
+NO_MASK = tl.constexpr(0)
+KEY_MASK = tl.constexpr(1)
+FULL_MASK = tl.constexpr(2)
+
+
+@triton.jit
+def load_tile(tensor, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows ``row … row+ROWS`` of one head; what lies beyond the tensor reads as zero."""
+    return tl.reshape(tensor.load([b, h, row, 0]), [ROWS, D])
+
+
+@triton.jit
+def store_tile(tensor, tile, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
+    """Write rows ``row … row+ROWS`` of one head; what lies beyond the tensor is left out."""
+    tensor.store([b, h, row, 0], tl.reshape(tile.to(tensor.dtype), [1, 1, ROWS, D]))
+
+
+@triton.jit
+def allowed(i, j, n, mask, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: tl.constexpr):
+    """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation."""
+    keep = j < n
+    if CAUSAL:
+        keep = keep & (j <= i)
+    if MASK == KEY_MASK:
+        keep = keep & (tl.load(mask + j * col_stride, mask=j < n, other=0) != 0)
+    if MASK == FULL_MASK:
+        # n·n may pass 2³¹
+        at = i.to(tl.int64) * row_stride + j.to(tl.int64) * col_stride
+        keep = keep & (tl.load(mask + at, mask=(i < n) & (j < n), other=0) != 0)
+    return keep
+
+
+@triton.jit
+def survives(i, j, n, seed, stream, dropout_p):
+    """Whether dropout keeps entry ``(i, j)``: a function of the entry and the seed alone.
+
+    Philox2x32 with 7 rounds on the counter ``(i·n + j, stream)``, so that every pass over the
+    attention map, in any order and orientation, drops the same entries.
+    """
+    low = (i * n + j).to(tl.uint32)
+    high = (low * 0) + stream.to(tl.uint32)
+    key = seed.to(tl.uint32)
+    for _ in tl.static_range(7):
+        product_high = tl.umulhi(low, 0xD256D193)
+        low, high = product_high ^ key ^ high, tl.mul(low, 0xD256D193, sanitize_overflow=False)
+        key = tl.add(key, 0x9E3779B9, sanitize_overflow=False)
+    # 31 bits, as a signed number, turned into a float in [0, 1)
+    uniform = (low >> 1).to(tl.int32).to(tl.float32) * 4.656612873077393e-10
+    return uniform >= dropout_p

@@ -1,0 +1,197 @@
+"""The fused kernels on a GPU, under FlashAttention's rule, over all that they promise to take."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+from gfsa.functional import graph_filter_attention
+from gfsa.operators.fused import op, passes, short, support
+from gfsa.operators.fused.op import filter_attention
+from support.fused_cases import NAMES, Problem, attention_errors, error, run
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def fuzzed(count: int) -> list[Problem]:
+    """Shapes and options drawn with a fixed seed, short and long ones alike."""
+    draw = random.Random(6)
+    problems = []
+    for _ in range(count):
+        long = draw.random() < 0.5
+        heads = draw.choice([1, 2, 3, 4, 6])
+        problems.append(
+            Problem(
+                batch=draw.choice([1, 2, 3]),
+                heads=heads,
+                length=draw.randint(257, 1100) if long else draw.randint(2, 256),
+                head_dim=draw.choice([16, 32, 40, 64, 64, 80, 96, 128]),
+                key_heads=draw.choice([h for h in range(1, heads + 1) if heads % h == 0]),
+                is_causal=draw.random() < 0.4,
+                mask=draw.choice(["none", "none", "keys", "full", "per head"]),
+                dropout_p=draw.choice([0.0, 0.0, 0.0, 0.3]),
+                projected=draw.random() < 0.5,
+                scale=draw.choice([None, None, 0.3, -0.2]),
+                dtype=draw.choice([BF16, BF16, FP16]),
+                device="cuda",
+            )
+        )
+    return problems
+
+
+KNOWN = [
+    Problem(2, 4, 64, 64, dtype=BF16, device="cuda"),
+    Problem(2, 4, 128, 64, dtype=BF16, device="cuda", projected=True),
+    Problem(2, 4, 197, 64, dtype=BF16, device="cuda", projected=True),
+    Problem(2, 4, 197, 64, dtype=FP16, device="cuda", is_causal=True),
+    Problem(2, 4, 256, 64, dtype=BF16, device="cuda"),
+    Problem(3, 4, 128, 64, dtype=BF16, device="cuda", mask="keys"),
+    Problem(3, 4, 100, 64, dtype=BF16, device="cuda", mask="keys", dropout_p=0.1),
+    Problem(3, 4, 197, 64, dtype=BF16, device="cuda", mask="keys", is_causal=True),
+    Problem(3, 4, 250, 64, dtype=BF16, device="cuda", dropout_p=0.1),
+    Problem(2, 4, 128, 64, 2, dtype=BF16, device="cuda", is_causal=True, projected=True),
+    Problem(1, 2, 1, 64, dtype=BF16, device="cuda"),
+    Problem(1, 2, 17, 8, dtype=BF16, device="cuda"),
+    Problem(2, 2, 2048, 128, dtype=BF16, device="cuda", is_causal=True),
+]
+
+
+@pytest.mark.parametrize("problem", KNOWN + fuzzed(60), ids=str)
+def test_as_exact_as_attention(problem: Problem) -> None:
+    torch.manual_seed(1)
+    got, expected = run(problem)
+    plain = attention_errors(problem)
+    # rounding of the inputs to the last product, where n is too small for errors to average
+    floor = 0.2 * torch.finfo(problem.dtype).eps
+    allowed = dict(zip(NAMES, [2 * e + floor for e in plain], strict=False), dc=5e-3)
+    size = max(x.norm().item() for x in expected)
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert torch.isfinite(x).all(), name
+        # a gradient that vanishes but for rounding (of q, when n = 1) has no relative error
+        negligible = (x.double() - y).norm().item() <= 1e-4 * size
+        assert negligible or error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+
+
+@pytest.mark.parametrize("problem", KNOWN[:9] + fuzzed(8), ids=str)
+def test_the_same_bits_again(problem: Problem) -> None:
+    results = []
+    for _ in range(3):
+        torch.manual_seed(2)
+        results.append(run(problem)[0])
+    for again in results[1:]:
+        for name, x, y in zip(NAMES, results[0], again, strict=True):
+            assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("length", [5, 63, 100, 129, 197, 255, 300, 511])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.2}], ids=str)
+def test_memory_beyond_the_tensors_is_never_used(length: int, options: dict) -> None:
+    """Every tensor lies in a sea of NaN, and fresh memory holds NaN."""
+    torch.manual_seed(3)
+    batch, heads, dim = 2, 3, 64
+    torch.cuda.empty_cache()
+    torch.full((64 << 20,), float("nan"), device="cuda")
+    sea = torch.full((4, batch, heads, length + 70, dim), float("nan"), device="cuda", dtype=BF16)
+    inside = sea[..., 33 : 33 + length, :]
+    inside.copy_(torch.randn(inside.shape, device="cuda"))
+    q, k, v, g = inside.unbind(0)
+    coeffs = torch.randn(heads, 3, device="cuda")
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
+    seed = torch.tensor([5], device="cuda") if options.get("dropout_p") else None
+    out = filter_attention(*inputs, seed=seed, scale=0.125, **options)
+    for x in (out, *torch.autograd.grad(out, inputs, g)):
+        assert torch.isfinite(x).all()
+
+
+def test_huge_scores_stay_finite() -> None:
+    """Logsumexps far below zero: keys beyond the last one must not overflow."""
+    for length in (100, 197, 300):
+        q = torch.full((1, 2, length, 64), -6.0, device="cuda", dtype=BF16)
+        k = torch.full_like(q, 6.0)
+        v = torch.randn_like(q)
+        inputs = [x.requires_grad_() for x in (q, k, v, torch.ones(2, 3, device="cuda"))]
+        out = filter_attention(*inputs, scale=1.0)
+        for x in (out, *torch.autograd.grad(out, inputs, torch.randn_like(out))):
+            assert torch.isfinite(x).all()
+
+
+def test_both_paths_take_what_they_should() -> None:
+    q = torch.randn(1, 1, 197, 64, device="cuda", dtype=BF16)
+    if support.capability(q.device) == (9, 0) and support.TRITON == (3, 6):
+        assert op._path(q, None, 0.1) is short
+    assert op._path(torch.randn(1, 1, 300, 64, device="cuda", dtype=BF16), None, 0.1) is passes
+    assert op._path(q, torch.ones(197, 197, device="cuda", dtype=torch.bool), 0.1) is passes
+    assert op._path(q, None, -0.1) is passes
+
+
+@pytest.mark.parametrize("length", [512, 1024])
+def test_attention_at_initialisation_has_attentions_bits(length: int) -> None:
+    """Beyond the short kernels' reach the first pass is torch's own."""
+    q, k, v = torch.randn(3, 2, 4, length, 64, device="cuda", dtype=BF16).unbind(0)
+    coeffs = torch.tensor([0.0, 1.0, 0.0], device="cuda")
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(graph_filter_attention(q, k, v, coeffs, backend="fused"), plain)
+
+
+@pytest.mark.parametrize("length", [100, 300])
+def test_operator_registration(length: int) -> None:
+    q, k, v = torch.randn(3, 2, 4, length, 64, device="cuda", dtype=BF16).unbind(0)
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(4, 3, device="cuda"))]
+    mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
+    seed = torch.tensor([3], device="cuda")
+    for extra in ((None, None, 0.0), (mask, seed, 0.1)):
+        torch.library.opcheck(op.forward, (*inputs, *extra, True, 0.125))
+
+
+@pytest.mark.parametrize("length", [100, 300])
+@pytest.mark.parametrize("projected", [False, True])
+def test_compiled_whole(length: int, projected: bool) -> None:
+    problem = Problem(2, 4, length, 64, dtype=BF16, device="cuda", projected=projected)
+    q, k, v, coeffs, g = problem.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        return graph_filter_attention(*inputs, backend="fused") * 2
+
+    compiled = torch.compile(step, fullgraph=True)
+    y, z = step(*inputs), compiled(*inputs)
+    assert torch.equal(y, z)
+    for a, b in zip(
+        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("length", [100, 300])
+def test_captured_in_a_graph(length: int) -> None:
+    """Replays compute with what the inputs then hold, and draw a new dropout mask each time."""
+    problem = Problem(2, 4, length, 64, dtype=BF16, device="cuda")
+    q, k, v, coeffs, g = problem.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+
+    def step(dropout_p: float) -> list[torch.Tensor]:
+        y = graph_filter_attention(*inputs, dropout_p=dropout_p, backend="fused")
+        return [y, *torch.autograd.grad(y, inputs, g)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(0.0)
+        step(0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plain, dropped = step(0.0), step(0.5)
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+    graph.replay()
+    first = dropped[0].clone()
+    for x, y in zip(plain, step(0.0), strict=True):
+        assert torch.equal(x, y)
+    graph.replay()
+    assert not torch.equal(first, dropped[0])

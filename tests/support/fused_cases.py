@@ -1,0 +1,114 @@
+"""Calls of the fused kernels, and what they must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gfsa.operators import DenseOperator, SDPAOperator
+from gfsa.operators.fused.op import filter_attention
+from support.dropout import surviving
+
+MaskKind = Literal["none", "keys", "full", "per head"]
+NAMES = ("out", "dq", "dk", "dv", "dc")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    key_heads: int = 0
+    is_causal: bool = False
+    mask: MaskKind = "none"
+    dropout_p: float = 0.0
+    projected: bool = False
+    """Heads beside features in memory, as a linear layer leaves them."""
+    scale: float | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, coefficients and the output's gradient."""
+        key_heads = self.key_heads or self.heads
+        q, k, v, g = (
+            self._tokens(heads) for heads in (self.heads, key_heads, key_heads, self.heads)
+        )
+        coeffs = torch.tensor([0.3, 1.0, -0.6]) + 0.2 * torch.randn(self.heads, 3)
+        return q, k, v, coeffs.to(self.device), g
+
+    def _tokens(self, heads: int) -> Tensor:
+        shape = (self.batch, heads, self.length, self.head_dim)
+        if self.projected:
+            shape = (self.batch, self.length, heads, self.head_dim)
+        x = torch.randn(shape).to(self.device, self.dtype)
+        return x.transpose(1, 2) if self.projected else x
+
+    def bool_mask(self) -> Tensor | None:
+        n = self.length
+        if self.mask == "none":
+            return None
+        if self.mask == "keys":
+            # each sequence a little shorter than the one before, the last one empty
+            lengths = torch.linspace(n, 0, self.batch).int()
+            mask = (torch.arange(n) < lengths[:, None])[:, None, None, :]
+        else:
+            mask = torch.rand(self.batch, self.heads if self.mask == "per head" else 1, n, n) < 0.6
+            # a row that sees nothing
+            mask[..., n // 2, :] = False
+        return mask.to(self.device)
+
+
+def run(problem: Problem, seed: int = 7) -> tuple[list[Tensor], list[Tensor]]:
+    """What the kernels give for one call, and what the specification gives in float64.
+
+    Both as [out, dq, dk, dv, dc].
+    """
+    q, k, v, coeffs, g = problem.tensors()
+    mask = problem.bool_mask()
+    scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    drop = problem.dropout_p
+    key = torch.tensor([seed], device=problem.device) if drop else None
+    out = filter_attention(*inputs, mask, key, drop, problem.is_causal, scale)
+    got = [out, *torch.autograd.grad(out, inputs, g)]
+
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    multiplier = None
+    if drop:
+        sizes = (problem.batch, problem.heads, problem.length)
+        multiplier = surviving(*sizes, seed, drop, problem.device).double() / (1 - drop)
+    operator = DenseOperator.from_qk(
+        exact[0], exact[1], mask, problem.is_causal, scale, multiplier=multiplier
+    )
+    out = operator.polynomial(exact[3], exact[2])
+    expected = [out, *torch.autograd.grad(out, exact, g.double())]
+    return [x.detach() for x in got], [x.detach() for x in expected]
+
+
+def attention_errors(problem: Problem) -> list[float]:
+    """Relative errors of torch's attention on such inputs, in their dtype: out, dq, dk, dv."""
+    q, k, v, _, g = problem.tensors()
+    mask = problem.bool_mask()
+    scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
+    grouped = q.shape[1] != k.shape[1]
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    operator = SDPAOperator(q, k, mask, 0.0, problem.is_causal, scale, enable_gqa=grouped)
+    out = operator.apply(v)
+    got = [out, *torch.autograd.grad(out, inputs, g)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = DenseOperator.from_qk(exact[0], exact[1], mask, problem.is_causal, scale).apply(exact[2])
+    expected = [out, *torch.autograd.grad(out, exact, g.double())]
+    return [error(x, y) for x, y in zip(got, expected, strict=True)]
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    size = expected.double().norm().clamp_min(1e-12)
+    return ((got.double() - expected.double()).norm() / size).item()

@@ -1,0 +1,25 @@
+"""Run Triton kernels on the CPU: import this before anything that imports triton."""
+
+import os
+import sys
+from typing import Any
+
+if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError(
+        "triton was imported before its interpreter was switched on; run these tests in a process "
+        "of their own (tests/operators/fused/test_interpreted.py does)"
+    )
+os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch(tensor: Any, scope: Any) -> None:
+    # triton 3.6 takes int() of an array of one number, which numpy 2.4 no longer gives
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch

@@ -6,18 +6,16 @@ No global state of matplotlib is touched: figures are made without pyplot, style
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, Spectrum
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from gfsa.lens.report import LensReport
 
 # Okabe and Ito's palette, without its yellow and black; line styles and markers differ as well, so
 # that a figure survives a black-and-white printer
@@ -45,11 +43,18 @@ STYLE = {
 COLUMN = (3.4, 2.4)
 
 
-def draw(report: LensReport) -> dict[str, Figure]:
+class LensFigure(Figure):  # type: ignore[misc]
+    """A figure that is saved in the style that it was drawn in."""
+
+    def savefig(self, *args: Any, **kwargs: Any) -> None:
+        with matplotlib.rc_context(STYLE):
+            super().savefig(*args, **kwargs)
+
+
+def draw(models: list[ModelReading]) -> dict[str, Figure]:
     """Every figure that the readings allow, by name."""
-    models = list(report.models.values())
     figures: dict[str, Figure] = {}
-    with _style():
+    with matplotlib.rc_context(STYLE):
         if any(model.features for model in models):
             figures["similarity"] = _by_depth(models, lambda r: r.cosine, "cosine similarity", 1)
             figures["rank"] = _by_depth(models, lambda r: r.effective_rank, "effective rank", None)
@@ -66,20 +71,8 @@ def draw(report: LensReport) -> dict[str, Figure]:
     return figures
 
 
-@contextmanager
-def _style() -> Iterator[None]:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("figures need matplotlib: pip install 'gfsa[lens]'") from None
-    with matplotlib.rc_context(STYLE):
-        yield
-
-
 def _figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = COLUMN) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
+    figure = LensFigure(figsize=size, layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -226,8 +219,6 @@ def _look(number: int) -> dict[str, Any]:
 
 
 def _whole_numbers(axis: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
 
 

@@ -43,9 +43,11 @@ class LensReport:
     @property
     def figures(self) -> dict[str, Figure]:
         """matplotlib figures by name, drawn when asked for."""
-        from gfsa.lens.figures import draw
-
-        return draw(self)
+        try:
+            from gfsa.lens.figures import draw
+        except ImportError:
+            raise ImportError("figures need matplotlib: pip install 'gfsa[lens]'") from None
+        return draw(list(self.models.values()))
 
     def table(self, console: Console | None = None) -> None:
         """Print a table a model, layer by layer."""

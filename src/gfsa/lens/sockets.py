@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from torch import nn
 
@@ -59,20 +59,38 @@ def every_socket(
         finish(model, {sockets[name].adapter for name in added})
 
 
-def blocks_around(model: nn.Module, sockets: dict[str, Socket]) -> dict[str, list[str]]:
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every self-attention module of the model that has a filter or could have one."""
+    found = {name: socket.module for name, socket in sockets_of(model).items()}
+
+    def note(name: str, module: nn.Module) -> bool:
+        found[name] = module
+        return False
+
+    # a dry run knows what could be plugged; choosing nothing, it has nothing to object to either
+    with suppress(ValueError):
+        plug(model, filter=ordinary_attention, layers=note, dry_run=True)
+    if not found:
+        plug(model, filter=ordinary_attention, dry_run=True)
+    modules = dict(model.named_modules())
+    return {name: modules[name] for name in modules if name in found}
+
+
+def blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list[str]]:
     """For each attention module the names of the blocks it is the only attention of.
 
     Innermost first, beginning with the attention module itself. A block is an element of a
     ``ModuleList`` or ``Sequential``: what a model repeats with depth.
     """
     modules = dict(model.named_modules())
+    names = list(attention)
     found = {}
-    for name in sockets:
+    for name in names:
         parts = name.split(".")
         blocks = [name]
         for end in range(len(parts) - 1, 0, -1):
             around = ".".join(parts[:end])
-            if sum(other == name or other.startswith(around + ".") for other in sockets) > 1:
+            if sum(other == name or other.startswith(around + ".") for other in names) > 1:
                 break
             parent = modules[".".join(parts[: end - 1])]
             repeats = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))

@@ -25,24 +25,26 @@ def first_tensor(value: Any) -> Tensor | None:
     return None
 
 
-def as_tokens(x: Tensor, v: Tensor, attention: nn.Module, valid: Tensor | None) -> Tensor | None:
+def as_tokens(
+    x: Tensor, v: Tensor | None, attention: nn.Module, valid: Tensor | None
+) -> Tensor | None:
     """Features as ``(B, N, D)``, or None if they are not features of tokens.
 
     Args:
         x: what a block takes or gives: batch first, sequence first, a grid ``(B, H, W, D)``, or
             the tokens of all samples one after another ``(ΣN, D)``, as graph libraries have them.
         v: the values of the attention inside the block, ``(..., H, N, d)``: they tell the axes.
+            None if they are not known.
         attention: the attention module, asked for ``batch_first`` where shapes cannot tell.
         valid: ``(B, N)``; needed to take samples apart.
     """
-    length = v.shape[-2]
-    batch = v.shape[:-3].numel()
     if x.dim() == 4:
         return x.flatten(1, 2)
+    sequence_first = getattr(attention, "batch_first", True) is False
+    length, batch = (0, 0) if v is None else (v.shape[-2], v.shape[:-3].numel())
     if x.dim() == 3:
-        sequence_first = tuple(x.shape[:2]) == (length, batch)
-        if batch == length:
-            sequence_first = getattr(attention, "batch_first", True) is False
+        if length != batch:
+            sequence_first = tuple(x.shape[:2]) == (length, batch)
         return x.transpose(0, 1) if sequence_first else x
     if x.dim() == 2 and valid is not None and int(valid.sum()) == len(x):
         dense = x.new_zeros(*valid.shape, x.shape[-1])

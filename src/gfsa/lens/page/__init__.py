@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def render(report: LensReport) -> str:
     """The page as text. It loads nothing and forbids itself to (its security policy says so)."""
-    # "</" inside a script element would end it
-    data = json.dumps(report.to_plain(), allow_nan=False).replace("</", "<\\/")
+    # a "<" could end the script element that the data is in, or begin another
+    data = json.dumps(report.to_plain(), allow_nan=False).replace("<", "\\u003c")
     parts = {
         "style": _part("lens.css"),
         "script": "\n".join(_part(name) for name in ("plots.js", "lens.js")),

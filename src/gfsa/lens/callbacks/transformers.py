@@ -1,0 +1,51 @@
+"""The lens in transformers' ``Trainer``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from gfsa.lens.monitor import Log, Monitor, tensorboard
+
+
+class LensCallback(TrainerCallback):
+    """Logs similarity, residual, norm and coefficients every N steps to TensorBoard.
+
+    .. code-block:: python
+
+        Trainer(model, args, train_dataset=data, callbacks=[LensCallback(every=100)])
+
+    Args:
+        every: steps between two looks; the first step is looked at, too.
+        log_dir: where TensorBoard finds it; default: ``lens`` in the trainer's output folder.
+        log: another way to log, called with names and numbers and the step.
+    """
+
+    def __init__(
+        self, every: int = 100, log_dir: str | Path | None = None, log: Log | None = None
+    ) -> None:
+        self.every = every
+        self.log_dir = log_dir
+        self.log = log
+        self.monitor: Monitor | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        log = self.log or tensorboard(self.log_dir or Path(args.output_dir) / "lens")
+        self.monitor = Monitor(kwargs["model"], log, self.every)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.before_step(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is not None:
+            # the trainer has counted the step by now
+            self.monitor.after_step(state.global_step - 1)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.stop()

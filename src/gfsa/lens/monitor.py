@@ -1,0 +1,166 @@
+"""The cheap metrics while a model trains: every N steps, in the forward that trains anyway."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gfsa.lens import metrics
+from gfsa.lens.sockets import attention_modules, blocks_around
+from gfsa.lens.tokens import as_tokens, first_tensor, fits, valid_from_batch
+from gfsa.plugs.core import filters_of
+
+Log = Callable[[dict[str, float], int], None]
+
+
+class Monitor:
+    """Similarity, residual and norm after each block, and where the filters are.
+
+    .. code-block:: python
+
+        monitor = Monitor(model, tensorboard("runs/one"), every=100)
+        for step, batch in enumerate(loader):
+            monitor.before_step(step)
+            loss = model(**batch).loss
+            ...
+            monitor.after_step(step)
+
+    There are hooks on the model only between the two calls of a step that is looked at, so all
+    other steps cost nothing. No forward is added, and nothing is read back from the device before
+    :meth:`after_step`.
+
+    Args:
+        model: any model that :func:`gfsa.plug` knows, plugged or not.
+        log: called with names and numbers, and the step; see :func:`tensorboard`.
+        every: look at steps 0, ``every``, 2·``every``, …
+        prefix: of the names, ``lens/cosine/03`` and so on.
+    """
+
+    def __init__(self, model: nn.Module, log: Log, every: int = 100, prefix: str = "lens") -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a number of steps, at least 1, got {every!r}")
+        self.model = getattr(model, "_orig_mod", model)
+        self.compiled = self.model is not model
+        self.log = log
+        self.every = every
+        self.prefix = prefix
+        self._attention = attention_modules(self.model)
+        self._blocks = blocks_around(self.model, self._attention)
+        self._handles: list[RemovableHandle] = []
+        self._running = False
+        self._batch: dict[str, Any] = {}
+        self._last: tuple[str, Tensor] | None = None
+        self._depth = 0
+        self._found: dict[str, list[Tensor]] = defaultdict(list)
+
+    def before_step(self, step: int) -> None:
+        """Call before the forward of training step ``step``."""
+        if step % self.every:
+            return
+        self._found.clear()
+        modules = dict(self.model.named_modules())
+        self._handles = [
+            self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+            self.model.register_forward_hook(self._end),
+        ]
+        for name, blocks in self._blocks.items():
+            for block in blocks:
+                self._handles.append(modules[block].register_forward_hook(self._block(name)))
+
+    def after_step(self, step: int) -> None:
+        """Call after the step, and after the optimiser's if the filters are to be up to date."""
+        if not self._handles:
+            return
+        self.stop()
+        values = {name: float(torch.cat(parts).nanmean()) for name, parts in self._found.items()}
+        if not values:
+            hint = "; hand it the model that was given to torch.compile" if self.compiled else ""
+            warnings.warn(f"no block of the model was heard in step {step}{hint}", stacklevel=2)
+        self.log({**values, **self._filters()}, step)
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        # checkpointed blocks run again in the backward: by then the model itself is not running
+        self._running, self._batch, self._depth = True, kwargs, 0
+        self._last = None
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._flush()
+        self._running, self._batch = False, {}
+
+    def _block(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            found = first_tensor(output) if self._running else None
+            if found is None:
+                return
+            # blocks end from the inside out: the outermost around an attention has the last word
+            if self._last is not None and self._starts_again(name, module):
+                self._flush()
+            self._last = (name, found.detach())
+
+        return hook
+
+    def _starts_again(self, name: str, module: nn.Module) -> bool:
+        """Whether what ends now belongs to another layer than what ended last."""
+        assert self._last is not None
+        return self._last[0] != name or module is self._attention[name]
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        if self._last is None:
+            return
+        name, x = self._last
+        self._last = None
+        valid = valid_from_batch(self._batch, name)
+        tokens = as_tokens(x, None, self._attention[name], valid)
+        if tokens is None:
+            return
+        self._depth += 1
+        valid = fits(valid, tokens)
+        for what, measure in _CHEAP.items():
+            key = f"{self.prefix}/{what}/{self._depth:02d}"
+            self._found[key].append(measure(tokens, valid))
+
+    def _filters(self) -> dict[str, float]:
+        """The mean coefficients of each layer, counted over all attention layers."""
+        depth = {name: number for number, name in enumerate(self._attention, start=1)}
+        values = {}
+        for name, made in filters_of(self.model).items():
+            for power, value in enumerate(made.coefficients().detach().mean(0).tolist()):
+                values[f"{self.prefix}/c{power}/{depth[name]:02d}"] = value
+        return values
+
+
+_CHEAP = {
+    "cosine": metrics.cosine_similarity,
+    "residual": metrics.rank_one_residual,
+    "norm": metrics.token_norm,
+}
+
+
+def tensorboard(folder: str | Path) -> Log:
+    """A log that TensorBoard shows: ``tensorboard --logdir folder``."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ImportError("TensorBoard is missing: pip install 'gfsa[lens]'") from None
+    writer = SummaryWriter(str(folder))
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return log

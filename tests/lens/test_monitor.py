@@ -1,0 +1,174 @@
+"""The lens while training: what it logs, when, and that other steps are left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gfsa
+from gfsa.lens import metrics
+from gfsa.lens.monitor import Monitor, tensorboard
+from support.tiny import TinyEncoder, padded_batch
+
+Logged = list[tuple[dict[str, float], int]]
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def train(model: nn.Module, monitor: Monitor, batch: dict[str, Tensor], steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        monitor.before_step(step)
+        model(**batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.after_step(step)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("plugged", [False, True])
+def test_logs_what_leaves_each_block(plugged: bool, shared: bool) -> None:
+    model = TinyEncoder(shared=shared)
+    if plugged:
+        gfsa.plug(model)
+        model(**padded_batch([3]))  # over with the check of the first forward, and its hooks
+    batch = padded_batch([9, 5, 12])
+    with torch.no_grad():
+        states = model.states(**batch)[1:]
+    logged: Logged = []
+    monitor = Monitor(model, lambda values, step: logged.append((values, step)), every=2)
+    train(model, monitor, batch, steps=5)
+    assert [step for _, step in logged] == [0, 2, 4]
+    assert hooks(model) == 0
+    first = logged[0][0]
+    valid = batch["attention_mask"].bool()
+    for depth, state in enumerate(states, start=1):
+        for name, measure in (
+            ("cosine", metrics.cosine_similarity),
+            ("residual", metrics.rank_one_residual),
+            ("norm", metrics.token_norm),
+        ):
+            expected = measure(state, valid).mean().item()
+            assert first[f"lens/{name}/{depth:02d}"] == pytest.approx(expected, rel=1e-5)
+    coefficients = {name: value for name, value in logged[-1][0].items() if "/c" in name[4:7]}
+    layers = 1 if shared else 3
+    assert len(coefficients) == (3 + 3 * layers if plugged else 3)
+
+
+def test_training_is_not_changed() -> None:
+    batch = padded_batch([9, 5, 12])
+    torch.manual_seed(1)
+    watched = TinyEncoder()
+    torch.manual_seed(1)
+    alone = TinyEncoder()
+    train(watched, Monitor(watched, lambda values, step: None, every=1), batch, steps=3)
+    train(alone, Monitor(alone, lambda values, step: None, every=10**9), batch, steps=3)
+    for one, other in zip(watched.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_checkpointed_blocks_are_counted_once() -> None:
+    class Checkpointed(TinyEncoder):
+        def states(self, tokens: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
+            states = [tokens]
+            for block in self.blocks:
+                states.append(checkpoint(block, states[-1], attention_mask, use_reentrant=False))
+            return states
+
+    model = Checkpointed()
+    logged: Logged = []
+    monitor = Monitor(model, lambda values, step: logged.append((values, step)), every=1)
+    train(model, monitor, padded_batch([6, 4]), steps=1)
+    assert sum(name.startswith("lens/cosine") for name in logged[0][0]) == 3
+
+
+def test_a_model_whose_blocks_are_not_heard_is_told_about() -> None:
+    model = TinyEncoder()
+    monitor = Monitor(model, lambda values, step: None, every=1)
+    monitor.before_step(0)
+    with pytest.warns(UserWarning, match="no block of the model was heard"):
+        monitor.after_step(0)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_refuses_an_interval_that_is_none(every: Any) -> None:
+    with pytest.raises(ValueError, match="every"):
+        Monitor(TinyEncoder(), lambda values, step: None, every=every)
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = TinyEncoder()
+    gfsa.plug(model)
+    train(model, Monitor(model, tensorboard(tmp_path), every=2), padded_batch([6, 4]), steps=3)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"lens/cosine/01", "lens/residual/03", "lens/norm/02", "lens/c0/01"} <= set(tags)
+    assert [event.step for event in events.Scalars("lens/cosine/01")] == [0, 2]
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    import transformers as hf
+
+    from gfsa.lens.callbacks.transformers import LensCallback
+
+    config = hf.BertConfig(
+        vocab_size=31,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    model = hf.BertForSequenceClassification(config)
+    gfsa.plug(model)
+    mask = torch.arange(8) < torch.tensor([[8], [5]])
+    item = {"input_ids": torch.arange(8), "labels": 1}
+    data = [{**item, "attention_mask": mask[i % 2].long()} for i in range(20)]
+    logged: Logged = []
+    callback = LensCallback(every=3, log=lambda values, step: logged.append((values, step)))
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=7,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    hf.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    assert [step for _, step in logged] == [0, 3, 6]
+    assert {"lens/cosine/01", "lens/cosine/02", "lens/c2/02"} <= set(logged[0][0])
+    assert "lens/cosine/03" not in logged[0][0]
+
+
+def test_lightning_by_the_calls_it_makes() -> None:
+    """Lightning is not among the tests' packages: this plays its loop, hook by hook."""
+    from gfsa.lens.callbacks.lightning import LensCallback
+
+    model = TinyEncoder()
+    batch = padded_batch([6, 4])
+    logged: Logged = []
+    callback = LensCallback(every=2, log=lambda values, step: logged.append((values, step)))
+    trainer = SimpleNamespace(global_step=0, is_global_zero=True, default_root_dir=".")
+    callback.on_train_start(trainer, model)
+    for index in range(8):
+        callback.on_train_batch_start(trainer, model, batch, index)
+        model(**batch)
+        # two batches a step
+        trainer.global_step += index % 2
+        callback.on_train_batch_end(trainer, model, None, batch, index)
+    callback.on_train_end(trainer, model)
+    assert [step for _, step in logged] == [0, 2]
+    assert hooks(model) == 0

@@ -1,0 +1,175 @@
+"""The page in a real browser, from a file, without a network, on a screen and on a phone.
+
+Screenshots of every run are kept in ``test-artefacts/lens`` to be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.chromium import Browser, install_chromium
+from support.reports import example_report
+
+PLOTS = {
+    "cosine",
+    "rank",
+    "residual",
+    "norm",
+    "singular",
+    "response",
+    "layers",
+    "heat",
+    "head-response",
+    "head-sigma",
+    "entropy",
+    "energy",
+}
+SIZES = {"phone": (390, 844), "screen": (1440, 900)}
+ARTEFACTS = Path(__file__).parents[2] / "test-artefacts" / "lens"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = install_chromium()
+    if path is None:
+        pytest.skip(
+            "THE LENS'S PAGE WAS NOT TESTED: no Chromium here and none could be installed; "
+            "apt-get install chromium, or set $CHROMIUM"
+        )
+    opened = Browser(path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lens") / "report with a space.html"
+    example_report().to_html(path)
+    return path
+
+
+def marks(browser: Browser, plot: str) -> int:
+    return int(browser.run(f"document.querySelectorAll('[data-plot=\"{plot}\"] .mark').length"))
+
+
+def text(browser: Browser, selector: str) -> str:
+    return str(browser.run(f"document.querySelector('{selector}').textContent"))
+
+
+def paths(browser: Browser, plot: str) -> list[str]:
+    return browser.run(
+        f"[...document.querySelectorAll('[data-plot=\"{plot}\"] path.mark')]"
+        ".map(p => p.getAttribute('d'))"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_opens_and_draws_everything(browser: Browser, page: Path, size: str, scheme: str) -> None:
+    width, height = SIZES[size]
+    browser.size(width, height, mobile=size == "phone")
+    browser.media(scheme)
+    browser.open(page)
+    assert browser.complaints() == []
+    drawn = set(
+        browser.run("[...document.querySelectorAll('[data-plot]')].map(e => e.dataset.plot)")
+    )
+    assert drawn == PLOTS
+    for plot in PLOTS:
+        assert marks(browser, plot) > 0, plot
+    assert "NaN" not in browser.run("document.querySelector('main').innerHTML")
+    # one cell a head and layer, for 4 layers of 4 heads
+    assert marks(browser, "heat") == 16
+    # nothing sticks out to the side
+    assert browser.run("document.documentElement.scrollWidth") == width
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    browser.screenshot(ARTEFACTS / f"{size}-{scheme}.png")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_answers_to_hover_and_click(browser: Browser, page: Path, size: str) -> None:
+    width, height = SIZES[size]
+    browser.size(width, height, mobile=False)
+    browser.media("light")
+    browser.open(page)
+    assert browser.run("document.getElementById('tip').hidden") is True
+
+    browser.hover('[data-plot="cosine"] svg')
+    assert browser.run("document.getElementById('tip').hidden") is False
+    said = text(browser, "#tip")
+    assert "after layer 2" in said
+    assert "plain:" in said
+    assert "GFSA <all>:" in said
+    inside = browser.run(
+        "(() => { const b = document.getElementById('tip').getBoundingClientRect();"
+        "return b.left >= 0 && b.right <= document.documentElement.clientWidth })()"
+    )
+    assert inside
+
+    browser.hover('.cell[data-row="1"][data-column="2"]')
+    said = text(browser, "#tip")
+    assert "layer 2, head 3" in said
+    # c = (w0, w1 + (2−K)·wK, (K−1)·wK) with K = 3, w = (0.3, 1, 0.1)
+    assert "H = 0.3·I + 0.9·A + 0.2·A²" in said
+
+    before = paths(browser, "head-response")
+    browser.click('.cell[data-row="1"][data-column="2"]')
+    assert "GFSA <all>, layer 2, head 3" in text(browser, "#head-title")
+    after = paths(browser, "head-response")
+    assert after != before
+    browser.press("ArrowDown")
+    assert "layer 3, head 3" in text(browser, "#head-title")
+
+    browser.click('.panel[data-depth="1"]')
+    assert browser.run("document.getElementById('response-depth').value") == "1"
+    assert browser.complaints() == []
+
+
+def test_choices_change_what_is_shown(browser: Browser, page: Path) -> None:
+    browser.size(1440, 900)
+    browser.media("light")
+    browser.open(page)
+
+    def choose(select: str, value: str) -> None:
+        browser.run(
+            f"(() => {{ const s = document.getElementById('{select}'); s.value = '{value}';"
+            "s.dispatchEvent(new Event('change')); })()"
+        )
+
+    for select, value, plot in (
+        ("singular-depth", "0", "singular"),
+        ("response-depth", "2", "response"),
+    ):
+        before = paths(browser, plot)
+        choose(select, value)
+        assert paths(browser, plot) != before, plot
+    fills = "[...document.querySelectorAll('.cell')].map(c => c.getAttribute('fill'))"
+    shown = browser.run(fills)
+    choose("heat-quantity", "entropy")
+    assert browser.run(fills) != shown
+    choose("heat-model", "0")
+    assert "plain, layer" in text(browser, "#head-title")
+    assert browser.complaints() == []
+
+
+def test_prints_with_its_explanations(browser: Browser, page: Path, tmp_path: Path) -> None:
+    browser.size(1440, 900)
+    browser.media("light")
+    browser.open(page)
+    browser.pdf(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert browser.run("[...document.querySelectorAll('details')].every(d => d.open)")
+
+
+def test_a_page_without_spectra_says_so(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "features.html"
+    example_report(spectral=False, attention=False).to_html(path)
+    browser.size(1440, 900)
+    browser.open(path)
+    assert browser.complaints() == []
+    assert marks(browser, "cosine") > 0
+    assert marks(browser, "response") == 0
+    assert "Not measured" in text(browser, '[data-plot="response"] .canvas')

@@ -1,0 +1,180 @@
+"""The report's faces: JSON and back, the table, sentences, figures and the page's text."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from gfsa.lens import LensReport
+from gfsa.lens.findings import findings, high_gain
+from gfsa.lens.page import render
+from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
+from support.reports import example_report
+
+
+@pytest.fixture(scope="module")
+def report() -> LensReport:
+    return example_report()
+
+
+def feature(depth: int, cosine: float, rank: float = 5.0) -> FeatureReading:
+    return FeatureReading(depth, "", cosine, rank, 10.0, 0.5, 1.0, [1.0, 0.5])
+
+
+def layer(coefficients: list[float], verdict: str, share: float = 0.5) -> AttentionReading:
+    nothing = [math.nan]
+    return AttentionReading(
+        1, "a", "GFSA", [coefficients], [verdict], nothing, [share], nothing, nothing
+    )
+
+
+def model(
+    features: list[FeatureReading], attention: list[AttentionReading] | None = None
+) -> ModelReading:
+    return ModelReading("m", "M", 1, 0, 1, 1, 0, {"total": 1.0}, features, attention or [])
+
+
+def test_json_and_back(report: LensReport, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report.to_json(path)
+    again = LensReport.from_json(path)
+    assert list(again.models) == list(report.models)
+    copy = tmp_path / "copy.json"
+    again.to_json(copy)
+    assert copy.read_text() == path.read_text()
+    assert again.models["plain"].features[1].cosine == pytest.approx(
+        report.models["plain"].features[1].cosine, rel=1e-5
+    )
+    assert again.findings == report.findings
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    report = example_report(spectral=False, attention=False)
+    path = tmp_path / "report.json"
+    report.to_json(path)
+    # nothing that strict readers refuse
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    again = LensReport.from_json(path)
+    assert math.isnan(again.models["plain"].attention[0].entropy[0])
+    assert again.models["plain"].attention[0].spectrum is None
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    for text in ('{"format": "else"}', "[]"):
+        path = tmp_path / "other.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match="not a lens report"):
+            LensReport.from_json(path)
+
+
+def test_table_fits_a_terminal_of_80_columns(report: LensReport) -> None:
+    from rich.console import Console
+
+    out = io.StringIO()
+    report.table(Console(file=out, width=80))
+    text = out.getvalue()
+    assert "plain (TinyEncoder)" in text
+    assert "GFSA <all> (TinyEncoder)" in text
+    first = next(line for line in text.splitlines() if line.strip().startswith("4 "))
+    reading = report.models["plain"].features[-1]
+    assert f"{reading.cosine:.3f}" in first
+    assert f"{reading.residual:.3f}" in first
+    # nothing was cut off
+    assert "…" not in text
+
+
+def test_findings_say_what_the_numbers_say() -> None:
+    climbing = model([feature(d, c) for d, c in enumerate((0.1, 0.5, 0.95))])
+    text = " ".join(findings(climbing))
+    assert "more alike" in text
+    assert "0.10" in text
+    assert "0.95" in text
+    assert "passes 0.9 after layer 2" in text
+    falling = " ".join(findings(model([feature(0, 0.6), feature(1, 0.2)])))
+    assert "less alike" in falling
+    assert "over-smoothing" not in falling
+    collapsed = " ".join(findings(model([feature(0, 0.1), feature(1, 0.1, rank=0.9)])))
+    assert "collapsed" in collapsed
+    untouched = " ".join(findings(model([], [layer([0, 1, 0], "low-pass")])))
+    assert "No filter has moved" in untouched
+    moved = " ".join(findings(model([], [layer([0.5, 1, -0.25], "mixed", share=0.99)])))
+    assert "0.5, in layer 1" in moved
+    assert "1 of 1 heads attend almost uniformly" in moved
+
+
+def test_high_gain_is_the_mean_over_the_upper_half() -> None:
+    assert high_gain([1.0, 9.0, 2.0, 4.0]) == 3.0
+
+
+def test_str_needs_nothing_but_the_numbers(report: LensReport) -> None:
+    assert "plain:" in str(report)
+    assert "Theorem 3.1" in str(report)
+
+
+def test_figures_have_marks_and_save_as_vectors(report: LensReport, tmp_path: Path) -> None:
+    figures = report.figures
+    assert {
+        "similarity",
+        "rank",
+        "residual",
+        "singular_values",
+        "response",
+        "response_by_layer",
+        "entropy",
+        "energy",
+        "coefficients (GFSA <all>)",
+    } <= set(figures)
+    assert "coefficients (plain)" not in figures
+    for name, figure in figures.items():
+        marks = [a for axis in figure.axes for a in (*axis.lines, *axis.collections)]
+        assert marks, name
+        figure.savefig(tmp_path / "figure.svg")
+        svg = (tmp_path / "figure.svg").read_text()
+        assert "<image" not in svg, name
+        assert "<text" in svg, name
+    line = figures["similarity"].axes[0].lines[0]
+    expected = [reading.cosine for reading in report.models["plain"].features]
+    assert list(line.get_ydata()) == pytest.approx(expected)
+
+
+def test_figures_leave_matplotlib_alone(report: LensReport) -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    assert report.figures
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_figures_without_spectra() -> None:
+    figures = example_report(spectral=False).figures
+    assert "response" not in figures
+    assert "similarity" in figures
+
+
+def test_the_page_is_one_file_and_names_are_text(report: LensReport) -> None:
+    page = render(report)
+    assert "{{" not in page
+    # a name with < in it is shown, not obeyed
+    assert "GFSA &lt;all&gt;" in page
+    assert "twicing &amp; some" in page
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert data is not None
+    assert [m["name"] for m in json.loads(data[1])["models"]] == list(report.models)
+    addresses = set(re.findall(r"https?://[^\"'\s<)]+", page))
+    # the name of SVG, which nobody loads
+    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert len(page) < 200_000
+
+
+def test_a_script_cannot_be_smuggled_in_by_a_name() -> None:
+    report = example_report(spectral=False)
+    reading = report.models.pop("plain")
+    name = "</script><script>alert(1)</script>"
+    reading.name = name
+    page = render(LensReport({name: reading}))
+    assert "<script>alert" not in page

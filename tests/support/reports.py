@@ -1,0 +1,21 @@
+"""Reports to show: a plain model and filtered ones, looked at on padded tokens."""
+
+from __future__ import annotations
+
+import torch
+
+import gfsa
+from gfsa.lens import LensReport, diagnose
+from support.tiny import TinyEncoder, padded_batch
+
+
+def example_report(**options: bool) -> LensReport:
+    """Three models: plain, with a filter in every layer, with one in some."""
+    torch.manual_seed(0)
+    models = {name: TinyEncoder(depth=4) for name in ("plain", "GFSA <all>", "twicing & some")}
+    state = models["plain"].state_dict()
+    for model in models.values():
+        model.load_state_dict(state)
+    gfsa.plug(models["GFSA <all>"], w0=[0.1, 0.2, 0.3, 0.4], wK=[-0.3, 0.0, 0.1, 0.5])
+    gfsa.plug(models["twicing & some"], filter=gfsa.Twicing, layers="even")
+    return diagnose(models, padded_batch([12, 9, 16]), **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.bench.case import Case, Setting, Shape, Variant, variant
+from gfsa.bench.decode import decode
 from gfsa.bench.published import published_attention
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
 from gfsa.operators.select import Backend
@@ -99,6 +100,12 @@ SUITES: dict[str, Suite] = {
         linear,
         cpu_shapes=("1x4x4096x64", "1x4x8192x64", "1x4x16384x64"),
         cuda_shapes=("4x8x4096x64", "4x8x8192x64", "4x8x16384x64"),
+    ),
+    "decode": Suite(
+        "one new token of a 12-layer GPT-2-shaped model with a filled cache",
+        decode,
+        cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
+        cuda_shapes=("1x12x512x64", "1x12x1023x64", "16x12x1023x64"),
     ),
 }
 

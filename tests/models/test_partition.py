@@ -18,10 +18,20 @@ def test_bisection_gives_parts_of_about_one_size(nodes: int, parts: int) -> None
     graph = molecule(nodes, extra=nodes // 5, seed=nodes)
     part = bisection(graph.edge_index, nodes, parts)
     sizes = torch.bincount(part)
-    # no part is empty, and rounding at each halving moves a node or two
+    mean = nodes / min(parts, nodes)
     assert len(sizes) == min(parts, nodes)
     assert sizes.min() >= 1
-    assert sizes.max() <= nodes / min(parts, nodes) + 2
+    # half a part to either side at each of five halvings: 33/32 · 17/16 · 9/8 · 5/4 · 3/2
+    assert sizes.max() <= 2.31 * mean + 1
+
+
+def test_bisection_cuts_few_edges() -> None:
+    for seed in range(10):
+        graph = molecule(60, extra=6, seed=seed)
+        part = bisection(graph.edge_index, 60, 8)
+        # a tree of 60 nodes falls into 8 parts by cutting 7 of its 59 bonds, if it is lucky
+        cut = int((part[graph.edge_index[0]] != part[graph.edge_index[1]]).sum()) / 2
+        assert cut <= 15
 
 
 def test_bisection_cuts_a_chain_where_it_should() -> None:

@@ -23,7 +23,7 @@ def test_equals_the_formula_written_out_for_one_head():
         for j in range(n):
             A[i, j] = row[j] / sum(row)
     square = sum(torch.outer(A[:, j], A[j]) for j in range(n))
-    H = w0 * torch.eye(n) + w1 * A + wK * (A + (K - 1) * (square - A))
+    H = w0 * torch.eye(n, dtype=A.dtype) + w1 * A + wK * (A + (K - 1) * (square - A))
     weights = [torch.tensor([w], dtype=torch.float64) for w in (w0, w1, wK)]
     got = published_attention(q, k, v, *weights, K=K)
     torch.testing.assert_close(got[0, 0], H @ v[0, 0], rtol=1e-12, atol=1e-12)

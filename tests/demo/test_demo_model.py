@@ -38,7 +38,7 @@ def test_variants_differ_in_the_filters_parameters_alone():
 def test_patches_are_the_image_cut_in_squares():
     model = build()
     image = torch.arange(64.0).reshape(1, 8, 8)
-    entering = model.tokens(image)[0] - model.position
+    entering = model.tokens(image)[0][:, 1:] - model.position
     # the second token is the square of rows 0–1 and columns 2–3
     square = torch.tensor([2.0, 3.0, 10.0, 11.0])
     torch.testing.assert_close(entering[0, 1], model.embed(square))

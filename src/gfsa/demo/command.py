@@ -9,7 +9,7 @@ import typer
 
 
 def demo(
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 4,
     epochs: Annotated[int, typer.Option(min=1)] = 8,
     depth: Annotated[int, typer.Option(min=1, help="Attention layers.")] = 12,
     K: Annotated[int, typer.Option("--K", min=2, help="Order of GFSA's high-order term.")] = 3,

@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class DigitsViT(nn.Module):
-    """A Vision Transformer for 8×8 images: 2×2 patches, so 16 tokens, and a mean over them.
+    """A Vision Transformer for 8×8 images: 16 tokens of 2×2 pixels, and a class token that decides.
 
     Args:
         depth: attention layers.
@@ -69,10 +69,11 @@ class DigitsViT(nn.Module):
         make_filter: FilterFactory | None = None,
     ) -> None:
         super().__init__()
-        tokens = (IMAGE_SIDE // PATCH) ** 2
+        patches = (IMAGE_SIDE // PATCH) ** 2
         self.embed = nn.Linear(PATCH**2, dim)
         # of the size of the embeddings: a position ten times smaller is learned ten times slower
-        self.position = nn.Parameter(0.5 * torch.randn(tokens, dim))
+        self.position = nn.Parameter(0.5 * torch.randn(patches, dim))
+        self.class_token = nn.Parameter(0.5 * torch.randn(1, 1, dim))
         self.blocks = nn.ModuleList(
             Block(dim, heads, make_filter(heads) if make_filter else None) for _ in range(depth)
         )
@@ -80,16 +81,17 @@ class DigitsViT(nn.Module):
         self.head = nn.Linear(dim, CLASSES)
 
     def tokens(self, images: Tensor) -> list[Tensor]:
-        """The tokens ``(B, N, dim)`` that enter the first block and leave each block."""
+        """The tokens ``(B, 17, dim)`` that enter the first block and leave each block."""
         patches = images.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
-        states = [self.embed(patches.flatten(3).flatten(1, 2)) + self.position]
+        x = self.embed(patches.flatten(3).flatten(1, 2)) + self.position
+        states = [torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1)]
         for block in self.blocks:
             states.append(block(states[-1]))
         return states
 
     def classify(self, tokens: Tensor) -> Tensor:
         """Logits ``(B, 10)`` from the tokens that leave the last block."""
-        logits: Tensor = self.head(self.norm(tokens).mean(1))
+        logits: Tensor = self.head(self.norm(tokens[:, 0]))
         return logits
 
     def forward(self, images: Tensor) -> Tensor:

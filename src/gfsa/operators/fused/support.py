@@ -43,10 +43,13 @@ def why_not_worth_it(call: Call) -> str | None:
     return "the fused kernels have not been measured here"
 
 
-@torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU, a constant to the compiler."""
     return torch.cuda.get_device_capability(device)
+
+
+# all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_not_here(q: Tensor) -> str | None:

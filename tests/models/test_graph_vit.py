@@ -216,6 +216,13 @@ def test_overlap_and_hidden_edges() -> None:
     assert torch.equal(edges, graph.edge_index[:, prepared.copy_edge_id])
 
 
+def test_a_graph_may_bring_its_random_walk() -> None:
+    graph, collate = molecule(7, 2), collator()
+    plain = collate([graph])
+    graph.walk = collate.walk(graph) + 1
+    assert torch.equal(collate([graph]).walk, plain.walk + 1)
+
+
 def test_training_reduces_the_loss() -> None:
     collate = GraphViTCollator(4, walk_steps=6, patch_walk_steps=4)
     batch = collate([molecule(6 + seed % 7, 1, seed) for seed in range(16)])

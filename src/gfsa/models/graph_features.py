@@ -23,19 +23,26 @@ def degrees(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 def distances(edge_index: Tensor, num_nodes: int) -> Tensor:
     """``(N, N)``: edges on a shortest path from row to column, -1 where there is no path."""
     check_edges(edge_index, num_nodes)
-    source, target = edge_index
-    distance = torch.full((num_nodes, num_nodes), -1)
-    distance.fill_diagonal_(0)
-    # breadth first from all nodes at once: frontier[v, i] is 1 where i has just reached v
-    frontier = torch.eye(num_nodes)
-    for step in range(1, num_nodes):
-        reached = torch.zeros(num_nodes, num_nodes).index_add_(0, target, frontier[source])
-        new = (reached > 0) & (distance.T < 0)
-        if not bool(new.any()):
-            break
-        distance.T[new] = step
-        frontier = new.float()
-    return distance
+    ahead: list[list[int]] = [[] for _ in range(num_nodes)]
+    for source, target in edge_index.T.tolist():
+        ahead[source].append(target)
+    # breadth first from each node, in plain Python: faster than tensors on graphs of this size
+    rows = []
+    for start in range(num_nodes):
+        row = [-1] * num_nodes
+        row[start] = step = 0
+        frontier = [start]
+        while frontier:
+            step += 1
+            reached = []
+            for node in frontier:
+                for other in ahead[node]:
+                    if row[other] < 0:
+                        row[other] = step
+                        reached.append(other)
+            frontier = reached
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.long).reshape(num_nodes, num_nodes)
 
 
 def path_edges(edge_index: Tensor, distance: Tensor, max_hops: int) -> Tensor:

@@ -70,7 +70,8 @@ class GraphViTCollator:
     Args:
         num_patches: at most so many a graph.
         hops: each patch takes in its neighbours up to this far, so that patches overlap.
-        walk_steps: length of the nodes' random-walk encoding.
+        walk_steps: length of the nodes' random-walk encoding; it does not depend on the cut, so a
+            graph may bring it along as ``graph.walk``.
         patch_walk_steps: length of the patches' random-walk encoding.
         diffusion: 0 takes the number of shared nodes as the patches' adjacency; t ≥ 1 the t-step
             random walk on it, :math:`(D^{-1} A)^t`.
@@ -118,7 +119,7 @@ class GraphViTCollator:
         return PatchGraph(
             x=x,
             edge_attr=edges_of(graph),
-            walk=random_walk_encoding(dense_adjacency(edge_index, len(x)), self.walk_steps),
+            walk=self.walk(graph),
             copy_node=copy_node,
             copy_patch=copy_patch,
             copy_edges=torch.stack([copy[patch, source], copy[patch, target]]),
@@ -127,6 +128,14 @@ class GraphViTCollator:
             patch_walk=random_walk_encoding(shared, self.patch_walk_steps),
             y=label_of(graph),
         )
+
+    def walk(self, graph: Graph) -> Tensor:
+        """``(N, walk_steps)``: the nodes' random-walk encoding."""
+        brought = getattr(graph, "walk", None)
+        if brought is not None:
+            return torch.as_tensor(brought)
+        adjacency = dense_adjacency(graph.edge_index, len(graph.x))
+        return random_walk_encoding(adjacency, self.walk_steps)
 
     def patches(self, edge_index: Tensor, num_nodes: int) -> Tensor:
         """``(patches, nodes)``, True where a patch has a node, its surroundings included."""

@@ -43,7 +43,7 @@ STYLE = {
 COLUMN = (3.4, 2.4)
 
 
-class LensFigure(Figure):  # type: ignore[misc]
+class LensFigure(Figure):
     """A figure that is saved in the style that it was drawn in."""
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +108,8 @@ def _heads(
         lows, highs = [min(v) for _, v in rows], [max(v) for _, v in rows]
         axis.fill_between(xs, lows, highs, color=COLOURS[number % 6], alpha=0.12, linewidth=0)
     axis.set(xlabel="layer", ylabel=label)
-    axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(0.0, low), max(1.05, high))
     _whole_numbers(axis)
     _legend(axis, models)
     return figure
@@ -179,7 +180,9 @@ def _response_by_layer(models: list[ModelReading]) -> Figure:
         axis.set_visible(False)
     figure.supxlabel("frequency (cycles per token)", fontsize=9)
     figure.supylabel("gain on Fourier modes", fontsize=9)
-    _legend(panels[0], models)
+    if len(models) > 1:
+        handles, names = panels[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper center", ncols=len(models))
     return figure
 
 
@@ -209,7 +212,8 @@ def _coefficients(model: ModelReading) -> Figure:
         axis.invert_yaxis()
         axis.grid(False)
         axis.set_xlabel("head")
-        figure.colorbar(drawn, ax=axis, shrink=0.85)
+        # matplotlib would make a bitmap of so fine a scale
+        figure.colorbar(drawn, ax=axis, shrink=0.85).solids.set_rasterized(False)
     axes[0][0].set_ylabel("layer")
     return figure
 

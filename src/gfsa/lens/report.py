@@ -34,6 +34,8 @@ class LensReport:
     models: dict[str, ModelReading]
     created: str = ""
     version: str = __version__
+    data: str = ""
+    """What the models were looked at on, for whoever reads the page."""
 
     @property
     def findings(self) -> dict[str, list[str]]:
@@ -61,6 +63,7 @@ class LensReport:
             "format": FORMAT,
             "gfsa": self.version,
             "created": self.created,
+            "data": self.data,
             "models": [to_plain(model) for model in self.models.values()],
         }
 
@@ -78,7 +81,7 @@ class LensReport:
                 f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r}"
             )
         models = [model_from_plain(model) for model in plain["models"]]
-        return cls({m.name: m for m in models}, plain["created"], plain["gfsa"])
+        return cls({m.name: m for m in models}, plain["created"], plain["gfsa"], plain["data"])
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: interactive, no network, light and dark, printable."""

@@ -22,6 +22,7 @@ def render(report: LensReport) -> str:
         "title": html.escape(" and ".join(report.models)),
         "summary": _summary(report),
         "made": html.escape(f"gfsa {report.version}, {report.created}"),
+        "data_name": f" Looked at on: {html.escape(report.data)}." if report.data else "",
     }
     page = _part("lens.html")
     for name, text in parts.items():

@@ -1,0 +1,135 @@
+"""``gfsa diagnose``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def diagnose(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A transformers model (folder or hub name) or timm:NAME; repeat to compare. "
+            "LABEL=MODEL gives it a name, MODEL@FOLDER adds filters saved by gfsa.save."
+        ),
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Text (one sample a line), a folder of images, a .safetensors file of the model's "
+            "arguments, or 'random' for inputs without meaning."
+        ),
+    ] = "",
+    report: Annotated[
+        Path | None, typer.Option(help="Show a report written with --json; runs no model.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every number here.")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="Write the figures into this folder, as PDF.")
+    ] = None,
+    layers: Annotated[str, typer.Option(help="all, even, odd, or numbers: 1,5-8,12.")] = "all",
+    samples: Annotated[int, typer.Option(min=1, help="Samples to look at, at most.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens a text, at most.")] = 128,
+    spectral: Annotated[
+        bool, typer.Option(help="Measure frequency responses and singular values; costs most.")
+    ] = True,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Trace attention that no adapter knows.")
+    ] = False,
+    untrained: Annotated[
+        bool, typer.Option("--untrained", help="timm models: random weights, no download.")
+    ] = False,
+) -> None:
+    """See whether a model over-smooths, where, and what its filters change."""
+    from gfsa.lens.report import LensReport
+    from gfsa.lens.sources import SourceError
+
+    try:
+        if report is not None:
+            found = LensReport.from_json(report)
+        else:
+            found = _look(
+                model,
+                data,
+                _layers(layers),
+                samples,
+                batch_size,
+                tokens,
+                spectral,
+                trace,
+                untrained,
+            )
+        found.table()
+        for path in (html, json, figures):
+            if path is not None:
+                (path if path is figures else path.parent).mkdir(parents=True, exist_ok=True)
+        if html is not None:
+            found.to_html(html)
+        if json is not None:
+            found.to_json(json)
+        if figures is not None:
+            for name, figure in found.figures.items():
+                figure.savefig(figures / f"{_file_name(name)}.pdf")
+    except (SourceError, ValueError, ImportError, OSError) as error:
+        typer.echo(f"gfsa diagnose: {error}", err=True)
+        raise typer.Exit(1) from error
+    written = [str(path) for path in (html, json, figures) if path is not None]
+    if written:
+        typer.echo(f"written: {', '.join(written)}")
+
+
+def _look(
+    names: list[str] | None,
+    data: str,
+    layers: Any,
+    samples: int,
+    batch_size: int,
+    tokens: int,
+    spectral: bool,
+    trace: bool,
+    untrained: bool,
+) -> Any:
+    from gfsa.lens.diagnosis import diagnose as look
+    from gfsa.lens.sources import SourceError, load_batches, load_source
+
+    if not names or not data:
+        raise SourceError("say which model and on what: --model NAME --data texts.txt")
+    sources = [load_source(name, untrained) for name in names]
+    labels = [source.label for source in sources]
+    if len(set(labels)) < len(labels):
+        raise SourceError(f"two models have the same name ({', '.join(labels)}): use LABEL=MODEL")
+    # the first model's tokenizer or image size serves all: they are compared on the same inputs
+    batches = load_batches(sources[0], data, samples, batch_size, tokens)
+    found = look(
+        {source.label: source.model for source in sources},
+        batches,
+        layers=layers,
+        spectral=spectral,
+        unknown="trace" if trace else "refuse",
+    )
+    found.data = "random inputs, which mean nothing" if data == "random" else Path(data).name
+    return found
+
+
+def _layers(text: str) -> str | list[int]:
+    if text in ("all", "even", "odd"):
+        return text
+    chosen: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            chosen += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--layers is all, even, odd or numbers such as 1,5-8,12; got {text!r}"
+        ) from None
+    return chosen
+
+
+def _file_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")

@@ -1,0 +1,154 @@
+"""``gfsa diagnose`` from the outside: names of models and data in, a table and files out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+import gfsa
+from gfsa.lens import LensReport
+from gfsa.lens.command import diagnose
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
+
+
+def run(*arguments: str | Path) -> Result:
+    app = typer.Typer()
+    app.command()(diagnose)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small BERT with its tokenizer, as save_pretrained leaves it."""
+    import transformers as hf
+
+    folder = tmp_path_factory.mktemp("bert")
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    hf.BertTokenizer(vocabulary).save_pretrained(folder)
+    config = hf.BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    hf.BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("the cat sat on a mat\n\ndogs looked\na dogs cat and the mat\n")
+    return path
+
+
+def test_texts(bert: Path, texts: Path, tmp_path: Path) -> None:
+    html, json, figures = tmp_path / "a" / "page.html", tmp_path / "r.json", tmp_path / "figures"
+    done = run(
+        "--model", f"plain={bert}", "--data", texts, "--html", html, "--json", json,
+        "--figures", figures, "--batch-size", "2", "--layers", "1,3",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "plain" in done.output
+    report = LensReport.from_json(json)
+    reading = report.models["plain"]
+    # [CLS] and [SEP] count, padding does not: 8 + 4 + 8
+    assert (reading.samples, reading.tokens) == (3, 20)
+    assert [layer.depth for layer in reading.attention] == [1, 3]
+    assert report.data == "texts.txt"
+    assert "texts.txt" in html.read_text()
+    assert (figures / "similarity.pdf").read_bytes().startswith(b"%PDF")
+
+    again = run("--report", json, "--html", tmp_path / "again.html")
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "again.html").stat().st_size == html.stat().st_size
+
+
+def test_compares_with_filters_saved_on_their_own_and_in_a_model(
+    bert: Path, texts: Path, tmp_path: Path
+) -> None:
+    import transformers as hf
+
+    model = hf.BertForSequenceClassification.from_pretrained(bert)
+    gfsa.plug(model, w0=0.5)
+    gfsa.save(model, tmp_path / "filters")
+    model.save_pretrained(tmp_path / "whole")
+    hf.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "whole")
+    json = tmp_path / "r.json"
+    done = run(
+        "--model", f"plain={bert}", "--model", f"filters={bert}@{tmp_path / 'filters'}",
+        "--model", f"whole={tmp_path / 'whole'}", "--data", texts, "--json", json,
+        "--no-spectral",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    models = LensReport.from_json(json).models
+    assert models["plain"].attention[0].filter is None
+    assert models["filters"].attention[0].coefficients == [[0.5, 1, 0], [0.5, 1, 0]]
+    assert models["filters"].attention == models["whole"].attention
+    assert models["filters"].features == models["whole"].features
+
+
+def test_random_and_tensors(bert: Path, tmp_path: Path) -> None:
+    json = tmp_path / "r.json"
+    done = run("--model", bert, "--data", "random", "--samples", "5", "--tokens", "6",
+               "--json", json)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = LensReport.from_json(json)
+    assert "mean nothing" in report.data
+    (reading,) = report.models.values()
+    assert (reading.samples, reading.tokens) == (5, 30)
+    save_file({"input_ids": torch.arange(12).reshape(3, 4)}, tmp_path / "ids.safetensors")
+    done = run("--model", bert, "--data", tmp_path / "ids.safetensors", "--json", json)
+    assert done.exit_code == 0, done.output
+    (reading,) = LensReport.from_json(json).models.values()
+    assert (reading.samples, reading.tokens) == (3, 12)
+
+
+def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    from PIL import Image
+
+    for number in range(3):
+        Image.new("RGB", (40, 30), (number * 80, 10, 200)).save(tmp_path / f"{number}.png")
+    json = tmp_path / "r.json"
+    done = run(
+        "--model", "timm:test_vit", "--untrained", "--data", tmp_path, "--json", json, "--trace"
+    )
+    assert done.exit_code == 0, done.output
+    (reading,) = LensReport.from_json(json).models.values()
+    assert reading.samples == 3
+    assert len(reading.attention) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "say which model"),
+        (["--model", "timm:no_such_model", "--data", "random"], "no model 'no_such_model'"),
+        (["--model", "timm:test_vit", "--untrained", "--data", "/no/such/file"], "is no file"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(arguments: list[str], said: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert said in done.output
+    assert "Traceback" not in done.output
+
+
+def test_texts_for_a_model_of_images(texts: Path) -> None:
+    done = run("--model", "timm:test_vit", "--untrained", "--data", texts)
+    assert done.exit_code == 1
+    assert "takes no text" in done.output
+
+
+def test_layers_that_are_none(bert: Path) -> None:
+    done = run("--model", bert, "--data", "random", "--layers", "first")
+    assert done.exit_code == 2
+    assert "1,5-8,12" in done.output

@@ -1,11 +1,16 @@
 """gfsa: graph-filter self-attention for any PyTorch Transformer."""
 
+from typing import TYPE_CHECKING, Any
+
 from gfsa._version import __version__
 from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention
 from gfsa.plugs import filters_of, parameter_groups, plug, register_adapter, unplug
 from gfsa.plugs.checkpoint import load, save
 from gfsa.plugs.pretrained import from_pretrained
+
+if TYPE_CHECKING:
+    from gfsa.lens import diagnose
 
 __all__ = [
     "GFSA",
@@ -15,6 +20,7 @@ __all__ = [
     "Polynomial",
     "Twicing",
     "__version__",
+    "diagnose",
     "filters_of",
     "from_pretrained",
     "graph_filter_attention",
@@ -26,3 +32,12 @@ __all__ = [
     "save",
     "unplug",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # the lens is loaded when it is first looked through
+    if name == "diagnose":
+        from gfsa.lens import diagnose
+
+        return diagnose
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

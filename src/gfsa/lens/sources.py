@@ -109,7 +109,9 @@ def _transformers(where: str) -> Source:
         return found
 
     def texts(lines: list[str], most: int) -> dict[str, Any]:
-        made = tokenizer()(lines, padding=True, truncation=True, max_length=most, return_tensors="pt")
+        made = tokenizer()(
+            lines, padding=True, truncation=True, max_length=most, return_tensors="pt"
+        )
         return finish(dict(made))
 
     def images(found: list[Any]) -> dict[str, Any]:

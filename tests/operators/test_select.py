@@ -39,6 +39,25 @@ def test_auto_falls_back_to_the_specification_with_the_reason(
     assert which_backend(Q, Q, Q, COEFFS[:2], dropout_p=0.1).backend == "sdpa"
 
 
+def test_auto_weighs_a_fused_kernel_against_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faster, it is taken; slower, it is left, unless torch's kernels cannot serve at all."""
+    monkeypatch.setattr(select, "why_not_fused", lambda call: None)
+    monkeypatch.setattr(select.fused, "why_not_worth_it", lambda call: None)
+    choice = which_backend(Q, Q, Q, COEFFS)
+    assert (choice.backend, "fastest" in choice.reason) == ("fused", True)
+
+    monkeypatch.setattr(select.fused, "why_not_worth_it", lambda call: "too short to gain")
+    choice = which_backend(Q, Q, Q, COEFFS)
+    assert (choice.backend, "too short to gain" in choice.reason) == ("sdpa", True)
+
+    monkeypatch.setattr(select, "_generator_is_out_of_reach", lambda device: True)
+    choice = which_backend(Q, Q, Q, COEFFS, dropout_p=0.1)
+    assert (choice.backend, "one dropout mask" in choice.reason) == ("fused", True)
+    # where H is dropped, only the operator that builds it will do
+    operator = AttentionOperator(Q, Q, dropout_p=0.1, dropout_after="filter")
+    assert operator.which(COEFFS, Q).backend == "dense"
+
+
 def test_a_captured_graph_cannot_set_the_generator_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert select._generator_is_out_of_reach(torch.device("cuda"))

@@ -154,3 +154,13 @@ def test_shapes_are_written_as_they_are_read(text, shape):
 def test_a_shape_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="BATCHxHEADSxTOKENSxDIM"):
         Shape.parse(text)
+
+
+def test_the_command_is_kept_without_paths(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/some/where/gfsa", "bench", "--csv", "/a/b.csv", "--graphs"])
+    assert small_rows()[0].command == "gfsa bench --graphs"
+
+
+def test_a_copy_without_history_can_be_told_its_commit(monkeypatch):
+    monkeypatch.setenv("GFSA_COMMIT", "abc1234")
+    assert small_rows()[0].commit == "abc1234"

@@ -38,7 +38,12 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that gfsa runs from, ``-dirty`` if it was edited; else empty."""
+    """The commit of the checkout that gfsa runs from, ``-dirty`` if it was edited; else empty.
+
+    ``GFSA_COMMIT`` in the environment says it where the files were copied without their history.
+    """
+    if named := os.environ.get("GFSA_COMMIT"):
+        return named
     package = Path(gfsa.__file__).resolve().parent
     repository = package.parent.parent
     # an installed copy may lie inside somebody else's repository

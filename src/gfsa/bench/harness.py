@@ -89,8 +89,7 @@ def measure(
     shared: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
         "commit": commit(),
-        # the name alone: where an interpreter lies says nothing to others
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(sys.argv),
         "device": device_name(setting.device),
         "python": platform.python_version(),
         "gfsa": gfsa.__version__,
@@ -142,6 +141,15 @@ def append(rows: Sequence[Row], path: Path) -> None:
             writer.writeheader()
         for row in rows:
             writer.writerow({name: _text(value) for name, value in asdict(row).items()})
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """What was typed, without where the program and its output lie: that means nothing elsewhere."""
+    kept = list(arguments[1:])
+    if "--csv" in kept:
+        at = kept.index("--csv")
+        del kept[at : at + 2]
+    return shlex.join([Path(arguments[0]).name, *kept])
 
 
 def _ratio(timing: Timing | None, reference: Timing | None) -> float | None:

@@ -77,15 +77,20 @@ def accuracy(
     """Accuracy of every run; runs of one seed are joined, since they are compared as pairs."""
     figure, axes = plt.subplots()
     names = [summary.variant for summary in summaries]
-    for seed in sorted({run.seed for run in runs}):
+    seeds = sorted({run.seed for run in runs})
+    # a little beside each other: runs that got equally many images right would hide one another
+    places = np.arange(len(names)) + np.linspace(-0.1, 0.1, len(seeds))[:, None]
+    for seed, places_of_seed in zip(seeds, places, strict=True):
         mine = {run.variant: run.accuracy for run in runs if run.seed == seed}
-        axes.plot(names, [mine[name] for name in names], color="#999999", linewidth=0.8, zorder=1)
-    for position, (summary, colour, marker) in enumerate(
-        zip(summaries, COLOURS, MARKERS, strict=True)
-    ):
-        own = [run.accuracy for run in runs if run.variant == summary.variant]
-        axes.scatter([position] * len(own), own, color=colour, marker=marker, s=22, zorder=2)
+        values = [mine[name] for name in names]
+        axes.plot(places_of_seed, values, color="#999999", linewidth=0.8, zorder=1)
+        for place, value, colour, marker in zip(
+            places_of_seed, values, COLOURS, MARKERS, strict=True
+        ):
+            axes.scatter(place, value, color=colour, marker=marker, s=22, zorder=2)
+    for position, (summary, colour) in enumerate(zip(summaries, COLOURS, strict=True)):
         axes.hlines(summary.accuracy, position - 0.22, position + 0.22, color=colour, linewidth=2.5)
+    axes.set_xticks(range(len(names)), names)
     axes.margins(x=0.2)
     axes.set_ylabel(f"{settings.held_out} accuracy (%)")
     axes.set_title("Every run: a grey line joins one seed, a bar is the mean", fontsize=9)

@@ -29,7 +29,7 @@ def table(summaries: Sequence[Summary], settings: Settings) -> Table:
         "paired diff.",
         "numbers\nadded",
         "time\n× plain",
-        "token similarity\nfirst/middle/last",
+        "similarity\nfirst mid last",
     ):
         shown.add_column(heading, justify="right")
     for summary in summaries:

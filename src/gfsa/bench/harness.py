@@ -144,7 +144,7 @@ def append(rows: Sequence[Row], path: Path) -> None:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """What was typed, without where the program and its output lie: that means nothing elsewhere."""
+    """What was typed, without where the program and its output lie: nobody else has those."""
     kept = list(arguments[1:])
     if "--csv" in kept:
         at = kept.index("--csv")

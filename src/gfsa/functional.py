@@ -227,7 +227,9 @@ def linear_graph_filter_attention(
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast has done its casts; from here on precision is the operators' business."""
-    if _has_autocast(device.type):
+    if torch.compiler.is_compiling() or (
+        _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
+    ):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Grid = tuple[int, int, int]
@@ -21,7 +24,7 @@ class Kernel:
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(
         self,
@@ -31,21 +34,83 @@ class Kernel:
         constants: tuple[Any, ...],
         **options: Any,
     ) -> None:
-        key = (torch.cuda.current_device() if torch.cuda.is_available() else -1, variant, constants)
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            compiled[grid](*arguments, *constants)
+        key = (variant, constants)
+        launch = self.launchers.get(key)
+        if launch is not None:
+            launch(grid, arguments, constants)
             return
         compiled = self.function[grid](*arguments, *constants, **options)
         # triton's interpreter compiles nothing
         if compiled is not None:
-            self.compiled[key] = compiled
+            self.launchers[key] = _launcher(compiled)
+
+
+def _launcher(compiled: Any) -> Callable[[Grid, tuple[Any, ...], tuple[Any, ...]], None]:
+    """How to launch compiled code again."""
+    try:
+        return _Direct(compiled).launch
+    except (AttributeError, KeyError):
+        # another version of Triton: take the way it documents
+        return lambda grid, arguments, constants: compiled[grid](*arguments, *constants)
+
+
+class _Direct:
+    """Compiled code by Triton's C launcher, past the Python around it."""
+
+    def __init__(self, compiled: Any) -> None:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        run = compiled.run
+        around = inspect.getclosurevars(run.launch).nonlocals
+        self.c_launcher = around["launcher"]
+        self.encode = driver.active.utils.fill_tma_descriptor
+        self.stream = driver.active.get_current_stream
+        # what the copy engine is told of each tensor beside where it lies
+        self.boxes = [
+            (
+                about["swizzle"],
+                about["elem_size"],
+                TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]],
+                about["block_size"],
+            )
+            for about in around["tensordesc_meta"]
+        ]
+        self.fixed = (
+            compiled.function,
+            run.launch_cooperative_grid,
+            run.launch_pdl,
+            None,
+            None,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+        )
+        if run.global_scratch_size or run.profile_scratch_size:
+            raise AttributeError("this kernel needs scratch memory")
+
+    def launch(self, grid: Grid, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+        values: list[Any] = []
+        boxes = iter(self.boxes)
+        device = arguments[0].base.device.index
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                values.append(argument.data_ptr())
+            elif isinstance(argument, int | float):
+                values.append(argument)
+            else:
+                shape, strides = argument.shape, argument.strides
+                address = argument.base.data_ptr()
+                values.append(self.encode(address, *next(boxes), shape, strides, 0))
+                values += shape
+                values += strides
+        self.c_launcher(*grid, self.stream(device), *self.fixed, *values, *constants)
 
 
 def variant(q: Tensor, k: Tensor) -> tuple[Any, ...]:
     """What compiled code depends on: Triton tells lengths by their divisibility, and ones apart."""
     length = q.shape[2]
-    return q.dtype, length % 16 == 0, length == 1, q.shape[1] == k.shape[1]
+    return q.device.index, q.dtype, length % 16 == 0, length == 1, q.shape[1] == k.shape[1]
 
 
 def descriptor(kind: Any, x: Tensor, block: tuple[int, ...]) -> Any:
@@ -81,12 +146,10 @@ def copyable_by_tile(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def empty_like(x: Tensor) -> Tensor:
     """Room for a result that lies in memory as ``x`` does, heads or tokens first."""
-    batch, heads, length, head_dim = x.shape
-    dtype = x.dtype if dtype is None else dtype
+    _, heads, length, head_dim = x.shape
+    strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
     if x.stride(1) < x.stride(2):
-        return torch.empty(
-            (batch, length, heads, head_dim), dtype=dtype, device=x.device
-        ).transpose(1, 2)
-    return torch.empty((batch, heads, length, head_dim), dtype=dtype, device=x.device)
+        strides = (heads * length * head_dim, head_dim, heads * head_dim, 1)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)

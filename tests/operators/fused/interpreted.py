@@ -1,0 +1,131 @@
+"""The fused kernels on the CPU, statement by statement, in Triton's interpreter.
+
+Not collected by itself: the interpreter has to be switched on before triton is imported, so
+``test_interpreted.py`` runs this file in a process of its own.
+"""
+
+import support.triton_interpreter  # noqa: I001  isort:skip  (before anything imports triton)
+
+import pytest
+import torch
+
+from gfsa.operators.fused import op, plan
+from gfsa.operators.fused.op import filter_attention
+from support.fused_cases import NAMES, Problem, error, run
+
+assert support.triton_interpreter
+
+SMALL = {
+    "attend": plan.Tiles(32, 16, 4, 2),
+    "combine": plan.Tiles(16, 32, 4, 2),
+    "grad_first_pass": plan.Tiles(32, 16, 4, 2),
+    "grad_keys": plan.Tiles(32, 16, 4, 2),
+    "grad_queries": plan.Tiles(16, 32, 4, 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that a short sequence takes several, also of unequal sizes."""
+    torch.manual_seed(0)
+    for name, tiles in SMALL.items():
+        monkeypatch.setitem(plan.TILES, name, {128: tiles})
+    monkeypatch.setattr(plan, "TALL_FROM", {})
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(1, 2, 33, 16),
+        Problem(2, 1, 48, 32, projected=True),
+        Problem(1, 2, 50, 16, is_causal=True),
+        Problem(2, 1, 40, 24, mask="keys"),
+        Problem(3, 1, 37, 16, mask="keys", is_causal=True),
+        Problem(1, 2, 35, 16, mask="full"),
+        Problem(1, 2, 20, 16, mask="per head", is_causal=True),
+        Problem(1, 4, 34, 16, 2),
+        Problem(2, 2, 33, 16, 1, is_causal=True, mask="keys", projected=True),
+        Problem(1, 2, 33, 16, dropout_p=0.4),
+        Problem(2, 2, 40, 16, 1, dropout_p=0.2, is_causal=True, mask="keys"),
+        Problem(1, 1, 17, 8, scale=-0.7),
+        Problem(1, 1, 16, 72),
+        Problem(1, 2, 1, 16),
+    ],
+    ids=str,
+)
+def test_agrees_with_the_specification(problem: Problem) -> None:
+    got, expected = run(problem)
+    size = max(x.norm().item() for x in expected)
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert x.shape == y.shape, name
+        # a gradient that is zero but for rounding has no relative error of its own
+        negligible = (x.double() - y).norm().item() <= 1e-6 * size
+        assert negligible or error(x, y) <= 2e-6, (name, error(x, y))
+
+
+def test_memory_beyond_the_tensors_is_never_used() -> None:
+    sea = torch.full((4, 1, 2, 60, 16), float("nan"))
+    inside = sea[..., 7 : 7 + 37, :]
+    inside.copy_(torch.randn(inside.shape))
+    q, k, v, g = inside.unbind(0)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, torch.randn(2, 3))]
+    out = filter_attention(*inputs, scale=0.25)
+    for x in (out, *torch.autograd.grad(out, inputs, g)):
+        assert torch.isfinite(x).all()
+
+
+def test_results_lie_in_memory_as_the_tokens_do() -> None:
+    problem = Problem(2, 2, 20, 16, projected=True)
+    q, k, v, coeffs, g = problem.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    out = filter_attention(*inputs, scale=0.25)
+    assert out.transpose(1, 2).is_contiguous()
+    for x in torch.autograd.grad(out, inputs[:3], g):
+        assert x.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("layout", ["expanded", "features apart", "off the border"])
+def test_any_layout(layout: str) -> None:
+    """What the copy engine cannot take is copied first."""
+    x = torch.randn(1, 2, 20, 16)
+    given = {
+        "expanded": torch.randn(1, 1, 20, 16).expand(1, 2, 20, 16),
+        "features apart": torch.randn(1, 2, 16, 20).transpose(2, 3),
+        "off the border": torch.randn(1, 2, 20, 17)[..., 1:],
+    }[layout]
+    coeffs = torch.randn(2, 3)
+    got = filter_attention(given, x, given, coeffs, scale=0.25)
+    expected = filter_attention(given.clone(), x, given.clone(), coeffs, scale=0.25)
+    assert torch.equal(got, expected)
+
+
+def test_operator_registration() -> None:
+    problem = Problem(1, 2, 18, 16, 1, projected=True)
+    inputs = [x.requires_grad_() for x in problem.tensors()[:4]]
+    mask = torch.rand(1, 1, 1, 18) < 0.8
+    seed = torch.tensor([3])
+    torch.library.opcheck(op.forward, (*inputs, mask, seed, 0.1, True, 0.25))
+
+
+def test_compiled_whole() -> None:
+    q, k, v, coeffs, g = Problem(1, 2, 18, 16).tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        return filter_attention(*inputs, scale=0.25) * 2
+
+    y = step(*inputs)
+    z = torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(y, z)
+    for a, b in zip(
+        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_no_second_derivative_in_silence() -> None:
+    inputs = [x.requires_grad_() for x in Problem(1, 1, 16, 16).tensors()[:4]]
+    out = filter_attention(*inputs, scale=0.25)
+    (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dq.sum(), inputs[:1])

@@ -229,9 +229,14 @@ def test_training_with_a_cache_costs_nothing_and_cannot_be_decoded_from() -> Non
 
 def test_decoding_under_dropout_is_refused() -> None:
     model = plugged("gpt2")
-    model.train()
-    with torch.no_grad(), pytest.raises(ValueError, match="attention dropout has no meaning"):
-        model(prompt()["input_ids"])
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        model.train()
+        # nothing is decoded as long as every token is new
+        model(ids)
+        with pytest.raises(ValueError, match="attention dropout over a cache has no meaning"):
+            model(ids[:, :1], past_key_values=cache)
 
 
 def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:

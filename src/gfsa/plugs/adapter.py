@@ -108,6 +108,10 @@ _registered: dict[type[nn.Module], Adapter] = {}
 # asked only if the library is loaded, since a model of it cannot exist otherwise
 PROVIDERS = {
     "transformers": "gfsa.plugs.transformers",
+    "timm.models": "gfsa.plugs.timm",
+    "torchvision.models": "gfsa.plugs.torchvision",
+    "torch_geometric.nn": "gfsa.plugs.graph",
+    "speechbrain.nnet.attention": "gfsa.plugs.speechbrain",
     "gfsa.models": "gfsa.plugs.own",
     "torch": "gfsa.plugs.torch_mha",
 }

@@ -1,0 +1,46 @@
+"""PyTorch Geometric: linear attention is refused; ``GPSConv`` holds torch's attention."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch_geometric.nn.attention import (
+    PerformerAttention,
+    PolynormerAttention,
+    SGFormerAttention,
+)
+
+from gfsa.plugs.adapter import Adapter
+
+_REASONS = {
+    PerformerAttention: "Performer's map is that of random features, redrawn as it trains",
+    SGFormerAttention: "SGFormer's map of normalised queries and keys has a residual built in",
+    PolynormerAttention: "Polynormer's map of sigmoids is followed by a norm and a gate",
+}
+
+
+class LinearAttentionAdapter(Adapter):
+    """Linear attention that is not Efficient Attention, the one whose powers gfsa has."""
+
+    def num_heads(self, module: nn.Module) -> int:
+        raise TypeError(self.refusal("", module))
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        reason = next(why for kind, why in _REASONS.items() if isinstance(module, kind))
+        return (
+            f"linear attention: {reason}; gfsa has the powers of softmax and of Efficient "
+            "Attention (gfsa.linear_graph_filter_attention)"
+        )
+
+    def install(self, module: nn.Module) -> None:
+        raise TypeError(self.refusal("", module))
+
+    def remove(self, module: nn.Module) -> None:
+        raise TypeError(self.refusal("", module))
+
+
+LINEAR_ATTENTION = LinearAttentionAdapter()
+
+
+def find(module: nn.Module) -> Adapter | None:
+    """The adapter for ``module`` if it is an attention module of PyG."""
+    return LINEAR_ATTENTION if isinstance(module, tuple(_REASONS)) else None

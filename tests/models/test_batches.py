@@ -32,6 +32,14 @@ def test_prepared_graphs_give_the_same_batch(collate: GraphormerCollator) -> Non
 
 
 @pytest.mark.parametrize("collate", COLLATORS)
+def test_batches_are_made_on_the_host(collate: GraphormerCollator) -> None:
+    graphs = [molecule(6, 1), molecule(9, 2, seed=1)]
+    batch = collate(graphs)
+    with torch.device("meta"):
+        assert same(batch, collate(graphs))
+
+
+@pytest.mark.parametrize("collate", COLLATORS)
 def test_graphs_of_torch_geometric_are_taken_as_they_are(collate: GraphormerCollator) -> None:
     data = pytest.importorskip("torch_geometric.data")
     graphs = [molecule(6, 1), molecule(9, 2, seed=1)]

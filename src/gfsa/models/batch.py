@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,21 @@ class Batch:
             value = getattr(self, field.name)
             moved[field.name] = function(value) if isinstance(value, Tensor) else value
         return type(self)(**moved)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_the_host(function: Callable[P, R]) -> Callable[P, R]:
+    """New tensors of ``function`` are made on the CPU, whatever torch's default device."""
+
+    @wraps(function)
+    def made_there(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return made_there
 
 
 def nodes_of(graph: Graph) -> Tensor:

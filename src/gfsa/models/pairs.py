@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfsa.models.batch import Batch, Graph, edges_of, label_of, nodes_of, pad, stack_labels
+from gfsa.models.batch import (
+    Batch,
+    Graph,
+    edges_of,
+    label_of,
+    nodes_of,
+    on_the_host,
+    pad,
+    stack_labels,
+)
 from gfsa.models.graph_features import degrees, distances, path_edges
 
 
@@ -66,6 +75,7 @@ class GraphormerCollator:
             raise ValueError(f"max_hops must be at least 1, got {max_hops}")
         self.max_hops = max_hops
 
+    @on_the_host
     def prepare(self, graph: Graph) -> PairGraph:
         """Work out degrees, distances and paths, in the smallest integers that hold them."""
         x = nodes_of(graph)
@@ -84,6 +94,7 @@ class GraphormerCollator:
             y=label_of(graph),
         )
 
+    @on_the_host
     def __call__(self, graphs: Sequence[Graph | PairGraph]) -> GraphormerBatch:
         ready = [g if isinstance(g, PairGraph) else self.prepare(g) for g in graphs]
         paths, edges_before = [], 0

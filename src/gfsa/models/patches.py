@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfsa.models.batch import Batch, Graph, edges_of, label_of, nodes_of, pad, stack_labels
+from gfsa.models.batch import (
+    Batch,
+    Graph,
+    edges_of,
+    label_of,
+    nodes_of,
+    on_the_host,
+    pad,
+    stack_labels,
+)
 from gfsa.models.graph_features import dense_adjacency, random_walk_encoding, row_normalised
 from gfsa.models.partition import Partition, bisection
 
@@ -103,6 +112,7 @@ class GraphViTCollator:
         self.drop_edges = drop_edges
         self.partition = partition
 
+    @on_the_host
     def prepare(self, graph: Graph) -> PatchGraph:
         """Cut one graph."""
         x = nodes_of(graph)
@@ -164,6 +174,7 @@ class GraphViTCollator:
             return shared
         return torch.linalg.matrix_power(row_normalised(shared), self.diffusion)
 
+    @on_the_host
     def __call__(self, graphs: Sequence[Graph | PatchGraph]) -> GraphViTBatch:
         ready = [g if isinstance(g, PatchGraph) else self.prepare(g) for g in graphs]
         # everything stands in one row: each graph's numbers start behind those before it

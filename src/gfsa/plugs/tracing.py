@@ -185,7 +185,10 @@ class Trace(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         self._check(query.shape[:-1] + key.shape[-2:-1], value, query)
-        dims, shape = query.dim(), value.shape
+        if not enable_gqa:
+            # torch broadcasts here: multi-query attention has one head of keys and values
+            key, value = (x.expand(*query.shape[:-2], *x.shape[-2:]) for x in (key, value))
+        dims, shape = query.dim(), query.shape
         query, key, value = (self._with_heads(x) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2:
             attn_mask = self._with_heads(attn_mask[(None,) * (dims - attn_mask.dim())])

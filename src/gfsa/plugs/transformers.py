@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import Adapter
 from gfsa.plugs.decoding import CachedOperator, layer_of
+from gfsa.plugs.tracer import TRACER, looks_like_attention
 from gfsa.plugs.transformers_maps import eager_function, operator_for
 
 PREFIX = "gfsa|"
@@ -99,9 +100,18 @@ class InterfaceAdapter(Adapter):
 INTERFACE = InterfaceAdapter()
 
 
-def find(module: Any) -> Adapter | None:
-    """The adapter for ``module`` if it is a transformers attention module."""
-    return INTERFACE if _uses_interface(type(module)) else None
+def find(module: nn.Module) -> Adapter | None:
+    """The adapter for ``module`` if it is a transformers attention module.
+
+    Classes that compute their attention outside the interface (DeBERTa-v2, GPT-Neo, Swin-V2 …)
+    are traced.
+    """
+    if _uses_interface(type(module)):
+        return INTERFACE
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    inside = any(_uses_interface(type(inner)) for inner in module.modules())
+    return TRACER if looks_like_attention(module) and not inside else None
 
 
 def _uses_interface(kind: type[nn.Module]) -> bool:

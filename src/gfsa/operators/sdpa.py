@@ -59,6 +59,11 @@ class SDPAOperator(Operator):
     def apply(self, x: Tensor) -> Tensor:
         # A·v has a head for each query head, v perhaps fewer: keys follow whatever x has
         k = repeat_heads(self.k, x)
+        # an if rather than the comparison itself: under dynamic shapes that is symbolic, bool()
+        # or not, and torch takes no symbol here
+        enable_gqa = False
+        if self.enable_gqa and k.shape[-3] != self.q.shape[-3]:
+            enable_gqa = True
         return F.scaled_dot_product_attention(
             self.q,
             k,
@@ -67,8 +72,7 @@ class SDPAOperator(Operator):
             dropout_p=self.dropout_p,
             is_causal=self.is_causal,
             scale=self.scale,
-            # bool(): under dynamic shapes the comparison is symbolic, which torch does not take
-            enable_gqa=bool(self.enable_gqa and k.shape[-3] != self.q.shape[-3]),
+            enable_gqa=enable_gqa,
         )
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:

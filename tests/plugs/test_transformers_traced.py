@@ -111,7 +111,9 @@ def test_the_same_model_at_first_and_after_unplug(name: str) -> None:
     report = gfsa.plug(model, K=3)
     assert set(report.how.values()) == {"tracer"}
     assert len(report.plugged) == 2
-    assert torch.equal(output(model), expected)
+    # torch has another kernel for heads that it has to broadcast, with other rounding
+    tolerance = 1e-14 if name == "falcon" else 0.0
+    assert (output(model) - expected).abs().max() <= tolerance
     model.train()
     output(model).square().mean().backward()
     for filter in gfsa.filters_of(model).values():

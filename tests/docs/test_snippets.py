@@ -1,0 +1,136 @@
+"""Every Python snippet of the documentation runs.
+
+The blocks of a page are run in order in one namespace, in a temporary directory, as a reader would
+type them. A block that opens with ```` ```python no-run ```` is shown but not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[^`\n]*)\n(?P<body>.*?)^(?P=indent)```\s*$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, and where its first line of code stands in the page."""
+
+    info: str
+    code: str
+    line: int
+
+    @property
+    def runs(self) -> bool:
+        return self.info.split() == ["python"]
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The fenced blocks of a page whose language is Python."""
+    found = []
+    for match in _FENCE.finditer(page):
+        info = match["info"].strip()
+        if info.split()[:1] != ["python"]:
+            continue
+        if info not in ("python", "python no-run"):
+            raise ValueError(f"expected ```python or ```python no-run, got ```{info}")
+        # what is indented under a list item is code all the same
+        code = re.sub(rf"^{match['indent']}", "", match["body"], flags=re.M)
+        found.append(Block(info, code, page.count("\n", 0, match.start("body")) + 1))
+    return found
+
+
+def run_page(name: str, page: str) -> int:
+    """Run the blocks of a page one after another; returns how many there were."""
+    namespace: dict[str, Any] = {"__name__": "__page__"}
+    blocks = [block for block in blocks_of(page) if block.runs]
+    # tracebacks and inspect.getsource show the page itself
+    linecache.cache[name] = (len(page), None, page.splitlines(keepends=True), name)
+    for number, block in enumerate(blocks, start=1):
+        try:
+            tree = ast.parse(block.code, filename=name)
+            ast.increment_lineno(tree, block.line - 1)
+            exec(compile(tree, name, "exec"), namespace)
+        except Exception as error:
+            line = _failing_line(name, block, error)
+            shown = page.splitlines()[line - 1].strip()
+            raise AssertionError(
+                f"{name}, block {number} of {len(blocks)}, line {line}: {shown}\n"
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return len(blocks)
+
+
+def _failing_line(name: str, block: Block, error: Exception) -> int:
+    if isinstance(error, SyntaxError) and error.filename == name:
+        return block.line - 1 + (error.lineno or 1)
+    line, traceback = block.line, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == name:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))
+
+
+def test_there_are_snippets_to_run() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert sum(block.runs for page in pages for block in blocks_of(page)) > 10
+
+
+EXAMPLE = """# A page
+
+```python
+x = [1]
+```
+
+1. in a list:
+
+   ```python
+   y = x + [2]
+   ```
+
+```python no-run
+download("the moon")
+```
+
+```sh
+exit 1
+```
+
+```python
+assert y == [1, 2]
+{last}
+```
+"""
+
+
+def test_blocks_share_one_namespace_and_only_python_runs() -> None:
+    assert run_page("page.md", EXAMPLE.format(last="")) == 3
+
+
+@pytest.mark.parametrize("last", ["z = undefined", "z = (", "(lambda: undefined)()"])
+def test_a_failure_names_the_block_and_the_line(last: str) -> None:
+    with pytest.raises(AssertionError, match=r"page\.md, block 3 of 3, line 23: "):
+        run_page("page.md", EXAMPLE.format(last=last))
+
+
+def test_a_misspelt_marker_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no-run"):
+        run_page("page.md", "```python norun\nx\n```\n")

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import DenseOperator
+from gfsa.operators.base import at_least_float32
 from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.crossing import REASON, Owners, crosses_by_design, require_same_tokens
 from gfsa.plugs.tracer import KNOWN_TRACER
@@ -53,7 +54,7 @@ class FilteredRelPosMHAXL(RelPosMHAXL):
             dropped.append(key_padding_mask.view(B, 1, 1, N))
         for mask in dropped:
             scores = scores.masked_fill(mask, self.attn_fill_value)
-        attention = F.softmax(scores, dim=-1, dtype=torch.float32)
+        attention = F.softmax(scores, dim=-1, dtype=at_least_float32(scores.dtype))
         place, dropout_p = self.gfsa.dropout_after, 0.0
         if place == "attention":
             attention = self.dropout_att(attention)

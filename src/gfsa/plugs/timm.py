@@ -148,7 +148,6 @@ _EXPLICIT: dict[type[nn.Module], Adapter] = {
 _TRACED = {
     ("timm.layers.attention", "AttentionRope"),
     ("timm.models.beit", "Attention"),
-    ("timm.models.davit", "WindowAttention"),
     ("timm.models.eva", "EvaAttention"),
     ("timm.models.swin_transformer_v2", "WindowAttention"),
     ("timm.models.swin_transformer_v2_cr", "WindowMultiHeadAttention"),

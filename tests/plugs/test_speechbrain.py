@@ -1,0 +1,118 @@
+"""SpeechBrain: recognisers with regular, relative and rotary attention; memories left alone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.plugging import check_backbone, disturb
+
+logging.getLogger("speechbrain").setLevel(logging.ERROR)
+
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR  # noqa: E402
+from speechbrain.nnet.attention import RelPosMHAXL  # noqa: E402
+
+import gfsa  # noqa: E402
+
+DIM, HEADS, WORDS = 16, 4, 11
+SOUND, TEXT = torch.randn(2, 9, 20), torch.randint(1, WORDS, (2, 5))
+LENGTHS = torch.tensor([1.0, 0.7])
+
+
+def recogniser(encoder: str, attention: str) -> nn.Module:
+    options = {"num_encoder_layers": 2, "num_decoder_layers": 1, "d_ffn": 32, "dropout": 0.0}
+    if encoder == "branchformer":
+        options |= {"csgu_linear_units": 32, "kernel_size": 3}
+    return TransformerASR(
+        WORDS, 20, DIM, HEADS,
+        encoder_module=encoder, attention_type=attention, normalize_before=True, causal=False,
+        **options,
+    )  # fmt: skip
+
+
+def run(model: nn.Module) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    for module in model.modules():
+        if hasattr(module, "emb_dtype"):
+            module.emb_dtype = dtype  # positions keep the precision they were built in
+    encoded, decoded = model(SOUND.to(dtype), TEXT, LENGTHS)
+    return torch.cat([encoded.flatten(), decoded.flatten()])
+
+
+@pytest.mark.parametrize(
+    ("encoder", "attention"),
+    [
+        ("transformer", "regularMHA"),
+        ("conformer", "RelPosMHAXL"),
+        ("conformer", "RoPEMHA"),
+        ("branchformer", "RelPosMHAXL"),
+    ],
+)
+def test_recogniser(encoder, attention, tmp_path, supported):
+    report = check_backbone(lambda: recogniser(encoder, attention), run, tmp_path)
+    assert len(report.plugged) == 3, "two layers of the encoder and the decoder's own"
+    assert ["multihead_attn" in name for name in report.skipped] == [True]
+    supported("SpeechBrain", f"TransformerASR, {encoder}, {attention}", report)
+
+
+@pytest.fixture
+def layer() -> RelPosMHAXL:
+    # the library's own forward runs in float32 and below only
+    return RelPosMHAXL(DIM, HEADS).eval()
+
+
+def test_relative_positions_return_the_filter_s_map(layer):
+    x, positions = torch.randn(2, 6, DIM), torch.randn(1, 11, DIM)
+    _, attention = layer(x, x, x, positions)
+    gfsa.plug(layer, filter=gfsa.Twicing)
+    _, filtered = layer(x, x, x, positions)
+    torch.testing.assert_close(filtered, 2 * attention - attention @ attention)
+    assert isinstance(layer(x, x, x, positions, return_attn_weights=False), Tensor)
+
+
+def test_relative_positions_with_every_mask(layer):
+    x, positions = torch.randn(2, 6, DIM), torch.randn(1, 11, DIM)
+    hidden = (torch.rand(6, 6) < 0.4) & ~torch.eye(6, dtype=torch.bool)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[0, 4:] = True
+    cases = [
+        {"attn_mask": hidden, "key_padding_mask": padding},
+        {"attn_mask": torch.randn(6, 6)},
+        {"attn_mask": hidden.expand(2 * HEADS, 6, 6)},
+        {"value": torch.randn(2, 6, DIM)},
+    ]
+    before = [layer(x, x, case.pop("value", x), positions, **case)[0] for case in map(dict, cases)]
+    gfsa.plug(layer)
+    after = [layer(x, x, case.pop("value", x), positions, **case)[0] for case in map(dict, cases)]
+    for got, expected in zip(after, before, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_token_that_sees_nothing_keeps_c0_v(layer):
+    gfsa.plug(layer)
+    disturb(layer)
+    x, positions = torch.randn(1, 3, DIM), torch.randn(1, 5, DIM)
+    blind = torch.zeros(3, 3, dtype=torch.bool)
+    blind[1] = True
+    y, weights = layer(x, x, x, positions, attn_mask=blind)
+    assert y.isfinite().all()
+    own = layer.gfsa.coefficients()[:, 0]
+    torch.testing.assert_close(weights[0, :, 1], own[:, None] * torch.eye(3)[1])
+
+
+def test_relative_positions_refuse_another_sequence(layer):
+    gfsa.plug(layer)
+    x, positions = torch.randn(1, 3, DIM), torch.randn(1, 5, DIM)
+    with pytest.raises(ValueError, match="other values"):
+        layer(x, x + 1, x + 1, positions)
+
+
+@pytest.mark.parametrize("place", ["attention", "filter"])
+def test_dropout_of_the_map(place):
+    layer = RelPosMHAXL(DIM, HEADS, dropout=0.5)
+    gfsa.plug(layer, wK=0.3, dropout_after=place)
+    x, positions = torch.randn(1, 3, DIM), torch.randn(1, 5, DIM)
+    assert not torch.equal(layer(x, x, x, positions)[0], layer(x, x, x, positions)[0])

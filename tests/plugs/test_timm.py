@@ -1,0 +1,210 @@
+"""timm: adapters for ViT, Swin and CaiT, tracing for the rest, refusals for what has no map."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import timm
+import torch
+from timm.layers.attention import Attention
+from timm.models.swin_transformer import WindowAttention
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.plugs import timm as adapters
+from gfsa.plugs.tracer import KNOWN_TRACER
+from support.plugging import check_backbone, disturb, matrix_polynomial
+
+IMAGE = torch.randn(2, 3, 32, 32)
+SMALL = {"img_size": 32, "num_classes": 5}
+VIT = {**SMALL, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+SWIN = {**SMALL, "patch_size": 2, "embed_dim": 12, "depths": (2, 1), "num_heads": (2, 3)}
+
+
+def run(model: nn.Module) -> Tensor:
+    return model(IMAGE.to(next(model.parameters()).dtype))
+
+
+def models() -> dict[str, tuple[str, dict]]:
+    return {
+        "ViT, DeiT": ("vit_tiny_patch16_224", VIT),
+        "ViT, unfused": ("vit_tiny_patch16_224", VIT),
+        "ViT with norms of q and k": ("vit_tiny_patch16_224", {**VIT, "qk_norm": True}),
+        "Swin": ("swin_tiny_patch4_window7_224", {**SWIN, "window_size": 4}),
+        "Swin, fused": ("swin_tiny_patch4_window7_224", {**SWIN, "window_size": 4}),
+        "Swin-V2": ("swinv2_tiny_window8_256", {**SWIN, "window_size": 4}),
+        "Swin-V2-CR": ("swinv2_cr_tiny_224", {**SWIN, "window_size": 4}),
+        "BEiT": ("beit_base_patch16_224", VIT),
+        "EVA-02": ("eva02_tiny_patch14_224", VIT),
+        "ViT with rotary positions": ("vit_small_patch16_rope_224", VIT),
+        "TNT": (
+            "tnt_s_legacy_patch16_224",
+            {**SMALL, "depth": 1, "embed_dim": 24, "num_heads_outer": 3},
+        ),
+        "ViT with relative positions": (
+            "vit_relpos_small_patch16_224",
+            {**VIT, "class_token": False},
+        ),
+    }
+
+
+def build(name: str) -> nn.Module:
+    architecture, options = models()[name]
+    model = timm.create_model(architecture, **options)
+    for module in model.modules():
+        if isinstance(module, Attention | WindowAttention):
+            module.fused_attn = ("unfused" not in name) and type(module) is Attention
+            module.fused_attn |= ", fused" in name
+    return awake(model)
+
+
+def awake(model: nn.Module) -> nn.Module:
+    """Weights that let every layer be seen at the output; some start at almost nothing."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 or parameter.abs().max() < 1e-2:
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("name", models())
+def test_backbone(name, tmp_path, supported):
+    report = check_backbone(lambda: build(name), run, tmp_path)
+    assert not report.skipped
+    supported("timm", name, report)
+
+
+@contextmanager
+def filtered_after_mixing(model, coefficients):
+    """CaiT's map is the mixed one: the reference filters what comes out of ``proj_w``."""
+
+    def hook(numbers):
+        def replace(module, args, maps):
+            mixed = maps.permute(0, 3, 1, 2)
+            return matrix_polynomial(numbers, mixed).permute(0, 2, 3, 1)
+
+        return replace
+
+    handles = [
+        block.attn.proj_w.register_forward_hook(hook(numbers))
+        for block, numbers in zip(model.blocks, coefficients, strict=True)
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def cait() -> nn.Module:
+    return awake(timm.create_model("cait_xxs24_224", **VIT))
+
+
+def test_cait_is_filtered_after_its_heads_are_mixed(tmp_path, supported):
+    report = check_backbone(cait, run, tmp_path, reference=filtered_after_mixing)
+    assert list(report.plugged) == ["blocks.0.attn", "blocks.1.attn"]
+    assert all("class attention" in why for why in report.skipped.values())
+    assert len(report.skipped) == 2
+    supported("timm", "CaiT", report)
+
+
+def test_xcit_is_refused(supported):
+    model = timm.create_model("xcit_nano_12_p16_224", **{**VIT, "patch_size": 16})
+    for unknown in ("refuse", "trace"):
+        with pytest.raises(ValueError, match="attention is over channels, not tokens") as error:
+            gfsa.plug(model, unknown=unknown)
+    assert "class attention has one query" in str(error.value)
+    supported.refused("timm", "XCiT", "its attention is over channels, not tokens")
+
+
+def test_pooling_attention_is_left_alone():
+    model = timm.create_model("vit_base_patch16_siglip_224", **VIT)
+    report = gfsa.plug(model)
+    assert len(report.plugged) == 2
+    assert "pooling attention" in report.skipped["attn_pool"]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("deit_small_patch16_224", 72),
+        ("deit_base_patch16_224", 144),
+        ("cait_s24_224", 192),
+        ("swin_small_patch4_window7_224", 2 * 3 + 2 * 6 + 18 * 12 + 2 * 24),
+    ],
+)
+def test_the_paper_s_numbers_of_parameters(name, numbers):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert gfsa.plug(model, learn=("wK",), dry_run=True).parameters == numbers
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_learned_bias_between_positions_gets_its_gradient(fused):
+    model = build("Swin").double().eval()
+    gfsa.plug(model)
+    disturb(model)
+    attention = model.layers[0].blocks[1].attn  # a shifted one
+    attention.fused_attn = fused
+    run(model).square().sum().backward()
+    table = attention.relative_position_bias_table
+    index = (3, 1)
+    gradient = table.grad[index].item()
+    step = 1e-5
+    with torch.no_grad():
+        table[index] += step
+        above = run(model).square().sum()
+        table[index] -= 2 * step
+        below = run(model).square().sum()
+    assert gradient == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5)
+
+
+def test_masks_of_vit_both_ways():
+    x = torch.randn(2, 6, 24).double()
+    for mask in (torch.rand(6, 6) < 0.7, torch.randn(6, 6).double()):
+        mask = mask | torch.eye(6, dtype=torch.bool) if mask.dtype == torch.bool else mask
+        options = {"qk_norm": True, "scale_norm": True, "gated": True, "norm_layer": nn.LayerNorm}
+        layer = Attention(24, 3, **options).double().eval()
+        plain = layer(x, attn_mask=mask)
+        gfsa.plug(layer)
+        assert torch.equal(layer(x, attn_mask=mask), plain)
+        gfsa.unplug(layer)
+        gfsa.plug(layer, w0=0.2, wK=0.3)
+        outputs = []
+        for layer.fused_attn in (True, False):
+            outputs.append(layer(x, attn_mask=mask))
+            outputs.append(layer(x, is_causal=True))
+        torch.testing.assert_close(outputs[0], outputs[2])
+        torch.testing.assert_close(outputs[1], outputs[3])
+
+
+@pytest.mark.parametrize("place", ["attention", "filter"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_dropout_of_the_map(place, fused):
+    layer = Attention(24, 3, attn_drop=0.5)
+    layer.fused_attn = fused
+    gfsa.plug(layer, wK=0.3, dropout_after=place)
+    x = torch.randn(2, 6, 24)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_a_version_with_another_forward_is_traced(monkeypatch):
+    x = torch.randn(2, 6, 24)
+    expected = (layer := Attention(24, 3).eval())(x)
+
+    def forward(self, x, attn_mask=None, is_causal=False):
+        return original(self, x, attn_mask, is_causal) * self.something_new
+
+    original = Attention.forward
+    monkeypatch.setattr(Attention, "forward", forward)
+    layer.something_new = 2.0
+    assert adapters.find(layer) is KNOWN_TRACER
+    gfsa.plug(layer)
+    torch.testing.assert_close(layer(x), 2 * expected, rtol=0, atol=0)
+
+
+def test_compiles_into_one_graph():
+    model = build("Swin").eval()
+    gfsa.plug(model, wK=0.2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(IMAGE), model(IMAGE))

@@ -1,0 +1,284 @@
+"""torch's multi-head attention: every layout and mask, both fast paths, cross-attention told."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.plugs.torch_mha import FilteredMultiheadAttention
+from support.plugging import check_backbone, disturb, filtered_softmax, slow_path
+
+B, N, E, H = 3, 7, 16, 4
+
+MASKS = ["none", "bool", "float", "bool per head", "float per head", "causal"]
+
+
+def mask_of(kind: str) -> Tensor | None:
+    if kind == "none":
+        return None
+    if kind == "causal":
+        return nn.Transformer.generate_square_subsequent_mask(N).double()
+    shape = (B * H, N, N) if "per head" in kind else (N, N)
+    if "bool" in kind:
+        # True is left out; everybody sees itself
+        return (torch.rand(shape) < 0.3) & ~torch.eye(N, dtype=torch.bool)
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def padding_of(kind: str) -> Tensor | None:
+    if kind == "none":
+        return None
+    padding = torch.zeros(B, N, dtype=torch.bool)
+    padding[0, 5:] = padding[2, 6:] = True
+    if kind == "bool":
+        return padding
+    return torch.zeros(B, N, dtype=torch.float64).masked_fill(padding, -math.inf)
+
+
+def _single(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None or mask.dtype == torch.bool else mask.float()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_every_mask_and_layout_equals_the_dense_formula(batch_first, need_weights):
+    mha = nn.MultiheadAttention(E, H, batch_first=batch_first).double().eval()
+    plugged = copy.deepcopy(mha)
+    gfsa.plug(plugged)
+    coefficients = disturb(plugged)
+    x = torch.randn((B, N, E) if batch_first else (N, B, E), dtype=torch.float64)
+    for mask, padding in itertools.product(MASKS, ["none", "bool", "float"]):
+        options = {
+            "attn_mask": mask_of(mask),
+            "key_padding_mask": padding_of(padding),
+            "need_weights": need_weights,
+            "is_causal": mask == "causal",
+        }
+        if "none" not in (mask, padding) and ("bool" in mask) != (padding == "bool"):
+            continue  # torch wants the two masks alike
+        with slow_path(), filtered_softmax(mha, coefficients):
+            expected, weights = mha(x, x, x, **options)
+        got, filtered = plugged(x, x, x, **options)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12, msg=f"{mask}, {padding}")
+        assert (filtered is None) == (not need_weights)
+        if need_weights:
+            torch.testing.assert_close(filtered, weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_starts_as_the_layer_it_was_to_the_bit(need_weights):
+    for batch_first, mask, padded in itertools.product([True, False], MASKS, [True, False]):
+        mha = nn.MultiheadAttention(E, H, batch_first=batch_first).eval()
+        x = torch.randn((B, N, E) if batch_first else (N, B, E))
+        given = mask_of(mask)
+        alike = "bool" if given is None or given.dtype == torch.bool else "float"
+        options = {
+            "attn_mask": _single(given),
+            "key_padding_mask": _single(padding_of(alike)) if padded else None,
+            "need_weights": need_weights,
+            "average_attn_weights": mask == "float",
+            "is_causal": mask == "causal",
+        }
+        with slow_path():
+            expected = mha(x, x, x, **options)
+        gfsa.plug(mha)
+        got = mha(x, x, x, **options)
+        assert torch.equal(got[0], expected[0])
+        assert not need_weights or torch.equal(got[1], expected[1])
+
+
+def test_unbatched_and_other_widths_of_values():
+    for options, width in (({}, E), ({"kdim": E, "vdim": 10}, 10), ({"bias": False}, E)):
+        mha = nn.MultiheadAttention(E, H, **options).double().eval()
+        plugged = copy.deepcopy(mha)
+        gfsa.plug(plugged)
+        coefficients = disturb(plugged)
+        x, v = torch.randn(N, E).double(), torch.randn(N, width).double()
+        v = x if width == E else v
+        padding = padding_of("bool")[0]
+        with filtered_softmax(mha, coefficients):
+            expected, weights = mha(x, x, v, key_padding_mask=padding)
+        got, filtered = plugged(x, x, v, key_padding_mask=padding)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(filtered, weights, rtol=0, atol=1e-12)
+
+
+def test_weights_are_the_filter_s_map_averaged_or_not():
+    mha = nn.MultiheadAttention(E, H, batch_first=True).double().eval()
+    x = torch.randn(B, N, E).double()
+    _, attention = mha(x, x, x, average_attn_weights=False)
+    gfsa.plug(mha, filter=gfsa.Twicing)
+    twicing = 2 * attention - attention @ attention
+    torch.testing.assert_close(mha(x, x, x, average_attn_weights=False)[1], twicing)
+    torch.testing.assert_close(mha(x, x, x)[1], twicing.mean(1))
+
+
+def test_a_row_without_keys_is_c0_v_with_weights_and_without():
+    mha = nn.MultiheadAttention(E, H, batch_first=True).eval()
+    gfsa.plug(mha, w0=0.5)
+    x = torch.randn(1, N, E)
+    padding = torch.ones(1, N, dtype=torch.bool)
+    v = nn.functional.linear(x, mha.in_proj_weight.chunk(3)[2], mha.in_proj_bias.chunk(3)[2])
+    expected = mha.out_proj(0.5 * v)
+    for need_weights in (True, False):
+        got, _ = mha(x, x, x, key_padding_mask=padding, need_weights=need_weights)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("place", ["attention", "filter"])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_dropout_acts_while_training_only(place, need_weights):
+    mha = nn.MultiheadAttention(E, H, dropout=0.5, batch_first=True)
+    x = torch.randn(B, N, E)
+    gfsa.plug(mha, dropout_after=place, wK=0.3)
+    one, two = (mha(x, x, x, need_weights=need_weights)[0] for _ in range(2))
+    assert not torch.equal(one, two)
+    mha.eval()
+    one, two = (mha(x, x, x, need_weights=need_weights)[0] for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_dropout_before_the_powers_is_the_paper_s():
+    mha = nn.MultiheadAttention(E, H, dropout=0.4, batch_first=True)
+    x = torch.randn(B, N, E)
+    torch.manual_seed(1)
+    expected, dropped = mha(x, x, x, average_attn_weights=False)
+    gfsa.plug(mha)
+    torch.manual_seed(1)
+    got, _ = mha(x, x, x)
+    assert torch.equal(got, expected)
+    gfsa.unplug(mha)
+    gfsa.plug(mha, filter=gfsa.Twicing)
+    torch.manual_seed(1)
+    _, filtered = mha(x, x, x, average_attn_weights=False)
+    torch.testing.assert_close(filtered, 2 * dropped - dropped @ dropped)
+
+
+def test_extra_keys_are_refused_with_the_reason():
+    for option in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(ValueError, match=f"{option} adds a key"):
+            gfsa.plug(nn.MultiheadAttention(E, H, **{option: True}))
+
+
+def test_self_attention_by_views_and_equal_copies_but_not_other_tokens():
+    mha = nn.MultiheadAttention(E, H).eval()
+    gfsa.plug(mha, wK=0.2)
+    x = torch.randn(N, B, E)
+    expected, _ = mha(x, x, x)
+    for key in (x.view(N, B, E), x.clone()):
+        torch.testing.assert_close(mha(x, key, key)[0], expected)
+    # positions on queries and keys, none on values
+    assert mha(x, x, torch.randn(N, B, E))[0].shape == x.shape
+    with pytest.raises(ValueError, match=r"equal lengths, but other values.*layers=") as error:
+        mha(x, x + 1, x + 1)
+    assert "FilteredMultiheadAttention" in str(error.value)
+    with pytest.raises(ValueError, match=r"query has shape \(7, 3, 16\) and key \(5, 3, 16\)"):
+        mha(x, x[:5], x[:5])
+
+
+def test_masks_of_other_shapes_are_refused():
+    mha = nn.MultiheadAttention(E, H, batch_first=True).eval()
+    gfsa.plug(mha)
+    x = torch.randn(B, N, E)
+    with pytest.raises(ValueError, match=r"attn_mask of shape \(7, 7\), or \(12, 7, 7\)"):
+        mha(x, x, x, attn_mask=torch.zeros(5, N, N))
+    with pytest.raises(ValueError, match=r"key_padding_mask of shape \(3, 7\)"):
+        mha(x, x, x, key_padding_mask=torch.zeros(N, B, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="is_causal is a hint about attn_mask"):
+        mha(x, x, x, is_causal=True)
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_not_taken_over():
+    class Other(nn.MultiheadAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="register an adapter"):
+        gfsa.plug(Other(E, H))
+
+
+def encoder(batch_first: bool = True) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=batch_first)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+
+
+def test_encoder(tmp_path, supported):
+    x = torch.randn(B, N, E)
+
+    def run(model: nn.Module) -> Tensor:
+        return model(x.to(model.layers[0].linear1.weight.dtype))
+
+    report = check_backbone(encoder, run, tmp_path)
+    assert report.plugged == {"layers.0.self_attn": 4, "layers.1.self_attn": 4}
+    supported("torch", "nn.TransformerEncoder", report, "0; against the C++ fast path ≤ 1e-6")
+
+
+def test_neither_fast_path_goes_past_the_filter():
+    x, padding = torch.randn(B, N, E), padding_of("bool")
+    for options in ({}, {"src_key_padding_mask": padding}):
+        model = encoder().eval()
+        with torch.no_grad():
+            expected = model(x, **options)  # by the C++ kernels, packed if there is padding
+            gfsa.plug(model)
+            # only the order of sums differs
+            torch.testing.assert_close(model(x, **options), expected, rtol=0, atol=1e-6)
+            disturb(model)
+            filtered = model(x, **options)
+        assert (filtered - expected).abs().max() > 1e-3
+        # the same with gradients, where torch takes no fast path
+        taken = ~padding if options else slice(None)
+        torch.testing.assert_close(model(x, **options)[taken], filtered[taken])
+        gfsa.unplug(model)
+        with torch.no_grad():
+            assert torch.equal(model(x, **options), expected), "the fast path is back"
+
+
+def test_one_plugged_layer_among_fast_ones():
+    x, padding = torch.randn(B, N, E), padding_of("bool")
+    model = encoder().eval()
+    gfsa.plug(model, layers="even", wK=0.3, w0=0.1)
+    with torch.no_grad():
+        fast = model(x, src_key_padding_mask=padding)
+    slow = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(fast[~padding], slow[~padding])
+
+
+def test_transformer_leaves_cross_attention_alone(tmp_path, supported):
+    source, target = torch.randn(5, B, E), torch.randn(N, B, E)
+    causal = nn.Transformer.generate_square_subsequent_mask(N)
+
+    def run(model: nn.Module) -> Tensor:
+        kind = next(model.parameters()).dtype
+        return model(source.to(kind), target.to(kind), tgt_mask=causal.to(kind), tgt_is_causal=True)
+
+    report = check_backbone(lambda: nn.Transformer(E, H, 2, 2, 32), run, tmp_path)
+    assert list(report.plugged) == [
+        f"{part}.layers.{i}.self_attn" for part in ("encoder", "decoder") for i in range(2)
+    ]
+    assert set(report.skipped) == {f"decoder.layers.{i}.multihead_attn" for i in range(2)}
+    supported("torch", "nn.Transformer", report)
+
+
+def test_a_layer_of_that_name_elsewhere_is_self_attention():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.multihead_attn = nn.MultiheadAttention(E, H)
+
+    assert list(gfsa.plug(Mine()).plugged) == ["multihead_attn"]
+
+
+def test_compiles_into_one_graph():
+    x, padding = torch.randn(B, N, E), padding_of("bool")
+    model = encoder().eval()
+    gfsa.plug(model, wK=0.2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"src_key_padding_mask": padding}):
+        torch.testing.assert_close(compiled(x, **options), model(x, **options))
+    assert isinstance(model.layers[0].self_attn, FilteredMultiheadAttention)

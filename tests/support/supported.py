@@ -1,0 +1,63 @@
+"""Rows of docs/supported.md, as the tests find them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gfsa.plugs import PlugReport
+
+HEADER = """\
+# What can be plugged
+
+Every row is written by a test that built the model with random weights and showed, unless the row
+says *refused*: outputs as before at init, equality with the dense formula Σ c_k A^k in float64 up
+to 1e-10, gradients to every filter, copies and pickles with filters of their own, a save and load
+round trip, and classes, keys and outputs as before after `gfsa.unplug`. A test whose row differs
+from what is written here fails; `pytest tests/plugs --write-supported` writes the rows anew.
+
+*At init* is the largest difference to the model before plugging. *How*: an adapter repeats the
+module's forward with the filter in it; the tracer follows the module's own forward (on by itself
+for known classes, by `unknown="trace"` for others).
+
+| library | model | how | heads of the plugged layers | left alone | at init |
+|---|---|---|---|---|---|"""
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    library: str
+    model: str
+    line: str
+
+
+class Supported:
+    """Collects rows while the file is written, checks them otherwise."""
+
+    def __init__(self, rows: list[Row], written: str | None) -> None:
+        self.rows = rows
+        self.written = written
+
+    def __call__(
+        self, library: str, model: str, report: PlugReport, at_init: str = "0", how: str = ""
+    ) -> None:
+        hows = ", ".join(dict.fromkeys(report.how.values()))
+        heads = " ".join(str(n) for n in report.plugged.values())
+        self._state(library, model, how or hows, heads, _reasons(report), at_init)
+
+    def refused(self, library: str, model: str, why: str) -> None:
+        """A model of which nothing can be plugged."""
+        self._state(library, model, "refused", "", why, "")
+
+    def _state(self, library: str, model: str, *cells: str) -> None:
+        line = "| " + " | ".join((library, model, *cells)) + " |"
+        if self.written is None:
+            self.rows.append(Row(library, model, line))
+        else:
+            assert line in self.written.splitlines(), (
+                f"docs/supported.md does not have this row:\n{line}\n"
+                "pytest tests/plugs --write-supported writes it anew"
+            )
+
+
+def _reasons(report: PlugReport) -> str:
+    return "; ".join(dict.fromkeys(report.skipped.values()))

@@ -1,0 +1,133 @@
+"""torch.compile: no graph breaks, and no new graph for a new batch size or length."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gfsa
+from gfsa.functional import AttentionOperator
+from support.matrix import Matrix
+from support.subjects import DIM, HEADS, SUBJECTS, Op, first
+
+SIZES = [(2, 6), (3, 9), (5, 13), (4, 20), (7, 31)]
+WHOLE = ["op", "BERT", "GPT-2", "ViT"]
+FILTERS = {
+    "GFSA": lambda: gfsa.GFSA(HEADS, wK=0.2),
+    "GFSA exact": lambda: gfsa.GFSA(HEADS, K=4, wK=0.2, power="exact"),
+    "GFSA without a high order": lambda: gfsa.GFSA(HEADS, K=None, w0=0.3),
+    "Polynomial": lambda: gfsa.Polynomial(HEADS, degree=3),
+    "Twicing": lambda: gfsa.Twicing(HEADS),
+    "Laplacian": lambda: gfsa.Laplacian(HEADS),
+    "PageRank": lambda: gfsa.PageRank(HEADS),
+}
+
+
+class Counting:
+    """A compiler backend that runs a graph as it is and counts how many it was given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@torch.no_grad()
+def test_one_graph_for_all_sizes(name: str, matrix: Matrix) -> None:
+    """Gradients of compiled models are compared in tests/plugs/test_training.py."""
+    subject = SUBJECTS[name]
+    model, counting = subject.plugged(), Counting()
+    compiled = torch.compile(model, fullgraph=True, backend=counting)
+    for batch, length in SIZES:
+        inputs = subject.inputs(batch, length)
+        torch.testing.assert_close(
+            first(compiled(**inputs)), first(model(**inputs)), rtol=0, atol=1e-6
+        )
+    # one for the first size, one for all the others
+    assert counting.graphs == 2
+    matrix("compile, one graph", name)
+    matrix("compile, new shapes", name)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_graph_model_compiles_as_without_filters(matrix: Matrix) -> None:
+    """PyG's ``to_dense_batch`` asks for the largest graph's size, which breaks the graph itself."""
+    subject = SUBJECTS["GPS"]
+    plugged, counts = subject.plugged(), {}
+    plain = copy.deepcopy(plugged)
+    gfsa.unplug(plain)
+    for kind, model in (("plain", plain), ("plugged", plugged)):
+        torch.compiler.reset()
+        counting = Counting()
+        compiled = torch.compile(model, backend=counting)
+        for batch, length in SIZES[:3]:
+            inputs = subject.inputs(batch, length)
+            torch.testing.assert_close(compiled(**inputs), model(**inputs), rtol=0, atol=1e-6)
+        counts[kind] = counting.graphs
+    assert counts["plugged"] <= counts["plain"]
+    matrix("compile, one graph", "GPS", "as many graphs as unplugged")
+    matrix("compile, new shapes", "GPS", "as many graphs as unplugged")
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+@torch.no_grad()
+def test_every_filter_at_every_size(kind: str) -> None:
+    made, counting = FILTERS[kind](), Counting()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return made(AttentionOperator(q, k, is_causal=True), v)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counting)
+    for batch, length in SIZES:
+        q, k, v = torch.randn(3, batch, HEADS, length, DIM).unbind()
+        assert torch.equal(compiled(q, k, v), call(q, k, v))
+    assert counting.graphs == 2
+
+
+@torch.no_grad()
+def test_the_linear_operator_at_every_size() -> None:
+    coeffs, counting = torch.randn(HEADS, 3), Counting()
+    compiled = torch.compile(
+        gfsa.linear_graph_filter_attention, fullgraph=True, backend=counting, dynamic=True
+    )
+    for batch, length in SIZES:
+        q, k, v = torch.randn(3, batch, HEADS, length, DIM).unbind()
+        expected = gfsa.linear_graph_filter_attention(q, k, v, coeffs)
+        assert torch.equal(compiled(q, k, v, coeffs), expected)
+    assert counting.graphs == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_inductor_with_reduced_overhead(causal: bool) -> None:
+    """The whole way to machine code, shapes left open; the mode's graphs exist on CUDA only."""
+    model = Op(causal)
+    with torch.no_grad():
+        model.gfsa.theta.normal_(std=0.3)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, mode="reduce-overhead")
+    for batch, length in SIZES[:3]:
+        q, k, v = (torch.randn(batch, HEADS, length, DIM, requires_grad=True) for _ in range(3))
+        found, expected = compiled(q, k, v), model(q, k, v)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(
+            torch.autograd.grad(found.square().sum(), (q, k, v, model.gfsa.theta)),
+            torch.autograd.grad(expected.square().sum(), (q, k, v, model.gfsa.theta)),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 from support.plugging import check_backbone
 
 # 8 × 8 patches in windows of 3 × 3: torchvision pads the image to whole windows
-IMAGE = torch.randn(2, 3, 32, 32)
+IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 SWIN = ([4, 4], 12, [2, 1], [2, 3], [3, 3])
 
 

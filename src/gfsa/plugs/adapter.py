@@ -62,21 +62,22 @@ class SwapClass(Adapter):
                 q, k, v = self.project(x)
                 return self.out(self.gfsa(AttentionOperator(q, k), v))
 
-        gfsa.register_adapter(MyAttention, SwapClass(FilteredAttention, lambda m: m.num_heads))
+        gfsa.register_adapter(MyAttention, SwapClass(FilteredAttention, heads="num_heads"))
 
     The subclass adds no state and is defined at the top level of a module, so that a plugged model
     still pickles.
 
     Args:
         filtered: a direct or indirect subclass of the module's class.
-        heads: gives the number of query heads of a module.
+        heads: the attribute with a module's number of query heads, or a function that gives it
+            (a named one: a plugged model cannot be pickled with a lambda inside).
         refuses: gives the reason why a module cannot be plugged, or None.
     """
 
     def __init__(
         self,
         filtered: type[nn.Module],
-        heads: Callable[[nn.Module], int],
+        heads: str | Callable[[nn.Module], int],
         refuses: Callable[[str, nn.Module], str | None] | None = None,
     ) -> None:
         self.filtered = filtered
@@ -84,7 +85,11 @@ class SwapClass(Adapter):
         self._refuses = refuses
 
     def num_heads(self, module: nn.Module) -> int:
-        return self._heads(module)
+        return (
+            int(getattr(module, self._heads))
+            if isinstance(self._heads, str)
+            else (self._heads(module))
+        )
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         if not issubclass(self.filtered, type(module)):

@@ -107,10 +107,6 @@ _WRITTEN_FOR = (
 )
 
 
-def _heads(module: Any) -> int:
-    return int(module.num_heads)
-
-
 class RelPosAdapter(SwapClass):
     """``RelPosMHAXL``, except where its place in the model makes it cross-attention."""
 
@@ -118,7 +114,7 @@ class RelPosAdapter(SwapClass):
         return REASON if crosses_by_design(owners) else None
 
 
-REL_POS = RelPosAdapter(FilteredRelPosMHAXL, _heads)
+REL_POS = RelPosAdapter(FilteredRelPosMHAXL, heads="num_heads")
 
 
 def find(module: nn.Module) -> Adapter | None:

@@ -116,10 +116,6 @@ def _ready_made(module: Any, matrix: Tensor) -> DenseOperator:
     return DenseOperator(matrix, module.attn_drop.p if module.training else 0.0, "filter")
 
 
-def _heads(module: Any) -> int:
-    return int(module.num_heads)
-
-
 # what each adapter was written for; see gfsa.plugs.versions
 _WRITTEN_FOR = {
     Attention: (
@@ -139,9 +135,9 @@ _WRITTEN_FOR = {
     ),
 }
 _EXPLICIT: dict[type[nn.Module], Adapter] = {
-    Attention: SwapClass(FilteredAttention, _heads),
-    WindowAttention: SwapClass(FilteredWindowAttention, _heads),
-    TalkingHeadAttn: SwapClass(FilteredTalkingHeadAttn, _heads),
+    Attention: SwapClass(FilteredAttention, heads="num_heads"),
+    WindowAttention: SwapClass(FilteredWindowAttention, heads="num_heads"),
+    TalkingHeadAttn: SwapClass(FilteredTalkingHeadAttn, heads="num_heads"),
 }
 
 # families with attention of their own, which the tests have traced

@@ -185,11 +185,6 @@ def _map(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     return matrix.masked_fill(empty, 0.0)
 
 
-def _heads(module: nn.Module) -> int:
-    assert isinstance(module, nn.MultiheadAttention)
-    return module.num_heads
-
-
 def _refuses(name: str, module: nn.Module) -> str | None:
     assert isinstance(module, nn.MultiheadAttention)
     if module.bias_k is not None or module.add_zero_attn:
@@ -202,7 +197,7 @@ class MultiheadAdapter(SwapClass):
     """``nn.MultiheadAttention``, except where its place in the model makes it cross-attention."""
 
     def __init__(self) -> None:
-        super().__init__(FilteredMultiheadAttention, _heads, _refuses)
+        super().__init__(FilteredMultiheadAttention, heads="num_heads", refuses=_refuses)
 
     def refusal_inside(self, owners: Owners) -> str | None:
         return REASON if crosses_by_design(owners) else None

@@ -1,0 +1,140 @@
+"""Attention classes of one's own: the example of docs/adapters.md runs, and mistakes are told."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gfsa
+from gfsa.plugs import Adapter, SwapClass
+from gfsa.plugs.adapter import _registered
+from support.plugging import check_backbone
+from support.tiny import FilteredTinyAttention, TinyAttention, TinyEncoder
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "adapters.md"
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    before = dict(_registered)
+    yield
+    _registered.clear()
+    _registered.update(before)
+
+
+def test_the_document_s_code_runs_as_it_stands():
+    code = "\n".join(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL))
+    assert code.count("assert") >= 5
+    exec(compile(code, str(DOCUMENT), "exec"), {"__name__": "document"})
+
+
+def test_a_registered_class(tmp_path):
+    gfsa.register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, heads="heads"))
+    x = torch.randn(2, 6, 16)
+
+    def run(model):
+        return model(x.to(next(model.parameters()).dtype))
+
+    report = check_backbone(lambda: TinyAttention(16, 4), run, tmp_path)
+    assert report.plugged == {"": 4}
+
+
+def test_registered_goes_before_built_in_and_the_last_one_wins():
+    class Refuses(SwapClass):
+        def refusal(self, name, module):
+            return "not this one"
+
+    gfsa.register_adapter(nn.MultiheadAttention, Refuses(nn.MultiheadAttention, heads="num_heads"))
+    layer = nn.TransformerEncoderLayer(16, 4)
+    with pytest.raises(ValueError, match="not this one"):
+        gfsa.plug(layer)
+    from gfsa.plugs.torch_mha import MULTIHEAD
+
+    gfsa.register_adapter(nn.MultiheadAttention, MULTIHEAD)
+    assert gfsa.plug(layer).plugged == {"self_attn": 4}
+
+
+def test_subclasses_are_served_and_those_with_another_forward_are_not():
+    gfsa.register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, heads="heads"))
+
+    class Other(TinyAttention):
+        def forward(self, x, mask=None):
+            return x
+
+    with pytest.raises(ValueError, match="register an adapter for it"):
+        gfsa.plug(Other(16, 4))
+
+
+def test_heads_by_name_or_by_function():
+    by_name = SwapClass(FilteredTinyAttention, heads="heads")
+    by_function = SwapClass(FilteredTinyAttention, lambda module: module.heads)
+    layer = TinyAttention(16, 4)
+    assert by_name.num_heads(layer) == by_function.num_heads(layer) == 4
+    assert pickle.loads(pickle.dumps(by_name)).num_heads(layer) == 4
+    with pytest.raises(AttributeError, match="num_heads"):
+        SwapClass(FilteredTinyAttention, heads="num_heads").num_heads(layer)
+
+
+@pytest.mark.parametrize(
+    ("cls", "adapter", "message"),
+    [
+        (TinyAttention(16, 4), SwapClass(FilteredTinyAttention, "heads"), "an nn.Module class"),
+        (int, SwapClass(FilteredTinyAttention, "heads"), "an nn.Module class"),
+        (TinyAttention, FilteredTinyAttention, "gfsa.plugs.Adapter"),
+    ],
+)
+def test_mistakes_are_told(cls, adapter, message):
+    with pytest.raises(TypeError, match=message):
+        gfsa.register_adapter(cls, adapter)
+
+
+class ByFlag(Adapter):
+    """An adapter without a class to swap to: the layer asks for its filter itself."""
+
+    how = "by flag"
+
+    def num_heads(self, module):
+        return module.heads
+
+    def install(self, module):
+        module.filtered = True
+
+    def remove(self, module):
+        del module.filtered
+
+
+class Asking(TinyAttention):
+    def forward(self, x, mask=None):
+        if not getattr(self, "filtered", False):
+            return super().forward(x, mask)
+        return FilteredTinyAttention.forward(self, x, mask)
+
+
+def test_an_adapter_of_another_kind():
+    gfsa.register_adapter(Asking, ByFlag())
+    layer, x = Asking(16, 4), torch.randn(2, 6, 16)
+    expected = layer(x)
+    report = gfsa.plug(layer, filter=gfsa.Laplacian)
+    assert report.how == {"": "by flag"}
+    assert not torch.allclose(layer(x), expected)
+    gfsa.unplug(layer)
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_filter_that_is_never_called_is_an_error():
+    class Forgetful(SwapClass):
+        pass
+
+    class Forgets(TinyAttention):
+        pass
+
+    gfsa.register_adapter(TinyAttention, Forgetful(Forgets, heads="heads"))
+    model = TinyEncoder()
+    gfsa.plug(model)
+    with pytest.raises(gfsa.plugs.FilterNotCalledError, match="attention"):
+        model.eval()(torch.randn(2, 6, model.blocks[0].norm1.normalized_shape[0]))

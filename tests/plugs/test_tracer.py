@@ -1,0 +1,376 @@
+"""The tracer: what it follows, what it refuses, and that it never mistakes one for the other."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gfsa
+from gfsa.plugs.tracer import TraceError, looks_like_attention
+from support.plugging import check_backbone, disturb
+
+B, N, DIM, HEADS = 3, 7, 16, 4
+
+
+class WrittenAttention(nn.Module):
+    """Self-attention whose product with v is written in one of many ways."""
+
+    way = "matmul"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.mix = nn.Parameter(torch.eye(HEADS) + 0.1)
+        self.drop = nn.Dropout(0.5)
+        self.proj = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        y = getattr(self, f"by_{self.way}")(q * DIM**-0.5, k, v)
+        return self.proj(y.transpose(1, 2).reshape(b, n, DIM))
+
+    def by_matmul(self, q, k, v):
+        return torch.matmul(self.drop((q @ k.mT).softmax(dim=-1)), v)
+
+    def by_casts(self, q, k, v):
+        attention = F.softmax(q @ k.mT, -1, dtype=torch.promote_types(v.dtype, torch.float32)).to(
+            v.dtype
+        )
+        return attention.masked_fill(attention.isnan(), 0.0).contiguous() @ v
+
+    def by_columns(self, q, k, v):
+        return (v.mT @ torch.softmax(q @ k.mT, 3).mT).mT
+
+    def by_einsum(self, q, k, v):
+        attention = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+        return torch.einsum("bhij,bjhd->bihd", attention, v.transpose(1, 2)).transpose(1, 2)
+
+    def by_mixed_heads(self, q, k, v):
+        attention = torch.einsum("bhij,gh->bgij", (q @ k.mT).softmax(-1), self.mix)
+        return attention @ v
+
+    def by_merged_heads(self, q, k, v):
+        q, k, v = (x.reshape(-1, x.shape[2], x.shape[3]) for x in (q, k, v))
+        return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).view(-1, HEADS, *v.shape[1:])
+
+    def by_sdpa(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0, dropout_p=0.0)
+
+    def by_sdpa_merged(self, q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0).unflatten(0, (-1, HEADS))
+
+    def by_head_axis_inside_windows(self, q, k, v):
+        q, k, v = (x.unsqueeze(2) for x in (q, k, v))  # (B, H, windows, N, D)
+        return ((q @ k.mT).softmax(-1) @ v).squeeze(2)
+
+    # from here on: what must be refused
+
+    def by_two_products(self, q, k, v):
+        attention = (q @ k.mT).softmax(-1)
+        return F.scaled_dot_product_attention(q, k, attention @ v)
+
+    def by_channels(self, q, k, v):
+        return ((q.mT @ k).softmax(-1) @ v.mT).mT
+
+    def by_linear_attention(self, q, k, v):
+        return q.softmax(-1) @ (k.softmax(-2).mT @ v)
+
+    def by_hand(self, q, k, v):
+        scores = (q @ k.mT).exp()
+        return (scores / scores.sum(-1, keepdim=True)) @ v
+
+    def by_fewer_keys(self, q, k, v):
+        return (q @ k[:, :, 1:].mT).softmax(-1) @ v[:, :, 1:]
+
+    def by_heads_before_samples(self, q, k, v):
+        q, k, v = (x.transpose(0, 1).reshape(-1, x.shape[2], x.shape[3]) for x in (q, k, v))
+        y = torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
+        return y.view(HEADS, -1, *v.shape[1:]).transpose(0, 1)
+
+    def by_einsum_with_dots(self, q, k, v):
+        return torch.einsum("...ij,...jd->...id", (q @ k.mT).softmax(-1), v)
+
+
+def written(way: str) -> WrittenAttention:
+    module = WrittenAttention()
+    module.way = way
+    return module
+
+
+WAYS = [
+    name.removeprefix("by_")
+    for name in vars(WrittenAttention)
+    if name.startswith("by_")
+]  # fmt: skip
+FOLLOWED = WAYS[: WAYS.index("two_products")]
+X = torch.randn(B, N, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def run(model: nn.Module) -> Tensor:
+    return model(X.to(next(model.parameters()).dtype))
+
+
+class Block(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.attn = written(way)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(x)
+
+
+@pytest.mark.parametrize("way", [way for way in FOLLOWED if "mixed" not in way])
+def test_followed(way, tmp_path):
+    # torch has another kernel for inputs without a head axis, which the filter's operator gives
+    identity = 1e-6 if way == "sdpa_merged" else 0.0
+    report = check_backbone(lambda: Block(way), run, tmp_path, identity, unknown="trace")
+    assert report.how == {"attn": "tracer"}
+
+
+def test_mixed_heads_are_followed_and_their_rows_reported():
+    model = Block("mixed_heads").double().eval()
+    plain = model(X.double())
+    gfsa.plug(model, unknown="trace", filter=gfsa.Twicing)
+    with pytest.warns(UserWarning, match="rows of the attention map of attn do not sum to one"):
+        got = model(X.double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model(X.double()), got), "said once"
+    assert not torch.allclose(got, plain)
+    # by definition: 2A − A² of the mixed map
+    attn = model.attn
+    q, k, v = attn.qkv(X.double()).reshape(B, N, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    mixed = (q @ k.mT * DIM**-0.5).softmax(-1)
+    mixed = torch.einsum("bhij,gh->bgij", mixed, attn.mix)
+    y = (2 * mixed - mixed @ mixed) @ v
+    expected = X.double() + attn.proj(y.transpose(1, 2).reshape(B, N, DIM))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("two_products", "more than one attention product"),
+        ("channels", r"4×4 over channels, not tokens"),
+        ("linear_attention", "7×4, not square"),
+        ("hand", "no product of a softmax with values"),
+        ("fewer_keys", "7×6, not square"),
+        ("heads_before_samples", "which of them comes first cannot be told"),
+        ("einsum_with_dots", "einsum that is not understood"),
+    ],
+)
+def test_refused(way, why):
+    model = nn.Sequential(Block(way))
+    expected = run(model)
+    gfsa.plug(model, unknown="trace")
+    with pytest.raises(TraceError, match=rf"cannot filter 0\.attn.*{why}.*register_adapter"):
+        run(model)
+    gfsa.unplug(model)
+    assert torch.equal(run(model), expected)
+
+
+def test_every_way_is_tested():
+    tested = {way.removeprefix("by_") for way in dir(WrittenAttention) if way.startswith("by_")}
+    assert tested == set(WAYS)
+
+
+def test_as_many_tokens_as_features_cannot_be_told_at_first():
+    model = Block("channels")
+    gfsa.plug(model, unknown="trace")
+    with pytest.raises(TraceError, match="another number of tokens"):
+        model(torch.randn(B, DIM // HEADS, DIM))
+    model = Block("matmul").eval()
+    gfsa.plug(model, unknown="trace")
+    with pytest.raises(TraceError, match="another number of tokens"):
+        model(torch.randn(B, DIM // HEADS, DIM))
+    model(X)
+    assert model(torch.randn(B, DIM // HEADS, DIM)).isfinite().all(), "once verified, any length"
+
+
+def test_as_many_samples_as_heads():
+    x = torch.randn(HEADS, N, DIM)
+    model = Block("matmul").eval()
+    expected = model(x)
+    gfsa.plug(model, unknown="trace")
+    assert torch.equal(model(x), expected), "memory tells samples from heads"
+    model = Block("merged_heads").eval()
+    gfsa.plug(model, unknown="trace")
+    with pytest.raises(TraceError, match="another batch size"):
+        model(x)
+    model(X)
+    model(x)
+
+
+@pytest.mark.parametrize("place", ["attention", "filter"])
+def test_dropout(place):
+    model = Block("matmul")
+    gfsa.plug(model, unknown="trace", wK=0.3, dropout_after=place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # dropped rows do not sum to one, the map's do
+        assert not torch.equal(model(X), model(X))
+    model.eval()
+    assert torch.equal(model(X), model(X))
+
+
+def test_dropout_of_the_map_is_the_layer_s_own():
+    model = Block("matmul")
+    torch.manual_seed(1)
+    expected = model(X)
+    gfsa.plug(model, unknown="trace")
+    torch.manual_seed(1)
+    assert torch.equal(model(X), expected)
+
+
+class Reader(nn.Module):
+    """Attention that is given the tokens it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 1
+        self.to_q, self.to_k = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        context = x if context is None else context
+        return (self.to_q(x) @ self.to_k(context).mT).softmax(-1) @ context
+
+
+def test_tokens_of_another_sequence_are_refused():
+    reader = Reader()
+    gfsa.plug(reader, unknown="trace")
+    assert reader(X).shape == X.shape
+    assert reader(X, X).shape == X.shape
+    with pytest.raises(ValueError, match="key is not query"):
+        reader(X, X + 1)
+    with pytest.raises(ValueError, match="key is not query"):
+        reader(X, context=X + 1)
+
+
+def test_places_that_are_cross_attention_are_left_alone():
+    model = nn.ModuleDict({"attn1": Reader(), "attn2": Reader(), "cross_attn": Reader()})
+    report = gfsa.plug(model, unknown="trace")
+    assert list(report.plugged) == ["attn1"]
+    assert all("cross-attention" in why for why in report.skipped.values())
+
+
+def test_unknown_attention_is_reported_and_left_alone_by_default():
+    model = nn.Sequential(Block("matmul"), nn.TransformerEncoderLayer(DIM, HEADS))
+    report = gfsa.plug(model)
+    assert list(report.plugged) == ["1.self_attn"]
+    assert "unknown='trace'" in report.skipped["0.attn"]
+    assert "gfsa.register_adapter" in report.skipped["0.attn"]
+    with pytest.raises(ValueError, match="no adapter knows WrittenAttention"):
+        gfsa.plug(Block("matmul"))
+
+
+def test_attention_without_a_number_of_heads():
+    model = Block("matmul")
+    del model.attn.num_heads
+    with pytest.raises(ValueError, match="does not say how many heads"):
+        gfsa.plug(model, unknown="trace")
+
+
+def test_what_looks_like_attention():
+    model = Block("matmul")
+    assert looks_like_attention(model.attn)
+    assert not looks_like_attention(model)
+    assert not looks_like_attention(nn.Linear(3, 3))
+    wrapper = type("SelfAttentionBlock", (nn.Module,), {})()
+    wrapper.num_heads, wrapper.inner = HEADS, model.attn
+    assert not looks_like_attention(wrapper), "the innermost is meant"
+
+
+def test_compiles_into_one_graph():
+    for way in ("mixed_heads", "sdpa"):
+        model = Block(way).eval()
+        gfsa.plug(model, unknown="trace", wK=0.2)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.testing.assert_close(compiled, model(X))
+
+
+def test_copies_of_a_verified_module_stay_verified_and_a_fresh_one_is_not():
+    model = Block("matmul").eval()
+    gfsa.plug(model, unknown="trace")
+    fresh = copy.deepcopy(model)
+    model(X)
+    few = torch.randn(B, DIM // HEADS, DIM)
+    copy.deepcopy(model)(few)
+    with pytest.raises(TraceError, match="another number of tokens"):
+        fresh(few)
+
+
+TEXT = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 32,
+}
+
+
+def deberta() -> nn.Module:
+    config = hf.DebertaV2Config(
+        **TEXT, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8
+    )
+    return hf.DebertaV2Model(config)
+
+
+def gpt_neo() -> nn.Module:
+    config = hf.GPTNeoConfig(
+        vocab_size=40,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+        max_position_embeddings=32,
+    )
+    return hf.GPTNeoModel(config)
+
+
+def swin_v2() -> nn.Module:
+    config = hf.Swinv2Config(
+        image_size=32, patch_size=4, embed_dim=12, depths=[2, 1], num_heads=[2, 3], window_size=3
+    )
+    return hf.Swinv2Model(config)
+
+
+def read(model: nn.Module) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    if isinstance(model, hf.Swinv2Model):
+        images = torch.linspace(-1, 1, 2 * 3 * 32 * 32, dtype=dtype).sin().view(2, 3, 32, 32)
+        return model(pixel_values=images).last_hidden_state
+    ids = torch.arange(22).view(2, 11)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    options = {"use_cache": False} if isinstance(model, hf.GPTNeoModel) else {}
+    return model(input_ids=ids, attention_mask=mask, **options).last_hidden_state[mask.bool()]
+
+
+@pytest.mark.parametrize(
+    ("name", "build"), [("DeBERTa-v2", deberta), ("GPT-Neo", gpt_neo), ("Swin-V2", swin_v2)]
+)
+def test_transformers_off_the_attention_interface(name, build, tmp_path, supported):
+    report = check_backbone(build, read, tmp_path, unknown="trace")
+    assert set(report.how.values()) == {"tracer"}
+    supported("transformers", name, report)
+
+
+def test_decoding_with_a_cache_is_refused():
+    model = gpt_neo().eval()
+    gfsa.plug(model, unknown="trace")
+    disturb(model)
+    first = model(input_ids=torch.arange(5)[None], use_cache=True)
+    with pytest.raises(TraceError, match="decoding with a cache"):
+        model(input_ids=torch.tensor([[5]]), past_key_values=first.past_key_values)

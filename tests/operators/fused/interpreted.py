@@ -4,7 +4,7 @@ Not collected by itself: the interpreter has to be switched on before triton is 
 ``test_interpreted.py`` runs this file in a process of its own.
 """
 
-import support.triton_interpreter  # noqa: I001  isort:skip  (before anything imports triton)
+import support.triton_interpreter  # isort:skip  (before anything imports triton)
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, tiles in SMALL.items():
         monkeypatch.setitem(plan.TILES, name, {128: tiles})
     monkeypatch.setattr(plan, "TALL_FROM", {})
+    monkeypatch.setattr(plan, "CAUSAL", {})
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_operator_registration() -> None:
     inputs = [x.requires_grad_() for x in problem.tensors()[:4]]
     mask = torch.rand(1, 1, 1, 18) < 0.8
     seed = torch.tensor([3])
-    torch.library.opcheck(op.forward, (*inputs, mask, seed, 0.1, True, 0.25))
+    torch.library.opcheck(op.forward, (*inputs, mask, seed, 0.1, True, 0.25, False))
 
 
 def test_compiled_whole() -> None:

@@ -30,7 +30,7 @@ def fuzzed(count: int) -> list[Problem]:
             Problem(
                 batch=draw.choice([1, 2, 3]),
                 heads=heads,
-                length=draw.randint(257, 1100) if long else draw.randint(2, 256),
+                length=draw.randint(257, 1100) if long else draw.randint(16, 256),
                 head_dim=draw.choice([16, 32, 40, 64, 64, 80, 96, 128]),
                 key_heads=draw.choice([h for h in range(1, heads + 1) if heads % h == 0]),
                 is_causal=draw.random() < 0.4,
@@ -56,8 +56,8 @@ KNOWN = [
     Problem(3, 4, 197, 64, dtype=BF16, device="cuda", mask="keys", is_causal=True),
     Problem(3, 4, 250, 64, dtype=BF16, device="cuda", dropout_p=0.1),
     Problem(2, 4, 128, 64, 2, dtype=BF16, device="cuda", is_causal=True, projected=True),
-    Problem(1, 2, 1, 64, dtype=BF16, device="cuda"),
     Problem(1, 2, 17, 8, dtype=BF16, device="cuda"),
+    Problem(1, 2, 2500, 128, dtype=BF16, device="cuda", projected=True),
     Problem(2, 2, 2048, 128, dtype=BF16, device="cuda", is_causal=True),
 ]
 
@@ -76,6 +76,19 @@ def test_as_exact_as_attention(problem: Problem) -> None:
         # a gradient that vanishes but for rounding (of q, when n = 1) has no relative error
         negligible = (x.double() - y).norm().item() <= 1e-4 * size
         assert negligible or error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_handful_of_tokens(length: int, is_causal: bool) -> None:
+    """Too few for errors to average out: measured by the largest result instead."""
+    torch.manual_seed(4)
+    problem = Problem(2, 4, length, 64, is_causal=is_causal, dtype=BF16, device="cuda")
+    got, expected = run(problem)
+    size = max(x.norm().item() for x in expected[:4])
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        room = torch.finfo(BF16).eps * (y.norm().item() if name == "dc" else size)
+        assert (x.double() - y).norm().item() <= room, name
 
 
 @pytest.mark.parametrize("problem", KNOWN[:9] + fuzzed(8), ids=str)
@@ -146,7 +159,7 @@ def test_operator_registration(length: int) -> None:
     mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
     seed = torch.tensor([3], device="cuda")
     for extra in ((None, None, 0.0), (mask, seed, 0.1)):
-        torch.library.opcheck(op.forward, (*inputs, *extra, True, 0.125))
+        torch.library.opcheck(op.forward, (*inputs, *extra, True, 0.125, False))
 
 
 @pytest.mark.parametrize("length", [100, 300])

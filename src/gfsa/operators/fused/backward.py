@@ -76,14 +76,15 @@ def grad_first_pass(
         seed = tl.load(seed_in)
     k = load_tile(k_rows, b, h // group, row, BM, D)
     j = row + tl.arange(0, BM)
+    half_j = row // 2 + tl.arange(0, BM) // 2
     z = tl.zeros((BM, D), tl.float32)
     start, clear = _query_ranges(row, n, BM, BN, CAUSAL, MASK)
     z = _grad_first_range(
-        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, n, start, clear,
+        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, clear,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     z = _grad_first_range(
-        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, n, clear, n,
+        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, clear, n,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     if DROPOUT:
@@ -112,13 +113,14 @@ def grad_first_pass(
 
 @triton.jit
 def _grad_first_range(
-    z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, n, start, end,
+    z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
         i = col + columns
+        half_i = col // 2 + columns // 2
         q = load_tile(q_cols, b, h, col, BN, D)
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
@@ -127,7 +129,10 @@ def _grad_first_range(
             CAUSAL, MASK, LOOK,
         )  # fmt: skip
         if DROPOUT:
-            p = tl.where(survives(i[None, :], j[:, None], n, seed, bh, dropout_p), p, 0.0)
+            kept = survives(
+                i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, seed, bh, dropout_p
+            )
+            p = tl.where(kept, p, 0.0)
         g = load_tile(g_cols, b, h, col, BN, D)
         z = tl.dot(p.to(k.dtype), g, z)
     return z
@@ -160,17 +165,18 @@ def grad_keys(
     u = load_tile(u_rows, b, h, row, BM, D)
     u = (u.to(tl.float32) * c2).to(k.dtype)
     j = row + tl.arange(0, BM)
+    half_j = row // 2 + tl.arange(0, BM) // 2
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, D), tl.float32)
     start, clear = _query_ranges(row, n, BM, BN, CAUSAL, MASK)
     dk, dv = _grad_keys_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j, n,
-        start, clear,
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
+        half_j, n, start, clear,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     dk, dv = _grad_keys_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j, n,
-        clear, n,
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
+        half_j, n, clear, n,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     if DROPOUT:
@@ -182,14 +188,15 @@ def grad_keys(
 
 @triton.jit
 def _grad_keys_range(
-    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j, n,
-    start, end,
+    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
+    half_j, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
         i = col + columns
+        half_i = col // 2 + columns // 2
         q = load_tile(q_cols, b, h, col, BN, D)
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
@@ -202,7 +209,9 @@ def _grad_keys_range(
         da = tl.dot(u, tl.trans(g))
         da = tl.dot(v, tl.trans(du), da)
         if DROPOUT:
-            kept = survives(i[None, :], j[:, None], n, seed, bh, dropout_p)
+            kept = survives(
+                i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, seed, bh, dropout_p
+            )
             da = tl.where(kept, da / (1.0 - dropout_p), 0.0)
             dv = tl.dot(tl.where(kept, p, 0.0).to(k.dtype), du, dv)
         else:
@@ -239,19 +248,20 @@ def grad_queries(
     g = (g.to(tl.float32) * c2).to(q.dtype)
     du = load_tile(du_rows, b, h, row, BM, D)
     i = row + tl.arange(0, BM)
+    half_i = row // 2 + tl.arange(0, BM) // 2
     at = bh.to(tl.int64) * n + i
     lse = tl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
     delta = tl.load(delta_in + at, mask=i < n, other=0.0)
     dq = tl.zeros((BM, D), tl.float32)
     clear, end = _key_ranges(row, n, BM, BN, CAUSAL, MASK)
     dq = _grad_queries_range(
-        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i, n,
-        0, clear,
+        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
+        half_i, n, 0, clear,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     dq = _grad_queries_range(
-        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i, n,
-        clear, end,
+        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
+        half_i, n, clear, end,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     store_tile(dq_rows, dq * scale, b, h, row, BM, D)
@@ -259,14 +269,15 @@ def grad_queries(
 
 @triton.jit
 def _grad_queries_range(
-    dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, key_head, bh, i, n,
-    start, end,
+    dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, key_head, bh, i,
+    half_i, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
         j = col + columns
+        half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
         p = _probabilities(
@@ -278,7 +289,9 @@ def _grad_queries_range(
         da = tl.dot(g, tl.trans(u))
         da = tl.dot(du, tl.trans(v), da)
         if DROPOUT:
-            kept = survives(i[:, None], j[None, :], n, seed, bh, dropout_p)
+            kept = survives(
+                i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, seed, bh, dropout_p
+            )
             da = tl.where(kept, da / (1.0 - dropout_p), 0.0)
         ds = p * (da - delta[:, None])
         dq = tl.dot(ds.to(q.dtype), k, dq)

@@ -45,16 +45,17 @@ def attend(
         seed = tl.load(seed_in)
     q = load_tile(q_rows, b, h, row, BM, D)
     i = row + tl.arange(0, BM)
+    half_i = row // 2 + tl.arange(0, BM) // 2
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
     clear, end = _key_ranges(row, n, BM, BN, CAUSAL, MASK)
     top, total, acc = _attend_range(
-        top, total, acc, q, k_cols, v_cols, mask, seed, b, h // group, bh, i, n, 0, clear,
+        top, total, acc, q, k_cols, v_cols, mask, seed, b, h // group, bh, i, half_i, n, 0, clear,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     top, total, acc = _attend_range(
-        top, total, acc, q, k_cols, v_cols, mask, seed, b, h // group, bh, i, n, clear, end,
+        top, total, acc, q, k_cols, v_cols, mask, seed, b, h // group, bh, i, half_i, n, clear, end,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     # a row without keys: its map is zero, and an infinite logsumexp makes it so in later passes
@@ -84,13 +85,14 @@ def _key_ranges(
 
 @triton.jit
 def _attend_range(
-    top, total, acc, q, k_cols, v_cols, mask, seed, b, h, bh, i, n, start, end,
+    top, total, acc, q, k_cols, v_cols, mask, seed, b, h, bh, i, half_i, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
         j = col + columns
+        half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, h, col, BN, D)
         s = tl.dot(q, tl.trans(k)) * (scale * LOG2E)
         if LOOK:
@@ -105,7 +107,10 @@ def _attend_range(
         shrink = tl.exp2(top - shift)
         total = total * shrink + tl.sum(p, 1)
         if DROPOUT:
-            p = tl.where(survives(i[:, None], j[None, :], n, seed, bh, dropout_p), p, 0.0)
+            kept = survives(
+                i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, seed, bh, dropout_p
+            )
+            p = tl.where(kept, p, 0.0)
         v = load_tile(v_cols, b, h, col, BN, D)
         acc = tl.dot(p.to(q.dtype), v, acc * shrink[:, None])
         top = new_top
@@ -114,12 +119,12 @@ def _attend_range(
 
 @triton.jit(**LIGHT)
 def combine(
-    q_rows, k_cols, u_cols, u_rows, v_rows, out_rows, lse_in, coeffs, mask, seed_in,
+    q_rows, k_cols, u_cols, u_rows, v_rows, out_rows, w_rows, lse_in, coeffs, mask, seed_in,
     heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Second pass, one block of BM queries: ``out = c0·V + c1·U + c2·A·U``."""
+    """Second pass, one block of BM queries: ``out = c0·V + c1·U + c2·A·U``; KEEP stores A·U."""
     block = tl.program_id(0)
     if CAUSAL:
         block = tl.num_programs(0) - 1 - block
@@ -133,15 +138,16 @@ def combine(
         seed = tl.load(seed_in)
     q = load_tile(q_rows, b, h, row, BM, D)
     i = row + tl.arange(0, BM)
+    half_i = row // 2 + tl.arange(0, BM) // 2
     lse = tl.load(lse_in + bh.to(tl.int64) * n + i, mask=i < n, other=float("inf")) * LOG2E
     acc = tl.zeros((BM, D), tl.float32)
     clear, end = _key_ranges(row, n, BM, BN, CAUSAL, MASK)
     acc = _combine_range(
-        acc, q, k_cols, u_cols, lse, mask, seed, b, h, h // group, bh, i, n, 0, clear,
+        acc, q, k_cols, u_cols, lse, mask, seed, b, h, h // group, bh, i, half_i, n, 0, clear,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     acc = _combine_range(
-        acc, q, k_cols, u_cols, lse, mask, seed, b, h, h // group, bh, i, n, clear, end,
+        acc, q, k_cols, u_cols, lse, mask, seed, b, h, h // group, bh, i, half_i, n, clear, end,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     if DROPOUT:
@@ -152,17 +158,20 @@ def combine(
     v = load_tile(v_rows, b, h // group, row, BM, D).to(tl.float32)
     u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
     store_tile(out_rows, c0 * v + c1 * u + c2 * acc, b, h, row, BM, D)
+    if KEEP:
+        store_tile(w_rows, acc, b, h, row, BM, D)
 
 
 @triton.jit
 def _combine_range(
-    acc, q, k_cols, u_cols, lse, mask, seed, b, h, key_head, bh, i, n, start, end,
+    acc, q, k_cols, u_cols, lse, mask, seed, b, h, key_head, bh, i, half_i, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
         j = col + columns
+        half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
         p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
@@ -170,7 +179,10 @@ def _combine_range(
             keep = allowed(i[:, None], j[None, :], n, mask, mask_i, mask_j, CAUSAL, MASK)
             p = tl.where(keep, p, 0.0)
         if DROPOUT:
-            p = tl.where(survives(i[:, None], j[None, :], n, seed, bh, dropout_p), p, 0.0)
+            kept = survives(
+                i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, seed, bh, dropout_p
+            )
+            p = tl.where(kept, p, 0.0)
         u = load_tile(u_cols, b, h, col, BN, D)
         acc = tl.dot(p.to(q.dtype), u, acc)
     return acc

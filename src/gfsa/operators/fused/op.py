@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from gfsa.operators.fused import passes, short
+from gfsa.operators.fused import passes, short, twofold
 from gfsa.operators.fused.kernel import copyable_by_tile, empty_like
 from gfsa.operators.fused.passes import Options
 
@@ -33,10 +33,13 @@ def filter_attention(
         mask: bool, broadcastable to ``(B, H, N, N)``, True takes part.
         seed: int64, one number, needed with dropout.
     """
-    arguments = (q, k, v, coeffs, mask, seed, dropout_p, is_causal, scale)
+    seen = torch.compiler.is_compiling() or type(q) is not Tensor
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, coeffs))
+    keeps_w = learns and not seen and twofold.serves(q, k, v, mask, dropout_p, is_causal, scale)
+    arguments = (q, k, v, coeffs, mask, seed, dropout_p, is_causal, scale, keeps_w)
     # the registered operator costs several times the kernels' own launches on short sequences;
     # it is for those who have to see it: the compiler, and modes that record what runs
-    if torch.compiler.is_compiling() or type(q) is not Tensor or is_in_torch_dispatch_mode():
+    if seen or is_in_torch_dispatch_mode():
         return forward(*arguments)[0]
     return _Filter.apply(*arguments)
 
@@ -51,11 +54,17 @@ def _forward(
     dropout_p: float,
     is_causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keeps_w: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(out, U, LSE, W)``; W = A·U is empty where the backward pass does without it."""
     with torch.cuda.device_of(q):
         q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
         options = Options(scale, is_causal, mask, dropout_p, seed)
-        return _path(q, mask, scale).forward(q, k, v, coeffs.contiguous(), options)
+        coeffs = coeffs.contiguous()
+        if keeps_w:
+            return twofold.forward(q, k, v, coeffs, options)
+        nothing = torch.empty(0, dtype=q.dtype, device=q.device)
+        return *_path(q, mask, scale).forward(q, k, v, coeffs, options), nothing
 
 
 def _backward(
@@ -64,7 +73,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     u: Tensor,
-    out: Tensor,
+    kept: Tensor,
     lse: Tensor,
     coeffs: Tensor,
     mask: Tensor | None,
@@ -72,12 +81,14 @@ def _backward(
     dropout_p: float,
     is_causal: bool,
     scale: float,
+    keeps_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the coefficients; ``kept`` is W or the output."""
     with torch.cuda.device_of(q):
         g, q, k, v = (copyable_by_tile(x) for x in (g, q, k, v))
         options = Options(scale, is_causal, mask, dropout_p, seed)
-        arguments = (g, q, k, v, u, out, lse, coeffs.contiguous(), options)
-        return _path(q, mask, scale).backward(*arguments)
+        path = twofold if keeps_w else _path(q, mask, scale)
+        return path.backward(g, q, k, v, u, kept, lse, coeffs.contiguous(), options)
 
 
 def _path(q: Tensor, mask: Tensor | None, scale: float) -> ModuleType:
@@ -88,15 +99,15 @@ class _Filter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         q, k, v, coeffs, mask, seed, *ctx.options = arguments
-        out, u, lse = _forward(*arguments)
-        ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
+        out, u, lse, w = _forward(*arguments)
+        ctx.save_for_backward(q, k, v, u, w if ctx.options[-1] else out, lse, coeffs, mask, seed)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _backward(g, *ctx.saved_tensors, *ctx.options)
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 forward = torch.library.custom_op("gfsa::filter_attention", _forward, mutates_args=())
@@ -104,8 +115,20 @@ backward = torch.library.custom_op("gfsa::filter_attention_backward", _backward,
 
 
 @forward.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    keeps_w: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    w = empty_like(q) if keeps_w else q.new_empty(0)
+    return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), w
 
 
 @backward.register_fake
@@ -114,19 +137,19 @@ def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, .
     return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, coeffs, mask, seed, *ctx.options = inputs
-    out, u, lse = output
+    out, u, lse, w = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(u, lse)
-    ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
+    ctx.mark_non_differentiable(u, lse, w)
+    ctx.save_for_backward(q, k, v, u, w if ctx.options[-1] else out, lse, coeffs, mask, seed)
 
 
 def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 9
+        return (None,) * 10
     gradients = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None, None, None)
+    return (*gradients, None, None, None, None, None, None)
 
 
 forward.register_autograd(_differentiate, setup_context=_keep)

@@ -35,14 +35,25 @@ class Options:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    options: Options,
+    w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``: the filter, ``A·V``, and each row's natural logsumexp ``(B, H, N)``."""
+    """``(out, U, LSE)``: the filter, ``A·V``, and each row's natural logsumexp ``(B, H, N)``.
+
+    ``w``, if given, takes ``A·U``.
+    """
     u, lse = _first_pass(q, k, v, options)
     out = empty_like(q)
     launch = _Launch("combine", q, k, options)
     rows, cols = launch.rows, launch.cols
-    launch(rows(q), cols(k), cols(u), rows(u), rows(v), rows(out), lse, coeffs)
+    launch(
+        rows(q), cols(k), cols(u), rows(u), rows(v), rows(out), rows(out if w is None else w), lse,
+        coeffs, extra=(w is not None,),
+    )  # fmt: skip
     return out, u, lse
 
 
@@ -96,7 +107,7 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    if _cudnn_would_run(q, k, v, options):
+    if cudnn_would_run(q, k, v, options):
         # the very kernel that plain attention runs here: the same bits
         u, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale
@@ -112,9 +123,12 @@ def _first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tens
     return u, lse
 
 
-def _cudnn_would_run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+def cudnn_would_run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether torch's attention would take cuDNN for the first pass."""
     if not q.is_cuda or options.mask is not None or options.dropout_p or q.shape != k.shape:
+        return False
+    if options.scale <= 0.0:
+        # which cuDNN answers with NaN
         return False
     choice = torch._fused_sdp_choice(
         q, k, v, None, 0.0, options.is_causal, scale=options.scale, enable_gqa=False
@@ -152,7 +166,7 @@ class _Launch:
         """``x`` read a block of the other side's rows at a time."""
         return tiles_of(x, self.tiles.cols, self.width)
 
-    def __call__(self, *tensors: Any) -> None:
+    def __call__(self, *tensors: Any, extra: tuple[bool, ...] = ()) -> None:
         options = self.options
         # a pointer that is never read stands in for a mask or seed that is not there
         unused = tensors[0].base
@@ -177,6 +191,7 @@ class _Launch:
                 options.is_causal,
                 kind,
                 options.dropout_p > 0.0,
+                *extra,
             ),
             num_warps=self.tiles.warps,
         )

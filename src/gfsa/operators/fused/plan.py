@@ -26,6 +26,9 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64, 4, 2), 128: Tiles(128, 64, 8, 2)},
 }
 
+# narrower steps where half of them are masked
+CAUSAL = {"grad_keys": Tiles(64, 32, 4, 2), "grad_first_pass": Tiles(64, 64, 4, 2)}
+
 # taller tiles where every row sees every key, from this length on
 TALL = Tiles(128, 64, 4, 3)
 TALL_FROM = {"combine": 2048, "grad_first_pass": 192}
@@ -36,5 +39,7 @@ def tiles(kernel: str, head_dim: int, length: int, is_causal: bool, dropout: boo
     tall = length >= TALL_FROM.get(kernel, length + 1) and not (is_causal or dropout)
     if tall and head_dim <= 64:
         return TALL
+    if is_causal and head_dim <= 64 and kernel in CAUSAL:
+        return CAUSAL[kernel]
     entries = TILES[kernel]
     return entries[min(limit for limit in entries if limit >= head_dim)]

@@ -65,7 +65,11 @@ def _probabilities(
         seen = gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
         p = gl.where(seen[:, None], p, 0.0)
     if DROPOUT:
-        p = gl.where(survives(i[None, :], j[:, None], n, seed, bh, dropout_p), p, -p)
+        half_i = START // 2 + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)) // 2
+        kept = survives(
+            i[None, :], j[:, None], half_i[None, :], j[:, None] // 2, n, seed, bh, dropout_p
+        )
+        p = gl.where(kept, p, -p)
     return pin(gl.convert_layout(p.to(dt), PL))
 
 

@@ -75,9 +75,10 @@ def _operand(
     """What of a chunk dropout leaves, in 16 bits and in place for a product."""
     if DROPOUT:
         LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
-        i = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-        j = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-        p = gl.where(survives(i[:, None], j[None, :], n, seed, bh, dropout_p), p, 0.0)
+        i = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+        j = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+        half_j = START // 2 + j // 2
+        p = gl.where(survives(i, j, i // 2, half_j, n, seed, bh, dropout_p), p, 0.0)
     return pin(gl.convert_layout(p.to(dt), PL))
 
 

@@ -57,16 +57,17 @@ def pin(x):
 
 
 @gluon.jit
-def survives(i, j, n, seed, stream, dropout_p):
+def survives(i, j, half_i, half_j, n, seed, stream, dropout_p):
     """Whether dropout keeps entry ``(i, j)``; the same function as in ``tiles.survives``."""
-    low = (i * n + j).to(gl.uint32)
+    factor = gl.to_tensor(0xD256D193).to(gl.uint32)
+    low = (half_i * ((n + 1) // 2) + half_j).to(gl.uint32)
     high = (low * 0) + stream.to(gl.uint32)
     key = seed.to(gl.uint32)
     for _ in gl.static_range(7):
-        product_high = gl.umulhi(low, gl.to_tensor(0xD256D193).to(gl.uint32))
-        product_low = low * gl.to_tensor(0xD256D193).to(gl.uint32)
-        low = product_high ^ key ^ high
+        product_low = low * factor
+        low = gl.umulhi(low, factor) ^ key ^ high
         high = product_low
         key = key + gl.to_tensor(0x9E3779B9).to(gl.uint32)
-    uniform = (low >> 1).to(gl.int32).to(gl.float32) * 4.656612873077393e-10
-    return uniform >= dropout_p
+    word = gl.where((i & 1) != 0, high, low)
+    number = (word >> ((j & 1) * 16).to(gl.uint32)) & 0xFFFF
+    return number.to(gl.int32).to(gl.float32) + 0.5 >= dropout_p * 65536.0

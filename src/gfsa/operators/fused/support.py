@@ -25,7 +25,7 @@ def _installed_triton() -> tuple[int, ...]:
 TRITON = _installed_triton()
 MINIMAL_TRITON = (3, 6)
 # dropout counts entries of one head's map in 32 bits
-LONGEST_WITH_DROPOUT = 65535
+LONGEST_WITH_DROPOUT = 65536
 # CUDA's limit for the second dimension of a launch
 MOST_HEADS = 65535
 

@@ -48,19 +48,21 @@ def allowed(i, j, n, mask, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: t
 
 
 @triton.jit
-def survives(i, j, n, seed, stream, dropout_p):
+def survives(i, j, half_i, half_j, n, seed, stream, dropout_p):
     """Whether dropout keeps entry ``(i, j)``: a function of the entry and the seed alone.
 
-    Philox2x32 with 7 rounds on the counter ``(i·n + j, stream)``, so that every pass over the
-    attention map, in any order and orientation, drops the same entries.
+    Every pass over the attention map, in any order and orientation, drops the same entries. Four
+    neighbours share one draw of Philox2x32 with 7 rounds, 16 bits each, its counter being
+    ``(half_i·⌈n/2⌉ + half_j, stream)``; the halves come as arguments, so that the compiler sees
+    which entries of a tile share one.
     """
-    low = (i * n + j).to(tl.uint32)
+    low = (half_i * ((n + 1) // 2) + half_j).to(tl.uint32)
     high = (low * 0) + stream.to(tl.uint32)
     key = seed.to(tl.uint32)
     for _ in tl.static_range(7):
         product_high = tl.umulhi(low, 0xD256D193)
         low, high = product_high ^ key ^ high, tl.mul(low, 0xD256D193, sanitize_overflow=False)
         key = tl.add(key, 0x9E3779B9, sanitize_overflow=False)
-    # 31 bits, as a signed number, turned into a float in [0, 1)
-    uniform = (low >> 1).to(tl.int32).to(tl.float32) * 4.656612873077393e-10
-    return uniform >= dropout_p
+    word = tl.where((i & 1) != 0, high, low)
+    number = (word >> ((j & 1) * 16).to(tl.uint32)) & 0xFFFF
+    return number.to(tl.int32).to(tl.float32) + 0.5 >= dropout_p * 65536.0

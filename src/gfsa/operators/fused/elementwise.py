@@ -1,0 +1,53 @@
+"""Element-wise steps between attention's own kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gfsa.operators.fused.tiles import LIGHT, load_tile, store_tile
+
+
+@triton.jit(**LIGHT)
+def scale(g_rows, dw_rows, coeffs, heads, BM: tl.constexpr, D: tl.constexpr):
+    """``c2·g``."""
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = tl.program_id(0) * BM
+    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+    store_tile(dw_rows, tl.load(coeffs + h * 3 + 2) * g, b, h, row, BM, D)
+
+
+@triton.jit(**LIGHT)
+def grad_first(g_rows, z_rows, du_rows, coeffs, heads, BM: tl.constexpr, D: tl.constexpr):
+    """``dU = c1·g + c2·z``, z coming with its coefficient."""
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = tl.program_id(0) * BM
+    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+    z = load_tile(z_rows, b, h, row, BM, D).to(tl.float32)
+    store_tile(du_rows, tl.load(coeffs + h * 3 + 1) * g + z, b, h, row, BM, D)
+
+
+@triton.jit(**LIGHT)
+def add_up(
+    g_rows, v_rows, u_rows, w_rows, dq2_rows, dk2_rows, dq_rows, dk_rows, dv_rows, coeffs, dc_out,
+    heads, BM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Both attentions' gradients into one, in place, and the coefficients' from the powers."""
+    block = tl.program_id(0)
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = block * BM
+    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+    parts = tl.num_programs(1) // heads * tl.num_programs(0)
+    dc = dc_out + h * 3 * parts + b * tl.num_programs(0) + block
+    v = load_tile(v_rows, b, h, row, BM, D).to(tl.float32)
+    tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
+    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+    tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
+    w = load_tile(w_rows, b, h, row, BM, D).to(tl.float32)
+    tl.store(dc + 2 * parts, tl.sum(tl.sum(g * w, 1), 0))
+    dq = load_tile(dq_rows, b, h, row, BM, D).to(tl.float32)
+    store_tile(dq_rows, dq + load_tile(dq2_rows, b, h, row, BM, D), b, h, row, BM, D)
+    dk = load_tile(dk_rows, b, h, row, BM, D).to(tl.float32)
+    store_tile(dk_rows, dk + load_tile(dk2_rows, b, h, row, BM, D), b, h, row, BM, D)
+    dv = load_tile(dv_rows, b, h, row, BM, D).to(tl.float32)
+    store_tile(dv_rows, dv + tl.load(coeffs + h * 3) * g, b, h, row, BM, D)

@@ -260,6 +260,38 @@ class TestCompile:
             ):
                 assert torch.allclose(ours.theta.grad, theirs.theta.grad, rtol=1e-4), layer
 
+    def test_a_graph_made_before_plugging_is_made_again(self) -> None:
+        model, batch = plugged("llama", layers=1), batch_for("llama")
+        gfsa.unplug(model)
+        compiled = torch.compile(model, fullgraph=True, backend=Counting())
+        with torch.no_grad():
+            before = compiled(**batch)[0]
+            gfsa.plug(compiled, K=3, w0=0.5)
+            assert (compiled(**batch)[0] - model(**batch)[0]).abs().max() < 1e-6
+            assert (compiled(**batch)[0] - before).abs().max() > 1e-3
+            gfsa.unplug(compiled)
+            assert torch.equal(compiled(**batch)[0], before)
+
+    @pytest.mark.parametrize("how", ["wrapper", "in place", "forward", "part"])
+    def test_however_a_model_is_compiled_its_filters_count_as_called(self, how: str) -> None:
+        model, batch = plugged("bert", layers=1), batch_for("bert")
+        # the check of the first forward is still to come
+        backend = Counting()
+        if how == "wrapper":
+            gfsa.unplug(model)
+            model = torch.compile(model, backend=backend)
+            gfsa.plug(model)
+        elif how == "in place":
+            model.compile(backend=backend)
+        elif how == "forward":
+            model.forward = torch.compile(model.forward, backend=backend)
+        else:
+            layers = model.bert.encoder.layer
+            layers[0] = torch.compile(layers[0], backend=backend)
+        with torch.no_grad():
+            model(**batch)
+        assert backend.graphs > 0
+
     def test_inductor(self) -> None:
         # one small model: the C++ compiler takes the time, with or without filters
         config = configuration("bert")

@@ -37,6 +37,9 @@ class Watch:
         # a compiled graph is traced, not run: what it leaves out cannot be seen from in here
         if torch.compiler.is_compiling():
             return
+        if _has_compiled_parts(model):
+            self.remove()
+            return
         missing = [n for n in self.waiting if n in self.ran or not model.training]
         if missing:
             self.remove()
@@ -75,6 +78,16 @@ class _Note:
         # a copy of the model has a watch of its own; a copy of a filter that takes the filter's
         # place (peft) tells the watch of the model that it is in
         return _Note(memo.get(id(self.watch), self.watch), self.name, self.called)
+
+
+def _has_compiled_parts(model: nn.Module) -> bool:
+    """Whether torch.compile was given a module of the model, or the forward of one."""
+    return any(
+        hasattr(m, "_orig_mod")
+        or m._compiled_call_impl is not None
+        or hasattr(m.forward, "_torchdynamo_orig_callable")
+        for m in model.modules()
+    )
 
 
 def watch_first_forward(

@@ -138,8 +138,8 @@ def test_singular_values_of_maps_leave_padding_out() -> None:
     for head in range(3):
         inside = matrix[1, head, :4, :4].numpy()
         expected = np.linalg.svd(inside, compute_uv=False)
-        np.testing.assert_allclose(got[1, head, :4], expected, atol=1e-12)
-        np.testing.assert_allclose(got[1, head, 4:], 0, atol=1e-12)
+        np.testing.assert_allclose(got[1, head, :4], expected, atol=1e-7)
+        np.testing.assert_allclose(got[1, head, 4:], 0, atol=1e-7)
 
 
 def entropy_by_definition(row: np.ndarray) -> float:

@@ -34,15 +34,11 @@ def attention_entropy(
         Nats and share, each ``(..., heads)``.
     """
     nats = shares = counts = counts_shared = torch.zeros((), device=v.device)
-    for start, rows, allowed in _row_blocks(operator, v):
-        stop = start + rows.shape[-2]
-        total = rows.sum(-1)
-        inside = torch.special.entr(rows).sum(-1)
-        # the entropy of a row divided by its sum, without dividing the row
-        entropy = torch.where(total > 0, inside / total + total.log(), 0.0)
-        counted = (total > 0).to(entropy.dtype)
+    for start, entropy, allowed in _row_entropies(operator, v):
+        counted = torch.ones_like(entropy).masked_fill(entropy.isnan(), 0.0)
         if valid is not None:
-            counted = counted * valid[..., None, start:stop]
+            counted = counted * valid[..., None, start : start + entropy.shape[-1]]
+        entropy = entropy.nan_to_num(0.0)
         most = allowed.to(entropy.dtype).sum(-1).expand(entropy.shape)
         shared = counted * (most > 1)
         nats = nats + (entropy * counted).sum(-1)
@@ -62,27 +58,38 @@ def _ratio(total: Tensor, count: Tensor) -> Tensor:
     return torch.where(count > 0, total / count, math.nan)
 
 
-def _row_blocks(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Start, rows ``(..., H, n, N)`` and which of their entries may be non-zero."""
+def _row_entropies(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Start, entropy of each row ``(..., H, n)`` and which entries may be non-zero.
+
+    A row of zeros has no entropy: NaN.
+    """
     if isinstance(operator, (AttentionOperator, SDPAOperator)):
-        yield from _softmax_rows(operator)
+        yield from _softmax_entropies(operator)
         return
     if isinstance(operator, LinearOperator):
         columns = operator.columns.mT
         seen = (operator.columns > 0).any(-1)[..., None, :]
         for start, stop in _spans(operator.rows.shape[:-1], columns.shape[-1]):
-            yield start, operator.rows[..., start:stop, :] @ columns, seen
+            yield start, _entropy(operator.rows[..., start:stop, :] @ columns), seen
         return
     matrix = operator.matrix if isinstance(operator, DenseOperator) else dense_map(operator, v)
     matrix = matrix.to(at_least_float32(matrix.dtype))
     for start, stop in _spans(matrix.shape[:-1], matrix.shape[-1]):
         rows = matrix[..., start:stop, :]
-        yield start, rows, rows > 0
+        yield start, _entropy(rows), rows > 0
 
 
-def _softmax_rows(
+def _entropy(rows: Tensor) -> Tensor:
+    """The entropy of rows divided by their sums, without dividing them."""
+    total = rows.sum(-1)
+    entropy = torch.special.entr(rows).sum(-1) / total + total.log()
+    return torch.where(total > 0, entropy, math.nan)
+
+
+def _softmax_entropies(
     operator: AttentionOperator | SDPAOperator,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
+    r"""From the scores s: :math:`h = \mathrm{LSE}(s) - \langle \mathrm{softmax}(s), s\rangle`."""
     q, mask = operator.q, operator.attn_mask
     dtype = at_least_float32(q.dtype)
     k = repeat_heads(operator.k, q).to(dtype).mT
@@ -102,9 +109,18 @@ def _softmax_rows(
         if operator.is_causal:
             allowed = allowed & (position <= position[start:stop, None])
         allowed = allowed.expand(*allowed.shape[:-1], k.shape[-1])
-        empty = ~allowed.any(-1, keepdim=True)
-        scores = scores.masked_fill(~(allowed | empty), -math.inf)
-        yield start, scores.softmax(-1).masked_fill(empty, 0.0), allowed
+        masked = mask is not None or operator.is_causal
+        if masked:
+            scores = scores.masked_fill(~allowed, -math.inf)
+        # counted from the highest score, in place: these are the largest tensors here
+        scores -= scores.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+        weights = scores.exp()
+        if masked:
+            # 0·(-inf) is no number, the 0 that is meant comes from any other score
+            scores.masked_fill_(~allowed, 0.0)
+        total = weights.sum(-1)
+        entropy = total.log() - torch.linalg.vecdot(weights, scores) / total
+        yield start, torch.where(allowed.any(-1), entropy, math.nan), allowed
 
 
 def _spans(rows: torch.Size, width: int) -> Iterator[tuple[int, int]]:

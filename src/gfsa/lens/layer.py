@@ -181,15 +181,26 @@ class LayerRecord:
         matrix = spectrum.dense_map(operator, v).double()
         most = metrics.token_count(matrix, None if valid is None else valid[..., None, :])
         points = self._axis(self.heads, "map_values", length)
-        filtered = DenseOperator(matrix).filter(coefficients.double())
-        for name, what in (("map_values", matrix), ("filter_values", filtered)):
-            values = spectrum.map_singular_values(what, valid)
-            found[name] = metrics.singular_profile(values, most, points) * values[..., :1]
+        values = spectrum.map_singular_values(matrix, valid)
+        found["map_values"] = metrics.singular_profile(values, most, points) * values[..., :1]
+        found["filter_values"] = found["map_values"]
+        if not _is_ordinary(coefficients):
+            filtered = DenseOperator(matrix).filter(coefficients.double())
+            values = spectrum.map_singular_values(filtered, valid)
+            profile = metrics.singular_profile(values, most, points)
+            found["filter_values"] = profile * values[..., :1]
         return found
 
     @staticmethod
     def _axis(means: dict[str, Mean], name: str, length: int) -> int:
         return means[name].total.shape[-1] if name in means else min(length, POINTS)
+
+
+def _is_ordinary(coefficients: Tensor) -> bool:
+    """Whether the filter is attention itself, head by head."""
+    identity = torch.zeros_like(coefficients)
+    identity[..., 1:2] = 1
+    return torch.equal(coefficients, identity)
 
 
 def _energies(operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gfsa.lens.metrics import singular_values
 from gfsa.operators import Operator, combine
 from gfsa.operators.base import at_least_float32
 from gfsa.operators.dense import repeat_heads
@@ -99,11 +100,11 @@ def dense_map(operator: Operator, v: Tensor) -> Tensor:
 
 
 def map_singular_values(matrix: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Singular values of maps ``(..., H, N, N)`` on their valid tokens, largest first."""
+    """Singular values of maps ``(..., H, N, N)`` on their valid tokens, largest first, to 1e-8."""
     if valid is not None:
         keep = valid[..., None, :, None] & valid[..., None, None, :]
         matrix = torch.where(keep, matrix, 0.0)
-    return torch.linalg.svdvals(matrix.double())
+    return singular_values(matrix)
 
 
 def polynomial(coeffs: Tensor, values: Tensor) -> Tensor:

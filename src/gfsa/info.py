@@ -1,8 +1,11 @@
-"""``gfsa info``: versions, devices, and which operators can run here."""
+"""``gfsa info``: what is here and what can run; ``gfsa info MODEL``: what plug would do to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 PACKAGES = (
     "torch",
@@ -25,10 +28,30 @@ class Availability:
     refusal: str | None
 
 
-def info() -> None:
-    """Print versions, devices, and which operators can run here."""
+def info(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A timm architecture, a transformers model type, or a folder with a config.json."
+        ),
+    ] = "",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Also attention that no adapter knows.")
+    ] = False,
+) -> None:
+    """Print versions, devices and operators; or, given a model, what plug would do to it."""
     from rich.console import Console
     from rich.table import Table
+
+    if model:
+        from gfsa.plugs.describe import describe
+
+        try:
+            report = describe(model, unknown="trace" if trace else "refuse")
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        typer.echo(report)
+        return
 
     console = Console()
     versions_table = Table(title="versions", title_justify="left", show_header=False)

@@ -1,0 +1,52 @@
+"""What plug would do to a model, by its name, on the command line too."""
+
+from __future__ import annotations
+
+import pytest
+import transformers as hf
+from typer.testing import CliRunner
+
+from gfsa.cli import build as build_cli
+from gfsa.plugs.describe import build, describe
+
+
+def test_a_timm_name():
+    report = describe("deit_small_patch16_224", learn=("wK",))
+    assert report.dry_run
+    assert len(report.plugged) == 12
+    assert report.parameters == 72
+
+
+def test_a_transformers_type_or_folder(tmp_path):
+    assert len(describe("bert").plugged) == 12
+    hf.BertConfig(num_hidden_layers=3).save_pretrained(tmp_path)
+    assert len(describe(str(tmp_path)).plugged) == 3
+
+
+def test_nothing_is_allocated():
+    assert all(p.is_meta for p in build("vit_base_patch16_224").parameters())
+    assert all(p.is_meta for p in build("gpt2").parameters())
+
+
+def test_an_unknown_name_suggests_others():
+    with pytest.raises(ValueError, match=r"nothing is downloaded.*deit_small_patch16_224"):
+        describe("deit_small_patch16_225")
+
+
+def test_on_the_command_line():
+    shown = CliRunner().invoke(build_cli(), ["info", "cait_xxs24_224"])
+    assert shown.exit_code == 0
+    assert "would plug 24 layers" in shown.output
+    assert "blocks.0.attn: 4 heads, adapter" in shown.output
+    assert "class attention has one query" in shown.output
+    for arguments in (["xcit_nano_12_p8_224"], ["no_such_model"]):
+        refused = CliRunner().invoke(build_cli(), ["info", *arguments])
+        assert refused.exit_code != 0
+
+
+def test_tracing_on_the_command_line():
+    known = CliRunner().invoke(build_cli(), ["info", "tiny_vit_5m_224"])
+    assert known.exit_code != 0
+    traced = CliRunner().invoke(build_cli(), ["info", "tiny_vit_5m_224", "--trace"])
+    assert traced.exit_code == 0
+    assert "tracer" in traced.output

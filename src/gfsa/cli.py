@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "demo": "gfsa.demo.command:demo",
+    "diagnose": "gfsa.lens.command:diagnose",
     "bench": "gfsa.bench.command:bench",
     "info": "gfsa.info:info",
 }

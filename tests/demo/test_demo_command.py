@@ -6,6 +6,7 @@ import sys
 from typer.testing import CliRunner
 
 from gfsa.cli import build
+from gfsa.lens import LensReport
 
 runner = CliRunner()
 
@@ -18,6 +19,11 @@ def test_quick_demo_writes_figures_and_numbers(tmp_path):
     for name in ("similarity", "accuracy", "response"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+    report = LensReport.from_json(tmp_path / "lens.json")
+    assert list(report.models) == ["plain", "degree 1", "GFSA K=3"]
+    assert [len(model.attention) for model in report.models.values()] == [2, 2, 2]
+    assert "lens.html" in shown.output.replace("\n", "")
+    assert "GFSA K=3" in (tmp_path / "lens.html").read_text()
     numbers = json.loads((tmp_path / "demo.json").read_text())
     assert numbers["settings"]["depth"] == 2
     assert numbers["settings"]["held_out"] == "test"

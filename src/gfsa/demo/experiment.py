@@ -59,17 +59,24 @@ def variants(settings: Settings) -> dict[str, FilterFactory | None]:
     }
 
 
-def run_all(settings: Settings, on_step: Callable[[str, int], None]) -> list[Run]:
+def run_all(
+    settings: Settings,
+    on_step: Callable[[str, int], None],
+    on_end: Callable[[str, int, DigitsViT], None] = lambda variant, seed, model: None,
+) -> list[Run]:
     """Every seed for every variant, seed by seed, so that a busy machine slows all alike.
 
-    ``on_step`` is called after each training step with the variant and the seed.
+    ``on_step`` is called after each training step with the variant and the seed, ``on_end`` after
+    each training run with the trained model besides.
     """
     digits = load_digits(settings.held_out)
-    return [
-        train(name, make_filter, seed, settings, digits, on_step)
-        for seed in range(settings.seeds)
-        for name, make_filter in variants(settings).items()
-    ]
+    runs = []
+    for seed in range(settings.seeds):
+        for name, make_filter in variants(settings).items():
+            run, model = train(name, make_filter, seed, settings, digits, on_step)
+            on_end(name, seed, model)
+            runs.append(run)
+    return runs
 
 
 def total_steps(settings: Settings) -> int:
@@ -89,7 +96,7 @@ def train(
     settings: Settings,
     digits: Digits,
     on_step: Callable[[str, int], None],
-) -> Run:
+) -> tuple[Run, DigitsViT]:
     """Train one model from scratch and look at it on the held-out images once, at the end."""
     torch.manual_seed(seed)
     model = DigitsViT(settings.depth, settings.dim, settings.heads, make_filter)
@@ -117,13 +124,13 @@ def train(
             on_step(name, seed)
         losses.append(total / steps)
     seconds = time.perf_counter() - start
-    filters = [module for module in model.modules() if isinstance(module, gfsa.GraphFilter)]
+    filters = gfsa.filters_of(model).values()
     with torch.no_grad():
         model.eval()
         states = model.tokens(digits.held_out_images)
         predicted = model.classify(states[-1]).argmax(-1)
         correct = (predicted == digits.held_out_labels).double().mean()
-        return Run(
+        run = Run(
             variant=name,
             seed=seed,
             accuracy=100 * correct.item(),
@@ -134,6 +141,7 @@ def train(
             similarity=[token_similarity(state) for state in states],
             coefficients=[each.coefficients().tolist() for each in filters],
         )
+    return run, model
 
 
 def token_similarity(tokens: Tensor) -> float:

@@ -10,38 +10,52 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.demo.data import CLASSES, IMAGE_SIDE
+from gfsa.functional import AttentionOperator
+from gfsa.plugs.adapter import SwapClass
 
 PATCH = 2
 FilterFactory = Callable[[int], gfsa.GraphFilter]
 
 
 class Attention(nn.Module):
-    r"""Multi-head self-attention, ``A·V``, or with a filter ``Σ_k c_k A^k V``, per head."""
+    """Multi-head self-attention, ``A·V`` per head."""
 
-    def __init__(self, dim: int, heads: int, graph_filter: gfsa.GraphFilter | None) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
-        self.filter = graph_filter
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if self.filter is None:
-            y: Tensor = F.scaled_dot_product_attention(q, k, v)
-        else:
-            y = gfsa.graph_filter_attention(q, k, v, self.filter.coefficients())
-        mixed: Tensor = self.out(y.transpose(1, 2).flatten(-2))
+        mixed: Tensor = self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
         return mixed
+
+
+class FilteredAttention(Attention):
+    """The same with a filter, ``Σ_k c_k A^k V``: what a plugged :class:`Attention` becomes."""
+
+    gfsa: gfsa.GraphFilter
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        filtered: Tensor = self.gfsa(AttentionOperator(q, k), v)
+        return filtered
+
+
+# all that gfsa has to be told about an attention of one's own
+gfsa.register_adapter(Attention, SwapClass(FilteredAttention, "heads"))
 
 
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each normalised first and added to what came in."""
 
-    def __init__(self, dim: int, heads: int, graph_filter: gfsa.GraphFilter | None) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
-        self.attention = Attention(dim, heads, graph_filter)
+        self.attention = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
 
@@ -74,11 +88,11 @@ class DigitsViT(nn.Module):
         # of the size of the embeddings: a position ten times smaller is learned ten times slower
         self.position = nn.Parameter(0.5 * torch.randn(patches, dim))
         self.class_token = nn.Parameter(0.5 * torch.randn(1, 1, dim))
-        self.blocks = nn.ModuleList(
-            Block(dim, heads, make_filter(heads) if make_filter else None) for _ in range(depth)
-        )
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, CLASSES)
+        if make_filter is not None:
+            gfsa.plug(self, filter=make_filter)
 
     def tokens(self, images: Tensor) -> list[Tensor]:
         """The tokens ``(B, 17, dim)`` that enter the first block and leave each block."""

@@ -16,9 +16,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+import gfsa
 from gfsa.bench.environment import commit, cpu_name
+from gfsa.demo.data import load_digits
 from gfsa.demo.experiment import Settings, run_all, total_steps
 from gfsa.demo.figures import draw
+from gfsa.demo.model import DigitsViT
 from gfsa.demo.report import table, write_numbers
 from gfsa.demo.summary import Summary, closing, summarise
 from gfsa.info import versions
@@ -43,7 +46,14 @@ def run_demo(settings: Settings, out: Path, console: Console) -> list[Summary]:
             where = f"{variant}, seed {seed + 1} of {settings.seeds}"
             progress.update(task, advance=1, description=where)
 
-        runs = run_all(settings, on_step)
+        # one seed is enough to look into; all of them are in the table
+        models: dict[str, DigitsViT] = {}
+
+        def on_end(variant: str, seed: int, model: DigitsViT) -> None:
+            if seed == 0:
+                models[variant] = model
+
+        runs = run_all(settings, on_step, on_end)
         progress.update(task, description="done")
     seconds = time.perf_counter() - start
     summaries = summarise(runs)
@@ -59,7 +69,18 @@ def run_demo(settings: Settings, out: Path, console: Console) -> list[Summary]:
     }
     write_numbers(out / "demo.json", runs, summaries, settings, environment)
     draw(runs, summaries, settings, out)
+    _look_into(models, settings, out)
     console.print(
-        f"{seconds:.0f} s. Figures (similarity, accuracy, response) and demo.json are in {out}/"
+        f"{seconds:.0f} s. Figures (similarity, accuracy, response) and demo.json are in {out}/. "
+        f"Open {out / 'lens.html'} to look into the trained models, layer by layer and head by head"
     )
     return summaries
+
+
+def _look_into(models: dict[str, DigitsViT], settings: Settings, out: Path) -> None:
+    """The page of :func:`gfsa.diagnose` on the models of the first seed."""
+    images = load_digits(settings.held_out).held_out_images
+    report = gfsa.diagnose(models, images, spectral_samples=len(images))
+    report.data = f"the {settings.held_out} images of the digits, models of the first seed"
+    report.to_html(out / "lens.html")
+    report.to_json(out / "lens.json")

@@ -119,6 +119,17 @@ def test_agrees_with_dense(dtype: torch.dtype, kv_heads: int) -> None:
     assert relative_error(y, exact) <= (1e-3 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_negative_scale(dtype: torch.dtype) -> None:
+    q, k, v = draw(dtype)
+    coeffs = torch.randn(4, 3, device="cuda")
+    y = graph_filter_attention(q, k, v, coeffs, scale=-0.2, backend="sdpa")
+    exact = graph_filter_attention(
+        q.double(), k.double(), v.double(), coeffs, scale=-0.2, backend="dense"
+    )
+    assert relative_error(y, exact) <= (1e-3 if dtype == torch.float32 else 2e-2)
+
+
 @pytest.mark.parametrize("backend", ["dense", "sdpa"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_never_waits_for_the_device(backend: str, dropout_p: float) -> None:
@@ -146,7 +157,8 @@ def test_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = graph_filter_attention(q, k, v, coeffs, backend="sdpa")
-        choice = which_backend(q, k, v, coeffs, dropout_p=0.1)
+        # in float32, which no fused kernel takes
+        choice = which_backend(q.float(), k.float(), v.float(), coeffs, dropout_p=0.1)
     graph.replay()
     assert torch.equal(captured, expected)
     assert choice.backend != "sdpa"

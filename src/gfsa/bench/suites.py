@@ -93,7 +93,17 @@ SUITES: dict[str, Suite] = {
         "attention operators against plain attention and the published form",
         operators,
         cpu_shapes=("1x12x1024x64", "1x12x256x64", "8x6x197x64"),
-        cuda_shapes=("256x6x197x64", "32x12x512x64", "8x12x1024x64:causal", "4x16x4096x64"),
+        cuda_shapes=(
+            "1024x6x64x64",
+            "32x12x128x64",
+            "256x6x197x64",
+            "32x12x256x64",
+            "32x12x512x64",
+            "8x12x1024x64:causal",
+            "4x16x4096x64",
+            "2x16x8192x128",
+            "2x16x8192x128:causal",
+        ),
     ),
     "linear": Suite(
         "the linear operator at lengths that double",

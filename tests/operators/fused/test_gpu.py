@@ -159,7 +159,7 @@ def test_operator_registration(length: int) -> None:
     mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
     seed = torch.tensor([3], device="cuda")
     for extra in ((None, None, 0.0), (mask, seed, 0.1)):
-        torch.library.opcheck(op.forward, (*inputs, *extra, True, 0.125, False))
+        torch.library.opcheck(op.forward, (*inputs, *extra, True, 0.125))
 
 
 @pytest.mark.parametrize("length", [100, 300])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Grid = tuple[int, int, int]
+Block = tuple[int, int, int, int]
+_Launch = Callable[[Grid, Sequence[tuple[Tensor, Block]], tuple[Any, ...], tuple[Any, ...]], None]
 
 
 class Kernel:
@@ -20,38 +22,46 @@ class Kernel:
     Triton's own launcher looks at every argument again in each call to find the compiled code
     that fits; for a kernel of a few microseconds that costs more than the kernel. Here the caller
     names the variant: everything that the compiled code depends on beside the constants.
+
+    Args:
+        function: the kernel; its arguments are tiles, then the rest, then constants.
+        describe: makes a descriptor of a tensor for the copy engine, given the shape of a tile.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, describe: Callable[[Tensor, Block], Any] | None = None):
         self.function = function
-        self.launchers: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.describe = describe or _describe
+        self.launchers: dict[tuple[Any, ...], _Launch] = {}
 
     def __call__(
         self,
         grid: Grid,
         variant: tuple[Any, ...],
-        arguments: tuple[Any, ...],
+        tiles: Sequence[tuple[Tensor, Block]],
+        rest: tuple[Any, ...],
         constants: tuple[Any, ...],
         **options: Any,
     ) -> None:
         key = (variant, constants)
         launch = self.launchers.get(key)
         if launch is not None:
-            launch(grid, arguments, constants)
+            launch(grid, tiles, rest, constants)
             return
-        compiled = self.function[grid](*arguments, *constants, **options)
+        described = (self.describe(x, block) for x, block in tiles)
+        compiled = self.function[grid](*described, *rest, *constants, **options)
         # triton's interpreter compiles nothing
         if compiled is not None:
-            self.launchers[key] = _launcher(compiled)
+            self.launchers[key] = self._launcher(compiled)
 
-
-def _launcher(compiled: Any) -> Callable[[Grid, tuple[Any, ...], tuple[Any, ...]], None]:
-    """How to launch compiled code again."""
-    try:
-        return _Direct(compiled).launch
-    except (AttributeError, KeyError):
-        # another version of Triton: take the way it documents
-        return lambda grid, arguments, constants: compiled[grid](*arguments, *constants)
+    def _launcher(self, compiled: Any) -> _Launch:
+        """How to launch compiled code again."""
+        try:
+            return _Direct(compiled).launch
+        except (AttributeError, KeyError):
+            # another version of Triton: take the way it documents
+            return lambda grid, tiles, rest, constants: compiled[grid](
+                *(self.describe(x, block) for x, block in tiles), *rest, *constants
+            )
 
 
 class _Direct:
@@ -89,22 +99,26 @@ class _Direct:
         if run.global_scratch_size or run.profile_scratch_size:
             raise AttributeError("this kernel needs scratch memory")
 
-    def launch(self, grid: Grid, arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+    def launch(
+        self,
+        grid: Grid,
+        tiles: Sequence[tuple[Tensor, Block]],
+        rest: tuple[Any, ...],
+        constants: tuple[Any, ...],
+    ) -> None:
         values: list[Any] = []
-        boxes = iter(self.boxes)
-        device = arguments[0].base.device.index
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                values.append(argument.data_ptr())
-            elif isinstance(argument, int | float):
-                values.append(argument)
-            else:
-                shape, strides = argument.shape, argument.strides
-                address = argument.base.data_ptr()
-                values.append(self.encode(address, *next(boxes), shape, strides, 0))
-                values += shape
-                values += strides
-        self.c_launcher(*grid, self.stream(device), *self.fixed, *values, *constants)
+        encode = self.encode
+        for (x, _), box in zip(tiles, self.boxes, strict=True):
+            shape, strides = x.shape, x.stride()
+            values.append(encode(x.data_ptr(), *box, shape, strides, 0))
+            values += shape
+            values += strides
+        stream = self.stream(tiles[0][0].device.index)
+        self.c_launcher(*grid, stream, *self.fixed, *values, *rest, *constants)
+
+
+def _describe(x: Tensor, block: Block) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
 def variant(q: Tensor, k: Tensor) -> tuple[Any, ...]:
@@ -113,35 +127,17 @@ def variant(q: Tensor, k: Tensor) -> tuple[Any, ...]:
     return q.device.index, q.dtype, length % 16 == 0, length == 1, q.shape[1] == k.shape[1]
 
 
-def descriptor(kind: Any, x: Tensor, block: tuple[int, ...]) -> Any:
-    """A descriptor of ``x`` whose checks :func:`copyable_by_tile` has made already."""
-    made = kind.__new__(kind)
-    made.base = x
-    made.shape = x.shape
-    made.strides = x.stride()
-    made.block_shape = block
-    made.padding = "zero"
-    return made
-
-
-def tiles_of(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """``x`` of shape ``(B, H, N, D)``, read and written a block of one head's rows at a time."""
-    return descriptor(TensorDescriptor, x, (1, 1, rows, width))
-
-
 def copyable_by_tile(x: Tensor) -> Tensor:
     """``x``, or a copy whose layout the copy engine takes: dense rows, all on 16-byte borders."""
-    *outer, last = x.stride()
+    batch, head, token, feature = x.stride()
     step = 16 // x.element_size()
-    if last == 1 and x.data_ptr() % 16 == 0:
-        legal = all(stride > 0 and stride % step == 0 for stride in outer)
-        if legal:
+    if feature == 1 and x.data_ptr() % 16 == 0:
+        if min(batch, head, token) > 0 and not (batch | head | token) % step:
             return x
-        if all(s > 0 and s % step == 0 for s, n in zip(outer, x.shape[:-1], strict=True) if n > 1):
-            # the stride of a dimension of size one is never walked
-            strides = [
-                s if n > 1 else x.shape[-1] for s, n in zip(outer, x.shape[:-1], strict=True)
-            ]
+        sizes = x.shape[:3]
+        # the stride of a dimension of size one is never walked
+        strides = [s if n > 1 else x.shape[3] for s, n in zip(x.stride()[:3], sizes, strict=True)]
+        if all(s > 0 and s % step == 0 for s in strides):
             return x.as_strided(x.shape, (*strides, 1))
     return x.contiguous()
 

@@ -33,13 +33,10 @@ def filter_attention(
         mask: bool, broadcastable to ``(B, H, N, N)``, True takes part.
         seed: int64, one number, needed with dropout.
     """
-    seen = torch.compiler.is_compiling() or type(q) is not Tensor
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, coeffs))
-    keeps_w = learns and not seen and twofold.serves(q, k, v, mask, dropout_p, is_causal, scale)
-    arguments = (q, k, v, coeffs, mask, seed, dropout_p, is_causal, scale, keeps_w)
+    arguments = (q, k, v, coeffs, mask, seed, dropout_p, is_causal, scale)
     # the registered operator costs several times the kernels' own launches on short sequences;
     # it is for those who have to see it: the compiler, and modes that record what runs
-    if seen or is_in_torch_dispatch_mode():
+    if torch.compiler.is_compiling() or type(q) is not Tensor or is_in_torch_dispatch_mode():
         return forward(*arguments)[0]
     return _Filter.apply(*arguments)
 
@@ -54,17 +51,11 @@ def _forward(
     dropout_p: float,
     is_causal: bool,
     scale: float,
-    keeps_w: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(out, U, LSE, W)``; W = A·U is empty where the backward pass does without it."""
-    with torch.cuda.device_of(q):
-        q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
-        options = Options(scale, is_causal, mask, dropout_p, seed)
-        coeffs = coeffs.contiguous()
-        if keeps_w:
-            return twofold.forward(q, k, v, coeffs, options)
-        nothing = torch.empty(0, dtype=q.dtype, device=q.device)
-        return *_path(q, mask, scale).forward(q, k, v, coeffs, options), nothing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, U, LSE)``."""
+    return _run_forward(
+        _path(q, mask, scale), q, k, v, coeffs, mask, seed, dropout_p, is_causal, scale
+    )
 
 
 def _backward(
@@ -73,7 +64,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     u: Tensor,
-    kept: Tensor,
+    out: Tensor,
     lse: Tensor,
     coeffs: Tensor,
     mask: Tensor | None,
@@ -81,33 +72,70 @@ def _backward(
     dropout_p: float,
     is_causal: bool,
     scale: float,
-    keeps_w: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the coefficients; ``kept`` is W or the output."""
-    with torch.cuda.device_of(q):
-        g, q, k, v = (copyable_by_tile(x) for x in (g, q, k, v))
-        options = Options(scale, is_causal, mask, dropout_p, seed)
-        path = twofold if keeps_w else _path(q, mask, scale)
-        return path.backward(g, q, k, v, u, kept, lse, coeffs.contiguous(), options)
+    """Gradients of q, k, v and the coefficients."""
+    return _run_backward(
+        _path(q, mask, scale),
+        g,
+        q,
+        k,
+        v,
+        u,
+        out,
+        lse,
+        coeffs,
+        mask,
+        seed,
+        dropout_p,
+        is_causal,
+        scale,
+    )
 
 
 def _path(q: Tensor, mask: Tensor | None, scale: float) -> ModuleType:
     return passes if short.why_not(q, mask, scale) else short
 
 
+def _run_forward(
+    path: ModuleType, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, *rest: Any
+) -> Any:
+    mask, seed, dropout_p, is_causal, scale = rest
+    with torch.cuda.device_of(q):
+        q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
+        options = Options(scale, is_causal, mask, dropout_p, seed)
+        return path.forward(q, k, v, coeffs.contiguous(), options)
+
+
+def _run_backward(path: ModuleType, g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    u, kept, lse, coeffs, mask, seed, dropout_p, is_causal, scale = rest
+    with torch.cuda.device_of(q):
+        g, q, k, v = (copyable_by_tile(x) for x in (g, q, k, v))
+        options = Options(scale, is_causal, mask, dropout_p, seed)
+        return path.backward(g, q, k, v, u, kept, lse, coeffs.contiguous(), options)
+
+
 class _Filter(torch.autograd.Function):
+    """The same past torch's dispatcher."""
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         q, k, v, coeffs, mask, seed, *ctx.options = arguments
-        out, u, lse, w = _forward(*arguments)
-        ctx.save_for_backward(q, k, v, u, w if ctx.options[-1] else out, lse, coeffs, mask, seed)
+        ctx.path = _path(q, mask, ctx.options[-1])
+        # what the backward pass has to be given beside U: the output, or W = A·U instead
+        if any(ctx.needs_input_grad) and twofold.serves(q, k, v, mask, *ctx.options):
+            ctx.path = twofold
+            out, u, lse, kept = _run_forward(twofold, *arguments)
+        else:
+            out, u, lse = _run_forward(ctx.path, *arguments)
+            kept = out
+        ctx.save_for_backward(q, k, v, u, kept, lse, coeffs, mask, seed)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _backward(g, *ctx.saved_tensors, *ctx.options)
-        return (*gradients, None, None, None, None, None, None)
+        gradients = _run_backward(ctx.path, g, *ctx.saved_tensors, *ctx.options)
+        return (*gradients, None, None, None, None, None)
 
 
 forward = torch.library.custom_op("gfsa::filter_attention", _forward, mutates_args=())
@@ -115,20 +143,8 @@ backward = torch.library.custom_op("gfsa::filter_attention_backward", _backward,
 
 
 @forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    keeps_w: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    w = empty_like(q) if keeps_w else q.new_empty(0)
-    return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), w
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like(q), empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @backward.register_fake
@@ -139,17 +155,17 @@ def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, .
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, coeffs, mask, seed, *ctx.options = inputs
-    out, u, lse, w = output
+    out, u, lse = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(u, lse, w)
-    ctx.save_for_backward(q, k, v, u, w if ctx.options[-1] else out, lse, coeffs, mask, seed)
+    ctx.mark_non_differentiable(u, lse)
+    ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
 
 
 def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 10
+        return (None,) * 9
     gradients = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None, None, None, None)
+    return (*gradients, None, None, None, None, None)
 
 
 forward.register_autograd(_differentiate, setup_context=_keep)

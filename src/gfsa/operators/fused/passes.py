@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gfsa.operators.fused import backward as backward_kernels
 from gfsa.operators.fused import forward as forward_kernels
-from gfsa.operators.fused.kernel import Kernel, empty_like, tiles_of, variant
+from gfsa.operators.fused.kernel import Block, Kernel, empty_like, variant
 from gfsa.operators.fused.plan import tiles
 from gfsa.operators.fused.tiles import FULL_MASK, KEY_MASK, NO_MASK
 
@@ -50,10 +48,13 @@ def forward(
     out = empty_like(q)
     launch = _Launch("combine", q, k, options)
     rows, cols = launch.rows, launch.cols
+    kept = out if w is None else w
     launch(
-        rows(q), cols(k), cols(u), rows(u), rows(v), rows(out), rows(out if w is None else w), lse,
-        coeffs, extra=(w is not None,),
-    )  # fmt: skip
+        (rows(q), cols(k), cols(u), rows(u), rows(v), rows(out), rows(kept)),
+        lse,
+        coeffs,
+        extra=(w is not None,),
+    )
     return out, u, lse
 
 
@@ -76,9 +77,12 @@ def backward(
     rows, cols = launch.rows, launch.cols
     dc = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.grid[0])
     launch(
-        cols(q), rows(k), cols(g), rows(g), rows(v), rows(u), rows(out), rows(du), delta, dc, lse,
+        (cols(q), rows(k), cols(g), rows(g), rows(v), rows(u), rows(out), rows(du)),
+        delta,
+        dc,
+        lse,
         coeffs,
-    )  # fmt: skip
+    )
 
     launch = _Launch("grad_keys", q, k, options)
     rows, cols = launch.rows, launch.cols
@@ -86,14 +90,16 @@ def backward(
     group = q.shape[1] // k.shape[1]
     dk, dv = (empty_like(x if group == 1 else q) for x in (k, v))
     launch(
-        cols(q), rows(k), rows(v), rows(u), cols(g), rows(g), cols(du), rows(dk), rows(dv), delta,
-        lse, coeffs,
-    )  # fmt: skip
+        (cols(q), rows(k), rows(v), rows(u), cols(g), rows(g), cols(du), rows(dk), rows(dv)),
+        delta,
+        lse,
+        coeffs,
+    )
 
     launch = _Launch("grad_queries", q, k, options)
     rows, cols = launch.rows, launch.cols
     dq = empty_like(q)
-    launch(rows(q), cols(k), cols(v), cols(u), rows(g), rows(du), rows(dq), delta, lse, coeffs)
+    launch((rows(q), cols(k), cols(v), cols(u), rows(g), rows(du), rows(dq)), delta, lse, coeffs)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc.sum(2)
 
 
@@ -119,7 +125,7 @@ def _first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tens
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     launch = _Launch("attend", q, k, options)
     rows, cols = launch.rows, launch.cols
-    launch(rows(q), cols(k), cols(v), rows(u), lse)
+    launch((rows(q), cols(k), cols(v), rows(u)), lse)
     return u, lse
 
 
@@ -152,30 +158,36 @@ class _Launch:
         batch, heads, length, head_dim = q.shape
         self.kernel = _KERNELS[name]
         self.tiles = tiles(name, head_dim, length, options.is_causal, options.dropout_p > 0)
-        self.width = max(16, triton.next_power_of_2(head_dim))
-        self.grid = (triton.cdiv(length, self.tiles.rows), batch * heads, 1)
+        self.width = padded(head_dim)
+        self.grid = (-(-length // self.tiles.rows), batch * heads, 1)
         self.sizes = (heads, heads // k.shape[1], length)
         self.options = options
         self.variant = variant(q, k)
 
-    def rows(self, x: Tensor) -> TensorDescriptor:
+    def rows(self, x: Tensor) -> tuple[Tensor, Block]:
         """``x`` read or written a block of own rows at a time."""
-        return tiles_of(x, self.tiles.rows, self.width)
+        return x, (1, 1, self.tiles.rows, self.width)
 
-    def cols(self, x: Tensor) -> TensorDescriptor:
+    def cols(self, x: Tensor) -> tuple[Tensor, Block]:
         """``x`` read a block of the other side's rows at a time."""
-        return tiles_of(x, self.tiles.cols, self.width)
+        return x, (1, 1, self.tiles.cols, self.width)
 
-    def __call__(self, *tensors: Any, extra: tuple[bool, ...] = ()) -> None:
+    def __call__(
+        self,
+        tensors: Sequence[tuple[Tensor, Block]],
+        *pointers: Tensor,
+        extra: tuple[bool, ...] = (),
+    ) -> None:
         options = self.options
-        # a pointer that is never read stands in for a mask or seed that is not there
-        unused = tensors[0].base
         mask, strides, kind = mask_arguments(self.sizes, options.mask)
+        # a pointer that is never read stands in for a mask or seed that is not there
+        unused = tensors[0][0]
         self.kernel(
             self.grid,
             (self.variant, max(strides) >= 2**31),
+            tensors,
             (
-                *tensors,
+                *pointers,
                 unused if mask is None else mask,
                 unused if options.seed is None else options.seed,
                 *self.sizes,
@@ -195,6 +207,11 @@ class _Launch:
             ),
             num_warps=self.tiles.warps,
         )
+
+
+def padded(size: int) -> int:
+    """The next power of two, 16 at least: what a tile's side may be."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def mask_arguments(

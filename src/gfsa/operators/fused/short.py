@@ -11,12 +11,11 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from gfsa.operators.fused.kernel import Kernel, descriptor, empty_like, variant
-from gfsa.operators.fused.passes import Options, mask_arguments, sum_groups
-from gfsa.operators.fused.support import TRITON, capability
+from gfsa.operators.fused.kernel import Block, Kernel, empty_like, variant
+from gfsa.operators.fused.passes import Options, mask_arguments, padded, sum_groups
+from gfsa.operators.fused.support import TRITON, capability, over_keys
 from gfsa.operators.fused.tiles import FULL_MASK
 
 LONGEST = 256
@@ -35,9 +34,7 @@ def why_not(q: Tensor, mask: Tensor | None, scale: float) -> str | None:
         return f"they are written for Triton {TRITON_VERSIONS}, found {TRITON}"
     if scale <= 0.0:
         return "they take positive scales only"
-    if mask is not None and any(
-        mask.shape[dim] > 1 and mask.stride(dim) != 0 for dim in (-2, -3) if mask.dim() >= -dim
-    ):
+    if mask is not None and not over_keys(mask):
         return "they take masks over keys only, the same for every head"
     return None
 
@@ -53,14 +50,19 @@ class Plan(NamedTuple):
     tail: int
 
     @property
+    def block(self) -> Block:
+        return 1, 1, self.rows, WIDEST
+
+    @property
     def constants(self) -> tuple[int, int, int, int, int]:
         return self.rows, WIDEST, self.width, self.full, self.tail
 
 
+@functools.cache
 def plan(length: int, width: int) -> Plan:
-    rows = max(64, triton.next_power_of_2(length))
+    rows = max(64, padded(length))
     full, rest = divmod(length, width)
-    tail = max(16, triton.next_power_of_2(rest)) if rest else 0
+    tail = padded(rest) if rest else 0
     if tail == width:
         full, tail = full + 1, 0
     return Plan(rows, width, full, tail)
@@ -85,8 +87,8 @@ def forward(
     kernels().filter_short(
         (min(batch * heads, at_once * _multiprocessors(q.device.index)), 1, 1),
         variant(q, k),
+        [(x, cut.block) for x in (q, k, v, u, out)],
         (
-            *(tile(x, cut.rows) for x in (q, k, v, u, out)),
             lse,
             coeffs,
             mask,
@@ -121,8 +123,7 @@ def backward(
     """As :func:`gfsa.operators.fused.passes.backward`."""
     batch, heads, length, _ = q.shape
     group = heads // k.shape[1]
-    rows = max(64, triton.next_power_of_2(length))
-    cut = plan(length, 128 if rows == 128 else 64)
+    cut = plan(length, 128 if 64 < length <= 128 else 64)
     dq = empty_like(q)
     dk, dv = (empty_like(x if group == 1 else q) for x in (k, v))
     dc = lse.new_empty(heads, 3, batch * cut.rows)
@@ -130,8 +131,8 @@ def backward(
     kernels().grad_short(
         (batch * heads, 1, 1),
         variant(q, k),
+        [(x, cut.block) for x in (q, k, v, u, out, g, dq, dk, dv)],
         (
-            *(tile(x, cut.rows) for x in (q, k, v, u, out, g, dq, dk, dv)),
             lse,
             dc,
             coeffs,
@@ -169,22 +170,18 @@ class _Kernels:
         from gfsa.operators.fused.short_backward import grad_short
         from gfsa.operators.fused.short_forward import filter_short
 
-        self.filter_short = Kernel(filter_short)
-        self.grad_short = Kernel(grad_short)
-        self.descriptor = TensorDescriptor
-        self.layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+        def describe(x: Tensor, block: Block) -> Any:
+            return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+
+        self.filter_short = Kernel(filter_short, describe)
+        self.grad_short = Kernel(grad_short, describe)
 
 
 @functools.cache
 def kernels() -> _Kernels:
     return _Kernels()
-
-
-def tile(x: Tensor, rows: int) -> Any:
-    """``x`` of shape ``(B, H, N, D)``, read and written a head at a time."""
-    made = descriptor(kernels().descriptor, x, (1, 1, rows, WIDEST))
-    made.layout = kernels().layout
-    return made
 
 
 def _mask(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, tuple[int, ...], bool]:

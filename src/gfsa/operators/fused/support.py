@@ -24,6 +24,8 @@ def _installed_triton() -> tuple[int, ...]:
 
 TRITON = _installed_triton()
 MINIMAL_TRITON = (3, 6)
+MEASURED_TRITON = (3, 6)
+MEASURED_CAPABILITY = (9, 0)
 # dropout counts entries of one head's map in 32 bits
 LONGEST_WITH_DROPOUT = 65536
 # CUDA's limit for the second dimension of a launch
@@ -39,8 +41,27 @@ def why_not(call: Call) -> str | None:
 
 
 def why_not_worth_it(call: Call) -> str | None:
-    """The reason why another operator serves ``call`` better, or None if none does."""
-    return "the fused kernels have not been measured here"
+    """The reason why another operator may serve ``call`` better, or None if none does.
+
+    What has not been measured, and on the GPU tested, is left to torch's own kernels.
+    """
+    length, head_dim = call.q.shape[-2:]
+    if capability(call.q.device) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
+        return "the fused kernels are measured on Hopper GPUs with Triton 3.6 alone"
+    if call.attn_mask is not None and not over_keys(call.attn_mask) and length > 256:
+        return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
+    if head_dim > 64 and (call.attn_mask is not None or call.dropout_p):
+        return "masks and dropout are not measured for head dims beyond 64"
+    if head_dim > 64 and length > 4096 and torch.compiler.is_compiling():
+        return "compiled, torch's kernels are faster for head dims beyond 64 and 4096 tokens"
+    return None
+
+
+def over_keys(mask: Tensor) -> bool:
+    """Whether a mask is the same for every query and head."""
+    return all(
+        mask.shape[dim] == 1 or mask.stride(dim) == 0 for dim in (-2, -3) if mask.dim() >= -dim
+    )
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -15,12 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from gfsa.operators.fused import elementwise, passes
-from gfsa.operators.fused.kernel import Kernel, empty_like, tiles_of, variant
-from gfsa.operators.fused.passes import Options, cudnn_would_run
+from gfsa.operators.fused.kernel import Kernel, empty_like, variant
+from gfsa.operators.fused.passes import Options, cudnn_would_run, padded
 
 SHORTEST = 2048
 ROWS = 64
@@ -66,7 +65,7 @@ def backward(
     dq2, dk2, z = _attention_gradient(dw, q, k, u, w, lse, options)
     _launch(_GRAD_FIRST, q, k, (g, z, du), coeffs)
     dq, dk, dv = _attention_gradient(du, q, k, v, u, lse, options)
-    blocks = triton.cdiv(q.shape[2], ROWS)
+    blocks = -(-q.shape[2] // ROWS)
     dc = lse.new_empty(q.shape[1], 3, q.shape[0] * blocks)
     _launch(_ADD_UP, q, k, (g, v, u, w, dq2, dk2, dq, dk, dv), coeffs, dc)
     return dq, dk, dv, dc.sum(2)
@@ -94,11 +93,12 @@ def _launch(
     kernel: Kernel, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], *pointers: Tensor
 ) -> None:
     batch, heads, length, head_dim = q.shape
-    width = triton.next_power_of_2(head_dim)
+    width = padded(head_dim)
     kernel(
-        (triton.cdiv(length, ROWS), batch * heads, 1),
+        (-(-length // ROWS), batch * heads, 1),
         variant(q, k),
-        (*(tiles_of(x, ROWS, width) for x in tensors), *pointers, heads),
+        [(x, (1, 1, ROWS, width)) for x in tensors],
+        (*pointers, heads),
         (ROWS, width),
         num_warps=4,
     )

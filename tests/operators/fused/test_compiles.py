@@ -1,0 +1,116 @@
+"""Every fused kernel compiles for Hopper, GPU or not; ``pytest -s`` shows what it takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from gfsa.operators.fused import backward, forward, plan, short, support  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+KERNELS = {
+    "attend": forward.attend,
+    "combine": forward.combine,
+    "grad_first_pass": backward.grad_first_pass,
+    "grad_keys": backward.grad_keys,
+    "grad_queries": backward.grad_queries,
+}
+# what Triton calls the types of arguments that are no tiles
+TYPES = {
+    **dict.fromkeys(["lse_in", "lse_out", "delta_in", "delta_out", "dc_out", "coeffs"], "*fp32"),
+    **dict.fromkeys(["scale", "dropout_p"], "fp32"),
+    "mask": "*u8",
+    "seed_in": "*i64",
+    "zero": "*i32",
+}
+
+
+def compile_for_hopper(
+    source: Any, kernel: Any, tiles: dict[str, str], constants: dict[str, Any], warps: int
+) -> str:
+    """Compile, and return the assembler's line on registers, stack and shared memory."""
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else tiles.get(name, TYPES.get(name, "i32"))
+        for name in names
+    }
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(
+        source(kernel, signature, fixed, attributes), HOPPER, {"num_warps": warps}
+    )
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [tools / "cuobjdump", "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.search(r"REG:\d+ STACK:\d+", usage)[0] + f" shared {compiled.metadata.shared}"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_passes(name: str) -> None:
+    """The kernels of any length take no more registers than there are."""
+    tiles = plan.tiles(name, 64, 1024, False, False)
+    kernel = KERNELS[name]
+    sides = {"_rows": tiles.rows, "_cols": tiles.cols}
+    described = {
+        argument: f"tensordesc<bf16[1, 1, {sides[argument[-5:]]}, 64]>"
+        for argument in kernel.arg_names
+        if argument[-5:] in sides
+    }
+    constants = {
+        "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": False,
+        "MASK": 0, "DROPOUT": False, "group": 1,
+    }  # fmt: skip
+    if name == "combine":
+        constants["KEEP"] = False
+    usage = compile_for_hopper(ASTSource, kernel, described, constants, tiles.warps)
+    print(name, usage)
+    assert "STACK:0 " in usage
+
+
+@pytest.mark.skipif(
+    support.TRITON not in short.TRITON_VERSIONS, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize(("length", "most_stack"), [(128, 0), (197, 400)])
+def test_short(length: int, most_stack: int) -> None:
+    """The whole filter of one head in one program, forward and backward."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from gfsa.operators.fused.short_backward import grad_short
+    from gfsa.operators.fused.short_forward import filter_short
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    options = {"CAUSAL": False, "MASK": False, "DROPOUT": False, "group": 1}
+    for kernel, width, more in (
+        (filter_short, 64, {"WHOLE": True}),
+        (grad_short, 128 if length == 128 else 64, {"MERGED": length > 128, "EVEN": False}),
+    ):
+        cut = short.plan(length, width)
+        described = {
+            argument: f"tensordesc<bf16[1, 1, {cut.rows}, 64],{layout!r}>"
+            for argument in kernel.arg_names
+            if argument.endswith(("_in", "_out")) and argument not in TYPES
+        }
+        sizes = dict(zip(("N", "D", "BN", "FULL", "TAIL"), cut.constants, strict=True))
+        usage = compile_for_hopper(
+            GluonASTSource, kernel, described, {**sizes, **options, **more}, cut.rows // 16
+        )
+        print(kernel.__name__, length, usage)
+        assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack

@@ -67,11 +67,10 @@ class Traced(nn.Module):
     """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cls = self.__dict__["_gfsa_class"]
         name = self.__dict__.get("_gfsa_name") or type(self).__name__
         verified = self.__dict__["_gfsa_verified"]
         trace = Trace(self, name, verified)
-        trace.begin({**dict(zip(_parameters(cls), args, strict=False)), **kwargs})
+        trace.begin({**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs})
         with trace:
             result = super().forward(*args, **kwargs)
         trace.end()
@@ -88,11 +87,6 @@ class Traced(nn.Module):
 @functools.cache
 def _traced(cls: Any) -> type[nn.Module]:
     return type(f"Traced{cls.__name__}", (Traced, cls), {"__module__": cls.__module__})
-
-
-@functools.cache
-def _parameters(cls: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:
@@ -135,10 +129,13 @@ class TracerAdapter(Adapter):
         traced = _traced(type(module))  # type: ignore[arg-type]
         module.__class__ = traced
         module.__dict__["_gfsa_verified"] = self.verified
+        # looked up here, not in a forward that may be compiled
+        inputs = inspect.signature(module.__dict__["_gfsa_class"].forward).parameters
+        module.__dict__["_gfsa_inputs"] = tuple(inputs)[1:]
 
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop("_gfsa_class")
-        del module.__dict__["_gfsa_verified"]
+        del module.__dict__["_gfsa_verified"], module.__dict__["_gfsa_inputs"]
         module.__dict__.pop("_gfsa_name", None)
 
     def mark(self, model: nn.Module) -> None:

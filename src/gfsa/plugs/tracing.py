@@ -20,11 +20,11 @@ from gfsa.filters import GraphFilter
 from gfsa.functional import AttentionOperator
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.crossing import require_same_tokens
+from gfsa.plugs.provenance import Provenance
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 _DROPOUT = (F.dropout, torch.dropout)
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
-_MERGE = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)
 
 # arguments by which modules are given the tokens of another sequence
 _OTHER_TOKENS = (
@@ -61,7 +61,7 @@ class Trace(TorchFunctionMode):
         self.maps: list[Tensor] = []
         self.undropped: Tensor | None = None
         self.dropout_p = 0.0
-        self.merges: list[tuple[torch.Size, torch.Size]] = []
+        self.provenance = Provenance()
         self.products = 0
         self.head_axis = -3
 
@@ -70,9 +70,8 @@ class Trace(TorchFunctionMode):
         tokens = next((x for x in given.values() if _is_tokens(x)), None)
         if tokens is None:
             return
-        self.widths = (
-            {tokens.shape[-1]} if tokens.dim() < 4 else {tokens.shape[-1], tokens.shape[1]}
-        )
+        # of an image it is not known which axis holds the channels
+        self.widths = {tokens.shape[-1]} if tokens.dim() < 4 else set()
         for name in _OTHER_TOKENS:
             other = given.get(name)
             if isinstance(other, Tensor):
@@ -99,12 +98,11 @@ class Trace(TorchFunctionMode):
             if axis in (-1, made.dim() - 1):
                 self.maps.append(made)
             return made
-        if func in _MERGE:
-            made = func(*args, **kwargs)
-            self.merges.append((args[0].shape, made.shape))
-            return self._follow(args, made)
         if not self.maps or not self._is_map(*args, *kwargs.values()):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if args and not self.products:
+                self.provenance.note(func, args[0], made)
+            return made
         if func in _DROPOUT:
             return self._dropout(func, *args, **kwargs)
         if func in _MATMUL:
@@ -206,9 +204,12 @@ class Trace(TorchFunctionMode):
 
     def _filter_map(self, matrix: Tensor, values: Tensor) -> Tensor:
         self._check(matrix.shape, values, values)
+        # a product broadcasts: multi-query attention has one head of values
+        lead = torch.broadcast_shapes(matrix.shape[:-2], values.shape[:-2])
+        matrix, values = (x.expand(*lead, *x.shape[-2:]) for x in (matrix, values))
+        shape = values.shape
         if not self.verified:
             self._check_rows(matrix if self.undropped is None else self.undropped)
-        shape = values.shape
         matrix, values = self._with_heads(matrix), self._with_heads(values)
         operator = DenseOperator(matrix, self.dropout_p, self.filter.dropout_after)
         return self._without_heads(self._filter(operator, values), shape)
@@ -245,7 +246,7 @@ class Trace(TorchFunctionMode):
             )
         self._check_heads(scores, heads_in)
         if not self.verified:
-            self._check_tokens(columns, values.shape[-1])
+            self._check_tokens(columns, values)
 
     def _check_heads(self, scores: tuple[int, ...], laid_out: Tensor) -> None:
         """Find the axis of the heads, or refuse if the sizes do not tell."""
@@ -273,27 +274,23 @@ class Trace(TorchFunctionMode):
         heads = self.filter.num_heads
         if not lead or lead[0] % heads:
             self._refuse(f"its map has leading sizes {lead}, expected {heads} heads among them")
-        merged, batch = lead[0], lead[0] // heads
-        slowest = {
-            old[i]
-            for old, new in self.merges
-            for i in range(min(len(old), len(new)))
-            if old[:i] == new[:i] and new[i] == merged != old[i]
-        }
-        if batch not in slowest or (heads in slowest and not self.verified):
+        if not (self.provenance.samples_first(lead[0], heads) or self.verified):
             self._refuse(
-                f"its map merges {batch} samples and {heads} heads into one axis, and which of "
-                "them comes first cannot be told; run the first forward with another batch size, "
-                "or register an adapter"
+                f"its map merges {lead[0] // heads} samples and {heads} heads into one axis, and "
+                "that samples come first cannot be told; run the first forward with another batch "
+                "size, or register an adapter"
             )
 
-    def _check_tokens(self, side: int, features: int) -> None:
+    def _check_tokens(self, side: int, values: Tensor) -> None:
         """Attention over channels has a square map too; the widths of the module tell."""
-        heads = self.filter.num_heads
+        heads, features = self.filter.num_heads, values.shape[-1]
         layers = list(self.module.children())
         widths = self.widths | {m.in_features for m in layers if isinstance(m, nn.Linear)}
         widths |= {m.in_channels for m in layers if isinstance(m, nn.Conv2d)}
         over_tokens, over_channels = heads * features in widths, heads * side in widths
+        if side == features and over_tokens:
+            told = self.provenance.features_last(values)
+            over_tokens, over_channels = told is not False, told is not True
         if over_tokens and not over_channels:
             return
         if over_tokens:

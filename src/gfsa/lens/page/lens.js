@@ -172,7 +172,7 @@ function drawHead() {
   const coefficients = layer.coefficients[head];
   document.getElementById("head-title").textContent = `${model.name}, layer ${layer.depth}, head ${head + 1}`;
   document.getElementById("head-facts").textContent =
-    `${formula(coefficients)}. ${layer.verdict[head]} by Theorem 3.1; entropy share ${show(layer.entropy_share[head])}; ` +
+    `${formula(coefficients)}: ${layer.verdict[head]} by Theorem 3.1; entropy share ${show(layer.entropy_share[head])}; ` +
     `energy ${show(layer.energy_before[head])} → ${show(layer.energy_after[head])}. ${layer.name}.`;
   const spectrum = layer.spectrum;
   const series = [];
@@ -221,7 +221,7 @@ function drawAttention() {
 
 function drawTables() {
   const place = document.getElementById("tables");
-  const headings = ["layer", "cosine", "eff. rank", "of", "residual", "norm", "entropy share", "energy before", "energy after", "gain, high f.", "low / high / mixed"];
+  const headings = ["layer", "cosine", "eff. rank", "of", "residual", "norm", "entropy share", "energy before", "energy after", "gain, high f.", "low / high / mixed / all-pass"];
   for (const model of models) {
     const table = element("table", {}, element("caption", {}, model.name));
     table.append(element("thead", {}, element("tr", {}, ...headings.map((text) => element("th", { scope: "col" }, text)))));
@@ -236,7 +236,7 @@ function drawTables() {
         ...(f ? [f.cosine, f.effective_rank, f.most_rank, f.residual, f.norm].map(show) : ["", "", "", "", ""]),
         ...(a ? [mean(a.entropy_share), mean(a.energy_before), mean(a.energy_after),
           a.spectrum ? mean(a.spectrum.filter_response.map(highGain)) : null].map(show) : ["", "", "", ""]),
-        a ? `${count("low-pass")} / ${count("high-pass")} / ${count("mixed")}` : "",
+        a ? ["low-pass", "high-pass", "mixed", "all-pass"].map(count).join(" / ") : "",
       ];
       body.append(element("tr", {}, ...cells.map((text) => element("td", {}, text))));
     }

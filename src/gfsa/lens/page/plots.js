@@ -171,9 +171,10 @@ function heatMap(canvas, options) {
   const wide = Math.min(64, (width - left - 4) / columns);
   const tall = Math.max(15, Math.min(30, wide));
   const bottom = top + tall * options.rows.length;
-  const height = bottom + 50;
+  const height = bottom + 54;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": options.title });
-  svg.append(make("text", { x: left - 6, y: top - 8, "text-anchor": "end" }, "layer"));
+  svg.append(make("text", { x: left - 6, y: top - 8, "text-anchor": "end" }, "head"));
+  svg.append(make("text", { x: left - 6, y: bottom + 16, "text-anchor": "end" }, "layer"));
   for (let c = 0; c < columns; c++) {
     if (wide >= 22 || c % Math.ceil(22 / wide) === 0)
       svg.append(make("text", { x: left + wide * (c + 0.5), y: top - 8, "text-anchor": "middle" }, String(c + 1)));
@@ -219,13 +220,13 @@ function heatMap(canvas, options) {
   const bar = Math.min(260, width - left - 20), steps = 40;
   for (let i = 0; i < steps; i++) {
     svg.append(make("rect", {
-      x: left + (bar / steps) * i, y: bottom + 14, width: bar / steps + 0.6, height: 10,
+      x: left + (bar / steps) * i, y: bottom + 20, width: bar / steps + 0.6, height: 10,
       fill: options.colourOf(options.from + ((options.to - options.from) * (i + 0.5)) / steps),
     }));
   }
   for (const [part, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {
     const value = options.from + (options.to - options.from) * part;
-    svg.append(make("text", { x: left + bar * part, y: bottom + 40, "text-anchor": anchor }, show(value)));
+    svg.append(make("text", { x: left + bar * part, y: bottom + 46, "text-anchor": anchor }, show(value)));
   }
   canvas.replaceChildren(svg);
   if (options.chosen) place(...options.chosen);

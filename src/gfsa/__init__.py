@@ -8,6 +8,7 @@ from gfsa.functional import graph_filter_attention, linear_graph_filter_attentio
 from gfsa.plugs import filters_of, parameter_groups, plug, register_adapter, unplug
 from gfsa.plugs.checkpoint import load, save
 from gfsa.plugs.pretrained import from_pretrained
+from gfsa.plugs.prune import prune
 
 if TYPE_CHECKING:
     from gfsa.lens import diagnose
@@ -28,6 +29,7 @@ __all__ = [
     "load",
     "parameter_groups",
     "plug",
+    "prune",
     "register_adapter",
     "save",
     "unplug",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
-from gfsa.operators.base import at_least_float32
-from gfsa.operators.dense import DropoutPlace, check_dropout_place
+from gfsa.operators.base import at_least_float32, take_heads
+from gfsa.operators.dense import DropoutPlace, check_dropout_place, repeat_heads
 from gfsa.operators.select import Backend, Call, Choice, choose
 
 
@@ -100,6 +101,19 @@ class AttentionOperator(Operator):
         v, coeffs = self._prepare(v), _check_coefficients(coeffs, self.q)
         with _no_autocast(v.device):
             return self._chosen(v, coeffs.shape[-1] - 1).polynomial(coeffs, v)
+
+    def second_pass(self, heads: Sequence[int]) -> Operator | None:
+        if self.dropout_p:
+            # further passes drop what the first one dropped, in every head
+            return None
+        return AttentionOperator(
+            take_heads(self.q, heads),
+            take_heads(repeat_heads(self.k, self.q), heads),
+            None if self.attn_mask is None else take_heads(self.attn_mask, heads),
+            is_causal=self.is_causal,
+            scale=self.scale,
+            backend=self.backend,
+        )
 
     def dense(self) -> Tensor:
         with _no_autocast(self.q.device):

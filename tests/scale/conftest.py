@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.matrix import Matrix, page
+from support.matrix import Matrix, page, parse
 
 FILE = Path(__file__).parents[2] / "docs" / "matrix.md"
 _cells: dict[tuple[str, str], str] = {}
@@ -26,4 +26,6 @@ def matrix(request: pytest.FixtureRequest) -> Matrix:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if session.config.getoption("--write-matrix", default=False) and exitstatus == 0:
-        FILE.write_text(page(_cells), encoding="utf-8")
+        # what this run did not ask stays as it is
+        known = parse(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+        FILE.write_text(page({**known, **_cells}), encoding="utf-8")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gfsa
 from gfsa.functional import AttentionOperator
+from gfsa.plugs.partial import PartialPolynomial
 from support.matrix import Matrix
 from support.subjects import DIM, HEADS, SUBJECTS, Op, first
 
@@ -22,6 +23,7 @@ FILTERS = {
     "GFSA exact": lambda: gfsa.GFSA(HEADS, K=4, wK=0.2, power="exact"),
     "GFSA without a high order": lambda: gfsa.GFSA(HEADS, K=None, w0=0.3),
     "Polynomial": lambda: gfsa.Polynomial(HEADS, degree=3),
+    "PartialPolynomial": lambda: PartialPolynomial(HEADS, degree=2, high=[0, 2]),
     "Twicing": lambda: gfsa.Twicing(HEADS),
     "Laplacian": lambda: gfsa.Laplacian(HEADS),
     "PageRank": lambda: gfsa.PageRank(HEADS),

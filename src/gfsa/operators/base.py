@@ -24,7 +24,8 @@ def combine(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
     columns = columns_of(coeffs)
     total = columns[0] * powers[0]
     for column, power in zip(columns[1:], powers[1:], strict=True):
-        total = total + column * power
+        # one kernel a term, and torch promotes: a float32 sum of bfloat16 tokens
+        total = torch.addcmul(total, column, power)
     return total.to(powers[-1].dtype)
 
 
@@ -60,6 +61,13 @@ class Operator(ABC):
         """
         return combine(coeffs, self.powers(v, coeffs.shape[-1] - 1))
 
+    def second_pass(self, heads: Sequence[int]) -> Operator | None:
+        """The operator of ``heads`` alone, for tokens that have been through A once already.
+
+        None if this operator cannot be taken apart by head; every head then does every pass.
+        """
+        return None
+
     def dense(self) -> Tensor:
         """``A`` itself, ``(..., H, N, N)``; for looking at it, not for speed."""
         raise TypeError(
@@ -76,6 +84,28 @@ class FunctionOperator(Operator):
 
     def apply(self, x: Tensor) -> Tensor:
         return self._apply(x)
+
+
+def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """Some heads of ``x (..., H, N, D)``; what is the same for all heads stays as it is.
+
+    Neighbouring heads are a view, without a copy and without an index on the device.
+    """
+    if x.dim() < 3 or x.shape[-3] == 1:
+        return x
+    parts = [x.narrow(-3, start, length) for start, length in runs_of(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
+
+
+def runs_of(heads: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours together: where each run of ``heads`` starts, and how many there are in it."""
+    runs: list[tuple[int, int]] = []
+    for head in heads:
+        if runs and head == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((head, 1))
+    return runs
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.base import Operator, at_least_float32
+from gfsa.operators.base import Operator, at_least_float32, take_heads
 
 DropoutPlace = Literal["attention", "filter"]
 
@@ -107,6 +108,10 @@ class DenseOperator(Operator):
             self.matrix.shape[-1], dtype=self.matrix.dtype, device=self.matrix.device
         )
         return super().polynomial(coeffs, identity.expand_as(self.matrix))
+
+    def second_pass(self, heads: Sequence[int]) -> Operator | None:
+        # entries of H can only be dropped where the whole of H is built
+        return None if self.dropout_p else DenseOperator(take_heads(self.matrix, heads))
 
     def dense(self) -> Tensor:
         return self.matrix

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.base import Operator
+from gfsa.operators.base import Operator, take_heads
 from gfsa.operators.dense import repeat_heads
 
 
@@ -48,6 +48,9 @@ class SDPAOperator(Operator):
             # for a row without any key, cuDNN's attention answers a bool mask with an average of
             # values it must not see and NaN gradients, an additive mask with zeros
             attn_mask = as_additive(attn_mask, q.dtype)
+        if scale is not None and scale < 0 and q.is_cuda:
+            # cuDNN's attention answers a negative scale with NaN
+            q, scale = -q, -scale
         self.q = q
         self.k = k
         self.attn_mask = attn_mask
@@ -83,6 +86,18 @@ class SDPAOperator(Operator):
             tokens = super().powers(v, degree)
         # the identity's term needs v on every query head
         return [repeat_heads(tokens[0], self.q), *tokens[1:]]
+
+    def second_pass(self, heads: Sequence[int]) -> Operator | None:
+        if self.dropout_p:
+            # further passes drop what the first one dropped, in every head
+            return None
+        return SDPAOperator(
+            take_heads(self.q, heads),
+            take_heads(repeat_heads(self.k, self.q), heads),
+            None if self.attn_mask is None else take_heads(self.attn_mask, heads),
+            is_causal=self.is_causal,
+            scale=self.scale,
+        )
 
 
 def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: int) -> list[Tensor]:

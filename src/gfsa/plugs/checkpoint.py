@@ -17,6 +17,7 @@ from gfsa._version import __version__
 from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import Adapter, find_adapter
 from gfsa.plugs.core import attach, finish, sockets_of
+from gfsa.plugs.partial import PartialPolynomial
 from gfsa.plugs.watch import watch_first_forward
 
 FORMAT = 1
@@ -35,6 +36,7 @@ _KINDS = {
         filter_kinds.Twicing,
         filter_kinds.Laplacian,
         filter_kinds.PageRank,
+        PartialPolynomial,
     )
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -166,17 +166,10 @@ def unplug(model: nn.Module) -> None:
     sockets = sockets_of(model)
     if not sockets:
         raise ValueError(f"{type(model).__name__} has no filters to unplug")
-    for name, socket in sockets.items():
-        if socket.wrapper is not socket.filter:
-            raise ValueError(
-                f"the filter of {name} is wrapped in {type(socket.wrapper).__name__}; "
-                "unwrap the model first (for peft: model.merge_and_unload())"
-            )
+    refuse_wrapped(sockets)
     stop_watching(model)
     for socket in sockets.values():
-        socket.adapter.remove(socket.module)
-        delattr(socket.module, CHILD)
-        del socket.module.__dict__["_gfsa_adapter"]
+        detach(socket)
     finish(model, {socket.adapter for socket in sockets.values()})
 
 
@@ -261,6 +254,23 @@ def attach(module: nn.Module, adapter: Adapter, made: GraphFilter) -> None:
     module.add_module(CHILD, made)
     module.__dict__["_gfsa_adapter"] = adapter
     adapter.install(module)
+
+
+def refuse_wrapped(sockets: Mapping[str, Socket]) -> None:
+    """Filters that another library holds on to can be neither taken out nor exchanged."""
+    for name, socket in sockets.items():
+        if socket.wrapper is not socket.filter:
+            raise ValueError(
+                f"the filter of {name} is wrapped in {type(socket.wrapper).__name__}; "
+                "unwrap the model first (for peft: model.merge_and_unload())"
+            )
+
+
+def detach(socket: Socket) -> None:
+    """Take the filter of one module out."""
+    socket.adapter.remove(socket.module)
+    delattr(socket.module, CHILD)
+    del socket.module.__dict__["_gfsa_adapter"]
 
 
 def _candidates(

@@ -9,6 +9,7 @@ tokens cropped, a window sliding, a static buffer) happens to its companions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,29 @@ class CachedOperator(Operator):
             tokens.append(self.rows.apply(everything))
             if power < degree - 1:
                 everything = _remember(companions[power], tokens[-1])[:, :, : self.keys]
+        return tokens
+
+    def second_pass(self, heads: Sequence[int]) -> Operator | None:
+        rows = self.rows.second_pass(heads)
+        return None if rows is None else _FurtherPowers(rows, self)
+
+
+class _FurtherPowers(Operator):
+    """The second and further passes of some heads: the cache keeps the powers of those alone."""
+
+    def __init__(self, rows: Operator, first: CachedOperator) -> None:
+        self.rows = rows
+        self.first = first
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.rows.apply(x)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        tokens = [v]
+        companions = _companions(self.first.layer, degree, self.first.new)
+        for companion in companions[:degree]:
+            everything = _remember(companion, tokens[-1])[:, :, : self.first.keys]
+            tokens.append(self.rows.apply(everything))
         return tokens
 
 

@@ -7,7 +7,7 @@ together with the values as the operator wants them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gfsa.functional import AttentionOperator
-from gfsa.operators import DenseOperator, Operator, SDPAOperator
+from gfsa.operators import DenseOperator, FunctionOperator, Operator, SDPAOperator
+from gfsa.operators.base import take_heads
 from gfsa.operators.dense import repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
 
@@ -136,6 +137,9 @@ class _EagerOperator(Operator):
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         first, *others = super().powers(v, degree)
         return [repeat_heads(first, self.weights), *others]
+
+    def second_pass(self, heads: Sequence[int]) -> Operator:
+        return FunctionOperator(lambda x: take_heads(self.weights, heads).to(x.dtype) @ x)
 
     def dense(self) -> Tensor:
         return self.weights

@@ -1,0 +1,268 @@
+"""Pruning: what a head no longer needs is no longer computed, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+import gfsa
+from gfsa.functional import AttentionOperator
+from gfsa.operators import DenseOperator, FunctionOperator
+from gfsa.plugs.partial import PartialPolynomial
+from support.matrix import Matrix
+from support.subjects import SUBJECTS, first
+from support.zoo import ZOO
+
+CELLS = {"bert": "BERT", "gpt2": "GPT-2", "vit": "ViT"}
+HIGH = {0: [1, 2], 1: []}
+"""Layer → heads that keep their second pass in :func:`trained`."""
+
+
+def trained(model: Any, high: dict[int, list[int]] = HIGH, small: float = 1e-4) -> Any:
+    """Coefficients as training leaves them: most of c₂ small, that of some heads not."""
+    for layer, each in enumerate(gfsa.filters_of(model).values()):
+        with torch.no_grad():
+            each.theta.normal_(std=0.2)
+            each.theta[:, 2] = small
+            each.theta[high.get(layer, []), 2] = 0.4
+    return model
+
+
+def plugged(name: str, implementation: str = "sdpa") -> Any:
+    model = ZOO[name].model(implementation)
+    gfsa.plug(model, K=3)
+    return trained(model)
+
+
+class HeadPasses:
+    """Counts the heads of every call of torch's attention."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.real = F.scaled_dot_product_attention
+
+    def __call__(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.count += query.shape[-3]
+        return self.real(query, *args, **kwargs)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "llama", "t5"])
+@torch.no_grad()
+def test_outputs_are_those_of_the_pruned_polynomial(
+    name: str, implementation: str, matrix: Matrix
+) -> None:
+    model = plugged(name, implementation)
+    inputs = ZOO[name].batch()
+    model(**inputs)
+    reference = copy.deepcopy(model)
+    report = gfsa.prune(model, tolerance=1e-3, inputs=inputs)
+
+    # the same polynomial, every pass on every head
+    for (layer, each), socket in zip(
+        gfsa.filters_of(reference).items(), gfsa.filters_of(model).values(), strict=True
+    ):
+        wanted = each.coefficients().clone()
+        low = wanted[:, 2].abs() <= 1e-3
+        wanted[low, 1] += wanted[low, 2]
+        wanted[low, 2] = 0.0
+        whole = gfsa.Polynomial(each.num_heads, degree=2).to(wanted)
+        whole.set_coefficients(wanted)
+        reference.get_submodule(layer).gfsa = whole
+        assert socket.degree == (2 if not low.all() else 1)
+    got, expected = first(model(**inputs)), first(reference(**inputs))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6 if ZOO[name].single else 1e-12)
+    assert report.largest_change is not None
+    assert 0 < report.largest_change < 1e-2
+    if name in CELLS:
+        matrix("prune", CELLS[name])
+
+
+@torch.no_grad()
+def test_heads_and_layers_skip_their_second_pass() -> None:
+    model, inputs = plugged("bert"), ZOO["bert"].batch()
+    report = gfsa.prune(model, tolerance=1e-3)
+    with mock.patch.object(F, "scaled_dot_product_attention", HeadPasses()) as passes:
+        model(**inputs)
+    # of 2 layers × 4 heads × 2 passes, two heads of one layer keep their second
+    assert passes.count == report.passes_after == 10
+    assert report.passes_before == 16
+    assert list(report.after.values()) == [[1, 2, 2, 1], [1, 1, 1, 1]]
+    assert "head passes 16 → 10 (38% saved)" in str(report)
+    assert "2 of 4 heads keep degree 2" in str(report)
+    assert "degree 1" in str(report)
+
+
+@torch.no_grad()
+def test_what_was_never_trained_is_unplugged() -> None:
+    model, inputs = ZOO["bert"].model("sdpa"), ZOO["bert"].batch()
+    before = first(model(**inputs))
+    gfsa.plug(model)
+    report = gfsa.prune(model, tolerance=0.0, inputs=inputs)
+    assert report.largest_change == 0.0
+    assert not gfsa.filters_of(model)
+    assert not hasattr(model.config, "gfsa")
+    assert torch.equal(first(model(**inputs)), before)
+    assert list(report.after.values()) == [[1] * 4] * 2
+    assert "unplugged: ordinary attention" in str(report)
+
+
+@torch.no_grad()
+def test_the_change_of_a_head_is_bounded() -> None:
+    torch.manual_seed(1)
+    operator = DenseOperator(torch.randn(2, 4, 9, 9, dtype=torch.float64).softmax(-1))
+    v = torch.randn(2, 4, 9, 5, dtype=torch.float64)
+    old = gfsa.Polynomial(4, degree=3).double()
+    old.set_coefficients(torch.tensor([0.1, 0.8, 0.004, -0.005]))
+    c = old.coefficients()
+    new = gfsa.Polynomial(4, degree=1).double()
+    new.set_coefficients(torch.stack([c[:, 0], c[:, 1:].sum(-1)], -1))
+    assert (new(operator, v) - old(operator, v)).abs().max() <= 2 * 0.009 * v.abs().max()
+    # equal tokens, which a row-stochastic map leaves alone, are answered as before
+    same = torch.ones_like(v)
+    torch.testing.assert_close(new(operator, same), old(operator, same), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_undo() -> None:
+    model, inputs = plugged("gpt2"), ZOO["gpt2"].batch()
+    trained(model, {0: [1], 1: [0, 1, 2, 3]})
+    before, keys = first(model(**inputs)), list(model.state_dict())
+    for tolerance in (1e-3, 10.0):
+        report = gfsa.prune(model, tolerance)
+        assert not torch.equal(first(model(**inputs)), before)
+        report.undo()
+        assert torch.equal(first(model(**inputs)), before)
+        assert list(model.state_dict()) == keys
+
+
+@torch.no_grad()
+def test_unplugged_layers_come_back() -> None:
+    model, inputs = ZOO["bert"].model("sdpa"), ZOO["bert"].batch()
+    gfsa.plug(model)
+    names = list(gfsa.filters_of(model))
+    report = gfsa.prune(model)
+    report.undo()
+    assert list(gfsa.filters_of(model)) == names
+    assert list(model.config.gfsa["filters"]) == [name.removeprefix("bert.") for name in names]
+    model(**inputs)
+
+
+@torch.no_grad()
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    model, inputs = plugged("gpt2"), ZOO["gpt2"].batch()
+    trained(model, {0: [0, 3], 1: []})
+    gfsa.prune(model, 1e-3)
+    expected = first(model(**inputs))
+    gfsa.save(model, tmp_path / "filters")
+    other = ZOO["gpt2"].model("sdpa")
+    gfsa.load(other, tmp_path / "filters")
+    assert torch.equal(first(other(**inputs)), expected)
+    kinds = [type(each) for each in gfsa.filters_of(other).values()]
+    assert kinds == [PartialPolynomial, gfsa.Polynomial]
+
+    model.save_pretrained(tmp_path / "model")
+    whole = gfsa.from_pretrained(
+        transformers.AutoModelForCausalLM, tmp_path / "model", dtype=torch.float64
+    )
+    assert torch.equal(first(whole.eval()(**inputs)), expected)
+    assert torch.equal(first(copy.deepcopy(model)(**inputs)), expected)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+@torch.no_grad()
+def test_decoding_keeps_the_powers_of_high_heads_alone(name: str, cache: str | None) -> None:
+    model = plugged(name).float()
+    gfsa.prune(model, 1e-3)
+    ids = ZOO[name].inputs()["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    without = model.generate(ids, use_cache=False, **options)
+    found = model.generate(
+        ids,
+        cache_implementation=cache,
+        disable_compile=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    assert torch.equal(found.sequences, without)
+    companions = [getattr(layer, "gfsa_powers", []) for layer in found.past_key_values.layers]
+    assert [len(each) for each in companions] == [1, 0]
+    assert companions[0][0].keys.shape[1] == len(HIGH[0])
+
+
+@torch.no_grad()
+def test_a_graph_model(matrix: Matrix) -> None:
+    subject = SUBJECTS["GPS"]
+    model, inputs = trained(subject.plugged()), subject.inputs(3, 5)
+    expected = model(**inputs)
+    report = gfsa.prune(model, 1e-3, inputs=inputs)
+    assert (report.passes_before, report.passes_after) == (16, 10)
+    assert (model(**inputs) - expected).abs().max() == pytest.approx(report.largest_change)
+    matrix("prune", "GPS")
+
+
+def test_gradients_reach_what_is_left() -> None:
+    made = PartialPolynomial(4, degree=3, high=[0, 2, 3]).double()
+    q, k, v = torch.randn(3, 2, 4, 7, 5, dtype=torch.float64).unbind()
+    whole = gfsa.Polynomial(4, degree=3).double()
+    wanted = torch.randn(4, 4, dtype=torch.float64)
+    wanted[1, 2:] = 0.0
+    for each in (made, whole):
+        each.set_coefficients(wanted)
+        each(AttentionOperator(q, k), v).square().sum().backward()
+    expected = whole.theta.grad.clone()
+    expected[1, 2:] = 0.0
+    torch.testing.assert_close(made.theta.grad, expected)
+
+
+@torch.no_grad()
+def test_an_operator_that_cannot_be_split_does_every_pass() -> None:
+    made = PartialPolynomial(4, degree=2, high=[1])
+    made.theta.normal_()
+    matrix, v = torch.randn(2, 4, 7, 7).softmax(-1), torch.randn(2, 4, 7, 5)
+    whole = FunctionOperator(lambda x: matrix @ x)
+    torch.testing.assert_close(made(whole, v), made(DenseOperator(matrix), v))
+
+
+def test_dropout_is_that_of_one_mask() -> None:
+    made = PartialPolynomial(4, degree=2, high=[1])
+    q, k, v = torch.randn(3, 2, 4, 7, 5).unbind()
+    torch.manual_seed(3)
+    found = made(AttentionOperator(q, k, dropout_p=0.5), v)
+    torch.manual_seed(3)
+    expected = gfsa.graph_filter_attention(q, k, v, made.coefficients(), dropout_p=0.5)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("high", [[], [4], [1, 0], [1, 1]])
+def test_heads_that_are_not_there(high: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"heads among 0 … 3 in order"):
+        PartialPolynomial(4, degree=2, high=high)
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf"), "0.1", None])
+def test_a_tolerance_that_is_none(tolerance: Any) -> None:
+    with pytest.raises(ValueError, match="tolerance must be a finite number"):
+        gfsa.prune(plugged("bert"), tolerance)
+
+
+def test_nothing_to_prune() -> None:
+    with pytest.raises(ValueError, match="has no filters to prune"):
+        gfsa.prune(ZOO["bert"].model("sdpa"))
+
+
+def test_training_flags_stay() -> None:
+    model = plugged("bert").train()
+    model.bert.encoder.layer[0].eval()
+    flags = [module.training for module in model.modules()]
+    gfsa.prune(model, 1e-3, inputs=ZOO["bert"].batch())
+    assert [module.training for module in model.modules()] == flags

@@ -16,7 +16,7 @@ from support.zoo import VOCABULARY, ZOO
 
 transformers.logging.set_verbosity_error()
 
-DECODERS = ["gpt2", "llama", "qwen3", "mistral", "gemma2", "gpt_oss"]
+DECODERS = ["gpt2", "gpt_neox", "llama", "qwen3", "mistral", "gemma2", "gpt_oss"]
 PAIRS = ["bart", "plbart", "t5"]
 NEW = 8
 

@@ -316,6 +316,41 @@ def test_cross_attention_is_told_by_its_module_not_its_shape() -> None:
     ]
 
 
+def test_a_pooling_head_has_queries_of_its_own() -> None:
+    config = transformers.SiglipVisionConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+    )
+    model = transformers.SiglipVisionModel(config).eval()
+    report = gfsa.plug(model)
+    assert len(report.plugged) == 2
+    (reason,) = report.skipped.values()
+    assert "cross-attention" in reason
+    model(pixel_values=torch.randn(1, 3, 16, 16))
+
+
+def test_summarised_keys_make_no_square_map() -> None:
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[16, 32],
+        num_attention_heads=[2, 4],
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        mlp_ratios=[2, 2],
+    )
+    model = transformers.SegformerModel(config).eval()
+    report = gfsa.plug(model)
+    assert len(report.plugged) == 1
+    assert "not square" in next(iter(report.skipped.values()))
+    model(pixel_values=torch.randn(1, 3, 32, 32))
+
+
 def test_self_attention_given_other_tokens_is_an_error() -> None:
     model = ZOO["bart"].model("sdpa")
     gfsa.plug(model)

@@ -225,6 +225,15 @@ ZOO: dict[str, Case] = {
         padded=True,
         single=True,
     ),
+    "gpt_neox": Case(
+        _made("GPTNeoXForCausalLM", "GPTNeoXConfig", **_TEXT),
+        text,
+        2,
+        causal=True,
+        generates=True,
+        padded=True,
+        single=True,
+    ),
     "qwen3": Case(
         _made("Qwen3ForCausalLM", "Qwen3Config", **_ROTARY),
         text,

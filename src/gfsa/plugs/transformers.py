@@ -21,20 +21,15 @@ from transformers.utils.output_capturing import _active_collector
 
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import Adapter
+from gfsa.plugs.crossing import REASON, Owners, crosses_by_design
 from gfsa.plugs.decoding import CachedOperator, layer_of
 from gfsa.plugs.tracer import TRACER, looks_like_attention
 from gfsa.plugs.transformers_maps import eager_function, operator_for
 
 PREFIX = "gfsa|"
 _CACHE = "gfsa_cache"
+_CACHES = ("past_key_values", "layer_past")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-_CROSS_NAMES = (
-    "crossattention",
-    "cross_attention",
-    "cross_attn",
-    "encoder_attn",
-    "encdecattention",
-)
 _CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 
 
@@ -55,21 +50,21 @@ class InterfaceAdapter(Adapter):
         )
 
     def refusal(self, name: str, module: Any) -> str | None:
-        last = name.rpartition(".")[2].lower()
-        kind = type(module).__name__
-        if (
-            "crossattention" in kind.lower()
-            or last in _CROSS_NAMES
-            or getattr(module, "is_cross_attention", False) is True
-        ):
-            return "cross-attention has no powers: its queries and keys are different tokens"
-        if "channel" in kind.lower():
+        kind = type(module).__name__.lower()
+        if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
+            return REASON
+        if "channel" in kind:
             return "its attention is over channels, not tokens"
+        if hasattr(module, "sequence_reduction"):
+            return "its keys are a shorter summary of its tokens: the map is not square"
         if not hasattr(module, "config"):
-            return f"{kind} keeps no config, so its attention cannot be redirected"
+            return f"{type(module).__name__} keeps no config, so its attention cannot be redirected"
         if getattr(module, "reorder_and_upcast_attn", False):
             return "reorder_and_upcast_attn computes attention outside the interface"
         return None
+
+    def refusal_inside(self, owners: Owners) -> str | None:
+        return REASON if crosses_by_design(owners) else None
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
@@ -166,7 +161,7 @@ class _CacheHandover:
                     f"a {type(module).__name__} was plugged as self-attention but is given {name}: "
                     "cross-attention has no powers. Leave it out with plug(..., layers=...)"
                 )
-        cache = given.get("past_key_values")
+        cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
         return None if cache is None else (args, {**kwargs, _CACHE: cache})
 
 

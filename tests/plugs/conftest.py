@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.supported import HEADER, Row, Supported
+from support.supported import HEADER, TABLE, Row, Supported
 
 FILE = Path(__file__).parents[2] / "docs" / "supported.md"
 _rows: list[Row] = []
@@ -27,7 +29,30 @@ def supported(request: pytest.FixtureRequest) -> Supported:
     return Supported(_rows, None if writing else text)
 
 
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """What a worker of pytest-xdist has stated comes to where all of it is looked at."""
+    _rows.extend(Row(*cells) for cells in getattr(node, "workeroutput", {}).get("supported", []))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if session.config.getoption("--write-supported", default=False) and exitstatus == 0:
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["supported"] = [astuple(row) for row in _rows]
+    elif config.getoption("--write-supported", default=False) and exitstatus == 0:
         lines = [row.line for row in sorted(_rows)]
         FILE.write_text("\n".join([HEADER, *lines]) + "\n", encoding="utf-8")
+    elif _everything_ran(config) and exitstatus == 0:
+        stated = {row.line for row in _rows}
+        written = FILE.read_text(encoding="utf-8").splitlines()
+        stale = [line for line in written[written.index(TABLE) + 2 :] if line not in stated]
+        if stale:
+            print(f"\nno test states these rows of {FILE.name}:", *stale, sep="\n")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _everything_ran(config: pytest.Config) -> bool:
+    options = ("keyword", "markexpr", "ignore", "ignore_glob", "deselect", "lf", "collectonly")
+    chosen = any(getattr(config.option, name, None) for name in options)
+    ran = {Path(arg).resolve() for arg in config.args}
+    return not chosen and not ran.isdisjoint({*Path(__file__).parents[:2], config.rootpath})

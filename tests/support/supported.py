@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from gfsa.plugs import PlugReport
 
-HEADER = """\
+TABLE = "| library | model | how | heads of the plugged layers | left alone | at init |"
+HEADER = f"""\
 # What can be plugged
 
 Every row is written by a test that built the model with random weights and showed, unless the row
@@ -17,9 +18,10 @@ from what is written here fails; `pytest tests/plugs --write-supported` writes t
 
 *At init* is the largest difference to the model before plugging. *How*: an adapter repeats the
 module's forward with the filter in it; the tracer follows the module's own forward (on by itself
-for known classes, by `unknown="trace"` for others).
+for known classes, by `unknown="trace"` for others). transformers models that use its attention
+interface have [a page of their own](transformers.md).
 
-| library | model | how | heads of the plugged layers | left alone | at init |
+{TABLE}
 |---|---|---|---|---|---|"""
 
 
@@ -40,7 +42,7 @@ class Supported:
     def __call__(
         self, library: str, model: str, report: PlugReport, at_init: str = "0", how: str = ""
     ) -> None:
-        hows = ", ".join(dict.fromkeys(report.how.values()))
+        hows = "; ".join(dict.fromkeys(report.how.values()))
         heads = " ".join(str(n) for n in report.plugged.values())
         self._state(library, model, how or hows, heads, _reasons(report), at_init)
 

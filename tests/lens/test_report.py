@@ -86,6 +86,7 @@ def test_table_fits_a_terminal_of_80_columns(report: LensReport) -> None:
     assert f"{reading.residual:.3f}" in first
     # nothing was cut off
     assert "…" not in text
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_findings_say_what_the_numbers_say() -> None:

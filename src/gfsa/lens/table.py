@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from gfsa.lens.report import LensReport
 
+_SHORT = {"low-pass": "low", "high-pass": "high", "all-pass": "all", "mixed": "mix"}
+
 
 def show(report: LensReport, console: Console | None) -> None:
     """Print a table and the findings for each model."""
@@ -37,21 +39,22 @@ def table(model: ModelReading) -> Table:
     from rich import box
     from rich.table import Table
 
+    most = f", of {model.features[-1].most_rank:.0f} at most" if model.features else ""
     made = Table(
         title=f"{model.name} ({model.kind})",
         caption=(
-            f"{model.samples} samples, {model.tokens} tokens; heads are averaged. "
-            "energy: of v → after the layer;\nhigh: gain on the upper half of the frequencies, "
-            "map → filter; filter: heads by Theorem 3.1"
+            f"{model.samples} samples, {model.tokens} tokens; heads are averaged. rank: effective"
+            f"{most}. energy: of v → after the layer. high: gain on the upper half of the "
+            "frequencies, map → filter. filter: heads by Theorem 3.1"
         ),
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         title_justify="left",
         caption_justify="left",
     )
     for heading in ("layer", "cosine", "rank", "residual", "norm", "entropy", "energy", "high"):
         made.add_column(heading, justify="right", no_wrap=True)
-    made.add_column("filter", no_wrap=True)
+    made.add_column("filter")
     features = {reading.depth: reading for reading in model.features}
     attention = {reading.depth: reading for reading in model.attention}
     for depth in sorted(features.keys() | attention.keys()):
@@ -68,7 +71,7 @@ def _feature_cells(reading: FeatureReading | None) -> list[str]:
         return [""] * 4
     return [
         _number(reading.cosine, ".3f"),
-        f"{_number(reading.effective_rank, '.1f')}/{_number(reading.most_rank, '.0f')}",
+        _number(reading.effective_rank, ".1f"),
         _number(reading.residual, ".3f"),
         _number(reading.norm, ".2f"),
     ]
@@ -85,7 +88,7 @@ def _attention_cells(reading: AttentionReading | None) -> list[str]:
     said = "none"
     if reading.filter is not None:
         counts = Counter(reading.verdict).most_common()
-        said = ", ".join(f"{count} {word.removesuffix('-pass')}" for word, count in counts)
+        said = " ".join(f"{count} {_SHORT[word]}" for word, count in counts)
     return [
         _number(fmean(reading.entropy_share), ".2f"),
         f"{_number(fmean(reading.energy_before), '.2f')}→"

@@ -108,22 +108,22 @@ function quantities(model) {
     found.push({
       key: `c${k}`, name: `coefficient of ${power}`, middle: usual,
       pick: (layer, head) => layer.coefficients[head][k] ?? 0,
-      meaning: `Pale is ordinary attention (${usual}); blue is below, orange above.`,
+      meaning: `Faint is ordinary attention (${usual}); blue is below, orange above.`,
     });
   }
   const spectral = model.attention.some((layer) => layer.spectrum);
   if (spectral) found.push({
     key: "high", name: "gain at high frequencies", middle: 0,
     pick: (layer, head) => (layer.spectrum ? highGain(layer.spectrum.filter_response[head]) : null),
-    meaning: "Mean gain over the upper half of the frequencies: pale heads smooth, strong ones pass detail.",
+    meaning: "Mean gain over the upper half of the frequencies: faint heads smooth, strong ones pass detail.",
   });
   found.push({
     key: "entropy", name: "attention entropy, share of its maximum", middle: 0,
-    pick: (layer, head) => layer.entropy_share[head], meaning: "Strong: looks everywhere. Pale: looks at few tokens.",
+    pick: (layer, head) => layer.entropy_share[head], meaning: "Strong: looks everywhere. Faint: looks at few tokens.",
   });
   found.push({
     key: "energy", name: "Dirichlet energy after the layer", middle: 0,
-    pick: (layer, head) => layer.energy_after[head], meaning: "Pale: neighbours on the graph have become equal.",
+    pick: (layer, head) => layer.energy_after[head], meaning: "Faint: neighbours on the graph have become equal.",
   });
   return found;
 }
@@ -133,7 +133,7 @@ const superscript = ["", "", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹
 function formula(row) {
   const terms = row.map((value, k) => [value, k === 0 ? "I" : `A${superscript[k] ?? `^${k}`}`]).filter(([value]) => value);
   if (!terms.length) return "H = 0";
-  return `H = ${terms.map(([value, name], i) => `${i ? signed(value) : show(value)}·${name}`).join(" ")}`;
+  return `H = ${terms.map(([value, name], i) => `${i ? signed(value) : show(value).replace("-", "−")}·${name}`).join(" ")}`;
 }
 
 function drawHeat() {
@@ -143,7 +143,7 @@ function drawHeat() {
   document.getElementById("heat-meaning").textContent = quantity.meaning;
   const values = model.attention.flatMap((layer) => layer.coefficients.map((_, head) => quantity.pick(layer, head)));
   const reach = Math.max(1e-9, ...values.filter(known).map((value) => Math.abs(value - quantity.middle)));
-  // an untouched filter is pale all over, not a storm of rounding errors
+  // an untouched filter is faint all over, not a storm of rounding errors
   const scale = Math.max(reach, 1e-3);
   const both = quantity.key.startsWith("c");
   heatMap(canvasOf("heat"), {
@@ -287,11 +287,13 @@ function start() {
   choices("singular-depth", featureDepths.map(label), state.singular, (value) => { state.singular = Number(value); drawSingular(); });
   choices("response-depth", attentionDepths.map(label), state.depth, (value) => setDepth(Number(value)));
   // the model whose filters differ most from ordinary attention is the one to look at first
-  const filtered = models.findIndex((model) => model.attention.some((layer) => layer.filter !== null));
-  choices("heat-model", models.map((model, i) => [i, model.name]), Math.max(0, filtered), (value) => chooseModel(Number(value)));
-  state.head = [models[Math.max(0, filtered)].attention.length - 1, 0];
+  const moved = models.map((model) => Math.max(...model.attention.flatMap((layer) =>
+    layer.coefficients.map((row) => Math.max(...row.map((value, k) => Math.abs(value - (k === 1 ? 1 : 0))))))));
+  const first = moved.indexOf(Math.max(...moved));
+  choices("heat-model", models.map((model, i) => [i, model.name]), first, (value) => chooseModel(Number(value)));
+  state.head = [models[first].attention.length - 1, 0];
   drawTables();
-  chooseModel(Math.max(0, filtered));
+  chooseModel(first);
   drawAll();
   let width = window.innerWidth;
   window.addEventListener("resize", () => {

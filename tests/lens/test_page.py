@@ -5,6 +5,7 @@ Screenshots of every run are kept in ``test-artefacts/lens`` to be looked at.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,10 +36,13 @@ ARTEFACTS = Path(__file__).parents[2] / "test-artefacts" / "lens"
 def browser() -> Iterator[Browser]:
     path = install_chromium()
     if path is None:
-        pytest.skip(
+        message = (
             "THE LENS'S PAGE WAS NOT TESTED: no Chromium here and none could be installed; "
             "apt-get install chromium, or set $CHROMIUM"
         )
+        # a skip is a letter; a warning is in the summary
+        warnings.warn(message, stacklevel=2)
+        pytest.skip(message)
     opened = Browser(path)
     yield opened
     opened.close()
@@ -162,6 +166,21 @@ def test_prints_with_its_explanations(browser: Browser, page: Path, tmp_path: Pa
     browser.pdf(tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
     assert browser.run("[...document.querySelectorAll('details')].every(d => d.open)")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "throw new Error('x')",
+        "console.error('x')",
+        "new Image().src = 'https://example.org/x.png'",
+    ],
+)
+def test_a_fault_in_the_page_would_be_seen(browser: Browser, tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "faulty.html"
+    path.write_text(f"<!doctype html><title>x</title><script>{fault}</script>")
+    browser.open(path)
+    assert browser.complaints()
 
 
 def test_a_page_without_spectra_says_so(browser: Browser, tmp_path: Path) -> None:

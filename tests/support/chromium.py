@@ -7,6 +7,7 @@ on file descriptors 3 and 4 of the browser.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -33,12 +34,20 @@ def install_chromium() -> str | None:
     found = find_chromium()
     if found or not shutil.which("apt-get") or os.geteuid() != 0:
         return found
+    # workers of one test run ask at the same time; dpkg serves one
+    with open(Path(tempfile.gettempdir()) / "gfsa-chromium.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if find_chromium() is None:
+            _apt_get()
+    return find_chromium()
+
+
+def _apt_get() -> None:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
     install = ["apt-get", "install", "-y", "--no-install-recommends", "chromium"]
     if subprocess.run(install, **quiet).returncode:
         subprocess.run(["apt-get", "update"], **quiet)
         subprocess.run(install, **quiet)
-    return find_chromium()
 
 
 class Browser:

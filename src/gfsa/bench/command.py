@@ -9,7 +9,7 @@ import typer
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="ops, linear or decode.")] = "ops",
+    suite: Annotated[str, typer.Option(help="ops, lengths, models, linear or decode.")] = "ops",
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")
     ] = "auto",

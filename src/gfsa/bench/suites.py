@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from gfsa.bench.case import Case, Setting, Shape, Variant, variant
 from gfsa.bench.decode import decode
 from gfsa.bench.published import published_attention
+from gfsa.bench.training import training_step
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
 from gfsa.operators.select import Backend
 
@@ -31,23 +32,10 @@ class Suite:
 
 def operators(shape: Shape, setting: Setting) -> Case:
     """Plain attention, gfsa of degree 1 and 2, and the published form."""
-    q, k, v = _tokens(shape, setting)
-    causal = shape.causal
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    def filtered(name: str, degree: int, backend: Backend) -> Variant:
-        coeffs = _coefficients(shape, setting, degree)
-
-        def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-            return graph_filter_attention(q, k, v, coeffs, is_causal=causal, backend=backend)
-
-        ran = which_backend(q, k, v, coeffs, is_causal=causal, backend=backend).backend
-        return variant(name, ran, run, (q, k, v, coeffs))
+    tokens = _tokens(shape, setting)
 
     def published(q: Tensor, k: Tensor, v: Tensor, w0: Tensor, w1: Tensor, wK: Tensor) -> Tensor:
-        return published_attention(q, k, v, w0, w1, wK, K=3, is_causal=causal)
+        return published_attention(q, k, v, w0, w1, wK, K=3, is_causal=shape.causal)
 
     weights = [
         torch.full((shape.heads,), value, device=setting.device, requires_grad=True)
@@ -56,13 +44,52 @@ def operators(shape: Shape, setting: Setting) -> Case:
     return Case(
         str(shape),
         [
-            variant("plain", "torch", plain, (q, k, v)),
-            filtered("gfsa degree 1", 1, "auto"),
-            filtered("gfsa", 2, "auto"),
-            filtered("gfsa sdpa", 2, "sdpa"),
-            variant("published", "torch", published, (q, k, v, *weights)),
+            _plain(shape, tokens),
+            _filtered("gfsa degree 1", 1, "auto", shape, setting, tokens),
+            _filtered("gfsa", 2, "auto", shape, setting, tokens),
+            _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
+            variant("published", "torch", published, (*tokens, *weights)),
         ],
     )
+
+
+def lengths(shape: Shape, setting: Setting) -> Case:
+    """Plain attention and gfsa at lengths that double, where the published form has no room."""
+    tokens = _tokens(shape, setting)
+    return Case(
+        str(shape),
+        [
+            _plain(shape, tokens),
+            _filtered("gfsa", 2, "auto", shape, setting, tokens),
+            _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
+        ],
+    )
+
+
+def _plain(shape: Shape, tokens: Sequence[Tensor]) -> Variant:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+
+    return variant("plain", "torch", run, tokens)
+
+
+def _filtered(
+    name: str,
+    degree: int,
+    backend: Backend,
+    shape: Shape,
+    setting: Setting,
+    tokens: Sequence[Tensor],
+) -> Variant:
+    coeffs = _coefficients(shape, setting, degree)
+    causal = shape.causal
+
+    def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+        return graph_filter_attention(q, k, v, coeffs, is_causal=causal, backend=backend)
+
+    q, k, v = tokens
+    ran = which_backend(q, k, v, coeffs, is_causal=causal, backend=backend).backend
+    return variant(name, ran, run, (*tokens, coeffs))
 
 
 def linear(shape: Shape, setting: Setting) -> Case:
@@ -104,6 +131,18 @@ SUITES: dict[str, Suite] = {
             "2x16x8192x128",
             "2x16x8192x128:causal",
         ),
+    ),
+    "lengths": Suite(
+        "attention operators at lengths that double",
+        lengths,
+        cpu_shapes=("1x4x512x64", "1x4x1024x64", "1x4x2048x64"),
+        cuda_shapes=tuple(f"1x16x{2**power}x64" for power in range(10, 17)),
+    ),
+    "models": Suite(
+        "a training step of a whole model, without and with filters",
+        training_step,
+        cpu_shapes=("2x12x64x64", "2x12x64x64:causal"),
+        cuda_shapes=("32x12x128x64", "256x6x197x64", "8x12x1024x64:causal"),
     ),
     "linear": Suite(
         "the linear operator at lengths that double",

@@ -1,0 +1,126 @@
+"""A training step of a whole model: what a filter costs where attention is one part of many."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gfsa import functional
+from gfsa.bench.case import Case, Setting, Shape, Variant
+from gfsa.operators import select
+from gfsa.plugs import plug
+
+LAYERS = 12
+# a picture of 224 pixels in patches of 16, and the class token
+TOKENS_OF_A_PICTURE = 197
+
+
+def training_step(shape: Shape, setting: Setting) -> Case:
+    """Forward, backward and AdamW, under autocast to the setting's dtype.
+
+    A causal shape is a GPT-2, one of 197 tokens a ViT, any other a BERT; all of 12 layers and as
+    wide as the shape's heads. Attention is not dropped. ``fwd`` is the loss without gradients.
+    """
+    plain, batch = _model(shape, setting)
+    variants = [_variant("plain", "torch", plain, batch, setting)]
+    for name, backend, layers in (
+        ("gfsa", "auto", "all"),
+        ("gfsa even layers", "auto", "even"),
+        ("gfsa sdpa", "sdpa", "all"),
+    ):
+        model = copy.deepcopy(plain)
+        plug(model, K=3, layers=layers)
+        variants.append(_variant(name, backend, model, batch, setting))
+    return Case(str(shape), variants)
+
+
+def _model(shape: Shape, setting: Setting) -> tuple[Any, dict[str, Any]]:
+    import transformers
+
+    width = shape.heads * shape.dim
+    device = setting.device
+    # random numbers are drawn on the CPU: the same on every device
+    if shape.causal:
+        config: Any = transformers.GPT2Config(
+            n_embd=width,
+            n_layer=LAYERS,
+            n_head=shape.heads,
+            n_positions=shape.tokens,
+            attn_pdrop=0.0,
+        )
+        model: Any = transformers.GPT2LMHeadModel(config)
+        ids = torch.randint(config.vocab_size, (shape.batch, shape.tokens)).to(device)
+        batch = {"input_ids": ids, "labels": ids}
+    else:
+        sizes = {
+            "hidden_size": width,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": shape.heads,
+            "intermediate_size": 4 * width,
+            "attention_probs_dropout_prob": 0.0,
+        }
+        labels = torch.randint(2, (shape.batch,)).to(device)
+        if shape.tokens == TOKENS_OF_A_PICTURE:
+            model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes))
+            batch = {"pixel_values": torch.randn(shape.batch, 3, 224, 224).to(device)}
+        else:
+            config = transformers.BertConfig(max_position_embeddings=shape.tokens, **sizes)
+            model = transformers.BertForSequenceClassification(config)
+            ids = torch.randint(config.vocab_size, (shape.batch, shape.tokens))
+            batch = {"input_ids": ids.to(device)}
+        batch["labels"] = labels
+    return model.to(device).train(), batch
+
+
+def _variant(
+    name: str, backend: str, model: Any, batch: dict[str, Any], setting: Setting
+) -> Variant:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    device = setting.device.type
+    # autocast knows no float32; there the step runs as it is
+    low = setting.dtype in (torch.bfloat16, torch.float16)
+
+    def loss() -> Any:
+        with torch.autocast(device, setting.dtype if low else None, enabled=low):
+            return model(**batch).loss
+
+    def forward() -> object:
+        with torch.no_grad():
+            return loss()
+
+    def step() -> object:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return None
+
+    if backend != "sdpa":
+        ran = backend if backend == "torch" else _backend_of(forward)
+        return Variant(name, ran, forward, step)
+
+    def without_kernels(work: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            with mock.patch.object(select, "why_not_fused", return_value="left out to compare"):
+                return work()
+
+        return run
+
+    return Variant(name, "sdpa", without_kernels(forward), without_kernels(step))
+
+
+def _backend_of(forward: Callable[[], object]) -> str:
+    """Which operators a model's layers take, by watching one forward."""
+    taken: set[str] = set()
+
+    def watched(backend: select.Backend, call: select.Call) -> select.Choice:
+        choice = select.choose(backend, call)
+        taken.add(choice.backend)
+        return choice
+
+    with mock.patch.object(functional, "choose", watched):
+        forward()
+    return "+".join(sorted(taken))

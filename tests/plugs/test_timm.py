@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -201,6 +203,29 @@ def test_a_version_with_another_forward_is_traced(monkeypatch):
     assert adapters.find(layer) is KNOWN_TRACER
     gfsa.plug(layer)
     torch.testing.assert_close(layer(x), 2 * expected, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ViT, DeiT", "ViT, unfused", "Swin", "BEiT", "Swin-V2"])
+def test_starts_as_it_was_in_half_precision_too(name):
+    model = build(name).eval()
+    plugged = copy.deepcopy(model)
+    gfsa.plug(plugged)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(plugged(IMAGE), model(IMAGE))
+    assert torch.equal(run(plugged.bfloat16()), run(model.bfloat16()))
+
+
+@pytest.mark.parametrize("name", ["ViT, DeiT", "ViT, unfused", "Swin", "Swin, fused"])
+def test_an_older_version_is_traced(name, monkeypatch):
+    model = build(name).eval()
+    expected = run(model)
+    monkeypatch.setitem(sys.modules, "gfsa.plugs.timm_attention", None)
+    adapters._adapters.cache_clear()
+    report = gfsa.plug(model)
+    adapters._adapters.cache_clear()
+    assert set(report.how.values()) == {"tracer, known class"}
+    assert torch.equal(run(model), expected)
 
 
 def test_compiles_into_one_graph():

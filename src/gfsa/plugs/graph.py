@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from torch import nn
-from torch_geometric.nn.attention import (
-    PerformerAttention,
-    PolynormerAttention,
-    SGFormerAttention,
-)
 
 from gfsa.plugs.adapter import Adapter
 
 _REASONS = {
-    PerformerAttention: "Performer's map is that of random features, redrawn as it trains",
-    SGFormerAttention: "SGFormer's map of normalised queries and keys has a residual built in",
-    PolynormerAttention: "Polynormer's map of sigmoids is followed by a norm and a gate",
+    "PerformerAttention": "Performer's map is that of random features, redrawn as it trains",
+    "SGFormerAttention": "SGFormer's map of normalised queries and keys has a residual built in",
+    "PolynormerAttention": "Polynormer's map of sigmoids is followed by a norm and a gate",
 }
 
 
@@ -25,10 +20,9 @@ class LinearAttentionAdapter(Adapter):
         raise TypeError(self.refusal("", module))
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
-        reason = next(why for kind, why in _REASONS.items() if isinstance(module, kind))
         return (
-            f"linear attention: {reason}; gfsa has the powers of softmax and of Efficient "
-            "Attention (gfsa.linear_graph_filter_attention)"
+            f"linear attention: {_REASONS[type(module).__name__]}; gfsa has the powers of softmax "
+            "and of Efficient Attention (gfsa.linear_graph_filter_attention)"
         )
 
     def install(self, module: nn.Module) -> None:
@@ -43,4 +37,6 @@ LINEAR_ATTENTION = LinearAttentionAdapter()
 
 def find(module: nn.Module) -> Adapter | None:
     """The adapter for ``module`` if it is an attention module of PyG."""
-    return LINEAR_ATTENTION if isinstance(module, tuple(_REASONS)) else None
+    kind = type(module)
+    known = kind.__module__.startswith("torch_geometric.") and kind.__name__ in _REASONS
+    return LINEAR_ATTENTION if known else None

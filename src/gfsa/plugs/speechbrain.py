@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from speechbrain.nnet.attention import RelPosMHAXL, RoPEMHA
+from speechbrain.nnet.attention import RelPosMHAXL
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -121,4 +121,8 @@ def find(module: nn.Module) -> Adapter | None:
     """The adapter for ``module`` if it is an attention module of SpeechBrain."""
     if type(module) is RelPosMHAXL:
         return REL_POS if reads(RelPosMHAXL) == _WRITTEN_FOR else KNOWN_TRACER
-    return KNOWN_TRACER if type(module) is RoPEMHA else None
+    # newer than the rest
+    rotary = (
+        type(module).__module__ == RelPosMHAXL.__module__ and type(module).__name__ == "RoPEMHA"
+    )
+    return KNOWN_TRACER if rotary else None

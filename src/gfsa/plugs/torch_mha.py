@@ -1,14 +1,16 @@
 """``nn.MultiheadAttention``, alone or inside torch's Transformer layers.
 
 Two C++ fast paths would go past a filter. The one of ``nn.MultiheadAttention`` is in the forward
-that is replaced here. The one of ``nn.TransformerEncoderLayer`` asks its attention module whether
-queries, keys and values have one width, and is told no. ``nn.TransformerEncoder`` may still pack a
-padded batch into a nested tensor, which is unpacked and packed again around the attention.
+that is replaced here. The one of ``nn.TransformerEncoderLayer`` is not taken while any of its
+modules has a hook, so a plugged one gets a hook that does nothing. ``nn.TransformerEncoder`` may
+still pack a padded batch into a nested tensor, which is unpacked and packed again around the
+attention.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +27,6 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` whose filter takes the place of its attention map."""
 
     gfsa: GraphFilter
-
-    # what torch's encoder layer asks before it takes its fast path. A property of the class goes
-    # before the attribute of the instance, which stays as it was
-    _qkv_same_embed_dim = property(lambda self: False)
 
     def forward(
         self,
@@ -201,6 +199,21 @@ class MultiheadAdapter(SwapClass):
 
     def refusal_inside(self, owners: Owners) -> str | None:
         return REASON if crosses_by_design(owners) else None
+
+    def install(self, module: nn.Module) -> None:
+        super().install(module)
+        module.register_forward_pre_hook(_no_fast_path)
+
+    def remove(self, module: nn.Module) -> None:
+        super().remove(module)
+        # found by what it is: a copy or a pickle of the model has no handle to it
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _no_fast_path:
+                del module._forward_pre_hooks[key]
+
+
+def _no_fast_path(module: nn.Module, args: Any) -> None:
+    """A hook that is there to be there."""
 
 
 MULTIHEAD = MultiheadAdapter()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gfsa
 from gfsa.lens import diagnose, metrics
 from gfsa.lens.readings import ModelReading
-from support.tiny import TinyEncoder, padded_batch
+from support.tiny import TinyAttention, TinyEncoder, padded_batch
 
 
 def only(report: Any) -> ModelReading:
@@ -231,3 +231,46 @@ def test_a_call_of_ones_own() -> None:
     items = [{"x": torch.randn(2, 8, 16)}]
     reading = only(diagnose(model, items, forward=lambda m, item: m(item["x"])))
     assert reading.samples == 2
+
+
+def test_a_pair_is_labelled_data_in_a_loader_and_two_arguments_alone() -> None:
+    class Pairs(TinyEncoder):
+        def forward(self, tokens: Tensor, second: Tensor | None = None) -> Tensor:
+            given.append(second)
+            return super().forward(tokens)
+
+    given: list[Tensor | None] = []
+    pair = (torch.randn(3, 8, 16), torch.arange(3))
+    diagnose(Pairs(), pair)
+    diagnose(Pairs(), [pair])
+    assert given == [pair[1], None]
+
+
+@pytest.mark.parametrize("features_first", [False, True])
+def test_grids_of_tokens(features_first: bool) -> None:
+    class Grid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([OnGrid(features_first)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0](x)
+
+    x = torch.randn(2, 3, 4, 16)
+    given = x.permute(0, 3, 1, 2) if features_first else x
+    reading = only(diagnose(Grid(), given))
+    expected = metrics.cosine_similarity(x.flatten(1, 2)).mean().item()
+    assert reading.features[0].cosine == pytest.approx(expected, abs=1e-6)
+    assert reading.tokens == 24
+
+
+class OnGrid(nn.Module):
+    def __init__(self, features_first: bool) -> None:
+        super().__init__()
+        self.features_first = features_first
+        self.attention = TinyAttention(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2).mT if self.features_first else x.flatten(1, 2)
+        y = self.attention(tokens)
+        return y.mT.reshape(x.shape) if self.features_first else y.reshape(x.shape)

@@ -49,8 +49,8 @@ def diagnose(
         model: any model that :func:`gfsa.plug` knows, plugged or not; or several by name, to
             compare them on the same inputs.
         inputs: one batch (a tensor, a dict for keyword arguments, a tuple for positional ones), or
-            an iterable of batches such as a DataLoader. A pair whose second part is a vector of
-            integers, as loaders of labelled data give, is taken as (input, labels).
+            an iterable of batches such as a DataLoader. Of these, a pair whose second part is a
+            vector of integers, as loaders of labelled data give, is taken as (input, labels).
         layers: which attention layers to look at, as in :func:`gfsa.plug`.
         features: measure the tokens that leave each block.
         attention: measure entropy and Dirichlet energy of each head: about three more attention
@@ -120,7 +120,7 @@ def _look(
         Recorder(model, sockets, layers, looks) as recorder,
     ):
         for batch in batches:
-            batch = _to_device(_without_labels(batch), device)
+            batch = _to_device(batch, device)
             mask = valid(batch) if callable(valid) else valid
             with recorder.listening(batch, mask):
                 _call(model, batch, forward)
@@ -157,14 +157,25 @@ def _call(model: nn.Module, batch: Any, forward: Forward | None) -> None:
 
 def _batches(inputs: Any, models: int) -> Iterable[Any]:
     """An iterable of batches that can be gone through once for each model."""
-    if isinstance(inputs, (Tensor, Mapping, tuple)):
-        return [inputs]
-    if not isinstance(inputs, Iterable):
+    if isinstance(inputs, (Tensor, Mapping, tuple)) or not isinstance(inputs, Iterable):
         return [inputs]
     if models > 1 and iter(inputs) is inputs:
         # a generator can be gone through once only
-        return list(inputs)
-    return inputs
+        inputs = list(inputs)
+    return _Unlabelled(inputs)
+
+
+class _Unlabelled:
+    """Batches without their labels, as often as the iterable gives them."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_without_labels, self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
 
 
 def _first(batches: Iterable[Any], most: int | None) -> Iterator[Any]:

@@ -31,17 +31,21 @@ def as_tokens(
     """Features as ``(B, N, D)``, or None if they are not features of tokens.
 
     Args:
-        x: what a block takes or gives: batch first, sequence first, a grid ``(B, H, W, D)``, or
-            the tokens of all samples one after another ``(ΣN, D)``, as graph libraries have them.
+        x: what a block takes or gives: batch first, sequence first, a grid ``(B, H, W, D)`` or
+            ``(B, D, H, W)``, or the tokens of all samples one after another ``(ΣN, D)``, as graph
+            libraries have them.
         v: the values of the attention inside the block, ``(..., H, N, d)``: they tell the axes.
             None if they are not known.
         attention: the attention module, asked for ``batch_first`` where shapes cannot tell.
         valid: ``(B, N)``; needed to take samples apart.
     """
-    if x.dim() == 4:
-        return x.flatten(1, 2)
     sequence_first = getattr(attention, "batch_first", True) is False
     length, batch = (0, 0) if v is None else (v.shape[-2], v.shape[:-3].numel())
+    if x.dim() == 4:
+        # features first or last: whichever leaves as many tokens as attention saw
+        last = x.shape[:3].numel() == length * batch
+        first = x[:, 0].numel() == length * batch
+        return x.flatten(2).mT if first and not last else x.flatten(1, 2)
     if x.dim() == 3:
         if length != batch:
             sequence_first = tuple(x.shape[:2]) == (length, batch)

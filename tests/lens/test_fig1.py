@@ -1,0 +1,43 @@
+"""The shape of the paper's Fig. 1, on models that the demo trains."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from gfsa.demo.data import load_digits
+from gfsa.demo.experiment import Settings, run_all
+from gfsa.demo.model import DigitsViT
+from gfsa.lens import diagnose
+from gfsa.lens.findings import high_gain
+from gfsa.lens.readings import AttentionReading
+
+
+def gains(layer: AttentionReading) -> tuple[float, float]:
+    """Mean gain over the upper half of the frequencies: of the map, of the filter."""
+    assert layer.spectrum is not None
+    return (
+        fmean(high_gain(row) for row in layer.spectrum.map_response),
+        fmean(high_gain(row) for row in layer.spectrum.filter_response),
+    )
+
+
+@pytest.mark.slow
+def test_plain_attention_smooths_with_depth_and_filters_do_so_less() -> None:
+    models: dict[str, DigitsViT] = {}
+    run_all(
+        Settings(seeds=1),
+        lambda variant, seed: None,
+        lambda variant, seed, model: models.update({variant: model}),
+    )
+    images = load_digits("test").held_out_images
+    readings = diagnose(models, images, spectral_samples=len(images)).models
+    plain, filtered = readings["plain"], readings["GFSA K=3"]
+    # (a) the response: near nothing at high frequencies, least of all in deep layers
+    assert gains(plain.attention[-1])[0] < 0.2
+    lifted = [gains(layer) for layer in filtered.attention]
+    assert all(filter_gain > map_gain for map_gain, filter_gain in lifted)
+    # (b) similarity: climbs with depth, and less with filters
+    assert plain.features[-1].cosine > plain.features[1].cosine + 0.2
+    assert filtered.features[-1].cosine < plain.features[-1].cosine - 0.02

@@ -33,7 +33,8 @@ def graph_filter_attention(
               \qquad A = \mathrm{softmax}(\mathrm{scale}\cdot q k^\top + \mathrm{mask})
 
     The signature of :func:`torch.nn.functional.scaled_dot_product_attention` with coefficients
-    added. Coefficients (0, 1) or (0, 1, 0) are ordinary attention, to the bit.
+    added. Coefficients (0, 1) or (0, 1, 0) are ordinary attention: to the bit wherever torch's own
+    kernel makes the first pass, to rounding with the fused kernels for short sequences.
 
     Args:
         q, k, v: ``(..., H, N, D)``; v's head dim may differ. Queries and keys are the same tokens:

@@ -8,9 +8,12 @@ import support.triton_interpreter  # isort:skip  (before anything imports triton
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from gfsa.operators import SDPAOperator
 from gfsa.operators.fused import op, plan
 from gfsa.operators.fused.op import filter_attention
+from gfsa.operators.fused.operator import FusedOperator
 from support.fused_cases import NAMES, Problem, error, run
 
 assert support.triton_interpreter
@@ -122,6 +125,34 @@ def test_compiled_whole() -> None:
         torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
     ):
         assert torch.equal(a, b)
+
+
+def test_operator_and_checkpointing() -> None:
+    """Recomputing the forward draws the same dropout mask again."""
+    q, k, v, _, g = Problem(1, 2, 18, 16).tensors()
+    coeffs = torch.tensor([0.2, 0.9, 0.3])
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return FusedOperator(q, k, dropout_p=0.3, is_causal=True).polynomial(c, v)
+
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        y = checkpoint(run, *inputs, use_reentrant=False) if recompute else run(*inputs)
+        results.append([y, *torch.autograd.grad(y, inputs, g)])
+    for kept, again in zip(*results, strict=True):
+        assert torch.equal(kept, again)
+    assert results[0][-1].shape == (3,)
+
+
+def test_single_passes_are_torchs() -> None:
+    q, k, v, _, _ = Problem(1, 2, 18, 16, 1).tensors()
+    fused = FusedOperator(q, k, is_causal=True, enable_gqa=True)
+    sdpa = SDPAOperator(q, k, is_causal=True, enable_gqa=True)
+    assert torch.equal(fused.apply(v), sdpa.apply(v))
+    for mine, theirs in zip(fused.powers(v, 3), sdpa.powers(v, 3), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_no_second_derivative_in_silence() -> None:

@@ -33,6 +33,16 @@ def test_an_unknown_name_suggests_others():
         describe("deit_small_patch16_225")
 
 
+def test_a_type_whose_defaults_make_no_model():
+    with pytest.raises(ValueError, match="default config of 'esm' makes no model"):
+        describe("esm")
+
+
+def test_maps_that_are_not_squares_are_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="kept in bands or blocks"):
+        describe("longformer")
+
+
 def test_on_the_command_line():
     shown = CliRunner().invoke(build_cli(), ["info", "cait_xxs24_224"])
     assert shown.exit_code == 0

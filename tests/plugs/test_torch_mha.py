@@ -282,3 +282,17 @@ def test_compiles_into_one_graph():
     for options in ({}, {"src_key_padding_mask": padding}):
         torch.testing.assert_close(compiled(x, **options), model(x, **options))
     assert isinstance(model.layers[0].self_attn, FilteredMultiheadAttention)
+
+
+def test_lora_on_a_plugged_layer():
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(encoder()).eval()
+    x = torch.randn(B, N, E)
+    gfsa.plug(model, wK=0.2)
+    expected = model(x)
+    lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["self_attn"])).eval()
+    assert len(gfsa.filters_of(lora)) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(lora(x), expected, rtol=0, atol=1e-6)
+        disturb(lora)
+        assert not torch.allclose(lora(x), expected)

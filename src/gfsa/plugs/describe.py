@@ -57,8 +57,15 @@ def build(name: str) -> nn.Module:
 
 
 def _from_config(config: Any) -> nn.Module:
-    with torch.device("meta"):
-        model: nn.Module = _transformers().AutoModel.from_config(config)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = _transformers().AutoModel.from_config(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        # some types have defaults that no model can be made of
+        raise ValueError(
+            f"the default config of {config.model_type!r} makes no model ({error}); "
+            "save a complete one and give its folder"
+        ) from error
     return model
 
 

@@ -29,6 +29,7 @@ _WITHOUT_MAP = {
     r"class_?att": "class attention has one query: its map is not square",
     r"pool": "pooling attention has a few queries of its own: its map is not square",
     r"cross": REASON,
+    r"longformer|ledencoder|blocksparse|lsh": "its map is kept in bands or blocks, not as a square",
     r"outlook": "its map is predicted from one token, not from pairs of tokens",
     r"linear|performer|additive|sgformer|polynormer|lite|factor": (
         "linear attention has no n×n map that could be taken to a power here"

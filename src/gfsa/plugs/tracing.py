@@ -104,12 +104,12 @@ class Trace(TorchFunctionMode):
                 self.provenance.note(func, args[0], made)
             return made
         if func in _DROPOUT:
-            return self._dropout(func, *args, **kwargs)
+            return self._dropout(*args, **kwargs)
         if func in _MATMUL:
             left, right = (*args, *kwargs.values())[:2]
             return self._product(left, right)
         if func is torch.einsum:
-            return self._einsum(func, *args, **kwargs)
+            return self._einsum(*args)
         return self._follow(args, func(*args, **kwargs))
 
     def _is_map(self, *candidates: Any) -> bool:
@@ -129,10 +129,10 @@ class Trace(TorchFunctionMode):
         return made
 
     def _dropout(
-        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **kw: Any
+        self, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **options: Any
     ) -> Tensor:
-        training = kw.get("train", training)
-        if not training or not p:
+        # F.dropout says training, torch.dropout train
+        if not options.get("train", training) or not p:
             return input
         self.undropped = input
         if self.filter.dropout_after == "filter":
@@ -149,17 +149,17 @@ class Trace(TorchFunctionMode):
         y = self._filter_map(right.transpose(-2, -1), left.transpose(-2, -1))
         return y.transpose(-2, -1)
 
-    def _einsum(self, func: Any, equation: str, *operands: Any) -> Tensor:
+    def _einsum(self, equation: str, *operands: Any) -> Tensor:
         if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
             operands = tuple(operands[0])
         inputs, arrow, out = equation.replace(" ", "").partition("->")
         letters = inputs.split(",")
         place = next((i for i, x in enumerate(operands) if self._is_map(x)), 0)
         of_map = letters[place]
-        if arrow and of_map[-2:] and of_map[-1] in out and of_map[-2] in out:
+        if arrow and set(of_map[-2:]) <= set(out):
             # heads are mixed, the map stays one
-            made: Tensor = func(equation, *operands)
-            return self._follow((operands[place],), made)
+            mixed: Tensor = self._follow((operands[place],), torch.einsum(equation, *operands))
+            return mixed
         if len(operands) != 2 or not arrow or "." in equation:
             self._refuse(f"its map is in an einsum that is not understood: {equation!r}")
         of_values = letters[1 - place]
@@ -286,7 +286,7 @@ class Trace(TorchFunctionMode):
         heads, features = self.filter.num_heads, values.shape[-1]
         layers = list(self.module.children())
         widths = self.widths | {m.in_features for m in layers if isinstance(m, nn.Linear)}
-        widths |= {m.in_channels for m in layers if isinstance(m, nn.Conv2d)}
+        widths |= {m.in_channels for m in layers if isinstance(m, (nn.Conv1d, nn.Conv2d))}
         over_tokens, over_channels = heads * features in widths, heads * side in widths
         if side == features and over_tokens:
             told = self.provenance.features_last(values)

@@ -53,6 +53,9 @@ class GraphFilter(nn.Module):
     #: ("attention"), or on entries of H ("filter")
     dropout_after: DropoutPlace = "attention"
 
+    #: whether this process has some of the heads only (tensor parallel)
+    heads_are_sharded = False
+
     def __init__(
         self,
         num_heads: int,
@@ -92,8 +95,14 @@ class GraphFilter(nn.Module):
         """``(heads, degree+1)`` in float32 (float64 in a float64 model), differentiable in θ."""
         if self.theta is None:
             return self.base
+        theta: Any = self.theta
+        if hasattr(theta, "full_tensor"):
+            # sharded: by heads it is used where its heads are, otherwise (outside of an FSDP
+            # model's forward, say) gathered
+            theta = theta.to_local() if self.heads_are_sharded else theta.full_tensor()
         # a product and a sum rather than a matmul: those stay exact under autocast and TF32
-        return self.base + (self.theta[:, :, None] * self.basis).sum(1)
+        moved: Tensor = (theta[:, :, None] * self.basis).sum(1)
+        return self.base + moved
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""

@@ -7,10 +7,12 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gfsa.operators import fused
 from gfsa.operators.dense import DropoutPlace
 
+_TORCH_ATTENTION = F.scaled_dot_product_attention
 Backend = Literal["auto", "dense", "sdpa", "fused"]
 
 
@@ -40,6 +42,8 @@ def choose(backend: Backend, call: Call) -> Choice:
     """The operator for ``call``; a backend asked for by name runs or raises, nothing else runs."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    if attention_is_elsewhere():
+        return _only_sdpa(backend, call)
     if backend == "dense":
         return Choice("dense", "asked for by name")
     refusals = {"sdpa": why_not_sdpa, "fused": why_not_fused}
@@ -61,6 +65,26 @@ def choose(backend: Backend, call: Call) -> Choice:
     if not_fused is None:
         return Choice("fused", f"a fused kernel covers this call, and sdpa does not: {refusal}")
     return Choice("dense", refusal)
+
+
+def attention_is_elsewhere() -> bool:
+    """Whether somebody has put another function in the place of torch's attention.
+
+    Context parallel does, so that a call with the tokens of one process attends to all tokens: A
+    is then known to that function alone.
+    """
+    return F.scaled_dot_product_attention is not _TORCH_ATTENTION
+
+
+def _only_sdpa(backend: Backend, call: Call) -> Choice:
+    replaced = "torch's attention is replaced (context parallel), so A is known to it alone"
+    refusal = why_only_dense(call) or why_not_sdpa(call)
+    if backend not in ("auto", "sdpa") or refusal is not None:
+        raise ValueError(
+            f"backend={backend!r} cannot serve this call: {replaced}"
+            + (f", and sdpa cannot serve it: {refusal}" if refusal else "; use 'auto' or 'sdpa'")
+        )
+    return Choice("sdpa", replaced)
 
 
 def why_only_dense(call: Call) -> str | None:

@@ -16,7 +16,7 @@ from gfsa import filters as filter_kinds
 from gfsa._version import __version__
 from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import Adapter, find_adapter
-from gfsa.plugs.core import attach, finish, sockets_of
+from gfsa.plugs.core import attach, finish, is_sharded, refuse_sharded, sockets_of
 from gfsa.plugs.partial import PartialPolynomial
 from gfsa.plugs.watch import watch_first_forward
 
@@ -46,19 +46,25 @@ def save(model: nn.Module, path: str | Path) -> None:
 
     A few kB: ``filters.safetensors`` has the learned numbers, ``filters.json`` the kind of each
     filter, the layer it belongs to, and what that layer looked like.
+
+    Of a model that is sharded over processes every process has to call this: the filters are
+    gathered, and the first process writes.
     """
     description = describe(model)
     if not description["filters"]:
         raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
     from safetensors.torch import save_file
 
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    sockets = sockets_of(model)
     tensors = {
-        f"{canonical_name(model, name)}.{key}": value.detach().cpu().contiguous()
-        for name, socket in sockets_of(model).items()
+        f"{canonical_name(model, name)}.{key}": _whole(value).detach().cpu().contiguous()
+        for name, socket in sockets.items()
         for key, value in socket.filter.state_dict().items()
     }
+    if any(is_sharded(socket) for socket in sockets.values()) and torch.distributed.get_rank() != 0:
+        return
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -99,6 +105,7 @@ def restore(
     plans = _plan(model, description, source)
     _check_tensors(plans, tensors, source)
     already = sockets_of(model)
+    refuse_sharded(already, "load filters")
     if already and set(already) != {plan.name for plan in plans}:
         raise ValueError(
             f"the model is plugged in layers {_some(already)}, but {source} has filters for "
@@ -275,6 +282,11 @@ def _check_file(file: Path) -> None:
             f"{file} has {file.stat().st_size} bytes; filters are a few numbers per head, more "
             f"than {_MAX_BYTES} is refused"
         )
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
 
 
 def _some(names: Any) -> str:

@@ -266,6 +266,21 @@ def refuse_wrapped(sockets: Mapping[str, Socket]) -> None:
             )
 
 
+def is_sharded(socket: Socket) -> bool:
+    """Whether a filter's numbers are spread over processes (a DTensor)."""
+    return any(hasattr(parameter, "full_tensor") for parameter in socket.filter.parameters())
+
+
+def refuse_sharded(sockets: Mapping[str, Socket], doing: str) -> None:
+    """Some things are done to whole filters only."""
+    for name, socket in sockets.items():
+        if is_sharded(socket):
+            raise ValueError(
+                f"the filter of {name} is sharded over processes; {doing} before fully_shard or "
+                "parallelize_module"
+            )
+
+
 def detach(socket: Socket) -> None:
     """Take the filter of one module out."""
     socket.adapter.remove(socket.module)

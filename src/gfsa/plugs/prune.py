@@ -13,7 +13,15 @@ from torch.utils import _pytree as pytree
 
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.core import Socket, attach, detach, finish, refuse_wrapped, sockets_of
+from gfsa.plugs.core import (
+    Socket,
+    attach,
+    detach,
+    finish,
+    refuse_sharded,
+    refuse_wrapped,
+    sockets_of,
+)
 from gfsa.plugs.partial import PartialPolynomial
 from gfsa.plugs.watch import stop_watching, watch_first_forward
 
@@ -100,7 +108,7 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     if not sockets:
         raise ValueError(f"{type(model).__name__} has no filters to prune; gfsa.plug(model) first")
     refuse_wrapped(sockets)
-    _refuse_sharded(sockets)
+    refuse_sharded(sockets, "prune")
     expected = None if inputs is None else _outputs(model, inputs)
     report = PruneReport(float(tolerance), _model=model, _sockets=sockets)
     for name, socket in sockets.items():
@@ -158,15 +166,6 @@ def _settle(model: nn.Module, before: Mapping[str, Socket]) -> None:
     now = sockets_of(model)
     if now:
         watch_first_forward(model, {name: (s.module, s.filter) for name, s in now.items()})
-
-
-def _refuse_sharded(sockets: Mapping[str, Socket]) -> None:
-    for name, socket in sockets.items():
-        if socket.filter.theta is not None and hasattr(socket.filter.theta, "full_tensor"):
-            raise ValueError(
-                f"the filter of {name} is sharded over processes; prune the model before "
-                "fully_shard or parallelize_module"
-            )
 
 
 def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:

@@ -1,0 +1,118 @@
+"""Many processes give what one gives: DDP, FSDP2, tensor and context parallel, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.matrix import Matrix
+
+WORKERS = Path(__file__).parent / "workers"
+# float64, relative to the largest number of each tensor
+ROUNDING = 1e-12
+SHOWN = ["op", "BERT", "GPT-2", "ViT", "GPS"]
+
+
+def launch(*command: str, timeout: float = 240) -> None:
+    """Run a launcher of this environment as a user would type it; one thread a process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # a worker of pytest-xdist has a rank of its own in the environment
+    environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST")}
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / command[0]), *command[1:]],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def torchrun(processes: int, folder: Path) -> dict[str, dict[str, float]]:
+    file = folder / "results.json"
+    launch(
+        "torchrun",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        str(WORKERS / "distributed.py"),
+        str(file),
+    )
+    results: dict[str, dict[str, float]] = json.loads(file.read_text())
+    return results
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    return torchrun(2, tmp_path_factory.mktemp("two"))
+
+
+def check(results: dict[str, dict[str, float]], scenario: str, names: list[str]) -> None:
+    assert sorted(results[scenario]) == sorted(names)
+    for name, error in results[scenario].items():
+        # NaN is no small number
+        assert error <= ROUNDING, f"{scenario} of {name}: {error}"
+
+
+# one worker runs them all: the processes are started once
+@pytest.mark.xdist_group("distributed")
+class TestTwoProcesses:
+    def test_ddp(self, two: Any, matrix: Matrix) -> None:
+        check(two, "ddp", SHOWN)
+        for name in SHOWN:
+            matrix("DDP", name)
+
+    def test_fsdp(self, two: Any, matrix: Matrix) -> None:
+        check(two, "fsdp", SHOWN)
+        check(two, "fsdp_bfloat16", SHOWN[:-1])
+        check(two, "checkpoints", SHOWN)
+        for name in SHOWN[:-1]:
+            matrix("FSDP2", name)
+        matrix("FSDP2", "GPS", "✓ in float32")
+
+    def test_tensor_parallel(self, two: Any, matrix: Matrix) -> None:
+        check(two, "tensor_parallel", ["op", "BERT", "ViT", "Llama"])
+        for name in ("op", "BERT", "ViT"):
+            matrix("tensor parallel", name)
+        # torch has no plan for projections that hold q, k and v in one matrix
+        matrix("tensor parallel", "GPT-2", "no plan for its fused projection (Llama: ✓)")
+        matrix("tensor parallel", "GPS", "no plan for its fused projection")
+
+    def test_context_parallel(self, two: Any, matrix: Matrix) -> None:
+        check(two, "context_parallel", ["op", "BERT", "GPT-2"])
+        for name in ("op", "BERT", "GPT-2"):
+            matrix("context parallel", name)
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path) -> None:
+    results = torchrun(4, tmp_path)
+    for scenario, errors in results.items():
+        check(results, scenario, list(errors))
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    launch(
+        "accelerate",
+        "launch",
+        # what starts more than one process here; the script asks for the CPU
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        str(WORKERS / "accelerated.py"),
+        str(tmp_path),
+    )
+    thetas = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert thetas[0]["theta"] == thetas[1]["theta"]
+    assert thetas[0]["processes"] == 2
+    # two processes on half a batch each learn what one process on the whole batch learns
+    assert thetas[0]["distance to one process"] <= ROUNDING
+    assert thetas[0]["moved"] > 1e-3

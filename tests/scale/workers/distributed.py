@@ -1,0 +1,344 @@
+"""Run by torchrun: each way to share a model out, against one process, as errors in a JSON file.
+
+torchrun --nproc-per-node 2 tests/scale/workers/distributed.py RESULTS.json
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import gfsa
+from gfsa.plugs.parallel import ShardHeads
+from support.ring_on_cpu import use_ring_on_cpu
+from support.subjects import HEADS, SUBJECTS, Op, filters_of, first, randomise
+from support.zoo import VOCABULARY, ZOO
+
+Results = dict[str, dict[str, float]]
+
+
+def inputs_of(name: str, rank: int) -> dict[str, Tensor]:
+    """What ``rank`` is given, the same whoever asks."""
+    torch.manual_seed(100 + rank)
+    batch = SUBJECTS[name].inputs(2, 6)
+    return {k: x.double() if x.is_floating_point() else x for k, x in batch.items()}
+
+
+def loss_of(model: nn.Module, name: str, rank: int) -> Tensor:
+    return first(model(**inputs_of(name, rank))).square().mean()
+
+
+def reference(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """One process: the model, and its gradients for what all ranks are given."""
+    model = SUBJECTS[name].plugged().double()
+    size = dist.get_world_size()
+    sum(loss_of(model, name, rank) / size for rank in range(size)).backward()
+    return model, gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest number of each tensor."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    assert any("gfsa" in name for name in expected)
+    errors = [
+        ((found[name] - each).abs().max() / each.abs().max().clamp_min(1e-3)).item()
+        for name, each in expected.items()
+    ]
+    return max(errors)
+
+
+def ddp(name: str, mesh: DeviceMesh) -> float:
+    model, expected = reference(name)
+    model.zero_grad()
+    # BERT's and ViT's poolers have no part in these losses
+    shared = DistributedDataParallel(model, find_unused_parameters=True)
+    loss_of(shared, name, dist.get_rank()).backward()
+    found = gradients(model)
+    return largest({key: found[key] for key in expected}, expected)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model; a bare filter is one itself."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return [block for each in lists[:1] for block in each]
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh | None, policy: MixedPrecisionPolicy | None = None
+) -> Any:
+    options = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    for block in blocks_of(model):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def fsdp(name: str, mesh: DeviceMesh) -> float:
+    model, expected = reference(name)
+    model.zero_grad()
+    shard(model, mesh)
+    assert all(hasattr(each.theta, "full_tensor") for each in filters_of(model))
+    loss_of(model, name, dist.get_rank()).backward()
+    error = largest({n: g for n, g in gradients(model).items() if n in expected}, expected)
+    # outside of a forward too a filter is whole
+    assert all(each.coefficients().shape[0] == HEADS for each in filters_of(model))
+    return error
+
+
+def fsdp_bfloat16(name: str, mesh: DeviceMesh) -> float:
+    """Weights rounded for each forward, as a model in bfloat16 has them; gradients in float32."""
+    model = SUBJECTS[name].plugged()
+    alone = copy.deepcopy(model).bfloat16()
+    batch = {
+        k: x.bfloat16() if x.is_floating_point() else x
+        for k, x in inputs_of(name, dist.get_rank()).items()
+    }
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, mesh, policy)
+    found, expected = first(model(**batch)), first(alone(**batch))
+    found.float().square().mean().backward()
+    assert found.dtype == torch.bfloat16
+    assert all(each.theta.dtype == torch.float32 for each in filters_of(model))
+    assert all(each.theta.grad.dtype == torch.float32 for each in filters_of(model))
+    return ((found - expected).float().abs().max() / expected.float().abs().max()).item()
+
+
+def checkpoints(name: str, mesh: DeviceMesh) -> float:
+    """Sharded and full, through torch.distributed.checkpoint, and the filters alone."""
+    model = SUBJECTS[name].plugged().double()
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
+    shard(model, mesh)
+    other = SUBJECTS[name].plugged().double()
+    randomise(other, scale=0.9)
+    shard(other, mesh)
+    folder = shared_folder()
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=folder / "sharded")
+    state = get_model_state_dict(other)
+    checkpoint.load(state, checkpoint_id=folder / "sharded")
+    set_model_state_dict(other, state)
+    restored = largest({n: whole(p.detach()) for n, p in other.named_parameters()}, expected)
+
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    alone = SUBJECTS[name].plugged().double()
+    randomise(alone, scale=0.9)
+    alone.load_state_dict(full)
+    error = largest({n: p.detach() for n, p in alone.named_parameters()}, expected)
+    if not isinstance(model, Op):
+        refusals(model, folder)
+        gfsa.save(model, folder / "filters")
+        dist.barrier()
+        bare = SUBJECTS[name].plugged().double()
+        gfsa.unplug(bare)
+        gfsa.load(bare, folder / "filters")
+        found = {n: p.detach() for n, p in bare.named_parameters()}
+        error = max(error, largest(found, expected))
+    return max(error, restored)
+
+
+def refusals(model: nn.Module, folder: Path) -> None:
+    """What is done to whole filters says so."""
+    alone = SUBJECTS["BERT"].plugged()
+    gfsa.save(alone, folder / f"alone-{dist.get_rank()}")
+    for attempt in (
+        lambda: gfsa.prune(model),
+        lambda: gfsa.load(shard(alone, None), folder / f"alone-{dist.get_rank()}"),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            assert "before fully_shard or parallelize_module" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("a sharded filter was taken for a whole one")
+
+
+def shared_folder() -> Path:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BERT": (
+        "bert.encoder.layer",
+        {
+            "attention.self.query": ColwiseParallel(),
+            "attention.self.key": ColwiseParallel(),
+            "attention.self.value": ColwiseParallel(),
+            "attention.self.gfsa": ShardHeads(),
+            "attention.output.dense": RowwiseParallel(),
+            "intermediate.dense": ColwiseParallel(),
+            "output.dense": RowwiseParallel(),
+        },
+    ),
+    "ViT": (
+        "layers",
+        {
+            "attention.q_proj": ColwiseParallel(),
+            "attention.k_proj": ColwiseParallel(),
+            "attention.v_proj": ColwiseParallel(),
+            "attention.gfsa": ShardHeads(),
+            "attention.o_proj": RowwiseParallel(),
+            "mlp.fc1": ColwiseParallel(),
+            "mlp.fc2": RowwiseParallel(),
+        },
+    ),
+    "Llama": (
+        "model.layers",
+        {
+            "self_attn.q_proj": ColwiseParallel(),
+            "self_attn.k_proj": ColwiseParallel(),
+            "self_attn.v_proj": ColwiseParallel(),
+            "self_attn.gfsa": ShardHeads(),
+            "self_attn.o_proj": RowwiseParallel(),
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        },
+    ),
+}
+
+
+def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
+    """Every rank has all tokens and some heads."""
+    torch.manual_seed(0)
+    if name == "Llama":
+        model = ZOO["llama"].model("sdpa").double()
+        gfsa.plug(model)
+        randomise(model)
+        ids = torch.randint(3, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
+        batch = {"input_ids": ids, "use_cache": False}
+    else:
+        model, batch = SUBJECTS[name].plugged().double(), inputs_of(name, 0)
+    alone = copy.deepcopy(model)
+    expected = first(alone(**batch))
+    expected.square().mean().backward()
+    wanted = gradients(alone)
+    if name == "op":
+        parallelize_module(model, mesh, {"gfsa": ShardHeads()})
+        here = [x.chunk(mesh.size(), 1)[mesh.get_local_rank()] for x in batch.values()]
+        found = model(*here)
+        (found.square().sum() / expected.numel()).backward()
+        expected = expected.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    else:
+        layers, plan = PLANS[name]
+        for layer in model.get_submodule(layers):
+            parallelize_module(layer, mesh, plan)
+        found = first(model(**batch))
+        found.square().mean().backward()
+    error = (found - expected).abs().max() / expected.abs().max()
+    return max(error.item(), largest(gradients(model), wanted))
+
+
+def ring(name: str, mesh: DeviceMesh, causal: bool, load_balance: bool) -> float:
+    """Every rank has all heads and some tokens."""
+    use_ring_on_cpu(load_balance)
+    torch.manual_seed(0)
+    model = SUBJECTS[name].plugged().double()
+    length = 8 * mesh.size()
+    if name == "op":
+        model.causal = causal
+        batch = {k: x.double() for k, x in SUBJECTS[name].inputs(2, length).items()}
+    else:
+        places = torch.arange(length).repeat(2, 1)
+        batch = {"input_ids": torch.randint(3, VOCABULARY, (2, length)), "position_ids": places}
+    options = {}
+    if name == "GPT-2":
+        options = {"use_cache": False}
+        for module in model.transformer.h:
+            # the order of tokens is the ring's business: no mask is made from positions
+            module.attn.register_forward_pre_hook(_causal_without_mask, with_kwargs=True)
+    alone = copy.deepcopy(model)
+    expected = first(alone(**batch, **options))
+    weights = torch.randn_like(expected)
+    axis = 2 if name == "op" else 1
+    (expected * weights).sum().backward()
+    wanted = gradients(alone)
+    buffers = [*batch.values(), weights]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[axis] * len(buffers)):
+        found = first(model(**batch, **options))
+        assert found.shape[axis] == length // mesh.size()
+        (found * weights).sum().backward()
+        (found,) = context_parallel_unshard(mesh, [found.detach()], [axis])
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+    error = (found - expected).abs().max() / expected.abs().max()
+    return max(error.item(), largest(gradients(model), wanted))
+
+
+def _causal_without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, {**kwargs, "attention_mask": None, "is_causal": True}
+
+
+def rings(name: str, mesh: DeviceMesh) -> float:
+    if name == "BERT":
+        return ring(name, mesh, causal=False, load_balance=False)
+    errors = [ring(name, mesh, True, False), ring(name, mesh, True, True)]
+    if name == "op":
+        errors.append(ring(name, mesh, False, False))
+    return max(errors)
+
+
+EVERYONE = tuple(SUBJECTS)
+SCENARIOS: dict[str, tuple[Callable[[str, DeviceMesh], float], Sequence[str]]] = {
+    "ddp": (ddp, EVERYONE),
+    "fsdp": (fsdp, EVERYONE),
+    # PyG's GIN multiplies by a float32 buffer, with which bfloat16 weights do not go
+    "fsdp_bfloat16": (fsdp_bfloat16, EVERYONE[:-1]),
+    "checkpoints": (checkpoints, EVERYONE),
+    "tensor_parallel": (tensor_parallel, ("op", "BERT", "ViT", "Llama")),
+    "context_parallel": (rings, ("op", "BERT", "GPT-2")),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    results: Results = {}
+    for scenario, (run, names) in SCENARIOS.items():
+        for name in names:
+            error = torch.tensor(run(name, mesh))
+            dist.all_reduce(error, op=dist.ReduceOp.MAX)
+            results.setdefault(scenario, {})[name] = error.item()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results, indent=2))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import gfsa
 from gfsa.lens import diagnose, metrics
 from gfsa.lens.readings import ModelReading
+from support.graphs import ATOMS, BONDS, molecule
 
 IDS = torch.arange(30).reshape(3, 10) % 17
 MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
@@ -151,3 +152,91 @@ def test_graphs_whose_tokens_lie_one_after_another() -> None:
     assert reading.samples == 3
     assert reading.features[0].cosine == pytest.approx(torch.cat(parts).mean().item(), abs=1e-6)
     assert len(reading.features) == 3
+
+
+@pytest.mark.parametrize("attention", ["softmax", "efficient"])
+def test_our_encoder(attention: Any) -> None:
+    from gfsa.models import Encoder
+
+    model = Encoder(17, 2, 10, attention, dim=16, depth=2, num_heads=4, ffn_dim=16)
+    gfsa.plug(model, w0=0.2)
+    reading = only(diagnose(model, (IDS, ~MASK)))
+    # a class token for each of three samples
+    assert (reading.samples, reading.tokens) == (3, int(MASK.sum()) + 3)
+    alone = [only(diagnose(model, ids[mask][None])) for ids, mask in zip(IDS, MASK, strict=True)]
+    for name in ("cosine", "residual"):
+        parts = [getattr(one.features[-1], name) for one in alone]
+        assert getattr(reading.features[-1], name) == pytest.approx(sum(parts) / 3, rel=1e-4)
+    parts = torch.tensor([one.attention[-1].entropy for one in alone]).mean(0)
+    torch.testing.assert_close(torch.tensor(reading.attention[-1].entropy), parts)
+
+
+def graphormer() -> tuple[nn.Module, Any]:
+    from gfsa.models import Graphormer, GraphormerCollator
+
+    model = Graphormer((ATOMS,), (BONDS,), dim=12, depth=3, num_heads=3, ffn_dim=12)
+    return model, GraphormerCollator()
+
+
+def graph_vit() -> tuple[nn.Module, Any]:
+    from gfsa.models import GraphViT, GraphViTCollator
+
+    return GraphViT((ATOMS,), (BONDS,), dim=12, num_heads=3, gnn_depth=1), GraphViTCollator(4)
+
+
+@pytest.mark.parametrize("build", [graphormer, graph_vit])
+def test_our_graph_models(build: Any) -> None:
+    """Together, with padding, as one by one."""
+    graphs = [molecule(9, 3), molecule(6, 1, seed=1), molecule(12, seed=2)]
+    model, collate = build()
+    reading = only(diagnose(model, collate(graphs)))
+    alone = [only(diagnose(model, collate([graph]))) for graph in graphs]
+    assert reading.samples == 3
+    assert reading.tokens == sum(one.tokens for one in alone)
+    assert len(reading.features) == len(reading.attention) + 1
+    for depth, feature in enumerate(reading.features):
+        parts = [one.features[depth].cosine for one in alone]
+        assert feature.cosine == pytest.approx(sum(parts) / 3, abs=1e-4)
+
+
+def test_windows_of_a_grid() -> None:
+    """Swin attends within windows; its features are the whole grid's."""
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        depths=(1, 2),
+        embed_dim=24,
+        num_heads=(1, 2),
+        img_size=56,
+    ).eval()
+    states: list[Tensor] = []
+    handles = [
+        block.register_forward_hook(lambda module, args, output: states.append(output.detach()))
+        for stage in model.layers
+        for block in stage.blocks
+    ]
+    images = torch.randn(2, 3, 56, 56)
+    with torch.no_grad():
+        model(images)
+    for handle in handles:
+        handle.remove()
+    reading = only(diagnose(model, images))
+    # a stage of one block ends where its only block does; the next begins by merging patches
+    expected = cosines([state.flatten(1, 2) for state in states], None)
+    assert [feature.cosine for feature in reading.features[1:]] == pytest.approx(expected, abs=1e-5)
+    assert [len(layer.entropy) for layer in reading.attention] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    model = transformers_model("bert")
+    batch = {"input_ids": IDS, "attention_mask": MASK.long()}
+    single = only(diagnose(model, batch))
+    other = only(diagnose(model.to(dtype), batch))
+    for one, two in zip(single.features, other.features, strict=True):
+        assert one.cosine == pytest.approx(two.cosine, abs=0.02)
+        assert one.effective_rank == pytest.approx(two.effective_rank, rel=0.02)
+    for layer, same in zip(single.attention, other.attention, strict=True):
+        assert layer.entropy_share == pytest.approx(same.entropy_share, abs=0.05)
+        for row, again in zip(layer.spectrum.map_response, same.spectrum.map_response, strict=True):
+            assert row == pytest.approx(again, abs=0.05)

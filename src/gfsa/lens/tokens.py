@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.operators import Operator
+from gfsa.operators import LinearOperator, Operator
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -76,6 +76,8 @@ def valid_from_operator(operator: Operator, v: Tensor) -> Tensor | None:
     mask = getattr(operator, "attn_mask", None)
     if isinstance(mask, Tensor) and mask.dim() >= 2:
         allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    elif isinstance(operator, LinearOperator):
+        allowed = (operator.columns > 0).any(-1)[..., None, :]
     else:
         matrix = getattr(operator, "matrix", getattr(operator, "weights", None))
         if not isinstance(matrix, Tensor) or matrix.shape[-1] != v.shape[-2]:

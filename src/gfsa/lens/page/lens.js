@@ -301,7 +301,6 @@ function start() {
     width = window.innerWidth;
     drawAll();
   });
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawHeat);
   // explanations belong on paper; the table of numbers as well
   window.addEventListener("beforeprint", () => { for (const one of document.querySelectorAll("details")) one.open = true; });
 }

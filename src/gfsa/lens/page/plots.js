@@ -149,17 +149,10 @@ function linePlot(canvas, options) {
   canvas.replaceChildren(svg);
 }
 
-function colour(name) {
-  const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const full = text.length === 4 ? text.replace(/[0-9a-f]/gi, "$&$&") : text;
-  return [1, 3, 5].map((at) => parseInt(full.slice(at, at + 2), 16));
-}
-
-// a colour for a value in [-1, 1]
+// a colour for a value in [-1, 1], mixed by the style sheet: light, dark and paper differ
 function diverging(value) {
-  const from = colour("--mid"), to = colour(value < 0 ? "--low" : "--high");
-  const part = Math.min(1, Math.abs(value)) ** 0.8;
-  return `rgb(${from.map((c, i) => Math.round(c + (to[i] - c) * part)).join(",")})`;
+  const part = 100 * Math.min(1, Math.abs(value)) ** 0.8;
+  return `color-mix(in srgb, var(${value < 0 ? "--low" : "--high"}) ${part.toFixed(1)}%, var(--mid))`;
 }
 
 // options: rows [{label, cells [{value, lines}]}], colourOf(value), ends [low, middle, high] labels,
@@ -196,7 +189,7 @@ function heatMap(canvas, options) {
     row.cells.forEach((cell, c) => {
       const node = make("rect", {
         class: "mark cell", x: left + wide * c, y: top + tall * r, width: wide, height: tall, rx: 3,
-        fill: known(cell.value) ? options.colourOf(cell.value) : "none", tabindex: "-1", role: "button",
+        style: `fill: ${known(cell.value) ? options.colourOf(cell.value) : "none"}`, tabindex: "-1", role: "button",
         "aria-label": `layer ${row.label}, head ${c + 1}: ${cell.lines[0]}`, "data-row": r, "data-column": c,
       });
       const pick = () => { place(r, c); options.choose(r, c); };
@@ -221,7 +214,7 @@ function heatMap(canvas, options) {
   for (let i = 0; i < steps; i++) {
     svg.append(make("rect", {
       x: left + (bar / steps) * i, y: bottom + 20, width: bar / steps + 0.6, height: 10,
-      fill: options.colourOf(options.from + ((options.to - options.from) * (i + 0.5)) / steps),
+      style: `fill: ${options.colourOf(options.from + ((options.to - options.from) * (i + 0.5)) / steps)}`,
     }));
   }
   for (const [part, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {

@@ -78,6 +78,17 @@ def test_memory_beyond_the_tensors_is_never_used() -> None:
         assert torch.isfinite(x).all()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_logsumexps_far_below_zero(is_causal: bool) -> None:
+    """Where the probability of a key beyond the last one overflows."""
+    q = torch.full((1, 1, 37, 16), -6.0)
+    inputs = [q, -q, torch.randn_like(q), torch.ones(1, 3)]
+    inputs = [x.requires_grad_() for x in inputs]
+    out = filter_attention(*inputs, scale=1.0, is_causal=is_causal)
+    for x in (out, *torch.autograd.grad(out, inputs, torch.randn_like(out))):
+        assert torch.isfinite(x).all()
+
+
 def test_results_lie_in_memory_as_the_tokens_do() -> None:
     problem = Problem(2, 2, 20, 16, projected=True)
     q, k, v, coeffs, g = problem.tensors()

@@ -100,7 +100,6 @@ def filter_short(
     RL: gl.constexpr = gl.SliceLayout(1, AL)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    # with every row there and every column used, nothing lies beyond the edge but in the last one
     qs = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], q_in.layout)
     ks = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], k_in.layout)
     vs = gl.allocate_shared_memory(dt, [2, 1, 1, N, D], v_in.layout)
@@ -130,7 +129,8 @@ def filter_short(
         after = (turn + 1) % 2
         more = following < total
         h = bh % heads
-        # a zero that the compiler does not know: it must not take U's room for free in between
+        # a zero that the compiler does not know: addresses that depend on it cannot be computed
+        # before the loop, where they would cost registers and then spills
         unknown = gl.load(zero, volatile=True)
         mbarrier.expect(bars.index(after), 3 * N * D * 2, pred=more)
         _load(k_in, following, heads, group, bars.index(after), ks.index(after), more)

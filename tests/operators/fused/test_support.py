@@ -132,3 +132,17 @@ def test_other_tensors_than_plain_ones() -> None:
     made = call(2, 4, 100, 64)
     made.q.is_nested = True
     assert "plain tensors" in support.why_not(made)
+
+
+def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, the choice is made once and leaves no break."""
+    monkeypatch.setattr(support, "_why_not_here", lambda q: None)
+
+    def chosen(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        made = select.Call(q, q, q, mask, 0.0, False, 2)
+        return q + 1 if select.choose("auto", made).backend == "fused" else q - 1
+
+    q = torch.zeros(2, 1, 300, 16, dtype=torch.bfloat16)
+    compiled = torch.compile(chosen, fullgraph=True, backend="eager")
+    assert (compiled(q, KEYS) == 1).all()
+    assert (compiled(q, torch.ones(300, 300, dtype=torch.bool)) == -1).all()

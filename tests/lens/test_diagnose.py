@@ -98,6 +98,12 @@ def test_a_mask_of_ones_own_goes_before_the_batch() -> None:
         assert reading.tokens == 11
 
 
+def test_a_mask_that_does_not_fit_is_refused() -> None:
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"\(2, 8\) here .* got \(2, 7\)"):
+        diagnose(TinyEncoder(), torch.randn(2, 8, 16), valid=valid)
+
+
 @pytest.mark.parametrize("plugged", [False, True, "some"])
 def test_the_model_is_left_as_it_was(plugged: bool | str, batch: dict[str, Tensor]) -> None:
     model = TinyEncoder()

@@ -195,6 +195,11 @@ class Recorder:
         now.given = None
         if tokens is None:
             return
+        if now.valid is not None and fits(now.valid, tokens) is None:
+            raise ValueError(
+                f"valid must be a mask of the tokens that enter the first block, "
+                f"{tuple(tokens.shape[:2])} here (batch, tokens), got {tuple(now.valid.shape)}"
+            )
         valid = fits(now.mask, tokens)
         self.samples += len(tokens)
         self.tokens += int(metrics.token_count(tokens, valid).sum())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ from support.ring_on_cpu import use_ring_on_cpu
 from support.subjects import HEADS, SUBJECTS, Op, filters_of, first, randomise
 from support.zoo import VOCABULARY, ZOO
 
+KEY_HEADS = 2
+"""Heads of Llama's keys: a head cannot be shared out."""
 Results = dict[str, dict[str, float]]
 
 
@@ -332,12 +335,17 @@ def main() -> None:
     results: Results = {}
     for scenario, (run, names) in SCENARIOS.items():
         for name in names:
+            if name == "Llama" and mesh.size() > KEY_HEADS:
+                continue
             error = torch.tensor(run(name, mesh))
             dist.all_reduce(error, op=dist.ReduceOp.MAX)
             results.setdefault(scenario, {})[name] = error.item()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results, indent=2))
-    dist.destroy_process_group()
+    dist.barrier()
+    # gloo's threads sometimes abort a process whose interpreter is already going down
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

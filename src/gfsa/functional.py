@@ -38,7 +38,8 @@ def graph_filter_attention(
 
     Args:
         q, k, v: ``(..., H, N, D)``; v's head dim may differ. Queries and keys are the same tokens:
-            cross-attention has no powers.
+            cross-attention has no powers. Sequences of different lengths may be jagged nested
+            tensors ``(B, H, j, D)`` with the same offsets.
         coeffs: ``(H, m+1)`` or ``(m+1,)``, lowest power first. Degree m costs m passes.
         attn_mask: bool (True takes part) or additive, broadcastable to ``(..., H, N, N)``;
             gradients reach an additive mask. A row with no key left gives ``c0·v``.
@@ -280,6 +281,8 @@ def _check(
             "q, k and v must share one floating-point dtype, "
             f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them first"
         )
+    if q.is_nested or k.is_nested or v.is_nested:
+        _check_jagged(q, k, v, attn_mask, enable_gqa)
     if min(q.dim(), k.dim(), v.dim()) < 2 or not (q.dim() == k.dim() == v.dim()):
         raise ValueError(
             "q, k and v must have shape (..., H, N, D) with the same number of dimensions, "
@@ -300,6 +303,22 @@ def _check(
         raise ValueError(f"dropout_p is a probability, expected 0 ≤ dropout_p ≤ 1, got {dropout_p}")
     if attn_mask is not None:
         _check_mask(attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
+
+
+def _check_jagged(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> None:
+    """Nested tensors are taken as torch's attention takes them."""
+    if not all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v)):
+        raise ValueError(
+            "nested q, k and v must be jagged (B, H, j, D), each of them: make (B, j, H, D) with "
+            "torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)"
+        )
+    if attn_mask is not None or enable_gqa:
+        raise ValueError(
+            "nested tensors take neither attn_mask (sequences do not see one another as it is) "
+            "nor enable_gqa (repeat the heads of k and v)"
+        )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,24 @@ def combine(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
         coeffs: ``(H, m+1)`` or ``(m+1,)``.
         powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
     """
+    if powers[-1].is_nested:
+        return _combine_jagged(coeffs, powers)
     columns = columns_of(coeffs)
     total = columns[0] * powers[0]
     for column, power in zip(columns[1:], powers[1:], strict=True):
         # one kernel a term, and torch promotes: a float32 sum of bfloat16 tokens
         total = torch.addcmul(total, column, power)
     return total.to(powers[-1].dtype)
+
+
+def _combine_jagged(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
+    """The same for jagged tensors ``(B, H, j, D)``: on their sequences end to end."""
+    like: Any = powers[-1]
+    # (H, all tokens, D): the batch and its lengths are one axis there
+    total = combine(coeffs, [power.values() for power in powers])
+    return torch.nested.nested_tensor_from_jagged(
+        total, like.offsets(), jagged_dim=2, min_seqlen=None, max_seqlen=None
+    )
 
 
 def columns_of(coeffs: Tensor) -> tuple[Tensor, ...]:

@@ -42,8 +42,9 @@ def choose(backend: Backend, call: Call) -> Choice:
     """The operator for ``call``; a backend asked for by name runs or raises, nothing else runs."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
-    if attention_is_elsewhere():
-        return _only_sdpa(backend, call)
+    known_elsewhere = why_only_sdpa(call)
+    if known_elsewhere is not None:
+        return _only_sdpa(backend, call, known_elsewhere)
     if backend == "dense":
         return Choice("dense", "asked for by name")
     refusals = {"sdpa": why_not_sdpa, "fused": why_not_fused}
@@ -67,24 +68,25 @@ def choose(backend: Backend, call: Call) -> Choice:
     return Choice("dense", refusal)
 
 
-def attention_is_elsewhere() -> bool:
-    """Whether somebody has put another function in the place of torch's attention.
+def why_only_sdpa(call: Call) -> str | None:
+    """The reason why A is known to torch's attention alone, or None if it is not."""
+    if call.q.is_nested:
+        return "which tokens of a nested tensor belong together, torch's attention knows alone"
+    # context parallel puts another function in its place, so that a call with the tokens of one
+    # process attends to all tokens
+    if F.scaled_dot_product_attention is not _TORCH_ATTENTION:
+        return "torch's attention is replaced (context parallel), so A is known to it alone"
+    return None
 
-    Context parallel does, so that a call with the tokens of one process attends to all tokens: A
-    is then known to that function alone.
-    """
-    return F.scaled_dot_product_attention is not _TORCH_ATTENTION
 
-
-def _only_sdpa(backend: Backend, call: Call) -> Choice:
-    replaced = "torch's attention is replaced (context parallel), so A is known to it alone"
+def _only_sdpa(backend: Backend, call: Call, reason: str) -> Choice:
     refusal = why_only_dense(call) or why_not_sdpa(call)
     if backend not in ("auto", "sdpa") or refusal is not None:
         raise ValueError(
-            f"backend={backend!r} cannot serve this call: {replaced}"
+            f"backend={backend!r} cannot serve this call: {reason}"
             + (f", and sdpa cannot serve it: {refusal}" if refusal else "; use 'auto' or 'sdpa'")
         )
-    return Choice("sdpa", replaced)
+    return Choice("sdpa", reason)
 
 
 def why_only_dense(call: Call) -> str | None:

@@ -157,6 +157,9 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
         x = query.to_padded_tensor(0.0)
         taken = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
         y, _ = self.forward(x, x, x, key_padding_mask=~taken, need_weights=False)
+        if query.layout == torch.jagged:
+            offsets = query.offsets()  # type: ignore[attr-defined]
+            return torch.nested.nested_tensor_from_jagged(y[taken], offsets), None
         return torch._nested_tensor_from_mask(y, taken, mask_check=False), None
 
 

@@ -12,14 +12,17 @@ HEADER = f"""\
 
 Every row is written by a test that built the model with random weights and showed, unless the row
 says *refused*: outputs as before at init, equality with the dense formula Σ c_k A^k in float64 up
-to 1e-10, gradients to every filter, copies and pickles with filters of their own, a save and load
-round trip, and classes, keys and outputs as before after `gfsa.unplug`. A test whose row differs
-from what is written here fails; `pytest tests/plugs --write-supported` writes the rows anew.
+to 1e-10 (2e-6 for transformers models that compute in float32 inside), gradients to every filter,
+copies and pickles with filters of their own (where the model itself can be copied), a save and
+load round trip, and classes, keys and outputs as before after `gfsa.unplug`. A test whose row
+differs from what is written here fails; `pytest tests/plugs --write-supported` writes the rows
+anew.
 
 *At init* is the largest difference to the model before plugging. *How*: an adapter repeats the
 module's forward with the filter in it; the tracer follows the module's own forward (on by itself
-for known classes, by `unknown="trace"` for others). transformers models that use its attention
-interface have [a page of their own](transformers.md).
+for known classes and for transformers models outside its attention interface, by
+`unknown="trace"` for others). How to use it with transformers is on [a page of its
+own](transformers.md).
 
 {TABLE}
 |---|---|---|---|---|---|"""

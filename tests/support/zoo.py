@@ -42,6 +42,8 @@ class Case:
     padded: bool = False
     """Whether the inputs have an attention_mask with padding on the right."""
     implementations: tuple[str, ...] = ("sdpa", "eager")
+    copies: bool = True
+    """Whether the model itself can be copied and pickled; weight norm cannot."""
     dtype: torch.dtype = torch.float64
     eager_single: bool = False
     """Whether its eager attention takes the softmax in float32 whatever the model's dtype."""
@@ -342,6 +344,7 @@ ZOO: dict[str, Case] = {
         ),
         _audio,
         2,
+        copies=False,
     ),
     "dinov2": Case(_made("Dinov2Model", "Dinov2Config", **_VIT), image, 2),
 }

@@ -80,6 +80,8 @@ class AttentionOperator(Operator):
         backend: Backend = "auto",
         dropout_after: DropoutPlace = "attention",
     ) -> None:
+        _check_kinds(q=q, k=k, attn_mask=attn_mask)
+        _check_options(dropout_p, is_causal, scale, enable_gqa)
         self.q, self.k, self.attn_mask = _autocast(q, k, attn_mask)
         self.dropout_p = dropout_p
         self.is_causal = is_causal
@@ -127,6 +129,7 @@ class AttentionOperator(Operator):
         return self._choose(v, coeffs.shape[-1] - 1)
 
     def _prepare(self, v: Tensor) -> Tensor:
+        _check_kinds(v=v)
         (v,) = _autocast(v)
         _check(self.q, self.k, v, self.attn_mask, self.dropout_p, self.enable_gqa)
         return v
@@ -225,6 +228,7 @@ def linear_graph_filter_attention(
     Returns:
         ``(..., H, N, D_v)`` in v's dtype. Rows of padding tokens are finite and mean nothing.
     """
+    _check_kinds(q=q, k=k, v=v, key_padding_mask=key_padding_mask)
     q, k, v = _autocast(q, k, v)
     _check(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=False)
     coeffs = _check_coefficients(coeffs, q)
@@ -265,6 +269,26 @@ def _autocast(*tensors: Any) -> Any:
         x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in tensors
     )
+
+
+def _check_kinds(**tensors: Any) -> None:
+    for name, value in tensors.items():
+        optional = name.endswith("mask")
+        if not (isinstance(value, Tensor) or (optional and value is None)):
+            raise TypeError(
+                f"{name} must be a tensor{' or None' if optional else ''}, "
+                f"got {type(value).__name__}"
+            )
+
+
+def _check_options(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> None:
+    number = (int, float, torch.SymInt, torch.SymFloat)
+    for name, value in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
+        if not isinstance(value, number):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(value, (bool, torch.SymBool)):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _check(
@@ -363,6 +387,7 @@ def _check_mask(attn_mask: Tensor, dtype: torch.dtype, scores: tuple[int, ...]) 
 
 def _check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:
     """The coefficients in the precision in which sums are kept."""
+    _check_kinds(coeffs=coeffs)
     if not coeffs.is_floating_point():
         raise TypeError(f"coeffs must be floating point, best float32, got {coeffs.dtype}")
     per_head = coeffs.dim() == 2 and q.dim() >= 3 and coeffs.shape[0] == q.shape[-3]

@@ -32,6 +32,8 @@ class PartialPolynomial(Polynomial):
     ) -> None:
         super().__init__(num_heads, degree, lr_multiplier)
         self.high = list(high)
+        if not all(type(head) is int for head in self.high):
+            raise TypeError(f"high must be a list of heads, numbers from 0, got {high!r:.80}")
         in_order = self.high == [head for head in range(num_heads) if head in self.high]
         if degree < 2 or not self.high or not in_order:
             raise ValueError(

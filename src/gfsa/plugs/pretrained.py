@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.checkpoint import canonical_name, restore
+from gfsa.filters import read_description
+from gfsa.plugs.adapter import CHILD, find_adapter
+from gfsa.plugs.checkpoint import EXTRA, FORMAT, canonical_name, restore
 
 # where a file of a checkpoint is looked for, when it is not a local folder
 _HUB_ARGUMENTS = (
@@ -46,30 +48,54 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
         raise ValueError("output_loading_info is not supported: the filters would be listed in it")
     with _without_filters_in_load_report():
         model = model_class.from_pretrained(path, **kwargs)
-    description = getattr(model.config, "gfsa", None)
-    if description is None:
-        raise ValueError(
-            f"{path} was not saved from a plugged model: its config has no 'gfsa' entry. Load it "
-            f"with {model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
-        )
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-    tensors = _filter_tensors(model, path, hub)
-    restore(model, description, tensors, source=str(path))
+    layers = _layers_on_disk(model)
+    filters: dict[str, Any] = {}
+    tensors = {}
+    for key, value in _filter_tensors(path, hub).items():
+        layer, _, name = key.rpartition(f".{CHILD}.")
+        layer = layers.get(canonical_name(model, layer), layer)
+        if name == EXTRA:
+            filters[layer] = read_description(value)
+        else:
+            tensors[f"{layer}.{name}"] = value
+    if not filters:
+        raise ValueError(
+            f"{path} was not saved from a plugged model: it has no filters. Load it with "
+            f"{model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
+        )
+    restore(model, {"format": FORMAT, "filters": filters}, tensors, source=str(path))
     return model
 
 
-def _filter_tensors(model: Any, path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
-    """The filters' tensors of a checkpoint, by layer and name, whatever else is in it."""
+def _layers_on_disk(model: Any) -> dict[str, str]:
+    """Attention layers by the name that transformers' files have for them.
+
+    transformers renames layers when it saves (a ViT's ``layers.0`` is ``encoder.layer.0`` on
+    disk), so each layer is asked for the name that a filter in it would get.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = {}
+    for name, module in model.named_modules():
+        if find_adapter(module, "trace") is not None:
+            key = f"{name}.{CHILD}.{EXTRA}"
+            (on_disk,) = revert_weight_conversion(model, {key: torch.zeros(1)})
+            layer = canonical_name(model, on_disk.rpartition(f".{CHILD}.")[0])
+            found[layer] = canonical_name(model, name)
+    return found
+
+
+def _filter_tensors(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
+    """The filters' tensors of a checkpoint by their full names, whatever else is in it."""
     from safetensors import safe_open
 
     found = {}
-    marker = f".{CHILD}."
     for file in _files(path, hub):
         with safe_open(file, framework="pt") as checkpoint:
             for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
-                if marker in key:
-                    name = canonical_name(model, key).replace(marker, ".")
-                    found[name] = checkpoint.get_tensor(key)
+                if f".{CHILD}." in key:
+                    found[key] = checkpoint.get_tensor(key)
     return found
 
 
@@ -88,6 +114,9 @@ def _files(path: str | Path, hub: dict[str, Any]) -> list[str]:
         shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
     else:
         shards = {SAFE_WEIGHTS_NAME}
+    strangers = [shard for shard in shards if Path(str(shard)).name != shard]
+    if strangers:
+        raise ValueError(f"{path} names files outside of itself: {strangers[0]!r:.80}")
     files = [locate(shard) for shard in sorted(shards)]
     missing = [shard for shard, file in zip(sorted(shards), files, strict=True) if file is None]
     if missing:

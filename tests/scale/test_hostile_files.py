@@ -1,0 +1,214 @@
+"""Filter files from strangers: refused with an error, the model as it was, memory as it was."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import gfsa
+from gfsa.plugs.checkpoint import DESCRIPTION, TENSORS
+from support.tiny import TinyEncoder
+
+LAYER = "blocks.0.attention"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with the filter of one layer."""
+    model = TinyEncoder(depth=1)
+    gfsa.plug(model)
+    gfsa.save(model, tmp_path)
+    return tmp_path
+
+
+def refused(folder: Path, most_megabytes: float = 64) -> str:
+    """Load into a fresh model: a ValueError, nothing plugged, little allocated."""
+    model: nn.Module = TinyEncoder(depth=1)
+    keys = list(model.state_dict())
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r".") as caught:
+            gfsa.load(model, folder)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most_megabytes * 2**20
+    assert not gfsa.filters_of(model)
+    assert list(model.state_dict()) == keys
+    return str(caught.value)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    description = json.loads((folder / DESCRIPTION).read_text())
+    change(description)
+    (folder / DESCRIPTION).write_text(json.dumps(description))
+
+
+HUGE = 10**12
+DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a future format": lambda d: d.update(format=2),
+    "no filters": lambda d: d.update(filters={}),
+    "a list of filters": lambda d: d.update(filters=[1]),
+    "an entry that is none": lambda d: d["filters"].update({LAYER: 7}),
+    "a kind that is none": lambda d: d["filters"][LAYER].update(kind=["GFSA"]),
+    "a kind from elsewhere": lambda d: d["filters"][LAYER].update(kind="os.system"),
+    "arguments that are none": lambda d: d["filters"][LAYER].update(arguments=[4]),
+    "an argument too many": lambda d: d["filters"][LAYER]["arguments"].update(evil=1),
+    "huge heads": lambda d: d["filters"][LAYER]["arguments"].update(num_heads=HUGE),
+    "many heads": lambda d: d["filters"][LAYER]["arguments"].update(num_heads=65536),
+    "huge K": lambda d: d["filters"][LAYER]["arguments"].update(K=HUGE, power="exact"),
+    "a huge degree": lambda d: d["filters"][LAYER].update(
+        kind="Polynomial", arguments={"num_heads": 4, "degree": HUGE}
+    ),
+    "huge hops": lambda d: d["filters"][LAYER].update(
+        kind="PageRank", arguments={"num_heads": 4, "hops": HUGE}
+    ),
+    "an infinite rate": lambda d: d["filters"][LAYER]["arguments"].update(lr_multiplier=10**400),
+    "weights that are none": lambda d: d["filters"][LAYER]["arguments"].update(
+        learn=["wK"], w0={"a": 1}
+    ),
+    "a layer with a path for a name": lambda d: d["filters"].update(
+        {"../../../etc/passwd": d["filters"].pop(LAYER)}
+    ),
+    "a layer that is a method": lambda d: d["filters"].update(
+        {"__class__.__init__": d["filters"].pop(LAYER)}
+    ),
+    "another backbone": lambda d: d["filters"][LAYER].update(backbone={"class": "X"}),
+}
+
+
+@pytest.mark.parametrize("what", DESCRIPTIONS)
+def test_descriptions(what: str, saved: Path) -> None:
+    rewrite(saved, DESCRIPTIONS[what])
+    refused(saved)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "\ufeff{}",
+        '{"format": 1',
+        "[" * 200_000,
+        '{"a":' * 200_000,
+        '{"format": 1e999999, "filters": {}}',
+        "9" * 5_000,
+        " " * (5 * 2**20),
+    ],
+    ids=["empty", "null", "list", "bom", "cut off", "deep", "deep objects", "inf", "digits", "big"],
+)
+def test_what_is_no_description(text: str, saved: Path) -> None:
+    (saved / DESCRIPTION).write_text(text, encoding="utf-8")
+    refused(saved)
+
+
+def test_bytes_that_are_no_text(saved: Path) -> None:
+    (saved / DESCRIPTION).write_bytes(b"\xff\xfe\x00{")
+    refused(saved)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{" * 1000,
+        b'{"blocks.0.attention.theta":{"dtype":"F32","shape":[1000000000000,3],"data_offsets":[0,8]}}',
+        b'{"blocks.0.attention.theta":{"dtype":"F32","shape":[4,3],"data_offsets":[0,99999999999]}}',
+        b'{"blocks.0.attention.theta":{"dtype":"F32","shape":[4,3],"data_offsets":[-8,40]}}',
+        b'{"blocks.0.attention.theta":{"dtype":"PICKLE","shape":[4,3],"data_offsets":[0,48]}}',
+    ],
+    ids=["none", "deep", "huge shape", "beyond the end", "before the start", "unknown dtype"],
+)
+@pytest.mark.parametrize("claimed", [None, 2**62, 99 * 10**6])
+def test_headers(header: bytes, claimed: int | None, saved: Path) -> None:
+    length = struct.pack("<Q", len(header) if claimed is None else claimed)
+    (saved / TENSORS).write_bytes(length + header + b"\0" * 48)
+    refused(saved)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 3, dtype=torch.int64),
+        torch.zeros(4, 3, dtype=torch.bool),
+        torch.zeros(4, 3, dtype=torch.complex64),
+        torch.zeros(4, 3).to(torch.float8_e4m3fn),
+        torch.full((4, 3), torch.nan),
+        torch.full((4, 3), torch.inf),
+        torch.zeros(4, 4),
+        torch.zeros(12),
+    ],
+    ids=["int", "bool", "complex", "float8", "nan", "inf", "too wide", "flat"],
+)
+def test_tensors(tensor: torch.Tensor, saved: Path) -> None:
+    save_file({f"{LAYER}.theta": tensor}, saved / TENSORS)
+    assert LAYER in refused(saved)
+
+
+def test_tensors_too_many(saved: Path) -> None:
+    tensors = {f"{LAYER}.theta": torch.zeros(4, 3), f"{LAYER}.extra": torch.zeros(2)}
+    save_file(tensors, saved / TENSORS)
+    assert "not expected" in refused(saved)
+
+
+def test_a_file_that_is_too_large_is_not_read(saved: Path) -> None:
+    with (saved / TENSORS).open("r+b") as file:
+        file.truncate(2**34)
+    assert "more than" in refused(saved)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_damage_anywhere(data: st.DataObject, tmp_path: Path) -> None:
+    """A file cut off or with a byte turned over loads as it was or not at all."""
+    model = TinyEncoder(depth=1)
+    gfsa.plug(model)
+    gfsa.save(model, tmp_path)
+    file = tmp_path / data.draw(st.sampled_from([TENSORS, DESCRIPTION]))
+    content = bytearray(file.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content = content[:at]
+    else:
+        content[at] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(content)
+    other = TinyEncoder(depth=1)
+    try:
+        gfsa.load(other, tmp_path)
+    except ValueError:
+        assert not gfsa.filters_of(other)
+
+
+def test_nothing_is_run(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A pickle in the place of the tensors is bytes, not a program."""
+    evidence = tmp_path_factory.mktemp("evidence") / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (evidence,)
+
+    torch.save({f"{LAYER}.theta": Evil()}, saved / TENSORS)
+    refused(saved)
+    assert not evidence.exists()
+
+
+def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
+    from gfsa.plugs.pretrained import _files
+
+    index = {"weight_map": {"x": "../../elsewhere/model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="files outside of itself"):
+        _files(tmp_path, {})

@@ -9,7 +9,9 @@ import typer
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="ops, lengths, models, linear or decode.")] = "ops",
+    suite: Annotated[
+        str, typer.Option(help="ops, lengths, models, linear, decode or deploy.")
+    ] = "ops",
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")
     ] = "auto",

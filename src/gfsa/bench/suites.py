@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from gfsa.bench.case import Case, Setting, Shape, Variant, variant
 from gfsa.bench.decode import decode
+from gfsa.bench.deploy import deploy
 from gfsa.bench.published import published_attention
 from gfsa.bench.training import training_step
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
@@ -155,6 +156,12 @@ SUITES: dict[str, Suite] = {
         decode,
         cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
         cuda_shapes=("1x12x512x64", "1x12x1023x64", "16x12x1023x64"),
+    ),
+    "deploy": Suite(
+        "inference of a 4-layer encoder: eager, compiled, and by ONNX Runtime on a CPU",
+        deploy,
+        cpu_shapes=("1x12x128x64", "1x12x512x64"),
+        cuda_shapes=("32x12x128x64", "8x12x512x64"),
     ),
 }
 

@@ -131,12 +131,13 @@ def test_the_right_call_is_right(function: Callable[..., Any]) -> None:
 
 @settings(max_examples=40)
 @given(thing=anything)
-def test_names_of_folders(thing: Any, tmp_path: Path) -> None:
+def test_folders_and_models(thing: Any, tmp_path: Path) -> None:
     model = plugged()
     with only_what_was_meant():
         gfsa.load(model, thing)
-    with only_what_was_meant():
-        gfsa.load(thing, tmp_path)
+    for function in (gfsa.load, gfsa.save, gfsa.from_pretrained):
+        with only_what_was_meant():
+            function(thing, tmp_path)
 
 
 @settings(max_examples=40)

@@ -44,6 +44,10 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
         path: the folder, or a name on the hub.
         kwargs: for ``model_class.from_pretrained``.
     """
+    if not callable(getattr(model_class, "from_pretrained", None)):
+        raise TypeError(
+            f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80}"
+        )
     if kwargs.get("output_loading_info"):
         raise ValueError("output_loading_info is not supported: the filters would be listed in it")
     with _without_filters_in_load_report():

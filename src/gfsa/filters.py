@@ -10,18 +10,23 @@ tensor per layer is all there is to save, shard or freeze.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gfsa.operators import Operator
-from gfsa.operators.dense import DropoutPlace
+from gfsa.operators.dense import DropoutPlace, check_dropout_place
 
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")
+
+# beyond these nothing is meant: a filter from a file must not be able to ask for all memory
+_MOST_HEADS = 65536
+_MOST_POWERS = 1000
+_LARGEST = 1e30
 
 
 class GraphFilter(nn.Module):
@@ -66,8 +71,7 @@ class GraphFilter(nn.Module):
     ) -> None:
         super().__init__()
         _check_positive_int("num_heads", num_heads)
-        if not (math.isfinite(lr_multiplier) and lr_multiplier > 0):
-            raise ValueError(f"lr_multiplier must be a positive number, got {lr_multiplier!r}")
+        _check_multiplier(lr_multiplier)
         self.num_heads = num_heads
         self.lr_multiplier = float(lr_multiplier)
         if basis is None:
@@ -79,11 +83,11 @@ class GraphFilter(nn.Module):
         # parameter, on torch's default device as any module's, are made from them
         self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
         self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
-        self._start = theta.detach().float().cpu().expand(num_heads, learned).clone()
+        self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
         device = torch.get_default_device()
         self.register_buffer("base", self._exact_base.to(device, torch.float32), persistent=False)
         self.register_buffer("basis", self._exact_basis.to(device, torch.float32), persistent=False)
-        start = self._start.to(device, copy=True)
+        start = self._start.to(device, torch.float32)
         self.register_parameter("theta", nn.Parameter(start) if learned else None)
 
     @property
@@ -96,6 +100,9 @@ class GraphFilter(nn.Module):
         if self.theta is None:
             return self.base
         theta: Any = self.theta
+        if self.base.is_meta and not theta.is_meta:
+            # built without memory, then given numbers by load_state_dict(assign=True)
+            self._place_constants(theta.device, torch.promote_types(theta.dtype, torch.float32))
         if hasattr(theta, "full_tensor"):
             # sharded: by heads it is used where its heads are, otherwise (outside of an FSDP
             # model's forward, say) gathered
@@ -120,16 +127,42 @@ class GraphFilter(nn.Module):
         """The arguments that build this filter again (its learned numbers are in θ)."""
         return {"num_heads": self.num_heads}
 
+    def describe(self) -> dict[str, Any]:
+        """What this filter is, as plain data."""
+        return {
+            "kind": type(self).__name__,
+            "arguments": self.config(),
+            "dropout_after": self.dropout_after,
+        }
+
+    def get_extra_state(self) -> Tensor:
+        # numbers alone do not say which polynomial they belong to: a checkpoint of a whole model
+        # carries the description of each filter, as bytes, beside them
+        return torch.tensor(list(json.dumps(self.describe()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        saved, mine = read_description(state), self.describe()
+        if not self.heads_are_sharded and any(
+            saved.get(key) != mine[key] for key in ("kind", "arguments")
+        ):
+            raise ValueError(
+                f"the checkpoint has a filter {saved.get('kind')} {saved.get('arguments')}, this "
+                f"one is {mine['kind']} {mine['arguments']}; plug the model as it was plugged"
+            )
+        self.dropout_after = check_dropout_place(saved.get("dropout_after", "attention"))
+
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # module.half(), .to(), .to_empty() … go through here: constants keep full precision on
         # whatever device they land (float64 only where the model is)
         super()._apply(fn, recurse)
-        for name, exact in (("base", self._exact_base), ("basis", self._exact_basis)):
-            moved = getattr(self, name)
-            dtype = torch.float64 if moved.dtype == torch.float64 else torch.float32
-            if moved.device.type != "meta":
-                setattr(self, name, exact.to(device=moved.device, dtype=dtype))
+        dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
+        self._place_constants(self.base.device, dtype)
         return self
+
+    def _place_constants(self, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type != "meta":
+            self.base = self._exact_base.to(device, dtype)
+            self.basis = self._exact_basis.to(device, dtype)
 
     def reset_parameters(self) -> None:
         """Back to where the filter started; what deferred initialisation calls."""
@@ -177,14 +210,15 @@ class GFSA(GraphFilter):
         lr_multiplier: float = 1.0,
     ) -> None:
         _check_positive_int("num_heads", num_heads)
-        if K is not None and (isinstance(K, bool) or not isinstance(K, int) or K < 2):
-            raise ValueError(
-                f"K must be an integer of at least 2, or None for w0·I + w1·A alone, got {K!r}"
-            )
+        if K is not None:
+            _check_order("K", K, least=2, otherwise=", or None for w0·I + w1·A alone")
+        _check_multiplier(lr_multiplier)
         if power not in ("extrapolated", "exact"):
             raise ValueError(f"power must be 'extrapolated' or 'exact', got {power!r}")
         if isinstance(learn, str):
             learn = (learn,)
+        if not isinstance(learn, Iterable):
+            raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r}")
         learn = tuple(learn)
         unknown = [name for name in learn if name not in NAMES]
         if unknown or len(set(learn)) != len(learn):
@@ -264,8 +298,7 @@ class Polynomial(GraphFilter):
 
     def __init__(self, num_heads: int, degree: int = 2, lr_multiplier: float = 1.0) -> None:
         _check_positive_int("num_heads", num_heads)
-        if isinstance(degree, bool) or not isinstance(degree, int) or degree < 0:
-            raise ValueError(f"degree must be an integer of at least 0, got {degree!r}")
+        _check_order("degree", degree, least=0)
         # a constant has no A to start from: it starts as the identity
         base = _monomial(min(1, degree), degree)
         basis = torch.eye(degree + 1, dtype=torch.float64, device="cpu")
@@ -317,7 +350,7 @@ class PageRank(GraphFilter):
 
     def __init__(self, num_heads: int, alpha: float = 0.15, hops: int = 4) -> None:
         _check_positive_int("num_heads", num_heads)
-        _check_positive_int("hops", hops)
+        _check_order("hops", hops, least=1)
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha is a probability, expected 0 ≤ alpha ≤ 1, got {alpha!r}")
         self_returns = [alpha * (1 - alpha) ** k for k in range(hops)]
@@ -334,17 +367,52 @@ def _polynomial(*coefficients: float) -> Tensor:
     return torch.tensor(coefficients, dtype=torch.float64, device="cpu")
 
 
+def read_description(state: Tensor) -> dict[str, Any]:
+    """A filter's description from the bytes that a checkpoint keeps."""
+    try:
+        description = json.loads(bytes(state.tolist()))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the description of a filter is damaged: {error}") from error
+    if not isinstance(description, dict):
+        raise ValueError(f"the description of a filter is damaged: {description!r:.80}")
+    return description
+
+
 def _monomial(k: int, degree: int) -> Tensor:
     return torch.eye(degree + 1, dtype=torch.float64, device="cpu")[k]
 
 
 def _check_positive_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    _check_integer(name, value, least=1, most=_MOST_HEADS)
+
+
+def _check_order(name: str, value: Any, least: int, otherwise: str = "") -> None:
+    _check_integer(name, value, least, _MOST_POWERS, otherwise)
+
+
+def _check_integer(name: str, value: Any, least: int, most: int, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{name} must be an integer of at least {least}{otherwise}, got {value!r:.40}"
+        )
+    if value > most:
+        raise ValueError(
+            f"{name} must be an integer of at most {most}{otherwise}, got {value!r:.40}"
+        )
+
+
+def _check_multiplier(value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:
+        raise ValueError(f"lr_multiplier must be a positive number, got {value!r:.40}")
 
 
 def _per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tensor:
-    numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be a number or one number for each of {num_heads} heads: {error}"
+        ) from error
     if numbers.dim() > 1 or numbers.numel() not in (1, num_heads):
         raise ValueError(
             f"{name} must be a number or one number for each of {num_heads} heads, "

@@ -120,8 +120,11 @@ class AttentionOperator(Operator):
         )
 
     def dense(self) -> Tensor:
+        # the map before any dropout: drawing a mask here would be another than the one applied
         with _no_autocast(self.q.device):
-            return self._dense().dense()
+            return DenseOperator.from_qk(
+                self.q, self.k, self.attn_mask, self.is_causal, self.scale
+            ).dense()
 
     def which(self, coeffs: Tensor, v: Tensor) -> Choice:
         """What :meth:`polynomial` runs for these arguments, and why; computes nothing."""

@@ -67,16 +67,27 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     assert torch.equal(output(fresh), expected)
     assert repr(gfsa.filters_of(fresh)) == repr(gfsa.filters_of(model))
     assert all(f.dropout_after == "filter" for f in gfsa.filters_of(fresh).values())
-    # into a model that is plugged alike
+    # into a model that is plugged alike, where dropout acts elsewhere so far
     gfsa.unplug(fresh)
     gfsa.plug(fresh, filter=FILTERS[kind], layers="even")
     gfsa.load(fresh, tmp_path)
     assert torch.equal(output(fresh), expected)
+    assert all(f.dropout_after == "filter" for f in gfsa.filters_of(fresh).values())
 
 
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no filters to save; gfsa\.plug\(model\) first"):
         gfsa.save(model_of(), tmp_path)
+
+
+def test_a_filter_of_ones_own_is_not_saved_where_it_could_not_be_loaded(tmp_path: Path) -> None:
+    class Mine(gfsa.Twicing):
+        pass
+
+    model = model_of()
+    gfsa.plug(model, filter=Mine)
+    with pytest.raises(ValueError, match=r"is a Mine, which gfsa\.load could not build again"):
+        gfsa.save(model, tmp_path)
 
 
 def test_filters_move_between_the_heads_of_a_backbone(saved: Path) -> None:
@@ -207,22 +218,89 @@ def test_a_model_plugged_otherwise_is_left_alone(saved: Path) -> None:
         gfsa.load(model, saved)
 
 
-def test_whole_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ZOO)
+def test_whole_models(name: str, tmp_path: Path) -> None:
+    case = ZOO[name]
+    model = case.model(case.implementations[0]).float()
+    batch = {k: x.float() if x.is_floating_point() else x for k, x in case.batch().items()}
+    gfsa.plug(model, K=5, layers="odd", dropout_after="filter")
+    expected = randomised(model)(**batch)[0]
+    # the description travels with the filters; the model's config is left alone
+    assert "gfsa" not in model.config.to_dict()
+    model.save_pretrained(tmp_path)
+    loaded = gfsa.from_pretrained(
+        type(model), tmp_path, attn_implementation=case.implementations[0]
+    ).eval()
+    assert torch.equal(loaded(**batch)[0], expected)
+    filters = gfsa.filters_of(loaded)
+    assert list(filters) == list(gfsa.filters_of(model))
+    assert all(f.K == 5 and f.dropout_after == "filter" for f in filters.values())
+
+
+def test_whole_models_under_another_head(tmp_path: Path) -> None:
     model = model_of().float()
     gfsa.plug(model, K=3)
-    expected = output(randomised(model))
-    model.save_pretrained(tmp_path)
-
-    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path).eval()
-    assert torch.equal(output(loaded), expected)
-    assert all(f.K == 3 for f in gfsa.filters_of(loaded).values())
-    # another head, and none
-    classifier = gfsa.from_pretrained(AutoModelForSequenceClassification, tmp_path)
-    bare = gfsa.from_pretrained(AutoModel, tmp_path)
-    for other in (classifier, bare):
-        theirs = [f.theta for f in gfsa.filters_of(other).values()]
+    randomised(model).save_pretrained(tmp_path)
+    for other in (AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModel):
+        theirs = [f.theta for f in gfsa.filters_of(gfsa.from_pretrained(other, tmp_path)).values()]
         ours = [f.theta for f in gfsa.filters_of(model).values()]
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def test_models_that_share_a_config_keep_their_own_filters(tmp_path: Path) -> None:
+    config = model_of().config
+    one, other, bare = (transformers.BertForMaskedLM(config).eval() for _ in range(3))
+    gfsa.plug(one, K=3)
+    gfsa.plug(other, K=9)
+    expected = output(randomised(one))
+    gfsa.unplug(other)
+    for name, model in {"one": one, "bare": bare}.items():
+        model.save_pretrained(tmp_path / name)
+    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path / "one").eval()
+    assert torch.equal(output(loaded), expected)
+    with pytest.raises(ValueError, match="not saved from a plugged model"):
+        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path / "bare")
+
+
+@pytest.mark.parametrize("part", ["model.encoder", "model.decoder.layers"])
+def test_a_model_plugged_in_part_saves_what_it_has(part: str, tmp_path: Path) -> None:
+    case = ZOO["bart"]
+    model, batch = case.model("sdpa").float(), case.batch()
+    gfsa.plug(model.get_submodule(part))
+    expected = randomised(model)(**batch)[0]
+    model.save_pretrained(tmp_path)
+    loaded = gfsa.from_pretrained(type(model), tmp_path).eval()
+    assert torch.equal(loaded(**batch)[0], expected)
+    assert list(gfsa.filters_of(loaded)) == list(gfsa.filters_of(model))
+
+
+def test_a_state_dict_goes_into_the_same_kind_of_filter_only() -> None:
+    model, other = model_of(), model_of()
+    gfsa.plug(model, K=3, dropout_after="filter")
+    gfsa.plug(other, K=4)
+    with pytest.raises(ValueError, match=r"has a filter GFSA .*'K': 3.*this one is .*'K': 4"):
+        other.load_state_dict(model.state_dict())
+    gfsa.unplug(other)
+    gfsa.plug(other, K=3)
+    other.load_state_dict(model.state_dict())
+    assert all(f.dropout_after == "filter" for f in gfsa.filters_of(other).values())
+
+
+def test_a_model_built_without_memory_is_given_its_numbers() -> None:
+    model = model_of()
+    gfsa.plug(model, K=3)
+    expected = output(randomised(model))
+    with torch.device("meta"):
+        empty = transformers.BertForMaskedLM(model.config).double().eval()
+    gfsa.plug(empty, K=3)
+    state = model.state_dict() | dict(model.named_buffers())
+    empty.load_state_dict(model.state_dict(), assign=True)
+    for name, buffer in empty.named_buffers():
+        if buffer.is_meta and not name.endswith(("base", "basis")):
+            owner, _, last = name.rpartition(".")
+            setattr(empty.get_submodule(owner), last, state[name])
+    empty.tie_weights()
+    assert torch.equal(output(empty), expected)
 
 
 def test_whole_models_in_shards_and_half_precision(tmp_path: Path) -> None:

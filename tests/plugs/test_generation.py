@@ -248,6 +248,42 @@ def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
         model(ids[:, :1], past_key_values=cache)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_used_by_an_unplugged_model_in_between_is_refused(kind: str) -> None:
+    model = plugged("gpt2")
+    bare = copy.deepcopy(model)
+    gfsa.unplug(bare)
+    ids = prompt()["input_ids"]
+    cache = (
+        transformers.DynamicCache(config=model.config)
+        if kind == "dynamic"
+        else transformers.StaticCache(config=model.config, max_cache_len=16)
+    )
+    with torch.no_grad():
+        model(ids[:, :3], past_key_values=cache)
+        bare(ids[:, 3:5], past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 5 earlier tokens, but the powers of 3"):
+            model(ids[:, 5:], past_key_values=cache)
+
+
+def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
+    config = transformers.DiffLlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+    )
+    model = transformers.DiffLlamaForCausalLM(config).eval()
+    gfsa.plug(model)
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+        with pytest.raises(ValueError, match="attends more than once a forward"):
+            model(ids)
+
+
 def test_a_cache_of_a_lower_degree_is_refused() -> None:
     model = plugged("llama")
     ids = prompt()["input_ids"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -39,6 +40,7 @@ def names(model: nn.Module) -> list[int]:
         ([1, 4], [1, 4]),
         ((3,), [3]),
         (range(2, 4), [2, 3]),
+        (np.arange(1, 3), [1, 2]),
         (lambda name, module: ".1." in name or module.layer_idx == 2, [2, 3]),
     ],
 )
@@ -209,6 +211,16 @@ def test_a_model_the_paper_does_not_have() -> None:
         gfsa.plug(ZOO["llama"].model("sdpa"), preset="paper")
 
 
+def test_a_model_of_two_backbones_has_no_setting_of_its_own() -> None:
+    vit = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
+    )
+    gpt2 = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4)
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, gpt2)
+    with pytest.raises(ValueError, match=r"made of gpt2 and vit.*plug its parts"):
+        gfsa.plug(transformers.VisionEncoderDecoderModel(config), preset="paper")
+
+
 def test_the_papers_parameter_count() -> None:
     config = transformers.BertConfig(hidden_size=48, intermediate_size=8, vocab_size=20)
     with torch.device("meta"):
@@ -221,8 +233,46 @@ def test_a_filter_that_is_never_called_is_an_error() -> None:
     gfsa.plug(model)
     silent = model.encoder.layer[1].attention.self
     silent.forward = lambda hidden, *args, **kwargs: (hidden, None)
-    with pytest.raises(FilterNotCalledError, match=r"filter of encoder\.layer\.1\.attention\.self"):
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    # and stays one
+    for _ in range(2):
+        with pytest.raises(FilterNotCalledError, match=r"encoder\.layer\.1\.attention\.self:"):
+            model(ids)
+    del silent.forward
+    model(ids)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_layer_that_its_block_passes_by_is_an_error() -> None:
+    model = bert(2)
+    gfsa.plug(model)
+    model.encoder.layer[1].attention.forward = lambda hidden, *args, **kwargs: (hidden, None)
+    with pytest.raises(FilterNotCalledError, match=r"encoder\.layer\.1\.attention\.self"):
         model(torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_a_part_that_is_not_needed_is_waited_for() -> None:
+    model, batch = ZOO["bart"].model("sdpa"), ZOO["bart"].batch()
+    gfsa.plug(model)
+    encoded = (torch.randn(2, 5, 32, dtype=torch.float64),)
+    model(encoder_outputs=encoded, decoder_input_ids=batch["decoder_input_ids"])
+    assert model._forward_hooks
+    model(**batch)
+    assert not model._forward_hooks
+
+
+def test_parts_can_be_plugged_and_unplugged_on_their_own() -> None:
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    model = bert(2)
+    gfsa.plug(model)
+    gfsa.unplug(model.encoder.layer[0])
+    assert names(model) == [2]
+    model(ids)
+    model = bert(2)
+    gfsa.plug(model.encoder)
+    gfsa.unplug(model)
+    model(ids)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_a_layer_that_training_skips_is_waited_for() -> None:

@@ -273,26 +273,43 @@ def test_flex_attention() -> None:
     assert (output(model, batch) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "llama"])
-def test_attention_maps_are_those_of_the_filter(name: str, implementation: str) -> None:
+def test_attention_maps_are_those_of_the_filter(
+    name: str, implementation: str, compiled: bool
+) -> None:
     case = ZOO[name]
-    model, batch = case.model("eager"), case.batch()
-    plain = model(**batch, output_attentions=True).attentions
-    model.set_attn_implementation(implementation)
-    gfsa.plug(model, K=3)
-    with torch.no_grad():
-        for filter in gfsa.filters_of(model).values():
-            # only the first layer differs: the maps of the second would move with its inputs
-            filter.theta[:, 0] = 0.25
-            break
-    maps = model(**batch, output_attentions=True).attentions
-    assert len(maps) == len(plain) == case.layers
-    n = maps[0].shape[-1]
-    expected = plain[0] + 0.25 * torch.eye(n, dtype=maps[0].dtype)
+    reference, batch = case.model("eager"), case.batch()
+    plain = reference(**batch, output_attentions=True).attentions
+    model = case.model(implementation)
+    # only the first layer differs: the maps of the second would move with its inputs
+    gfsa.plug(model, K=4, layers=[1])
+    randomise(model)
+    (filter,) = gfsa.filters_of(model).values()
+    run = torch.compile(model, backend="eager") if compiled else model
+    maps = run(**batch, output_attentions=True).attentions
+    if implementation == "eager" or not compiled:
+        assert len(maps) == (len(plain) if implementation == "eager" else 1)
+    identity = torch.eye(plain[0].shape[-1], dtype=plain[0].dtype)
+    powers = [identity.expand_as(plain[0]), plain[0], plain[0] @ plain[0]]
+    c = filter.coefficients()[..., None, None]
+    expected = sum(c[:, k] * power for k, power in enumerate(powers))
     rows = slice(None) if name == "vit" else batch["attention_mask"].bool()
-    difference = (maps[0] - expected).transpose(1, 2)[rows]
-    assert difference.abs().max() < 1e-6
+    assert (maps[0] - expected).transpose(1, 2)[rows].abs().max() < 1e-6
+
+
+def test_looking_at_maps_while_training_changes_nothing() -> None:
+    case = ZOO["gpt2"]
+    model, batch = case.model("sdpa"), case.batch()
+    gfsa.plug(model, K=3)
+    randomise(model)
+    model.train()
+    outputs = []
+    for look in (False, True):
+        seed_everything()
+        outputs.append(model(**batch, output_attentions=look)[0])
+    assert torch.equal(*outputs)
 
 
 def test_nobody_pays_for_maps_that_nobody_asked_for() -> None:
@@ -323,6 +340,14 @@ def test_cross_attention_is_told_by_its_module_not_its_shape() -> None:
         "model.decoder.layers.0.encoder_attn",
         "model.decoder.layers.1.encoder_attn",
     ]
+
+
+def test_a_state_space_mixer_is_no_attention() -> None:
+    config = transformers.Mamba2Config(
+        hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, n_groups=1, vocab_size=50
+    )
+    with pytest.raises(ValueError, match="found no self-attention in Mamba2Model"):
+        gfsa.plug(transformers.Mamba2Model(config))
 
 
 def test_a_pooling_head_has_queries_of_its_own() -> None:

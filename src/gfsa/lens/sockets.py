@@ -9,8 +9,7 @@ from torch import nn
 
 from gfsa.filters import GFSA
 from gfsa.plugs.adapter import CHILD, Unknown
-from gfsa.plugs.core import Socket, finish, plug, sockets_of
-from gfsa.plugs.watch import stop_watching
+from gfsa.plugs.core import Socket, detach, finish, plug, sockets_of
 
 
 def ordinary_attention(heads: int) -> GFSA:
@@ -50,12 +49,8 @@ def every_socket(
     try:
         yield sockets, added, skipped
     finally:
-        stop_watching(model)
         for name in added:
-            socket = sockets[name]
-            socket.adapter.remove(socket.module)
-            delattr(socket.module, CHILD)
-            del socket.module.__dict__["_gfsa_adapter"]
+            detach(sockets[name])
         finish(model, {sockets[name].adapter for name in added})
 
 

@@ -21,11 +21,14 @@ from gfsa.plugs.partial import PartialPolynomial
 from gfsa.plugs.watch import watch_first_forward
 
 FORMAT = 1
+EXTRA = "_extra_state"
 TENSORS = "filters.safetensors"
 DESCRIPTION = "filters.json"
 
 # filters are a few numbers per head: nothing honest is larger
-_MAX_BYTES = 64 * 2**20
+_MAX_TENSORS = 64 * 2**20
+_MAX_DESCRIPTION = 4 * 2**20
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WRAPPERS_ANYWHERE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _WRAPPERS_IN_FRONT = ("module.", "base_model.model.")
 _KINDS = {
@@ -53,13 +56,20 @@ def save(model: nn.Module, path: str | Path) -> None:
     description = describe(model)
     if not description["filters"]:
         raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
+    sockets = sockets_of(model)
+    for name, socket in sockets.items():
+        if type(socket.filter).__name__ not in _KINDS:
+            raise ValueError(
+                f"the filter of {name} is a {type(socket.filter).__name__}, which gfsa.load could "
+                f"not build again: it knows {', '.join(_KINDS)}. Save its state_dict yourself, or "
+                "plug filter.fold()"
+            )
     from safetensors.torch import save_file
 
-    sockets = sockets_of(model)
     tensors = {
         f"{canonical_name(model, name)}.{key}": _whole(value).detach().cpu().contiguous()
         for name, socket in sockets.items()
-        for key, value in socket.filter.state_dict().items()
+        for key, value in _numbers(socket.filter).items()
     }
     if any(is_sharded(socket) for socket in sockets.values()) and torch.distributed.get_rank() != 0:
         return
@@ -88,9 +98,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "model": type(model).__name__,
         "filters": {
             canonical_name(model, name): {
-                "kind": type(socket.filter).__name__,
-                "arguments": socket.filter.config(),
-                "dropout_after": socket.filter.dropout_after,
+                **socket.filter.describe(),
                 "backbone": _fingerprint(socket.module),
             }
             for name, socket in sockets_of(model).items()
@@ -116,10 +124,20 @@ def restore(
             attach(plan.module, plan.adapter, plan.filter)
         # into the filter where it sits, in its precision
         target = already[plan.name].filter if plan.name in already else plan.filter
-        target.load_state_dict({key: tensors[f"{plan.saved}.{key}"] for key in target.state_dict()})
+        numbers = {key: tensors[f"{plan.saved}.{key}"] for key in _numbers(target)}
+        target.load_state_dict({**numbers, **_extra(plan.filter)})
     if not already:
         finish(model, {plan.adapter for plan in plans})
         watch_first_forward(model, {p.name: (p.module, p.filter) for p in plans})
+
+
+def _numbers(filter: GraphFilter) -> dict[str, Tensor]:
+    """A filter's state without its description, which is written down in JSON."""
+    return {key: value for key, value in filter.state_dict().items() if key != EXTRA}
+
+
+def _extra(filter: GraphFilter) -> dict[str, Tensor]:
+    return {key: value for key, value in filter.state_dict().items() if key == EXTRA}
 
 
 def canonical_name(model: nn.Module, name: str) -> str:
@@ -162,10 +180,11 @@ def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list
         if adapter is None or (name not in already and adapter.refusal(name, module)):
             raise ValueError(f"{name} ({type(module).__name__}) cannot take the filter of {source}")
         found = _fingerprint(module)
-        if found != entry.get("backbone"):
+        # a checkpoint of a whole model has the backbone itself, and says nothing of it here
+        if found != entry.get("backbone", found):
             raise ValueError(
                 f"{source} belongs to another backbone: {name} is {found}, the filter was saved "
-                f"from {entry.get('backbone')}"
+                f"from {entry['backbone']}"
             )
         made = _rebuild(entry, name, source)
         if made.num_heads != adapter.num_heads(module):
@@ -188,6 +207,8 @@ def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list
 
 
 def _entries(description: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
+    if not isinstance(description, Mapping):
+        raise ValueError(f"{source} describes no filters, got {type(description).__name__}")
     if description.get("format") != FORMAT:
         raise ValueError(
             f"{source} has format {description.get('format')!r}, this version of gfsa "
@@ -197,6 +218,9 @@ def _entries(description: Mapping[str, Any], source: str) -> dict[str, dict[str,
     entries = description.get("filters")
     if not isinstance(entries, dict) or not entries:
         raise ValueError(f"{source} describes no filters")
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+            raise ValueError(f"{source}: what it says of {name!r:.80} describes no filter")
     return entries
 
 
@@ -219,7 +243,7 @@ def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: st
     expected = {
         f"{plan.saved}.{key}": value
         for plan in plans
-        for key, value in plan.filter.state_dict().items()
+        for key, value in _numbers(plan.filter).items()
     }
     missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or extra:
@@ -229,7 +253,7 @@ def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: st
         )
     for name, wanted in expected.items():
         found = tensors[name]
-        if found.shape != wanted.shape or not found.is_floating_point():
+        if found.shape != wanted.shape or found.dtype not in _DTYPES:
             raise ValueError(
                 f"{source}: {name} should be floating point of shape {tuple(wanted.shape)}, "
                 f"got {found.dtype} of shape {tuple(found.shape)}"
@@ -253,10 +277,10 @@ def _fingerprint(module: nn.Module) -> dict[str, str]:
 
 
 def _read_description(file: Path) -> dict[str, Any]:
-    _check_file(file)
+    _check_file(file, _MAX_DESCRIPTION)
     try:
         description = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(description, dict):
         raise ValueError(f"{file} is no description of filters")
@@ -264,7 +288,7 @@ def _read_description(file: Path) -> dict[str, Any]:
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
-    _check_file(file)
+    _check_file(file, _MAX_TENSORS)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -274,13 +298,13 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
-def _check_file(file: Path) -> None:
+def _check_file(file: Path, most: int) -> None:
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; gfsa.save(model, {str(file.parent)!r})")
-    if file.stat().st_size > _MAX_BYTES:
+    if file.stat().st_size > most:
         raise ValueError(
             f"{file} has {file.stat().st_size} bytes; filters are a few numbers per head, more "
-            f"than {_MAX_BYTES} is refused"
+            f"than {most} is refused"
         )
 
 

@@ -106,6 +106,7 @@ def plug(
         ValueError: if nothing can be plugged, a layer is plugged already, or an argument makes
             no sense. The model is then as it was.
     """
+    check_model(model)
     arguments: dict[str, Any] = {
         "K": K,
         "learn": learn,
@@ -128,7 +129,7 @@ def plug(
     report = PlugReport(dry_run=dry_run)
     candidates = _candidates(model, report, unknown)
     chosen = select_layers({name: module for name, (module, _) in candidates.items()}, layers)
-    planned: list[tuple[nn.Module, Adapter, GraphFilter]] = []
+    planned: dict[str, tuple[nn.Module, Adapter, GraphFilter]] = {}
     for name, (module, adapter) in candidates.items():
         if name not in chosen:
             report.skipped[name] = "not among the chosen layers"
@@ -139,7 +140,7 @@ def plug(
             )
         made = _build(factory, adapter.num_heads(module), name)
         made.dropout_after = place
-        planned.append((module, adapter, made))
+        planned[name] = (module, adapter, made)
         report.plugged[name] = made.num_heads
         report.how[name] = adapter.how
         report.parameters += sum(p.numel() for p in made.parameters())
@@ -151,10 +152,10 @@ def plug(
             + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
         )
     if not dry_run:
-        for module, adapter, made in planned:
+        for module, adapter, made in planned.values():
             attach(module, adapter, made)
-        finish(model, {adapter for _, adapter, _ in planned})
-        watch_first_forward(model, {n: (s.module, s.filter) for n, s in sockets_of(model).items()})
+        finish(model, {adapter for _, adapter, _ in planned.values()})
+        watch_first_forward(model, {name: (m, made) for name, (m, _, made) in planned.items()})
     return report
 
 
@@ -167,7 +168,6 @@ def unplug(model: nn.Module) -> None:
     if not sockets:
         raise ValueError(f"{type(model).__name__} has no filters to unplug")
     refuse_wrapped(sockets)
-    stop_watching(model)
     for socket in sockets.values():
         detach(socket)
     finish(model, {socket.adapter for socket in sockets.values()})
@@ -234,6 +234,7 @@ class Socket:
 
 def sockets_of(model: nn.Module) -> dict[str, Socket]:
     """Every plugged attention module of the model, by name, in the model's order."""
+    check_model(model)
     sockets = {}
     for name, module in model.named_modules():
         adapter = module.__dict__.get("_gfsa_adapter")
@@ -243,17 +244,29 @@ def sockets_of(model: nn.Module) -> dict[str, Socket]:
     return sockets
 
 
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (an nn.Module), got {type(model).__name__}")
+
+
 def attach(module: nn.Module, adapter: Adapter, made: GraphFilter) -> None:
     """Make ``made`` the filter of ``module``, on its device."""
-    reference = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if reference is not None:
-        # a few numbers stay in float32 in a half-precision model, where small steps would be lost
-        double = reference.dtype == torch.float64
-        made = made.to(device=reference.device, dtype=torch.float64 if double else None)
+    double = any(p.dtype == torch.float64 for p in module.parameters())
+    # a few numbers stay in float32 in a half-precision model, where small steps would be lost
+    made = made.to(device=_device_of(module), dtype=torch.float64 if double else None)
     made.train(module.training)
     module.add_module(CHILD, made)
     module.__dict__["_gfsa_adapter"] = adapter
     adapter.install(module)
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Where the module computes: accelerate may keep its weights elsewhere (offloaded)."""
+    computes = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if computes is not None:
+        return torch.device(computes)
+    held = next((x for x in (*module.parameters(), *module.buffers())), None)
+    return None if held is None else held.device
 
 
 def refuse_wrapped(sockets: Mapping[str, Socket]) -> None:
@@ -283,6 +296,7 @@ def refuse_sharded(sockets: Mapping[str, Socket], doing: str) -> None:
 
 def detach(socket: Socket) -> None:
     """Take the filter of one module out."""
+    stop_watching(socket.filter)
     socket.adapter.remove(socket.module)
     delattr(socket.module, CHILD)
     del socket.module.__dict__["_gfsa_adapter"]

@@ -68,6 +68,7 @@ class CachedOperator(Operator):
         for power in range(degree):
             tokens.append(self.rows.apply(everything))
             if power < degree - 1:
+                _refuse_another_past(self.layer, companions[power], self.new)
                 everything = _remember(companions[power], tokens[-1])[:, :, : self.keys]
         return tokens
 
@@ -104,6 +105,11 @@ def layer_of(cache: Any, index: int) -> Any:
             f"a plugged model decodes with a transformers Cache, got {type(cache).__name__}; "
             "pass use_cache=False, or a DynamicCache or StaticCache"
         )
+    if index >= len(cache.layers):
+        raise ValueError(
+            f"layer {index} has no place in the cache: its keys and values are those of another "
+            "layer. Pass use_cache=False"
+        )
     return cache.layers[index]
 
 
@@ -138,6 +144,23 @@ def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
             "needs: it was filled by prefix tuning, by an unplugged model, or while training. "
             "Start from a new cache (prefix tuning cannot be combined with a filter: its prefix "
             "has keys but no queries)"
+        )
+
+
+def _refuse_another_past(layer: Any, companion: Any, new: int) -> None:
+    """The powers must belong to the very tokens whose keys and values the layer holds."""
+    lengths = layer.get_seq_length(), companion.get_seq_length()
+    # a length on a GPU is not waited for; in a compiled graph there is nothing to read
+    if torch.compiler.is_compiling() or any(
+        isinstance(length, Tensor) and length.device.type != "cpu" for length in lengths
+    ):
+        return
+    held, known = int(lengths[0]), int(lengths[1])
+    if known + new != held:
+        raise ValueError(
+            f"the cache holds {held - new} earlier tokens, but the powers of {known}: an "
+            "unplugged model has used it in between, or the layer attends more than once a "
+            "forward. Start from a new cache, or pass use_cache=False"
         )
 
 

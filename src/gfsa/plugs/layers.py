@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
@@ -35,9 +36,10 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
             numbers = list(layers)
         except TypeError:
             raise ValueError(f"{_EXPECTED}; got {layers!r}") from None
-        for number in numbers:
-            if isinstance(number, bool) or not isinstance(number, int):
+        for place, number in enumerate(numbers):
+            if isinstance(number, bool) or not hasattr(number, "__index__"):
                 raise ValueError(f"{_EXPECTED}; got {number!r} among them")
+            numbers[place] = number = operator.index(number)
             if not 1 <= number <= len(names):
                 raise ValueError(
                     f"there is no layer {number}: the model has {len(names)} self-attention "

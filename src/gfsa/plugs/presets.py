@@ -40,21 +40,25 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
     """The arguments of plug that ``preset`` stands for on this model."""
     if preset != "paper":
         raise ValueError(f"the only preset is 'paper', got {preset!r}")
-    backbone = _backbone_of(model)
-    if backbone is None:
+    backbones = _backbones_of(model)
+    if not backbones:
         raise ValueError(
             f"the paper has no settings for {type(model).__name__}; it has some for "
             f"{', '.join(sorted(_PAPER))}. Give K and learn yourself"
         )
-    return dict(_PAPER[backbone])
+    settings = [_PAPER[backbone] for backbone in sorted(backbones)]
+    if any(setting != settings[0] for setting in settings):
+        raise ValueError(
+            f"{type(model).__name__} is made of {' and '.join(sorted(backbones))}, for which the "
+            "paper has different settings; plug its parts one by one"
+        )
+    return dict(settings[0])
 
 
-def _backbone_of(model: nn.Module) -> str | None:
+def _backbones_of(model: nn.Module) -> set[str]:
+    found = set()
     for module in model.modules():
         kind = getattr(getattr(module, "config", None), "model_type", None)
-        if kind in _PAPER:
-            return str(kind)
-        for cls in type(module).__mro__:
-            if cls.__name__ in _BACKBONES:
-                return _BACKBONES[cls.__name__]
-    return None
+        names = [kind, *(_BACKBONES.get(cls.__name__) for cls in type(module).__mro__)]
+        found |= {name for name in names if name in _PAPER}
+    return found

@@ -161,11 +161,15 @@ def _degrees(each: GraphFilter) -> list[int]:
 
 
 def _settle(model: nn.Module, before: Mapping[str, Socket]) -> None:
-    stop_watching(model)
     finish(model, {socket.adapter for socket in before.values()})
     now = sockets_of(model)
-    if now:
-        watch_first_forward(model, {name: (s.module, s.filter) for name, s in now.items()})
+    kept = {id(socket.filter) for socket in now.values()}
+    for socket in before.values():
+        if id(socket.filter) not in kept:
+            stop_watching(socket.filter)
+    known = {id(socket.filter) for socket in before.values()}
+    fresh = {n: (s.module, s.filter) for n, s in now.items() if id(s.filter) not in known}
+    watch_first_forward(model, fresh)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
@@ -78,19 +77,6 @@ class InterfaceAdapter(Adapter):
         del module.__dict__["_gfsa_eager"]
         module.config = module.config.real
 
-    def mark(self, model: nn.Module) -> None:
-        from gfsa.plugs.checkpoint import describe
-
-        # the outermost transformers model is the one that save_pretrained is called on
-        saved = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        if saved is None:
-            return
-        description = describe(saved)
-        if description["filters"]:
-            saved.config.gfsa = description
-        elif hasattr(saved.config, "gfsa"):
-            del saved.config.gfsa
-
 
 INTERFACE = InterfaceAdapter()
 
@@ -106,7 +92,16 @@ def find(module: nn.Module) -> Adapter | None:
     if not type(module).__module__.startswith("transformers."):
         return None
     inside = any(_uses_interface(type(inner)) for inner in module.modules())
-    return TRACER if looks_like_attention(module) and not inside else None
+    if inside or not looks_like_attention(module) or not _takes_a_softmax(type(module)):
+        return None
+    return TRACER
+
+
+def _takes_a_softmax(kind: type[nn.Module]) -> bool:
+    """Whether a class has code that could be attention; a state-space mixer has heads as well."""
+    methods = [inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values() if callable(m)]
+    codes = [m.__code__ for m in methods if inspect.isfunction(m)]
+    return any({"softmax", "scaled_dot_product_attention"} & set(code.co_names) for code in codes)
 
 
 def _uses_interface(kind: type[nn.Module]) -> bool:
@@ -231,8 +226,10 @@ def _wants_weights(module: Any, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
         return True
     if torch.compiler.is_compiling():
-        return False
-    recorded = _active_collector.get()
+        # transformers keeps its recorder here while it is traced: a ContextVar cannot be
+        recorded = _active_collector.global_var if _active_collector.compiling else None
+    else:
+        recorded = _active_collector.get()
     return recorded is not None and any("attentions" in name for name in recorded)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,73 +11,112 @@ from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 
+Event = Literal["reached", "ran", "called"]
+
 
 class FilterNotCalledError(RuntimeError):
     """A model ran, but a filter plugged into it did not."""
 
 
 class Watch:
-    """Looks at the first forward of a plugged model and then goes away.
+    """Looks at each plugged layer until its filter has been called once, and then goes away.
 
-    A layer that training skipped at random (layer drop) is waited for; a layer that ran without
-    its filter, or that an evaluation skipped, is an error that names it.
+    A layer that ran without its filter is an error that names it, at the end of the forward that
+    did so. So is, in evaluation, a layer that was passed by although the block it sits in ran. A
+    layer whose block did not run is waited for: training may drop layers, a text alone needs no
+    vision tower.
     """
 
     def __init__(
         self, model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]
     ) -> None:
-        self.waiting = dict(plugged)
-        self.ran: set[str] = set()
-        self.handles: list[RemovableHandle] = [model.register_forward_hook(self._check)]
+        self.events: dict[str, set[Event]] = {name: set() for name in plugged}
+        self.handles: dict[str, list[RemovableHandle]] = {}
+        self.last = model.register_forward_hook(self._check)
         for name, (module, made) in plugged.items():
-            self.handles.append(made.register_forward_hook(_Note(self, name, called=True)))
-            self.handles.append(module.register_forward_pre_hook(_Note(self, name, called=False)))
+            self.handles[name] = [
+                made.register_forward_hook(_Note(self, name, "called")),
+                module.register_forward_pre_hook(_Note(self, name, "ran")),
+                _owner(model, name).register_forward_pre_hook(_Note(self, name, "reached")),
+            ]
+
+    def note(self, name: str, event: Event) -> None:
+        if event == "called":
+            self.forget(name)
+        elif name in self.events:
+            self.events[name].add(event)
+
+    def forget(self, name: str) -> None:
+        """Stop looking at a layer: its filter was called, or taken out."""
+        self.events.pop(name, None)
+        for handle in self.handles.pop(name, ()):
+            handle.remove()
+        if not self.events:
+            self.last.remove()
 
     def _check(self, model: nn.Module, args: Any, output: Any) -> None:
         # a compiled graph is traced, not run: what it leaves out cannot be seen from in here
         if torch.compiler.is_compiling():
             return
         if _has_compiled_parts(model):
-            self.remove()
+            for name in list(self.events):
+                self.forget(name)
             return
-        missing = [n for n in self.waiting if n in self.ran or not model.training]
+        telling = "ran" if model.training else "reached"
+        missing = [
+            name for name, events in self.events.items() if "ran" in events or telling in events
+        ]
+        for events in self.events.values():
+            events.clear()
         if missing:
-            self.remove()
             raise FilterNotCalledError(
                 f"the model ran without calling the filter of {', '.join(missing)}: its attention "
                 "took a path that gfsa does not see. gfsa.unplug(model), or leave these layers "
                 "out with plug(..., layers=...)"
             )
-        self.ran.clear()
-        if not self.waiting:
-            self.remove()
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
 
 
 class _Note:
-    """A hook that writes down that a layer ran, or that its filter was called."""
+    """A hook that tells a watch that something happened to a layer."""
 
-    def __init__(self, watch: Watch, name: str, called: bool) -> None:
+    def __init__(self, watch: Watch, name: str, event: Event) -> None:
         self.watch = watch
         self.name = name
-        self.called = called
+        self.event = event
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self.called:
-            self.watch.waiting.pop(self.name, None)
-        else:
-            self.watch.ran.add(self.name)
+        if not torch.compiler.is_compiling():
+            self.watch.note(self.name, self.event)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Note:
         # a copy of the model has a watch of its own; a copy of a filter that takes the filter's
         # place (peft) tells the watch of the model that it is in
-        return _Note(memo.get(id(self.watch), self.watch), self.name, self.called)
+        return _Note(memo.get(id(self.watch), self.watch), self.name, self.event)
+
+
+def watch_first_forward(
+    model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]
+) -> None:
+    """Check at the end of the model's next forwards that every filter is called."""
+    if plugged:
+        Watch(model, plugged)
+
+
+def stop_watching(made: GraphFilter) -> None:
+    """Forget the check of one filter that has not been called yet."""
+    for hook in list(made._forward_hooks.values()):
+        if isinstance(hook, _Note):
+            hook.watch.forget(hook.name)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The block that a layer sits in: the nearest module around it that is itself called."""
+    while name:
+        name = name.rpartition(".")[0]
+        owner = model.get_submodule(name)
+        if not isinstance(owner, nn.ModuleList | nn.ModuleDict):
+            return owner
+    return model
 
 
 def _has_compiled_parts(model: nn.Module) -> bool:
@@ -88,18 +127,3 @@ def _has_compiled_parts(model: nn.Module) -> bool:
         or hasattr(m.forward, "_torchdynamo_orig_callable")
         for m in model.modules()
     )
-
-
-def watch_first_forward(
-    model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]
-) -> None:
-    """Check at the end of the model's next forward that every filter was called."""
-    stop_watching(model)
-    model.__dict__["_gfsa_watch"] = Watch(model, plugged)
-
-
-def stop_watching(model: nn.Module) -> None:
-    """Forget a check that has not happened yet."""
-    watch = model.__dict__.pop("_gfsa_watch", None)
-    if watch is not None:
-        watch.remove()

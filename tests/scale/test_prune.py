@@ -109,7 +109,7 @@ def test_what_was_never_trained_is_unplugged() -> None:
     report = gfsa.prune(model, tolerance=0.0, inputs=inputs)
     assert report.largest_change == 0.0
     assert not gfsa.filters_of(model)
-    assert not hasattr(model.config, "gfsa")
+    assert not [key for key in model.state_dict() if "gfsa" in key]
     assert torch.equal(first(model(**inputs)), before)
     assert list(report.after.values()) == [[1] * 4] * 2
     assert "unplugged: ordinary attention" in str(report)
@@ -152,7 +152,6 @@ def test_unplugged_layers_come_back() -> None:
     report = gfsa.prune(model)
     report.undo()
     assert list(gfsa.filters_of(model)) == names
-    assert list(model.config.gfsa["filters"]) == [name.removeprefix("bert.") for name in names]
     model(**inputs)
 
 

@@ -25,7 +25,7 @@ HEADER = """\
 Every cell is written by a test in `tests/scale` on a tiny random model whose filters do something,
 on a CPU (`pytest tests/scale -m "slow or not slow" --write-matrix` writes the page anew; a test
 whose cell differs from what is written here fails). ✓: equal to one process in eager mode, to
-rounding. *refused*: an error says why. –: the two do not meet.
+rounding. Words say what stands in the way, plugged or not. –: the two do not meet.
 """
 
 

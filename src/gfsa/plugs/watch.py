@@ -43,8 +43,9 @@ class Watch:
     def note(self, name: str, event: Event) -> None:
         if event == "called":
             self.forget(name)
-        elif name in self.events:
-            self.events[name].add(event)
+        else:
+            # another thread may have seen the filter called a moment ago
+            self.events.get(name, set()).add(event)
 
     def forget(self, name: str) -> None:
         """Stop looking at a layer: its filter was called, or taken out."""
@@ -64,9 +65,11 @@ class Watch:
             return
         telling = "ran" if model.training else "reached"
         missing = [
-            name for name, events in self.events.items() if "ran" in events or telling in events
+            name
+            for name, events in list(self.events.items())
+            if "ran" in events or telling in events
         ]
-        for events in self.events.values():
+        for events in list(self.events.values()):
             events.clear()
         if missing:
             raise FilterNotCalledError(

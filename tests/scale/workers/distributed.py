@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import gfsa
 from gfsa.plugs.parallel import ShardHeads
+from gfsa.plugs.partial import PartialPolynomial
 from support.ring_on_cpu import use_ring_on_cpu
 from support.subjects import HEADS, SUBJECTS, Op, filters_of, first, randomise
 from support.zoo import VOCABULARY, ZOO
@@ -251,6 +252,7 @@ def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
     expected.square().mean().backward()
     wanted = gradients(alone)
     if name == "op":
+        tensor_parallel_refusals(mesh)
         parallelize_module(model, mesh, {"gfsa": ShardHeads()})
         here = [x.chunk(mesh.size(), 1)[mesh.get_local_rank()] for x in batch.values()]
         found = model(*here)
@@ -264,6 +266,20 @@ def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
         found.square().mean().backward()
     error = (found - expected).abs().max() / expected.abs().max()
     return max(error.item(), largest(gradients(model), wanted))
+
+
+def tensor_parallel_refusals(mesh: DeviceMesh) -> None:
+    for module, message in (
+        (nn.Linear(4, 4), "ShardHeads is for a gfsa.GraphFilter"),
+        (gfsa.Twicing(mesh.size() + 1), "cannot be shared out evenly"),
+        (PartialPolynomial(HEADS, degree=2, high=[0]), "shard the model unpruned"),
+    ):
+        try:
+            parallelize_module(module, mesh, ShardHeads())
+        except (TypeError, ValueError) as error:
+            assert message in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError(f"not refused: {message}")
 
 
 def ring(name: str, mesh: DeviceMesh, causal: bool, load_balance: bool) -> float:

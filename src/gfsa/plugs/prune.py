@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +102,7 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     Returns:
         What was saved; ``report.undo()`` puts the old filters back.
     """
-    if not (isinstance(tolerance, (int, float)) and 0 <= tolerance < math.inf):
+    if not (isinstance(tolerance, (int, float)) and 0 <= tolerance <= sys.float_info.max):
         raise ValueError(f"tolerance must be a finite number of at least 0, got {tolerance!r}")
     sockets = sockets_of(model)
     if not sockets:

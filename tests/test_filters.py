@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
+from gfsa.filters import read_description
 from gfsa.operators import DenseOperator
 from support.attention import Dispatched
 
@@ -131,6 +132,12 @@ class TestCoefficients:
             assert torch.equal(filter.coefficients(), expected)
 
 
+@pytest.mark.parametrize("damage", [b"", b"[]", b"\xff", b"{", b"[" * 10_000])
+def test_a_damaged_description_is_told(damage: bytes) -> None:
+    with pytest.raises(ValueError, match="description of a filter is damaged"):
+        read_description(torch.tensor(list(damage), dtype=torch.uint8))
+
+
 class TestStructure:
     """What is not there costs nothing."""
 
@@ -175,13 +182,16 @@ class TestStructure:
     def test_one_name_may_be_given_as_a_string(self) -> None:
         assert GFSA(2, learn="wK").learn == ("wK",)
 
-    def test_state_is_one_small_tensor(self) -> None:
-        assert {k: tuple(v.shape) for k, v in GFSA(12).state_dict().items()} == {"theta": (12, 3)}
-        assert {k: tuple(v.shape) for k, v in Polynomial(12, 5).state_dict().items()} == {
-            "theta": (12, 6)
-        }
+    def test_state_is_one_small_tensor_and_what_it_is(self) -> None:
+        def shapes(made: GraphFilter) -> dict[str, tuple[int, ...]]:
+            state = made.state_dict()
+            assert read_description(state.pop("_extra_state")) == made.describe()
+            return {name: tuple(value.shape) for name, value in state.items()}
+
+        assert shapes(GFSA(12)) == {"theta": (12, 3)}
+        assert shapes(Polynomial(12, 5)) == {"theta": (12, 6)}
         for fixed in (Twicing(12), Laplacian(12), PageRank(12)):
-            assert not fixed.state_dict()
+            assert shapes(fixed) == {}
             assert not list(fixed.parameters())
 
     def test_weights_by_name(self) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -30,6 +31,8 @@ from gfsa.info import versions
 def run_demo(settings: Settings, out: Path, console: Console) -> list[Summary]:
     """Run the experiment of ``settings``, print what it gave, and write everything into ``out``."""
     out.mkdir(parents=True, exist_ok=True)
+    # the model is too small to share out: threads would spend their time waiting for one another
+    torch.set_num_threads(1)
     start = time.perf_counter()
     with Progress(
         TextColumn("{task.description:<24}"),

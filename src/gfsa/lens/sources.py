@@ -87,11 +87,15 @@ def _transformers(where: str) -> Source:
     except ImportError:
         raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
     import gfsa
+    from gfsa.plugs.pretrained import has_filters
 
     config = hf.AutoConfig.from_pretrained(where)
     kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
-    plugged = getattr(config, "gfsa", None) is not None
-    model = gfsa.from_pretrained(kind, where) if plugged else kind.from_pretrained(where)
+    load = kind.from_pretrained
+    # filters are kept in safetensors only; a folder without any is an ordinary model
+    if any(Path(where).glob("*.safetensors")) and has_filters(where):
+        load = functools.partial(gfsa.from_pretrained, kind)
+    model = load(where)
     source = Source(where, model)
     main = getattr(model, "main_input_name", "input_ids")
     needs_target = bool(config.is_encoder_decoder)

@@ -72,6 +72,11 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
     return model
 
 
+def has_filters(path: str | Path) -> bool:
+    """Whether a transformers folder was saved from a plugged model."""
+    return bool(_filter_tensors(path, {}))
+
+
 def _layers_on_disk(model: Any) -> dict[str, str]:
     """Attention layers by the name that transformers' files have for them.
 

@@ -191,7 +191,7 @@ def _filtered_attention(
     )
     operator = _with_past(module, operator, query, value, dropout, cache)
     y = module.gfsa(operator, value)
-    weights = _filter_map(module, operator, value) if _wants_weights(module, kwargs) else None
+    weights = _filter_map(module, operator, value) if _wants_maps(module, kwargs) else None
     return y.transpose(1, 2).contiguous(), weights
 
 
@@ -221,15 +221,16 @@ def _with_past(
     return CachedOperator(operator, layer, new, query.shape[1], keys)
 
 
-def _wants_weights(module: Any, kwargs: dict[str, Any]) -> bool:
+def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:
     """Whether somebody asked for attention maps: by keyword, by config, or by a recorder."""
     if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
         return True
     if torch.compiler.is_compiling():
-        # transformers keeps its recorder here while it is traced: a ContextVar cannot be
-        recorded = _active_collector.global_var if _active_collector.compiling else None
-    else:
-        recorded = _active_collector.get()
+        # who records cannot be asked while a graph is traced; transformers' recording hooks are
+        # there from the first time that somebody wanted maps
+        hooks = module._forward_hooks.values()
+        return any(hook.__module__ == _active_collector.__module__ for hook in hooks)
+    recorded = _active_collector.get()
     return recorded is not None and any("attentions" in name for name in recorded)
 
 

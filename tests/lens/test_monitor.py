@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,22 +152,39 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert "lens/cosine/03" not in logged[0][0]
 
 
-def test_lightning_by_the_calls_it_makes() -> None:
-    """Lightning is not among the tests' packages: this plays its loop, hook by hook."""
+def test_lightning(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
     from gfsa.lens.callbacks.lightning import LensCallback
 
-    model = TinyEncoder()
-    batch = padded_batch([6, 4])
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = TinyEncoder()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return self.model(**batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    module = Module()
     logged: Logged = []
     callback = LensCallback(every=2, log=lambda values, step: logged.append((values, step)))
-    trainer = SimpleNamespace(global_step=0, is_global_zero=True, default_root_dir=".")
-    callback.on_train_start(trainer, model)
-    for index in range(8):
-        callback.on_train_batch_start(trainer, model, batch, index)
-        model(**batch)
-        # two batches a step
-        trainer.global_step += index % 2
-        callback.on_train_batch_end(trainer, model, None, batch, index)
-    callback.on_train_end(trainer, model)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[callback, LensCallback(every=2)],
+    )
+    # two batches a step, four steps
+    batches = [padded_batch([6, 4]) for _ in range(8)]
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     assert [step for _, step in logged] == [0, 2]
-    assert hooks(model) == 0
+    assert hooks(module) == 0
+    assert any((tmp_path / "lens").iterdir())

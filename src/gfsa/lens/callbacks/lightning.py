@@ -41,14 +41,15 @@ class LensCallback(_callback_class()):  # type: ignore[misc]
         super().__init__()
         self.every = every
         self.log_dir = log_dir
-        self.log = log
+        # not self.log: Lightning gives every callback a log of its own
+        self._log = log
         self.monitor: Monitor | None = None
         self._looking: int | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.is_global_zero:
             return
-        log = self.log or tensorboard(self.log_dir or Path(trainer.default_root_dir) / "lens")
+        log = self._log or tensorboard(self.log_dir or Path(trainer.default_root_dir) / "lens")
         self.monitor = Monitor(pl_module, log, self.every)
 
     def on_train_batch_start(

@@ -1,0 +1,136 @@
+"""Typed settings: dataclasses that can be printed, overridden from the command line and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Schedule = Literal["linear", "cosine", "constant"]
+
+AnyConfig = TypeVar("AnyConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What every recipe has; a recipe subclasses it, with the paper's settings as defaults."""
+
+    seed: int = 0
+    epochs: float = 5
+    """Passes over the training data; a fraction stops within one."""
+    max_steps: int = 0
+    """If above 0, stop after that many optimiser steps instead."""
+    batch_size: int = 32
+    """Examples per optimiser step, over all processes and accumulated batches."""
+    eval_batch_size: int = 0
+    """0: as ``batch_size``."""
+    accumulate: int = 1
+    """Batches per optimiser step, for models that do not fit otherwise."""
+    lr: float = 5e-5
+    weight_decay: float = 0.0
+    beta2: float = 0.999
+    schedule: Schedule = "linear"
+    warmup: float = 0.0
+    """Share of all steps over which the learning rate rises."""
+    min_lr: float = 0.0
+    """Where the schedule ends, as a share of ``lr``."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 for none."""
+    precision: Precision = "fp32"
+    ema: float = 0.0
+    """Decay of an average of the weights that is evaluated in their stead; 0 for none."""
+    group_by_length: bool = False
+    """Batches of examples of like length (in random order)."""
+    workers: int = 0
+    """Processes that read data."""
+    eval_every: float = 1.0
+    """Epochs between evaluations of ``valid``."""
+    patience: int = 0
+    """Evaluations without improvement of ``valid`` before stopping; 0 never stops early."""
+    compile: bool = False
+    """torch.compile the model."""
+    graphs: bool = False
+    """Replay whole training steps as CUDA graphs: small models are bound by launches."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: at the end of each epoch."""
+    lens: bool = False
+    """Write a lens page of the trained model."""
+    save_model: bool = False
+    """Keep the trained weights (the filters are always kept)."""
+
+    def check(self) -> None:
+        """Raise ValueError for settings that make no sense; subclasses add their own."""
+        positive = ("epochs", "batch_size", "accumulate", "lr", "eval_every")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        at_least_zero = ("max_steps", "eval_batch_size", "weight_decay", "clip", "workers")
+        for name in (*at_least_zero, "patience", "checkpoint_every", "min_lr", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("warmup", "ema", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size {self.batch_size} cannot be split into accumulate={self.accumulate} "
+                "equal batches"
+            )
+
+    def label(self) -> str:
+        """What is trained, for tables: the data set, or the data set and the model."""
+        raise NotImplementedError
+
+
+def override(config: AnyConfig, settings: dict[str, str]) -> AnyConfig:
+    """``config`` with some fields replaced by text from the command line."""
+    hints = get_type_hints(type(config))
+    names = field_names(config)
+    changes: dict[str, Any] = {}
+    for name, text in settings.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=3)
+            raise ValueError(
+                f"{type(config).__name__} has no setting {name!r}"
+                + (f"; did you mean {', '.join(close)}?" if close else "")
+                + f" It has: {', '.join(names)}"
+            )
+        changes[name] = parse(name, text, hints[name])
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+
+
+def field_names(config: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(config)]
+
+
+def parse(name: str, text: str, kind: Any) -> Any:
+    """``text`` as a value of ``kind``: bool, int, float, str, Literal, tuple or an optional."""
+    origin = get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        (kind,) = [one for one in get_args(kind) if one is not type(None)]
+        return parse(name, text, kind)
+    if origin is Literal:
+        choices = get_args(kind)
+        for choice in choices:
+            if text == str(choice):
+                return choice
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {text!r}")
+    if origin is tuple:
+        inner = get_args(kind)[0]
+        return tuple(parse(name, part.strip(), inner) for part in text.split(",") if part.strip())
+    if kind is bool:
+        if text.lower() in ("true", "yes", "1"):
+            return True
+        if text.lower() in ("false", "no", "0"):
+            return False
+        raise ValueError(f"{name} must be true or false, got {text!r}")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {text!r}") from None

@@ -1,0 +1,98 @@
+"""The one line that a run leaves in ``results/``."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was run, on what, and what came out."""
+
+    recipe: str
+    task: str
+    """Data set and model, e.g. ``cola`` or ``cifar10 deit_tiny-d24``."""
+    method: str
+    """The name given to ``--method``."""
+    options: str
+    """The method's options that differ from its defaults, ``K=4 learn=wK``; empty for none."""
+    settings: str
+    """The recipe's settings that differ from its defaults, without the seed."""
+    seed: int
+    metric: str
+    higher_is_better: bool
+    test: float
+    valid: float | None = None
+    others: str = ""
+    """Further metrics of the test split, ``f1=0.81 accuracy=0.9``."""
+    parameters: int = 0
+    """Learned numbers of the whole model."""
+    added: int = 0
+    """Of which the method added."""
+    moved: float | None = None
+    """Mean |coefficient − its start| over the filters' learned numbers at the end."""
+    coefficients: str = ""
+    """Mean over heads and layers of the final polynomial's c0 c1 c2 …, for filters."""
+    epochs: float = 0.0
+    steps: int = 0
+    seconds: float = 0.0
+    """Training time without evaluation and set-up."""
+    seconds_per_step: float = 0.0
+    peak_memory_mib: float | None = None
+    """Of the GPU."""
+    jobs: int = 1
+    """How many runs shared the machine; times are comparable only where this is 1."""
+    device: str = ""
+    precision: str = ""
+    torch: str = ""
+    gfsa: str = ""
+    commit: str = ""
+    date: str = ""
+    command: str = ""
+
+
+def append_rows(path: Path, rows: list[Row]) -> None:
+    """Add rows to a table, with a header if it is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [field.name for field in fields(Row)]
+    new = not path.exists() or path.stat().st_size == 0
+    if not new:
+        with path.open(newline="") as file:
+            header = next(csv.reader(file))
+        if header != names:
+            raise ValueError(
+                f"{path} has other columns than this version writes; "
+                f"expected {', '.join(names)}, got {', '.join(header)}; move it away first"
+            )
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        if new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({k: "" if v is None else v for k, v in asdict(row).items()})
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a table, typed."""
+    with path.open(newline="") as file:
+        return [Row(**_typed(line)) for line in csv.DictReader(file)]
+
+
+def _typed(line: dict[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in fields(Row):
+        text, kind = line[field.name], str(field.type)
+        if kind.endswith("| None") and text == "":
+            values[field.name] = None
+        elif kind.startswith("int"):
+            values[field.name] = int(text)
+        elif kind.startswith("float"):
+            values[field.name] = float(text)
+        elif kind == "bool":
+            values[field.name] = text == "True"
+        else:
+            values[field.name] = text
+    return values

@@ -76,23 +76,50 @@ def append_rows(path: Path, rows: list[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a table, typed."""
+    """The rows of a table, typed; ValueError names the file, the line and the column at fault."""
+    names = [field.name for field in fields(Row)]
+    rows = []
     with path.open(newline="") as file:
-        return [Row(**_typed(line)) for line in csv.DictReader(file)]
+        reader = csv.reader(file, strict=True)
+        try:
+            header = next(reader, [])
+            if header != names:
+                missing = [name for name in names if name not in header]
+                unknown = [name for name in header if name not in names]
+                raise ValueError(
+                    f"{path} has other columns than a table of runs: expected {', '.join(names)}; "
+                    f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
+                )
+            for line in reader:
+                where = f"{path}, line {reader.line_num}"
+                if len(line) != len(names):
+                    raise ValueError(
+                        f"{where}: expected {len(names)} columns, got {len(line)}; the file is "
+                        "damaged (a write cut short, or an edit): repair or remove the line"
+                    )
+                rows.append(Row(**_typed(dict(zip(names, line, strict=True)), where)))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, after line {reader.line_num}: not CSV: {error}") from error
+    return rows
 
 
-def _typed(line: dict[str, str]) -> dict[str, Any]:
+def _typed(line: dict[str, str], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field in fields(Row):
         text, kind = line[field.name], str(field.type)
-        if kind.endswith("| None") and text == "":
-            values[field.name] = None
-        elif kind.startswith("int"):
-            values[field.name] = int(text)
-        elif kind.startswith("float"):
-            values[field.name] = float(text)
-        elif kind == "bool":
-            values[field.name] = text == "True"
-        else:
-            values[field.name] = text
+        try:
+            if kind.endswith("| None") and text == "":
+                values[field.name] = None
+            elif kind.startswith("int"):
+                values[field.name] = int(text)
+            elif kind.startswith("float"):
+                values[field.name] = float(text)
+            elif kind == "bool":
+                values[field.name] = {"True": True, "False": False}[text]
+            else:
+                values[field.name] = text
+        except (ValueError, KeyError):
+            raise ValueError(
+                f"{where}, column {field.name}: expected {kind}, got {text!r}"
+            ) from None
     return values

@@ -45,16 +45,25 @@ class TrainConfig:
     """Decay of an average of the weights that is evaluated in their stead; 0 for none."""
     group_by_length: bool = False
     """Batches of examples of like length (in random order)."""
+    drop_last: bool = False
+    """Leave out the last, smaller batch of an epoch (always so with several processes)."""
     workers: int = 0
     """Processes that read data."""
     eval_every: float = 1.0
     """Epochs between evaluations of ``valid``."""
     patience: int = 0
     """Evaluations without improvement of ``valid`` before stopping; 0 never stops early."""
+    best: bool = False
+    """Report the weights that were best on ``valid`` rather than the last ones."""
+    log_every: int = 50
+    """Steps between lines of the log."""
     compile: bool = False
     """torch.compile the model."""
     graphs: bool = False
     """Replay whole training steps as CUDA graphs: small models are bound by launches."""
+    deterministic: bool = False
+    """Refuse operations that differ from run to run on a GPU."""
+    tensorboard: bool = True
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: at the end of each epoch."""
     lens: bool = False
@@ -64,7 +73,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ValueError for settings that make no sense; subclasses add their own."""
-        positive = ("epochs", "batch_size", "accumulate", "lr", "eval_every")
+        positive = ("epochs", "batch_size", "accumulate", "lr", "eval_every", "log_every")
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
@@ -80,6 +89,8 @@ class TrainConfig:
                 f"batch_size {self.batch_size} cannot be split into accumulate={self.accumulate} "
                 "equal batches"
             )
+        if self.graphs and (self.accumulate > 1 or self.precision == "fp16"):
+            raise ValueError("graphs=true captures one batch a step in fp32 or bf16")
 
     def label(self) -> str:
         """What is trained, for tables: the data set, or the data set and the model."""

@@ -1,0 +1,177 @@
+"""The methods that are compared: what each does to a model before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from torch import nn
+
+import gfsa
+from gfsa.filters import Power
+from gfsa.plugs.layers import Layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """Options of the methods; each uses those that it has."""
+
+    K: int = 3
+    learn: tuple[Literal["w0", "w1", "wK"], ...] = ("w0", "w1", "wK")
+    power: Power = "extrapolated"
+    w0: float = 0.0
+    """Where w0 starts, or stays if it is not learned."""
+    layers: Layers = "all"
+    filter_lr: float | None = None
+    """A learning rate for what the method adds; None: the model's."""
+    lr_multiplier: float = 1.0
+    """The same inside the filter: coefficient = multiplier·θ."""
+    degree: int = 2
+    """Of ``polynomial``."""
+    alpha: float = 0.15
+    """Of ``pagerank``: the chance to return."""
+    hops: int = 4
+    """Of ``pagerank``."""
+    strength: float | None = None
+    """ContraNorm's s or NeuTRENO's α; None: the method's own default."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to change a model."""
+
+    name: str
+    what: str
+    apply: Callable[[nn.Module, MethodConfig], int]
+    """Changes the model in place and gives the learned numbers added."""
+    uses: tuple[str, ...] = ()
+    """The options that it reads; others may not be set."""
+
+
+def _gfsa(model: nn.Module, config: MethodConfig, **changes: Any) -> int:
+    arguments: dict[str, Any] = {
+        "K": config.K,
+        "learn": config.learn,
+        "w0": config.w0,
+        "power": config.power,
+        "layers": config.layers,
+        "lr_multiplier": config.lr_multiplier,
+    }
+    return gfsa.plug(model, **(arguments | changes)).parameters
+
+
+def _filter(make: Callable[[MethodConfig], Any]) -> Callable[[nn.Module, MethodConfig], int]:
+    def apply(model: nn.Module, config: MethodConfig) -> int:
+        return gfsa.plug(model, filter=make(config), layers=config.layers).parameters
+
+    return apply
+
+
+def _baseline(name: str, strength: str = "") -> Callable[[nn.Module, MethodConfig], int]:
+    def apply(model: nn.Module, config: MethodConfig) -> int:
+        from gfsa import baselines
+
+        given = {} if config.strength is None else {strength: config.strength}
+        added: int = baselines.apply(model, name, layers=config.layers, **given).parameters
+        return added
+
+    return apply
+
+
+def _polynomial(config: MethodConfig) -> Callable[[int], gfsa.Polynomial]:
+    return lambda heads: gfsa.Polynomial(heads, config.degree, config.lr_multiplier)
+
+
+def _pagerank(config: MethodConfig) -> Callable[[int], gfsa.PageRank]:
+    return lambda heads: gfsa.PageRank(heads, config.alpha, config.hops)
+
+
+_LEARNED = ("layers", "filter_lr", "lr_multiplier")
+_OF_GFSA = ("K", "learn", "w0", "power", *_LEARNED)
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("plain", "the model as it is", lambda model, config: 0),
+        Method("gfsa", "w0·I + w1·A + wK·A^K in every layer", _gfsa, _OF_GFSA),
+        Method(
+            "gfsa-even",
+            "the same in every second layer",
+            lambda model, config: _gfsa(model, config, layers="even"),
+            tuple(name for name in _OF_GFSA if name != "layers"),
+        ),
+        Method(
+            "gfsa-published",
+            "wK alone is learned, as in the paper's code",
+            lambda model, config: _gfsa(model, config, learn=("wK",)),
+            tuple(name for name in _OF_GFSA if name != "learn"),
+        ),
+        Method(
+            "degree1",
+            "w0·I + w1·A: no second pass",
+            lambda model, config: _gfsa(model, config, K=None, learn=("w0", "w1")),
+            ("w0", *_LEARNED),
+        ),
+        Method("polynomial", "Σ c_k·A^k", _filter(_polynomial), ("degree", *_LEARNED)),
+        Method("twicing", "2A − A²", _filter(lambda config: gfsa.Twicing), ("layers",)),
+        Method(
+            "pagerank", "personalised PageRank", _filter(_pagerank), ("alpha", "hops", "layers")
+        ),
+        Method(
+            "contranorm",
+            "X − s·softmax(X·Xᵀ)·X after attention",
+            _baseline("contranorm", "s"),
+            ("strength", "layers"),
+        ),
+        Method(
+            "attnscale",
+            "M + (1+λ)(A − M), M the mean",
+            _baseline("attnscale"),
+            ("layers", "filter_lr"),
+        ),
+        Method(
+            "featscale",
+            "y + λ1·mean(y) + λ2·(y − mean(y))",
+            _baseline("featscale"),
+            ("layers", "filter_lr"),
+        ),
+        Method(
+            "neutreno",
+            "A·V + α(V⁰ − V)",
+            _baseline("neutreno", "alpha"),
+            ("strength", "layers"),
+        ),
+        Method("layerscale", "γ ⊙ branch", _baseline("layerscale"), ("layers", "filter_lr")),
+    )
+}
+
+
+def find_method(name: str) -> Method:
+    if name not in METHODS:
+        raise ValueError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def options_of(method: Method, config: MethodConfig) -> dict[str, Any]:
+    """The options that differ from the defaults, all of which the method must use."""
+    defaults = MethodConfig()
+    changed = {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if getattr(config, field.name) != getattr(defaults, field.name)
+    }
+    for name in changed:
+        if name not in method.uses:
+            known = ", ".join(method.uses) or "none"
+            raise ValueError(f"method {method.name} has no option {name!r}; its options: {known}")
+    return changed
+
+
+def added_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What a method has put into the model for learning."""
+    found = [p for f in gfsa.filters_of(model).values() for p in f.parameters()]
+    from gfsa import baselines
+
+    known = {id(p) for p in found}
+    return found + [p for p in baselines.parameters_of(model) if id(p) not in known]

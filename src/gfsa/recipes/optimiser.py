@@ -1,0 +1,69 @@
+"""AdamW with groups, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from gfsa.recipes.config import TrainConfig
+
+
+def build_optimiser(
+    model: nn.Module, added: list[nn.Parameter], config: TrainConfig, filter_lr: float | None
+) -> torch.optim.Optimizer:
+    """AdamW; biases, norms and what a method added are not decayed.
+
+    Args:
+        model: the model.
+        added: its parameters that a method put there.
+        config: learning rate and weight decay.
+        filter_lr: the learning rate of ``added``.
+    """
+    theirs = {id(p) for p in added}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in theirs]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in added if p.requires_grad], "weight_decay": 0.0},
+    ]
+    for group, lr in zip(groups, (config.lr, config.lr, filter_lr or config.lr), strict=True):
+        # a graph reads its learning rate from the device
+        group["lr"] = torch.tensor(lr, device=rest[0].device) if config.graphs else lr
+        group["peak"] = lr
+    on_gpu = rest[0].is_cuda
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        betas=(0.9, config.beta2),
+        fused=on_gpu,
+        capturable=config.graphs,
+    )
+
+
+def set_learning_rate(
+    optimiser: torch.optim.Optimizer, config: TrainConfig, step: int, total: int
+) -> float:
+    """Give each group its rate for ``step`` (counted from 0); returns the first group's."""
+    factor = share_of_peak(config, step, total)
+    for group in optimiser.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(group["peak"] * factor)
+        else:
+            group["lr"] = group["peak"] * factor
+    return float(optimiser.param_groups[0]["peak"] * factor)
+
+
+def share_of_peak(config: TrainConfig, step: int, total: int) -> float:
+    """Warm-up, then linear or cosine decay to ``min_lr``, as a share of the learning rate."""
+    warm = round(config.warmup * total)
+    if step < warm:
+        return (step + 1) / warm
+    if config.schedule == "constant":
+        return 1.0
+    progress = (step - warm) / max(1, total - warm)
+    falling = (
+        1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    )
+    return config.min_lr + (1 - config.min_lr) * falling

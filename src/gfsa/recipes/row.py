@@ -87,8 +87,9 @@ def read_rows(path: Path) -> list[Row]:
                 missing = [name for name in names if name not in header]
                 unknown = [name for name in header if name not in names]
                 raise ValueError(
-                    f"{path} has other columns than a table of runs: expected {', '.join(names)}; "
-                    f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
+                    f"{path} has other columns than a table of runs, {', '.join(names)}; "
+                    f"missing: {', '.join(missing) or 'none'}; "
+                    f"unknown: {', '.join(unknown) or 'none'}"
                 )
             for line in reader:
                 where = f"{path}, line {reader.line_num}"

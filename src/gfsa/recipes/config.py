@@ -7,7 +7,7 @@ import difflib
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
@@ -18,6 +18,9 @@ AnyConfig = TypeVar("AnyConfig")
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What every recipe has; a recipe subclasses it, with the paper's settings as defaults."""
+
+    in_label: ClassVar[tuple[str, ...]] = ()
+    """Settings that :meth:`label` tells already."""
 
     seed: int = 0
     epochs: float = 5
@@ -66,6 +69,8 @@ class TrainConfig:
     tensorboard: bool = True
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: at the end of each epoch."""
+    checkpoints: bool = True
+    """Write checkpoints; without them an interrupted run begins anew."""
     lens: bool = False
     """Write a lens page of the trained model."""
     save_model: bool = False
@@ -95,6 +100,41 @@ class TrainConfig:
     def label(self) -> str:
         """What is trained, for tables: the data set, or the data set and the model."""
         raise NotImplementedError
+
+
+# these change neither what is learned nor how fast
+_HARMLESS = (
+    "seed",
+    "workers",
+    "log_every",
+    "checkpoint_every",
+    "checkpoints",
+    "lens",
+    "save_model",
+    "tensorboard",
+    "eval_batch_size",
+)
+
+
+def settings_of(config: TrainConfig) -> str:
+    """What makes this experiment another than the recipe's: ``epochs=2 lr=0.001``."""
+    defaults = type(config)()
+    told = {*_HARMLESS, *config.in_label}
+    return as_text(
+        {
+            name: getattr(config, name)
+            for name in field_names(config)
+            if name not in told and getattr(config, name) != getattr(defaults, name)
+        }
+    )
+
+
+def as_text(values: dict[str, Any]) -> str:
+    """``K=4 learn=w0,w1``"""
+    return " ".join(
+        f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for name, value in values.items()
+    )
 
 
 def override(config: AnyConfig, settings: dict[str, str]) -> AnyConfig:

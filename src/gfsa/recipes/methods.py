@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -10,7 +11,6 @@ from torch import nn
 
 import gfsa
 from gfsa.filters import Power
-from gfsa.plugs.layers import Layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class MethodConfig:
     power: Power = "extrapolated"
     w0: float = 0.0
     """Where w0 starts, or stays if it is not learned."""
-    layers: Layers = "all"
+    layers: Literal["all", "even", "odd"] = "all"
     filter_lr: float | None = None
     """A learning rate for what the method adds; None: the model's."""
     lr_multiplier: float = 1.0
@@ -171,7 +171,8 @@ def options_of(method: Method, config: MethodConfig) -> dict[str, Any]:
 def added_parameters(model: nn.Module) -> list[nn.Parameter]:
     """What a method has put into the model for learning."""
     found = [p for f in gfsa.filters_of(model).values() for p in f.parameters()]
-    from gfsa import baselines
-
+    # a model has baselines in it only where they were asked for
+    baselines = sys.modules.get("gfsa.baselines")
+    theirs = baselines.parameters_of(model) if baselines is not None else []
     known = {id(p) for p in found}
-    return found + [p for p in baselines.parameters_of(model) if id(p) not in known]
+    return found + [p for p in theirs if id(p) not in known]

@@ -1,0 +1,155 @@
+"""``gfsa train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gfsa.recipes.run import Run
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="glue, causal_lm, code, image, graph …")] = "",
+    method: Annotated[str, typer.Option(help="plain, gfsa, gfsa-even …, by commas.")] = "plain",
+    K: Annotated[str, typer.Option("--K", help="Order of the filter: 3, or 2-10 for all.")] = "",
+    seeds: Annotated[str, typer.Option(help="0,1,2 or 0-4.")] = "0",
+    data_dir: Annotated[Path, typer.Option(envvar="GFSA_DATA", help="Where data sets lie.")] = Path(
+        "data"
+    ),
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, any setting; repeat it.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A file with arguments of `gfsa train` on each line.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
+    results: Annotated[Path, typer.Option(help="Where rows are added.")] = Path("results"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what was interrupted.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--list", help="Show recipes and methods.")] = False,
+) -> None:
+    """Train with and without a graph filter, and write down what came out."""
+    from rich.console import Console
+
+    try:
+        import accelerate  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"gfsa train needs {error.name}: pip install 'gfsa[train]'"
+        ) from error
+
+    console = Console()
+    if show:
+        _show(console)
+        return
+    from gfsa.recipes.plan import Request, names_of, numbers_of, read_plan, setting_of
+    from gfsa.recipes.run import command_line
+
+    if bool(recipe) == (plan is not None):
+        raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
+    places: dict[str, Any] = {
+        "data_dir": data_dir,
+        "out": out,
+        "device": device,
+        "resume": resume,
+        "jobs": jobs,
+    }
+    runs: list[Run] = []
+    try:
+        if plan is not None:
+            for request in read_plan(plan):
+                runs += request.runs(command_line(), **places)
+        else:
+            request = Request(
+                recipe,
+                methods=names_of(method),
+                orders=numbers_of("--K", K) if K else (),
+                seeds=numbers_of("--seeds", seeds),
+                settings=tuple(setting_of(text) for text in setting or []),
+            )
+            runs = request.runs(command_line(), **places)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    _print_config(console, runs[0])
+    failed = _carry_out(console, runs, jobs, results)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path) -> int:
+    """Run everything, add each row as it comes, and give the number of runs that failed."""
+    from accelerate import PartialState
+
+    from gfsa.recipes.progress import many, one_at_a_time
+    from gfsa.recipes.row import append_rows
+    from gfsa.recipes.together import carry_out_all
+
+    launched = PartialState._shared_state.get("num_processes", 1)
+    if jobs > 1 and launched > 1:
+        raise typer.BadParameter("--jobs is for one process; accelerate launch has started several")
+    begun_with_row = {run.folder for run in runs if (run.folder / "row.json").exists()}
+    failed = 0
+    with (one_at_a_time if jobs == 1 else many)(console, len(runs)) as (progress, advance):
+        for finished in carry_out_all(runs, jobs, progress):
+            run, row = finished.run, finished.row
+            if row is None:
+                failed += 1
+                console.print(f"failed: {run}: {finished.error}", style="red", markup=False)
+            elif run.folder in begun_with_row:
+                console.print(f"was there: {run}: {row.metric} {row.test:.4f}", highlight=False)
+            else:
+                if _is_main():
+                    append_rows(results / f"{row.recipe}.csv", [row])
+                console.print(f"{run}: {row.metric} {row.test:.4f}", highlight=False)
+            advance()
+    console.print(f"{len(runs) - failed} of {len(runs)} runs done; gfsa results shows the tables")
+    return failed
+
+
+def _is_main() -> bool:
+    from accelerate import PartialState
+
+    return bool(PartialState().is_main_process)
+
+
+def _print_config(console: Console, run: Run) -> None:
+    import dataclasses
+
+    from rich.table import Table
+
+    table = Table(title=f"{run} (settings of the first run)", show_header=False)
+    for part in (run.config, run.options):
+        for name, value in dataclasses.asdict(part).items():
+            table.add_row(name, str(value))
+    console.print(table)
+
+
+def _show(console: Console) -> None:
+    from rich.table import Table
+
+    from gfsa.recipes import RECIPES, find_recipe
+    from gfsa.recipes.methods import METHODS
+
+    table = Table(title="Recipes", show_lines=True)
+    for column in ("recipe", "what it trains", "data", "looked for under --data-dir", "from"):
+        table.add_column(column)
+    for name in RECIPES:
+        recipe = find_recipe(name)
+        for number, source in enumerate(recipe.sources):
+            first = (name, recipe.title) if number == 0 else ("", "")
+            table.add_row(*first, source.name, source.files, source.where)
+    console.print(table)
+    table = Table(title="Methods")
+    for column in ("method", "what it does", "options"):
+        table.add_column(column)
+    for method in METHODS.values():
+        table.add_row(method.name, method.what, ", ".join(method.uses))
+    console.print(table)

@@ -1,0 +1,113 @@
+"""The folder of one run: what was asked for, on what it ran, what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import sys
+from datetime import datetime, timezone
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from gfsa.bench.environment import commit, device_name, version_of
+from gfsa.recipes.checkpoints import latest_checkpoint
+from gfsa.recipes.row import Row
+
+_PACKAGES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "tokenizers",
+    "timm",
+    "torch-geometric",
+    "speechbrain",
+    "torchmetrics",
+    "scikit-learn",
+    "numpy",
+)
+
+
+def slug(text: str) -> str:
+    """``text`` as a name of a file."""
+    return re.sub(r"[^\w.=-]+", "_", text.strip()).strip("_")
+
+
+def run_folder(
+    out: Path, recipe: str, label: str, method: str, options: str, settings: str, seed: int
+) -> Path:
+    """Where a run lies: the same for the same settings, another for others."""
+    name = slug(f"{method} {options}")
+    if settings:
+        name += "-" + sha256(settings.encode()).hexdigest()[:8]
+    return out / recipe / slug(label) / name / f"seed-{seed}"
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a file as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(data, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def write_config(folder: Path, config: dict[str, Any], resume: bool) -> None:
+    """Note what is run, or check that an interrupted run is asked to go on as it began."""
+    path = folder / "config.json"
+    begun = (folder / "row.json").exists() or latest_checkpoint(folder / "checkpoints")
+    if not path.exists() or not begun:
+        write_json(path, config)
+        return
+    if not resume:
+        raise FileExistsError(
+            f"{folder} holds a run already; --resume goes on with it, --out names another place, "
+            "or delete it"
+        )
+    # through JSON, as the old one came: tuples are lists there
+    old, new = json.loads(path.read_text()), json.loads(json.dumps(config))
+    differing = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    if differing:
+        changes = ", ".join(f"{k}: {old.get(k)!r} → {new.get(k)!r}" for k in sorted(differing))
+        raise ValueError(f"{folder} was begun with other settings ({changes}); use another --out")
+
+
+def environment(device: Any) -> dict[str, Any]:
+    return {
+        "device": device_name(device),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: version_of(name) for name in _PACKAGES if version_of(name)},
+        "commit": commit(),
+        "command": command_line(),
+        "date": now(),
+    }
+
+
+def command_line() -> str:
+    """The command as typed, without the place of the script."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
+    """Metrics over time, one line each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / ".metrics.jsonl"
+    unfinished.write_text("".join(json.dumps(line) + "\n" for line in history))
+    unfinished.replace(folder / "metrics.jsonl")
+
+
+def write_row(folder: Path, row: Row) -> None:
+    write_json(folder / "row.json", dataclasses.asdict(row))
+
+
+def read_row(folder: Path) -> Row | None:
+    """The result of a finished run, or None."""
+    path = folder / "row.json"
+    return Row(**json.loads(path.read_text())) if path.exists() else None

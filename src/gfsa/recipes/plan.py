@@ -1,0 +1,141 @@
+"""From the command line to runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gfsa.recipes import find_recipe
+from gfsa.recipes.config import field_names, override
+from gfsa.recipes.methods import METHODS, MethodConfig, find_method
+from gfsa.recipes.run import Run
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one line asks for: a recipe, and the methods, orders and seeds to run it with."""
+
+    recipe: str
+    methods: tuple[str, ...] = ("plain",)
+    orders: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def runs(self, command: str, **places: Any) -> list[Run]:
+        """Every combination, checked; a method without K is run once for all of them."""
+        recipe = find_recipe(self.recipe)
+        for_recipe, for_method = self._sorted(recipe.config)
+        config = override(recipe.config(), for_recipe)
+        runs: list[Run] = []
+        for name, order, seed in itertools.product(
+            self.methods, self.orders or (None,), self.seeds
+        ):
+            uses = find_method(name).uses
+            # options of one method do not concern another of the same line
+            given = {key: text for key, text in for_method.items() if key in uses}
+            options = override(MethodConfig(), given)
+            if order is not None and "K" in uses:
+                options = dataclasses.replace(options, K=order)
+            run = Run(
+                recipe=self.recipe,
+                config=dataclasses.replace(config, seed=seed),
+                method=name,
+                options=options,
+                command=command,
+                **places,
+            )
+            run.check()
+            if all(run.folder != other.folder for other in runs):
+                runs.append(run)
+        self._check_used(for_method)
+        return runs
+
+    def _sorted(self, config: Any) -> tuple[dict[str, str], dict[str, str]]:
+        """Settings of the recipe, and options of the methods."""
+        of_recipe, of_method = field_names(config), field_names(MethodConfig)
+        settings = dict(self.settings)
+        if "seed" in settings:
+            raise ValueError("seeds are given by --seeds, not by --set seed=…")
+        for_method = {k: v for k, v in settings.items() if k in of_method and k not in of_recipe}
+        return {k: v for k, v in settings.items() if k not in for_method}, for_method
+
+    def _check_used(self, for_method: dict[str, str]) -> None:
+        uses = {option for name in self.methods for option in find_method(name).uses}
+        unused = [*(name for name in for_method if name not in uses)]
+        if self.orders and "K" not in uses:
+            unused.append("K")
+        if unused:
+            raise ValueError(
+                f"none of the methods {', '.join(self.methods)} has an option "
+                f"{', '.join(unused)}; theirs: {', '.join(sorted(uses)) or 'none'}"
+            )
+
+
+def read_plan(path: Path) -> list[Request]:
+    """A file with the arguments of ``gfsa train`` on each line; ``#`` begins a comment."""
+    requests = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        words = shlex.split(line, comments=True)
+        if words:
+            try:
+                requests.append(_parse(words))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+    if not requests:
+        raise ValueError(f"{path} has no runs in it")
+    return requests
+
+
+def _parse(words: Sequence[str]) -> Request:
+    recipe, rest = words[0], list(words[1:])
+    request: dict[str, Any] = {}
+    settings: list[tuple[str, str]] = []
+    while rest:
+        flag = rest.pop(0)
+        if not rest:
+            raise ValueError(f"{flag} needs a value")
+        value = rest.pop(0)
+        if flag == "--method":
+            request["methods"] = names_of(value)
+        elif flag == "--K":
+            request["orders"] = numbers_of("--K", value)
+        elif flag == "--seeds":
+            request["seeds"] = numbers_of("--seeds", value)
+        elif flag == "--set":
+            settings.append(setting_of(value))
+        else:
+            raise ValueError(f"a plan knows --method, --K, --seeds and --set, got {flag!r}")
+    return Request(recipe, settings=tuple(settings), **request)
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ValueError(f"--method takes some of {', '.join(METHODS)}, got {text!r}")
+    return names
+
+
+def numbers_of(flag: str, text: str) -> tuple[int, ...]:
+    """``0-4`` or ``0,1,2``, or a mixture."""
+    numbers: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            numbers += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        raise ValueError(f"{flag} takes numbers such as 0,1,2 or 0-4, got {text!r}") from None
+    if not numbers:
+        raise ValueError(f"{flag} takes numbers such as 0,1,2 or 0-4, got {text!r}")
+    return tuple(dict.fromkeys(numbers))
+
+
+def setting_of(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"--set takes key=value, got {text!r}")
+    return name.strip(), value.strip()

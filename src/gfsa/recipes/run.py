@@ -1,0 +1,216 @@
+"""What one run is, and how it is carried out from beginning to end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+import gfsa
+from gfsa._version import __version__
+from gfsa.bench.environment import commit, device_name
+from gfsa.recipes import find_recipe
+from gfsa.recipes.config import TrainConfig, as_text, settings_of
+from gfsa.recipes.folder import (
+    command_line,
+    environment,
+    now,
+    read_row,
+    run_folder,
+    write_config,
+    write_json,
+    write_row,
+)
+from gfsa.recipes.methods import MethodConfig, added_parameters, find_method, options_of
+from gfsa.recipes.row import Row
+from gfsa.recipes.task import Task
+from gfsa.recipes.trainer import Outcome, Trainer
+from gfsa.recipes.tree import to_device
+
+Progress = Callable[[int, int, str], None]
+"""Called with steps done, steps in all, and a few words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One model trained with one method under one seed."""
+
+    recipe: str
+    config: TrainConfig
+    method: str = "plain"
+    options: MethodConfig = dataclasses.field(default_factory=MethodConfig)
+    data_dir: Path = Path("data")
+    out: Path = Path("runs")
+    device: str = "auto"
+    resume: bool = False
+    jobs: int = 1
+    command: str = dataclasses.field(default_factory=command_line)
+
+    def check(self) -> None:
+        """Everything that can be wrong before any data is read."""
+        self.config.check()
+        options_of(find_method(self.method), self.options)
+
+    @property
+    def told_options(self) -> str:
+        return as_text(options_of(find_method(self.method), self.options))
+
+    @property
+    def folder(self) -> Path:
+        return run_folder(
+            self.out,
+            self.recipe,
+            self.config.label(),
+            self.method,
+            self.told_options,
+            settings_of(self.config),
+            self.config.seed,
+        )
+
+    def __str__(self) -> str:
+        words = (self.recipe, self.config.label(), self.method, self.told_options)
+        return " ".join(word for word in words if word) + f" seed {self.config.seed}"
+
+
+def carry_out(run: Run, progress: Progress | None = None) -> Row:
+    """Train, measure and write everything down; a finished run is not run again."""
+    run.check()
+    folder, config = run.folder, run.config
+    finished = read_row(folder)
+    if finished is not None and run.resume:
+        return finished
+    accelerator = _accelerator(run)
+    if accelerator.is_main_process:
+        write_config(folder, _as_data(run), run.resume)
+        write_json(folder / "environment.json", environment(accelerator.device))
+    accelerator.wait_for_everyone()
+    with _determinism(config.deterministic):
+        seed_everything(config.seed)
+        task = find_recipe(run.recipe).build(config, run.data_dir)
+        added = find_method(run.method).apply(task.model, run.options)
+        # every method goes on from the same state, whatever it drew to begin with
+        seed_everything(config.seed)
+        new = added_parameters(task.model)
+        trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
+        outcome = trainer.fit(run.resume, progress)
+        row = _row(run, task, added, outcome, accelerator)
+        if accelerator.is_main_process:
+            _keep(task, trainer.bare_model, folder, config, run)
+            write_row(folder, row)
+            # what they were for is reached
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return row
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _accelerator(run: Run) -> Accelerator:
+    # accelerate remembers the precision of the last run in this process
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+    if run.device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {run.device!r}")
+    if run.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch finds no GPU here")
+    precision = run.config.precision
+    return Accelerator(
+        cpu=run.device == "cpu",
+        mixed_precision="no" if precision == "fp32" else precision,
+        gradient_accumulation_steps=run.config.accumulate,
+    )
+
+
+@contextlib.contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _as_data(run: Run) -> dict[str, Any]:
+    return {
+        "recipe": run.recipe,
+        "method": run.method,
+        "options": dataclasses.asdict(run.options),
+        **dataclasses.asdict(run.config),
+    }
+
+
+def _row(run: Run, task: Task, added: int, outcome: Outcome, accelerator: Accelerator) -> Row:
+    metric = task.metric
+    others = {name: round(v, 6) for name, v in outcome.test.items() if name != metric}
+    return Row(
+        recipe=run.recipe,
+        task=run.config.label(),
+        method=run.method,
+        options=run.told_options,
+        settings=settings_of(run.config),
+        seed=run.config.seed,
+        metric=metric,
+        higher_is_better=task.higher_is_better,
+        test=outcome.test[metric],
+        valid=outcome.valid[metric] if outcome.valid else None,
+        others=as_text(others),
+        parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
+        added=added,
+        moved=outcome.moved,
+        coefficients=_coefficients(task.model),
+        epochs=outcome.epochs,
+        steps=outcome.steps,
+        seconds=round(outcome.seconds, 3),
+        seconds_per_step=outcome.seconds_per_step,
+        peak_memory_mib=outcome.peak_memory_mib,
+        jobs=run.jobs,
+        device=device_name(accelerator.device),
+        precision=run.config.precision,
+        torch=torch.__version__,
+        gfsa=__version__,
+        commit=commit(),
+        date=now(),
+        command=run.command,
+    )
+
+
+def _coefficients(model: nn.Module) -> str:
+    """Mean over heads and layers of each power's coefficient."""
+    found = [f.coefficients().detach().double().cpu() for f in gfsa.filters_of(model).values()]
+    if not found:
+        return ""
+    powers = max(c.shape[1] for c in found)
+    rows = torch.cat([nn.functional.pad(c, (0, powers - c.shape[1])) for c in found])
+    return " ".join(f"{value:.4f}" for value in rows.mean(0).tolist())
+
+
+def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: Run) -> None:
+    """What the run leaves besides numbers."""
+    if any(type(f).__module__ == "gfsa.filters" for f in gfsa.filters_of(model).values()):
+        gfsa.save(model, folder / "filters")
+    if config.save_model:
+        torch.save(model.state_dict(), folder / "model.pt")
+    if config.lens:
+        example = task.example()
+        if example is None:
+            warnings.warn(f"recipe {run.recipe} gives the lens nothing to look at", stacklevel=2)
+            return
+        device = next(model.parameters()).device
+        report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)
+        report.to_html(folder / "lens.html")
+        report.to_json(folder / "lens.json")

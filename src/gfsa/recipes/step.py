@@ -1,0 +1,122 @@
+"""One optimiser step, eagerly or as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from gfsa.recipes.tree import map_tensors, shapes_of, tensors_of
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+
+# beyond so many shapes the batches are not of a kind that graphs help with
+_MOST_GRAPHS = 64
+
+
+class EagerStep:
+    """Accumulate the gradient of some batches, clip it, and move."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimiser: Any,
+        loss_of: LossOf,
+        clip: float,
+    ) -> None:
+        self.accelerator, self.model, self.optimiser = accelerator, model, optimiser
+        self.loss_of, self.clip = loss_of, clip
+
+    def __call__(self, batches: list[Any]) -> Tensor:
+        """The mean loss of the step, on the device."""
+        losses = []
+        for batch in batches:
+            with self.accelerator.accumulate(self.model):
+                with self.accelerator.autocast():
+                    loss = self.loss_of(self.model, batch)
+                self.accelerator.backward(loss)
+                losses.append(loss.detach().float())
+                if self.accelerator.sync_gradients and self.clip:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                self.optimiser.step()
+                self.optimiser.zero_grad()
+        return torch.stack(losses).mean()
+
+
+class GraphedStep:
+    """The same for one process and one batch a step, replayed from a CUDA graph.
+
+    A shape that is seen for the first time runs eagerly (and warms up whatever compiles), the
+    second time it is captured, from then on it is one launch.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimiser: Any,
+        loss_of: LossOf,
+        clip: float,
+    ) -> None:
+        if accelerator.device.type != "cuda" or accelerator.num_processes > 1:
+            raise ValueError(
+                "graphs=true replays steps of one process on one GPU; "
+                f"this run has {accelerator.num_processes} on {accelerator.device.type}"
+            )
+        self.accelerator, self.model = accelerator, model
+        self.optimiser = optimiser.optimizer
+        self.loss_of, self.clip = loss_of, clip
+        self._seen: set[Any] = set()
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, batches: list[Any]) -> Tensor:
+        (batch,) = batches
+        shape = shapes_of(batch)
+        if not shape:
+            raise ValueError(
+                f"graphs=true needs batches of tensors in dicts, lists or dataclasses, "
+                f"got {type(batch).__name__}"
+            )
+        if shape not in self._graphs:
+            if shape not in self._seen or len(self._graphs) >= _MOST_GRAPHS:
+                self._seen.add(shape)
+                return self._eagerly(batch)
+            self._graphs[shape] = self._capture(batch)
+        graph, inputs, loss = self._graphs[shape]
+        for static, tensor in zip(tensors_of(inputs), tensors_of(batch), strict=True):
+            static.copy_(tensor, non_blocking=True)
+        graph.replay()
+        return loss
+
+    def _work(self, batch: Any) -> Tensor:
+        with self.accelerator.autocast():
+            loss = self.loss_of(self.model, batch)
+        loss.backward()
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=True)
+        self.optimiser.step()
+        return loss.detach().float()
+
+    def _eagerly(self, batch: Any) -> Tensor:
+        # on a side stream, as capture wants its warm-up
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            loss = self._work(batch)
+            self.optimiser.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _capture(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
+        inputs = map_tensors(torch.clone, batch)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            loss = self._work(inputs)
+        # the gradients belong to the graph: it makes them anew at each replay
+        self.optimiser.zero_grad(set_to_none=True)
+        return graph, inputs, loss

@@ -1,0 +1,304 @@
+"""The training loop that all recipes share."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import gfsa
+from gfsa.recipes.batches import EpochBatches, training_loader
+from gfsa.recipes.checkpoints import latest_checkpoint, read_state, write_checkpoint
+from gfsa.recipes.config import TrainConfig
+from gfsa.recipes.evaluate import evaluate
+from gfsa.recipes.folder import write_metrics
+from gfsa.recipes.log import Log
+from gfsa.recipes.optimiser import build_optimiser, set_learning_rate
+from gfsa.recipes.step import EagerStep, GraphedStep
+from gfsa.recipes.task import Task
+from gfsa.recipes.tree import to_device
+
+_BEST = "best.pt"
+
+
+@dataclass
+class Outcome:
+    """What came out of training."""
+
+    test: dict[str, float]
+    valid: dict[str, float] | None
+    moved: float | None
+    epochs: float
+    steps: int
+    seconds: float
+    seconds_per_step: float
+    peak_memory_mib: float | None
+
+
+@dataclass
+class _Position:
+    """Where the loop is; all of it goes into a checkpoint."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best_score: float | None = None
+    best_step: int = 0
+    worse: int = 0
+    stopped: bool = False
+
+
+class Trainer:
+    """Trains the model of a task, and can be killed and asked to go on.
+
+    Args:
+        task: model, data, loss and measure.
+        config: how to train.
+        accelerator: devices and precision.
+        folder: where metrics, logs and checkpoints go.
+        added: parameters that a method put into the model.
+        filter_lr: their learning rate; None for the model's.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        folder: Path,
+        added: list[nn.Parameter],
+        filter_lr: float | None = None,
+    ) -> None:
+        self.task, self.config, self.accelerator, self.folder = task, config, accelerator, folder
+        if (config.patience or config.best) and "valid" not in task.splits:
+            raise ValueError(
+                "patience and best choose on the split 'valid', which this data set lacks; "
+                "split some of train off (holdout=0.1, if the recipe has it)"
+            )
+        task.model.to(accelerator.device)
+        self.bare_model = task.model
+        self._start = {name: f.theta.detach().clone() for name, f in _learning(task.model)}
+        optimiser = build_optimiser(task.model, added, config, filter_lr)
+        self.average: AveragedModel | None = None
+        if config.ema:
+            averaging = get_ema_multi_avg_fn(config.ema)
+            self.average = AveragedModel(task.model, multi_avg_fn=averaging, use_buffers=True)
+            accelerator.register_for_checkpointing(self.average)
+        self.model, self.optimiser = accelerator.prepare(task.model, optimiser)
+        if config.compile:
+            self.model.compile()
+        make_step = GraphedStep if config.graphs else EagerStep
+        self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
+        self.position = _Position()
+        self.history: list[dict[str, Any]] = []
+        self._best: dict[str, Tensor] | None = None
+        self.steps_per_epoch = self._batches(0, 0).steps()
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"{len(task.splits['train'])} examples make no batch of {config.batch_size}; "
+                "set a smaller batch_size or drop_last=false"
+            )
+        self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
+        self._rates: list[float] = []
+
+    def fit(
+        self, resume: bool = False, progress: Callable[[int, int, str], None] | None = None
+    ) -> Outcome:
+        """Train to the end (from the last checkpoint, if asked) and measure."""
+        if resume:
+            self._resume()
+        on_gpu = self.accelerator.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        log = Log(self.folder, self.config.tensorboard and self.accelerator.is_main_process)
+        try:
+            self._train(log, progress)
+            peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None
+            if self._best is not None:
+                self.judged.load_state_dict(self._best)
+            valid = self._measure("valid") if "valid" in self.task.splits else None
+            test = self._measure("test")
+            self._note(log, {"step": self.position.step} | _named("test", test))
+        finally:
+            log.close()
+        if self.accelerator.is_main_process:
+            write_metrics(self.folder, self.history)
+        if self.average is not None:
+            self.bare_model.load_state_dict(self.average.module.state_dict())
+        return Outcome(
+            test=test,
+            valid=valid,
+            moved=self._moved(),
+            epochs=round(self.position.step / self.steps_per_epoch, 3),
+            steps=self.position.step,
+            seconds=self.position.seconds,
+            seconds_per_step=median(self._rates) if self._rates else 0.0,
+            peak_memory_mib=None if peak is None else round(peak, 1),
+        )
+
+    @property
+    def judged(self) -> nn.Module:
+        """The model that is evaluated: the average, if there is one."""
+        return self.model if self.average is None else self.average.module
+
+    def _train(self, log: Log, progress: Callable[[int, int, str], None] | None) -> None:
+        config, at = self.config, self.position
+        eval_steps = max(1, round(config.eval_every * self.steps_per_epoch))
+        save_steps = config.checkpoint_every or self.steps_per_epoch
+        self.model.train()
+        losses = torch.zeros((), device=self.accelerator.device)
+        counted, since = 0, time.perf_counter()
+        for batches in self._stream():
+            rate = set_learning_rate(self.optimiser, config, at.step, self.total)
+            losses += self.step(batches)
+            if self.average is not None:
+                self.average.update_parameters(self.bare_model)
+            at.step += 1
+            counted += 1
+            done = at.step == self.total
+            evaluates = "valid" in self.task.splits and (done or at.step % eval_steps == 0)
+            saves = config.checkpoints and (at.step % save_steps == 0 or done)
+            if not (evaluates or saves or done or at.step % config.log_every == 0):
+                continue
+            # the one place where the host waits for the device
+            loss = float(losses) / counted
+            seconds = time.perf_counter() - since
+            at.seconds += seconds
+            self._rates.append(seconds / counted)
+            self._check(loss)
+            line = {"step": at.step, "loss": loss, "lr": rate}
+            if evaluates:
+                line |= _named("valid", self._judge(at))
+            self._note(log, line)
+            if progress is not None:
+                progress(at.step, self.total, f"loss {loss:.3g}")
+            if saves or (at.stopped and config.checkpoints):
+                self._save()
+            if at.stopped:
+                break
+            losses.zero_()
+            counted, since = 0, time.perf_counter()
+
+    def _stream(self) -> Iterator[list[Any]]:
+        """The batches of each step that is still to do, on the device."""
+        pin = self.accelerator.device.type == "cuda"
+        while self.position.step < self.total and not self.position.stopped:
+            epoch, start = divmod(self.position.step, self.steps_per_epoch)
+            order = self._batches(epoch, start)
+            loader = training_loader(self.task.splits["train"], order, self.config.workers, pin)
+            pieces: list[Any] = []
+            for batch in loader:
+                moved = to_device(batch, self.accelerator.device)
+                pieces.append(self.task.prepare(moved))
+                if len(pieces) == self.config.accumulate:
+                    yield pieces
+                    pieces = []
+                    if self.position.step == self.total:
+                        return
+
+    def _batches(self, epoch: int, start: int) -> EpochBatches:
+        config, split = self.config, self.task.splits["train"]
+        if config.group_by_length and split.lengths is None:
+            raise ValueError("group_by_length=true, but this recipe's examples have no lengths")
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        if config.batch_size % (processes * config.accumulate):
+            raise ValueError(
+                f"batch_size {config.batch_size} cannot be split among {processes} processes"
+                f" × accumulate={config.accumulate}"
+            )
+        return EpochBatches(
+            len(split),
+            config.batch_size,
+            config.seed,
+            epoch,
+            lengths=split.lengths if config.group_by_length else None,
+            pieces=processes * config.accumulate,
+            mine=range(rank * config.accumulate, (rank + 1) * config.accumulate),
+            start=start,
+            drop_last=config.drop_last,
+        )
+
+    def _measure(self, split: str) -> dict[str, float]:
+        return evaluate(self.task, self.judged, split, self.config, self.accelerator)
+
+    def _judge(self, at: _Position) -> dict[str, float]:
+        """Measure ``valid``, keep the best weights, and decide whether to stop."""
+        scores = self._measure("valid")
+        score = scores[self.task.metric]
+        sign = 1 if self.task.higher_is_better else -1
+        if at.best_score is None or sign * (score - at.best_score) > 0:
+            at.best_score, at.best_step, at.worse = score, at.step, 0
+            if self.config.best or self.config.patience:
+                state = self.judged.state_dict()
+                self._best = {name: tensor.detach().clone() for name, tensor in state.items()}
+        else:
+            at.worse += 1
+            at.stopped = bool(self.config.patience) and at.worse >= self.config.patience
+        return scores
+
+    def _check(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} at step {self.position.step}: training has diverged; "
+                "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
+            )
+
+    def _note(self, log: Log, line: dict[str, Any]) -> None:
+        self.history.append(line)
+        moved = self._moved()
+        log.write(line if moved is None else line | {"filters/moved": moved})
+
+    def _moved(self) -> float | None:
+        """Mean |w − its start| over what the filters learn."""
+        if not self._start:
+            return None
+        steps = [
+            ((f.theta.detach() - self._start[name]) * f.lr_multiplier).abs().flatten()
+            for name, f in _learning(self.bare_model)
+        ]
+        return float(torch.cat(steps).mean())
+
+    def _save(self) -> None:
+        def save(folder: Path) -> None:
+            self.accelerator.save_state(str(folder / "state"))
+            if self._best is not None:
+                torch.save(self._best, folder / _BEST)
+
+        state = {"position": vars(self.position), "history": self.history, "rates": self._rates}
+        write_checkpoint(
+            self.folder / "checkpoints", self.position.step, state, save, self.accelerator
+        )
+        if self.accelerator.is_main_process:
+            write_metrics(self.folder, self.history)
+
+    def _resume(self) -> None:
+        checkpoint = latest_checkpoint(self.folder / "checkpoints")
+        if checkpoint is None:
+            return
+        state = read_state(checkpoint)
+        self.position = _Position(**state["position"])
+        self.history, self._rates = state["history"], state["rates"]
+        if (checkpoint / _BEST).exists():
+            self._best = torch.load(
+                checkpoint / _BEST, map_location=self.accelerator.device, weights_only=True
+            )
+        # last, since it also restores the random state
+        self.accelerator.load_state(str(checkpoint / "state"))
+
+
+def _learning(model: nn.Module) -> list[tuple[str, Any]]:
+    """The filters that learn something."""
+    found = gfsa.filters_of(model).items()
+    return [(name, f) for name, f in found if getattr(f, "theta", None) is not None]
+
+
+def _named(split: str, scores: dict[str, float]) -> dict[str, float]:
+    return {f"{split}/{name}": value for name, value in scores.items()}

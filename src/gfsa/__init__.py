@@ -11,6 +11,7 @@ from gfsa.plugs.pretrained import from_pretrained
 from gfsa.plugs.prune import prune
 
 if TYPE_CHECKING:
+    from gfsa import baselines
     from gfsa.lens import diagnose
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Polynomial",
     "Twicing",
     "__version__",
+    "baselines",
     "diagnose",
     "filters_of",
     "from_pretrained",
@@ -37,7 +39,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # the lens is loaded when it is first looked through
+    # the lens and the comparison methods are loaded when they are first used
+    if name == "baselines":
+        import importlib
+
+        return importlib.import_module("gfsa.baselines")
     if name == "diagnose":
         from gfsa.lens import diagnose
 

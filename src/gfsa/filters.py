@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gfsa.operators import Operator
+from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.dense import DropoutPlace, check_dropout_place
 
 Power = Literal["extrapolated", "exact"]
@@ -114,6 +114,10 @@ class GraphFilter(nn.Module):
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
         return operator.polynomial(self.coefficients(), v)
+
+    def map(self, operator: DenseOperator) -> Tensor:
+        """``H``, the map that takes A's place, ``(..., H, N, N)``; for looking at it."""
+        return operator.filter(self.coefficients())
 
     def fold(self) -> Polynomial:
         """The same polynomial as a plain :class:`Polynomial`, each coefficient free to learn."""

@@ -68,7 +68,7 @@ class FilteredRelPosMHAXL(RelPosMHAXL):
         out = self.out_proj(y.transpose(1, 2).reshape(B, N, -1))
         if not return_attn_weights:
             return out
-        return out, operator.filter(self.gfsa.coefficients())
+        return out, self.gfsa.map(operator)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each ``(B, N, H, D)``."""

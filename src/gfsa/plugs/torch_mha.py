@@ -61,7 +61,7 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
         if need_weights:
             operator = DenseOperator(_map(q, k, attn_mask), dropout_p, place)
             y = self.gfsa(operator, v)
-            weights = operator.filter(self.gfsa.coefficients()).to(v.dtype)
+            weights = self.gfsa.map(operator).to(v.dtype)
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             y = self.gfsa(

@@ -243,4 +243,4 @@ def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:
         )
     inner = operator.rows if isinstance(operator, CachedOperator) else operator
     dense = inner if isinstance(inner, DenseOperator) else DenseOperator(inner.dense())
-    return dense.filter(module.gfsa.coefficients()).to(value.dtype)
+    return module.gfsa.map(dense).to(value.dtype)

@@ -48,6 +48,13 @@ def load_tokenizer(name: str) -> Any:
     return _load(AutoTokenizer, name)
 
 
+def load_config(name: str) -> Any:
+    """The configuration of a model."""
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, name)
+
+
 def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -> Any:
     """A model of the class ``kind`` (an ``AutoModel…``) in float32, whatever it was saved in.
 

@@ -88,11 +88,11 @@ class BadRows:
         warnings.warn(f"{message}. They are left out", stacklevel=3)
 
 
-def check_count(path: Path, found: int, official: int) -> None:
-    """Warn if a file has another number of rows than the official one."""
+def check_count(path: Path, found: int, official: int, what: str = "usable rows") -> None:
+    """Warn if a file has another size than the official one."""
     if found != official:
         warnings.warn(
-            f"{path} has {found:,} usable rows, the official file {official:,}: "
+            f"{path} has {found:,} {what}, the official file {official:,}: "
             "results are not those of the official data set",
             stacklevel=3,
         )

@@ -1,0 +1,60 @@
+"""WikiText-2, WikiText-103 and the Penn Treebank from their official files."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from gfsa.recipes.data.text_files import check_count, find_file, read_lines
+from gfsa.recipes.task import DataSource
+
+_WIKITEXT = "https://huggingface.co/datasets/Salesforce/wikitext"
+SOURCES = {
+    "wikitext-2": DataSource(
+        "WikiText-2",
+        "wiki.{train,valid,test}.tokens (or .raw, or {train,valid,test}.txt), here or in "
+        "wikitext-2/",
+        _WIKITEXT,
+    ),
+    "wikitext-103": DataSource(
+        "WikiText-103",
+        "wiki.{train,valid,test}.tokens (or .raw), here or in wikitext-103/",
+        _WIKITEXT,
+    ),
+    "ptb": DataSource(
+        "Penn Treebank",
+        "ptb.{train,valid,test}.txt, here, in ptb/ or in penn-treebank/",
+        "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz",
+    ),
+}
+PARTS = ("train", "valid", "test")
+_FOLDERS = {
+    "wikitext-2": ("", "wikitext-2", "wikitext-2-raw"),
+    "wikitext-103": ("", "wikitext-103", "wikitext-103-raw"),
+    "ptb": ("", "ptb", "penn-treebank", "simple-examples/data"),
+}
+# words and ends of lines
+_WORDS = {
+    "wikitext-2": (2_088_628, 217_646, 245_569),
+    "wikitext-103": (103_227_021, 217_646, 245_569),
+    "ptb": (929_589, 73_760, 82_430),
+}
+
+
+@lru_cache(maxsize=3)
+def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
+    """The lines of one part, each with the line feed that ends it."""
+    names = [f"ptb.{part}.txt"]
+    if name != "ptb":
+        names = [f"wiki.{part}.tokens", f"wiki.{part}.raw", f"{part}.txt"]
+    path = find_file(data_dir, names, SOURCES[name], _FOLDERS[name])
+    lines = tuple(line + "\n" for line in read_lines(path))
+    # the raw files keep the words that the others replace by <unk>, and count differently
+    if not path.name.startswith(f"wiki.{part}.raw"):
+        check_count(path, count_words(lines), _WORDS[name][PARTS.index(part)], "words")
+    return lines
+
+
+def count_words(lines: tuple[str, ...]) -> int:
+    """Words as these corpora count them: between blanks, and one for each end of a line."""
+    return sum(len(line.split()) + 1 for line in lines)

@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": "gfsa.demo.command:demo",
     "train": "gfsa.recipes.command:train",
     "diagnose": "gfsa.lens.command:diagnose",
+    "results": "gfsa.recipes.results.command:results",
     "bench": "gfsa.bench.command:bench",
     "info": "gfsa.info:info",
 }

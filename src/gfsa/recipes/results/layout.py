@@ -1,0 +1,144 @@
+"""Tables of results as blocks of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from statistics import fmean, median
+
+from gfsa.recipes.results.document import Block, Bullets, Commands, Grid, Heading, Text
+from gfsa.recipes.results.notes import footnotes, notes_of
+from gfsa.recipes.results.paper import SOURCE, Counterpart, counterpart
+from gfsa.recipes.results.paper_layout import paper_blocks, paper_difference
+from gfsa.recipes.results.summary import summary
+from gfsa.recipes.results.tables import Line, ResultTable
+from gfsa.recipes.results.units import (
+    NONE,
+    Scale,
+    count,
+    number,
+    p_value,
+    ratio,
+    scale_of,
+    span,
+)
+
+COLUMNS = (
+    ("method", "seeds"),
+    ("difference to plain", "seeds better", "p (Holm)", "verdict"),
+    ("added", "moved", "c0 c1 …", "time", "memory"),
+)
+
+
+def page(shown: Sequence[ResultTable], every: list[ResultTable], paper: bool) -> list[Block]:
+    """A summary, the tables by recipe, and how to read them.
+
+    Args:
+        shown: the tables that were asked for.
+        every: those of the whole folder, for what is said about all comparisons.
+        paper: put the paper's figures beside ours.
+    """
+    blocks: list[Block] = [Heading("Summary"), summary(shown, paper)]
+    for recipe, tables in groupby(shown, key=lambda table: table.recipe):
+        blocks.append(Heading(recipe))
+        for table in tables:
+            blocks.extend(section(table, paper))
+    blocks += [Heading("How to read the tables"), Bullets(footnotes(every))]
+    if paper:
+        blocks.append(
+            Text(
+                f"Figures of the paper are typed in from {SOURCE}; they were not measured here, "
+                "and at another scale: they are no target for runs of ours."
+            )
+        )
+    return blocks
+
+
+def section(table: ResultTable, paper: bool) -> list[Block]:
+    """One table with what belongs to it."""
+    match = _counterpart(table) if paper else None
+    blocks: list[Block] = [
+        Heading(f"{table.task}, {table.settings or 'default settings'}", 3),
+        Text(describe(table)),
+        _grid(table, match),
+    ]
+    notes = notes_of(table)
+    if notes:
+        blocks.append(Bullets(notes))
+    commands = list(dict.fromkeys(row.command for row in table.rows if row.command))
+    if commands:
+        blocks.append(Commands(commands))
+    if match is not None:
+        blocks += paper_blocks(match)
+    elif paper:
+        blocks.append(Text("The paper has no counterpart of this task."))
+    return blocks
+
+
+def describe(table: ResultTable) -> str:
+    """Metric, size and machine in a sentence."""
+    percent = " in percent" if scale_of(table).factor == 100 else ""
+    better = "higher" if table.higher_is_better else "lower"
+    rows = table.rows
+    said = [f"{table.metric}{percent} on the test split, {better} is better"]
+    if rows:
+        said.append(f"{count(median(row.parameters for row in rows))} parameters")
+        said.append(f"{span(row.epochs for row in rows)} epochs")
+        said.append(f"{span(row.steps for row in rows)} steps")
+    said += sorted({row.device for row in rows if row.device})
+    said += sorted({row.precision for row in rows if row.precision})
+    return ", ".join(said) + "."
+
+
+def _grid(table: ResultTable, match: Counterpart | None) -> Grid:
+    left, middle, right = COLUMNS
+    columns = [*left, table.metric, *middle, *right]
+    if match is not None:
+        columns.append("paper")
+    scale = scale_of(table)
+    rows = []
+    for line in table.lines:
+        spread = "" if line.std is None else f" ± {scale.number(line.std)}"
+        cells = [line.name, str(len(line.rows)), scale.number(line.mean) + spread]
+        cells += _difference(line, scale)
+        cells += _filter_cells(line)
+        cells += _costs(line) if line is table.plain else [ratio(line.times), ratio(line.memories)]
+        if match is not None:
+            cells.append(paper_difference(match, line.method, line.options))
+        rows.append(cells)
+    return Grid(columns, rows, ("method", "verdict"))
+
+
+def _difference(line: Line, scale: Scale) -> list[str]:
+    difference = line.difference
+    if difference is None:
+        return [NONE] * 4
+    return [
+        scale.difference(difference),
+        f"{difference.seeds_better}/{len(difference.seeds)}",
+        p_value(line.adjusted_p),
+        difference.verdict or NONE,
+    ]
+
+
+def _costs(plain: Line) -> list[str]:
+    """What the ratios of the other lines are to."""
+    times = plain.seconds_per_step.values()
+    memories = plain.peak_memory_mib.values()
+    return [
+        f"{span(1000 * fmean(of_device) for of_device in times)} ms" if times else NONE,
+        f"{span(fmean(of_device) for of_device in memories)} MiB" if memories else NONE,
+    ]
+
+
+def _filter_cells(line: Line) -> list[str]:
+    coefficients = line.coefficients
+    return [
+        span(line.added),
+        NONE if line.moved is None else f"{line.moved:.2g}",
+        NONE if coefficients is None else " ".join(number(c, 3) for c in coefficients),
+    ]
+
+
+def _counterpart(table: ResultTable) -> Counterpart | None:
+    return counterpart(table.recipe, table.task, [line.options for line in table.lines])

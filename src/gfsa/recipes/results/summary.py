@@ -1,0 +1,79 @@
+"""One line a method and task: what the paper claims, what was measured here, and the verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from statistics import median
+
+from gfsa.recipes.results.document import Grid
+from gfsa.recipes.results.paper import counterpart
+from gfsa.recipes.results.paper_layout import paper_difference
+from gfsa.recipes.results.tables import Line, ResultTable
+from gfsa.recipes.results.units import NONE, Scale, count, scale_of, span
+
+
+def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
+    """Methods with several choices of options are told by their range, never by their best."""
+    columns = ["task", "scale here", "method", "seeds", "difference to plain, measured", "verdict"]
+    if paper:
+        columns.insert(5, "difference to plain, paper")
+    rows = []
+    for table in tables:
+        scale = scale_of(table)
+        match = counterpart(table.recipe, table.task) if paper else None
+        for method, group in groupby(table.lines, key=lambda line: line.method):
+            lines = list(group)
+            if method == "plain" and table.plain is not None:
+                continue
+            row = [_task(table), _scale(table), _name(method, lines), _seeds(lines)]
+            row += [_measured(lines, scale), _verdict(lines)]
+            if paper:
+                row.insert(5, NONE if match is None else paper_difference(match, method))
+            rows.append(row)
+    return Grid(columns, rows, ("task", "scale here", "method", "verdict"))
+
+
+def _task(table: ResultTable) -> str:
+    settings = f" ({table.settings})" if table.settings else ""
+    arrow = "" if table.higher_is_better else " ↓"
+    return f"{table.recipe}: {table.task}{settings}, {table.metric}{arrow}"
+
+
+def _scale(table: ResultTable) -> str:
+    rows = table.rows
+    if not rows:
+        return NONE
+    parameters = count(median(row.parameters for row in rows))
+    return f"{parameters} parameters, {span(row.epochs for row in rows)} epochs"
+
+
+def _name(method: str, lines: Sequence[Line]) -> str:
+    return lines[0].name if len(lines) == 1 else f"{method}, {len(lines)} choices of options"
+
+
+def _seeds(lines: Sequence[Line]) -> str:
+    compared = [len(line.difference.seeds) for line in lines if line.difference is not None]
+    return span(compared)
+
+
+def _measured(lines: Sequence[Line], scale: Scale) -> str:
+    differences = [line.difference for line in lines if line.difference is not None]
+    if not differences:
+        return NONE
+    if len(lines) == 1:
+        return scale.difference(differences[0])
+    ends = sorted(difference.mean for difference in differences)
+    return f"from {scale.signed(ends[0])} to {scale.signed(ends[-1])}"
+
+
+def _verdict(lines: Sequence[Line]) -> str:
+    verdicts: Counter[str] = Counter(
+        (line.difference.verdict if line.difference is not None else None) or "no verdict"
+        for line in lines
+    )
+    if len(lines) == 1:
+        return next(iter(verdicts))
+    order = ("better", "worse", "no difference shown", "no verdict")
+    return ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])

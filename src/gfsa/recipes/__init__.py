@@ -24,8 +24,19 @@ RECIPES = {
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe called ``name``."""
-    if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
-    recipe: Recipe = import_module(RECIPES[name]).RECIPE
+    """The recipe called ``name``, or the one in a module of your own, ``package.module``."""
+    if name not in RECIPES and "." not in name:
+        raise ValueError(
+            f"there is no recipe {name!r}; there are {', '.join(RECIPES)}, "
+            "or name a module of your own that has a RECIPE, with a dot: package.module"
+        )
+    module = RECIPES.get(name, name)
+    try:
+        recipe: Recipe = import_module(module).RECIPE
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        raise ValueError(f"there is no module {error.name!r} with a recipe") from error
+    except AttributeError as error:
+        raise ValueError(f"the module {module} has no RECIPE") from error
     return recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,13 +87,12 @@ def train(
 
 def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path) -> int:
     """Run everything, add each row as it comes, and give the number of runs that failed."""
-    from accelerate import PartialState
-
     from gfsa.recipes.progress import many, one_at_a_time
     from gfsa.recipes.row import append_rows
     from gfsa.recipes.together import carry_out_all
 
-    launched = PartialState._shared_state.get("num_processes", 1)
+    # launchers tell each process its place; asking torch would take a GPU for this one
+    launched, rank = (int(os.environ.get(name, 0)) for name in ("WORLD_SIZE", "RANK"))
     if jobs > 1 and launched > 1:
         raise typer.BadParameter("--jobs is for one process; accelerate launch has started several")
     begun_with_row = {run.folder for run in runs if (run.folder / "row.json").exists()}
@@ -106,18 +106,12 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path) -> i
             elif run.folder in begun_with_row:
                 console.print(f"was there: {run}: {row.metric} {row.test:.4f}", highlight=False)
             else:
-                if _is_main():
+                if rank == 0:
                     append_rows(results / f"{row.recipe}.csv", [row])
                 console.print(f"{run}: {row.metric} {row.test:.4f}", highlight=False)
             advance()
     console.print(f"{len(runs) - failed} of {len(runs)} runs done; gfsa results shows the tables")
     return failed
-
-
-def _is_main() -> bool:
-    from accelerate import PartialState
-
-    return bool(PartialState().is_main_process)
 
 
 def _print_config(console: Console, run: Run) -> None:

@@ -71,7 +71,7 @@ class Run:
     def folder(self) -> Path:
         return run_folder(
             self.out,
-            self.recipe,
+            find_recipe(self.recipe).name,
             self.config.label(),
             self.method,
             self.told_options,
@@ -80,7 +80,7 @@ class Run:
         )
 
     def __str__(self) -> str:
-        words = (self.recipe, self.config.label(), self.method, self.told_options)
+        words = (find_recipe(self.recipe).name, self.config.label(), self.method, self.told_options)
         return " ".join(word for word in words if word) + f" seed {self.config.seed}"
 
 
@@ -158,7 +158,7 @@ def _row(run: Run, task: Task, added: int, outcome: Outcome, accelerator: Accele
     metric = task.metric
     others = {name: round(v, 6) for name, v in outcome.test.items() if name != metric}
     return Row(
-        recipe=run.recipe,
+        recipe=find_recipe(run.recipe).name,
         task=run.config.label(),
         method=run.method,
         options=run.told_options,

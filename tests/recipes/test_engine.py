@@ -1,0 +1,274 @@
+"""The training loop: deterministic, resumable to the bit, and honest about what failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gfsa.recipes
+from gfsa.recipes.methods import MethodConfig
+from gfsa.recipes.row import Row, read_rows
+from gfsa.recipes.run import Run, carry_out
+from support.toy_recipe import ToyConfig
+
+
+def run(out: Path, method: str = "gfsa", resume: bool = False, **settings: Any) -> Run:
+    options = {"filter_lr": 0.1} if method == "gfsa" else {}
+    return Run(
+        recipe="support.toy_recipe",
+        config=ToyConfig(**settings),
+        method=method,
+        options=MethodConfig(**options),
+        out=out,
+        device="cpu",
+        resume=resume,
+        command="gfsa train toy",
+    )
+
+
+def same(row: Row, other: Row) -> bool:
+    """Equal in everything that is not time."""
+    times = {"seconds": 0, "seconds_per_step": 0, "date": "", "command": ""}
+    return dataclasses.replace(row, **times) == dataclasses.replace(other, **times)
+
+
+def metrics(one: Run) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_folder_and_learns(tmp_path: Path) -> None:
+    one = run(tmp_path, epochs=20, lens=True, save_model=True)
+    row = carry_out(one)
+    assert row.test > 80
+    assert row.moved is not None
+    assert row.moved > 0.05
+    assert row.added == 12
+    assert row.steps == 20 * 6
+    names = {path.name for path in one.folder.iterdir()}
+    assert {"config.json", "environment.json", "metrics.jsonl", "row.json"} <= names
+    assert {"filters", "lens.html", "lens.json", "model.pt", "tensorboard"} <= names
+    assert "checkpoints" not in names
+    assert metrics(one)[-1]["test/accuracy"] == row.test
+    # the filters in the folder are the trained ones
+    from support.toy_recipe import ToyModel
+
+    model = ToyModel(0.0)
+    gfsa.load(model, one.folder / "filters")
+    saved = torch.load(one.folder / "model.pt", weights_only=True)
+    for name, theta in ((n, p) for n, p in model.named_parameters() if n.endswith("theta")):
+        assert torch.equal(theta, saved[name])
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_does_not(tmp_path: Path) -> None:
+    first = carry_out(run(tmp_path / "a"))
+    again = carry_out(run(tmp_path / "b"))
+    other = carry_out(run(tmp_path / "c", seed=1))
+    assert same(first, again)
+    assert first.moved != other.moved
+
+
+def test_methods_begin_as_the_same_model(tmp_path: Path) -> None:
+    settings = {"max_steps": 1, "log_every": 1}
+    plain, filtered = run(tmp_path, "plain", **settings), run(tmp_path, "gfsa", **settings)
+    carry_out(plain)
+    carry_out(filtered)
+    assert metrics(plain)[0]["loss"] == metrics(filtered)[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ema": 0.9, "best": True, "accumulate": 2, "checkpoint_every": 4},
+        {"workers": 1, "group_by_length": True, "checkpoint_every": 4, "schedule": "cosine"},
+    ],
+    ids=["plain", "averaged", "workers"],
+)
+def test_interrupted_anywhere_it_ends_with_the_same_numbers(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"epochs": 3, "warmup": 0.1, **settings}
+    whole = run(tmp_path / "whole", **settings)
+    expected = carry_out(whole)
+
+    from support.toy_recipe import ToyTask
+
+    calls = iter(range(10_000))
+    healthy = ToyTask.loss
+
+    def dies_at_step_13(self: Any, model: Any, batch: Any) -> Any:
+        if next(calls) == 13 * settings.get("accumulate", 1):
+            raise KeyboardInterrupt
+        return healthy(self, model, batch)
+
+    broken = run(tmp_path / "broken", **settings)
+    monkeypatch.setattr(ToyTask, "loss", dies_at_step_13)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(broken)
+    monkeypatch.setattr(ToyTask, "loss", healthy)
+    row = carry_out(dataclasses.replace(broken, resume=True))
+    assert same(row, expected)
+    assert metrics(broken) == metrics(whole)
+
+
+_WORKER = """
+import sys
+from pathlib import Path
+from support.toy_recipe import ToyConfig
+from gfsa.recipes.run import Run, carry_out
+config = ToyConfig(epochs=30, checkpoint_every=1)
+carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", out=Path(sys.argv[1]),
+              device="cpu", resume=True, command=""))
+"""
+
+
+def _newest(out: Path) -> int:
+    """Steps of the newest checkpoint."""
+    (folder,) = [*out.glob("toy/toy/*/seed-0/checkpoints")] or [out]
+    names = os.listdir(folder) if folder.exists() else []
+    return max((int(name[5:]) for name in names if name.startswith("step-")), default=0)
+
+
+def test_killed_without_warning_it_goes_on(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", _WORKER, str(tmp_path / "killed")]
+    environ = {**os.environ, "PYTHONPATH": str(tests)}
+    killed = 0
+    # a checkpoint after every step: most kills fall into the writing of one
+    for after in (3, 8):
+        process = subprocess.Popen(command, env=environ)
+        while process.poll() is None and _newest(tmp_path / "killed") < after:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+    assert killed == 2
+    one = Run(
+        recipe="support.toy_recipe",
+        config=ToyConfig(epochs=30, checkpoint_every=1),
+        method="gfsa",
+        out=tmp_path / "killed",
+        device="cpu",
+        resume=True,
+        command="",
+    )
+    row = carry_out(one)
+    expected = carry_out(dataclasses.replace(one, out=tmp_path / "whole"))
+    assert same(row, expected)
+
+
+def test_a_finished_run_is_neither_repeated_nor_overwritten(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path))
+    with pytest.raises(FileExistsError, match="--resume"):
+        carry_out(run(tmp_path))
+    assert carry_out(run(tmp_path, resume=True)) == row
+
+
+def test_going_on_with_other_settings_is_refused(tmp_path: Path) -> None:
+    one = run(tmp_path, workers=0)
+    carry_out(one)
+    # harmless settings do not change the folder, but they are part of what was asked for
+    (one.folder / "row.json").unlink()
+    (one.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
+    (one.folder / "checkpoints" / "step-000000001" / "loop.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"log_every: 50 → 7"):
+        carry_out(run(tmp_path, resume=True, log_every=7))
+
+
+def test_early_stopping_reports_the_best_weights(tmp_path: Path) -> None:
+    one = run(tmp_path, epochs=60, patience=3, lr=3e-2)
+    row = carry_out(one)
+    lines = [line for line in metrics(one) if "valid/accuracy" in line]
+    scores = [line["valid/accuracy"] for line in lines]
+    assert row.steps < 60 * 6
+    assert len(scores) == scores.index(max(scores)) + 1 + 3
+    assert row.valid == max(scores)
+
+
+def test_divergence_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match="smaller lr"):
+        carry_out(run(tmp_path, explode_at=3))
+
+
+def test_bad_settings_are_refused_before_anything_is_read() -> None:
+    for wrong in (
+        {"batch_size": 0},
+        {"warmup": 1.5},
+        {"batch_size": 8, "accumulate": 3},
+        {"graphs": True, "accumulate": 2},
+    ):
+        with pytest.raises(ValueError, match="|".join(wrong)):
+            ToyConfig(**wrong).check()
+
+
+def test_graphs_need_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one GPU"):
+        carry_out(run(tmp_path, graphs=True))
+
+
+_LAUNCHED = """
+import sys
+from pathlib import Path
+from support.toy_recipe import ToyConfig
+from gfsa.recipes.run import Run, carry_out
+config = ToyConfig(epochs=1, dropout=0.0, accumulate=int(sys.argv[2]))
+row = carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", device="cpu",
+                    out=Path(sys.argv[1]), command=""))
+assert row.others == "count=30.0"
+"""
+
+
+def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.toy_recipe import ToyTask
+
+    script = tmp_path / "launched.py"
+    # without noise of their own in each process
+    script.write_text(
+        _LAUNCHED.replace(
+            "config =",
+            "import support.toy_recipe as t\n"
+            "t.ToyTask.prepare = lambda self, batch: batch\nconfig =",
+            1,
+        )
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path / "two"), "1"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(ToyTask, "prepare", lambda self, batch: batch)
+    one = Run(
+        recipe="support.toy_recipe",
+        config=ToyConfig(epochs=1, dropout=0.0, drop_last=True),
+        method="gfsa",
+        out=tmp_path / "one",
+        device="cpu",
+        command="",
+    )
+    row = carry_out(one)
+    (path,) = (tmp_path / "two").rglob("row.json")
+    two = Row(**json.loads(path.read_text()))
+    assert two.steps == row.steps
+    assert two.moved == pytest.approx(row.moved, rel=1e-4)
+    assert two.test == row.test
+
+
+def test_rows_survive_the_table(tmp_path: Path) -> None:
+    from gfsa.recipes.row import append_rows
+
+    row = carry_out(run(tmp_path))
+    append_rows(tmp_path / "toy.csv", [row, row])
+    assert read_rows(tmp_path / "toy.csv") == [row, row]

@@ -1,0 +1,125 @@
+"""``gfsa train`` as it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import gfsa.recipes
+from gfsa.cli import build
+from gfsa.recipes.config import TrainConfig, override, parse, settings_of
+from gfsa.recipes.plan import Request, numbers_of, read_plan
+from gfsa.recipes.row import read_rows
+
+TOY = "support.toy_recipe"
+
+
+def train(tmp_path: Path, *words: str) -> tuple[int, str]:
+    places = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    result = CliRunner().invoke(
+        build(), ["train", *words, *places, "--device", "cpu"], env={"COLUMNS": "200"}
+    )
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_methods_orders_and_seeds_are_all_run(tmp_path: Path) -> None:
+    words = [TOY, "--method", "plain,gfsa", "--K", "2-3", "--seeds", "0,1", "--set", "epochs=1"]
+    code, output = train(tmp_path, *words)
+    assert code == 0
+    assert "6 of 6 runs done" in output
+    rows = read_rows(tmp_path / "results" / "toy.csv")
+    # plain has no K: it is run once for each seed
+    assert sorted((r.method, r.options, r.seed) for r in rows) == [
+        ("gfsa", "", 0),
+        ("gfsa", "", 1),
+        ("gfsa", "K=2", 0),
+        ("gfsa", "K=2", 1),
+        ("plain", "", 0),
+        ("plain", "", 1),
+    ]
+    code, output = train(tmp_path, *words, "--resume")
+    assert code == 0
+    assert output.count("was there") == 6
+    assert len(read_rows(tmp_path / "results" / "toy.csv")) == 6
+
+
+def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text(f"# two lines\n{TOY} --set explode_at=3\n\n{TOY} --method gfsa  # fine\n")
+    code, output = train(tmp_path, "--plan", str(plan))
+    assert code == 1
+    assert "1 of 2 runs done" in output
+    assert "training has diverged" in output
+    (row,) = read_rows(tmp_path / "results" / "toy.csv")
+    assert row.method == "gfsa"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nothing"], "there is no recipe 'nothing'"),
+        (["no.where"], "there is no module 'no' with a recipe"),
+        (["support.tiny"], "support.tiny has no RECIPE"),
+        ([TOY, "--method", "magic"], "there is no method 'magic'"),
+        ([TOY, "--set", "epoch=3"], "did you mean epochs"),
+        ([TOY, "--set", "epochs=many"], "epochs must be of type float"),
+        ([TOY, "--set", "epochs"], "key=value"),
+        ([TOY, "--set", "precision=int8"], "fp32, bf16, fp16"),
+        ([TOY, "--set", "K=4"], "has an option K"),
+        ([TOY, "--method", "degree1", "--K", "4"], "has an option K"),
+        ([TOY, "--set", "seed=3"], "--seeds"),
+        ([TOY, "--seeds", "a-b"], "0-4"),
+        ([], "--list"),
+        ([TOY, "--plan", "x.txt"], "--plan"),
+        (["--plan", "/nowhere/x.txt"], "No such file"),
+        ([TOY, "--set", "batch_size=0"], "batch_size must be above 0"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, words: list[str], told: str) -> None:
+    code, output = train(tmp_path, *words)
+    assert code == 2
+    assert told in " ".join(output.replace("│", " ").split())
+
+
+def test_the_list_names_every_recipe_and_method(tmp_path: Path) -> None:
+    code, output = train(tmp_path, "--list")
+    assert code == 0
+    for name in (*gfsa.recipes.RECIPES, "contranorm", "degree1"):
+        assert name in output
+
+
+def test_runs_side_by_side_give_the_numbers_of_runs_alone(tmp_path: Path) -> None:
+    code, _ = train(tmp_path, TOY, "--seeds", "0-1", "--set", "epochs=1")
+    assert code == 0
+    alone = {row.seed: row.test for row in read_rows(tmp_path / "results" / "toy.csv")}
+    from gfsa.recipes.together import carry_out_all
+
+    runs = Request(TOY, seeds=(0, 1), settings=(("epochs", "1"),)).runs(
+        "", out=tmp_path / "beside", device="cpu", jobs=2
+    )
+    finished = list(carry_out_all(runs, jobs=2))
+    assert {f.run.config.seed: f.row.test for f in finished if f.row} == alone
+
+
+def test_text_becomes_typed_values() -> None:
+    assert parse("x", "none", int | None) is None
+    assert parse("x", "3", int | None) == 3
+    assert parse("x", "a, b", tuple[str, ...]) == ("a", "b")
+    assert parse("x", "yes", bool) is True
+    assert numbers_of("--K", "2-4,7") == (2, 3, 4, 7)
+    changed = override(TrainConfig(), {"lr": "1e-3", "workers": "2"})
+    assert settings_of(changed) == "lr=0.001"
+
+
+def test_a_plan_says_which_line_is_wrong(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text("toy\ntoy --sets epochs=1\n")
+    with pytest.raises(ValueError, match=r"plan\.txt:2: .*--sets"):
+        read_plan(plan)
+    plan.write_text("# nothing\n")
+    with pytest.raises(ValueError, match="no runs"):
+        read_plan(plan)

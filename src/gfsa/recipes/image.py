@@ -63,8 +63,6 @@ class ImageConfig(TrainConfig):
     drop_path: float = 0.1
     dropout: float = 0.0
     """After attention and inside the MLPs."""
-    cache_dir: str = ""
-    """Where decoded CIFAR JPEGs are kept for other processes; empty: nowhere."""
 
     epochs: float = 300
     batch_size: int = 1024
@@ -213,7 +211,7 @@ def _parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]]
         if len(valid):
             parts["valid"] = Subset(images["train"], valid)
         return parts | {"test": images["val"]}, num_classes
-    both = cifar.read_cifar(data_dir, config.dataset, config.cache_dir)
+    both = cifar.read_cifar(data_dir, config.dataset)
     train, valid = hold_out(len(both["train"]), config.holdout)
     return {
         "train": MemoryImages(both["train"], train),

@@ -83,22 +83,24 @@ SOURCES = tuple(
 )
 
 
-def read_cifar(data_dir: Path, name: Cifar, cache_dir: str = "") -> dict[str, Images]:
+def read_cifar(data_dir: Path, name: Cifar) -> dict[str, Images]:
     """``train`` and ``test``, read once per process.
+
+    JPEGs take some seconds to decode. If the environment variable ``GFSA_CACHE`` names a folder,
+    they are kept there, and other processes map them into their memory.
 
     Args:
         data_dir: the folder of the files, or one above it.
         name: which of the two.
-        cache_dir: where decoded JPEGs are kept for other processes, memory-mapped; empty: nowhere.
     """
-    return _read(str(Path(data_dir).absolute()), name, cache_dir)
+    return _read(Path(data_dir).absolute(), name, os.environ.get("GFSA_CACHE", ""))
 
 
 @functools.lru_cache(maxsize=4)
-def _read(data_dir: str, name: Cifar, cache_dir: str) -> dict[str, Images]:
+def _read(data_dir: Path, name: Cifar, cache_dir: str) -> dict[str, Images]:
     layout = _LAYOUTS[name]
-    folders = [Path(data_dir) / part for part in ("", name, layout.folder)]
-    folders.append(Path(data_dir) / name / layout.folder)
+    folders = [data_dir / part for part in ("", name, layout.folder)]
+    folders.append(data_dir / name / layout.folder)
     wanted = (*layout.train, layout.test)
     for folder in folders:
         if all((folder / file).is_file() for file in wanted):
@@ -145,14 +147,22 @@ def _read_binary(path: Path, layout: _Layout, official: int) -> Images:
     return images
 
 
-def _usable(bad: BadRows, pixels: np.ndarray, labels: np.ndarray, num_classes: int) -> Images:
-    """Images with a label that exists, pixels as the model's input has them."""
-    wrong = labels >= num_classes
-    for row in np.flatnonzero(wrong):
+def _usable(
+    bad: BadRows,
+    pixels: np.ndarray,
+    labels: np.ndarray,
+    num_classes: int,
+    read: np.ndarray | None = None,
+) -> Images:
+    """The images that could be read and have a label that exists."""
+    good = labels < num_classes
+    for row in np.flatnonzero(~good):
         bad.add(int(row) + 1, f"label {labels[row]}, expected 0 to {num_classes - 1}")
-    bad.report(int((~wrong).sum()))
-    if wrong.any():
-        pixels, labels = pixels[~wrong], labels[~wrong]
+    if read is not None:
+        good &= read
+    bad.report(int(good.sum()))
+    if not good.all():
+        pixels, labels = pixels[good], labels[good]
     return Images(
         torch.from_numpy(np.ascontiguousarray(pixels)),
         torch.from_numpy(labels.astype(np.int64)),
@@ -169,7 +179,10 @@ def _join(parts: list[Images]) -> Images:
 
 
 def _read_jpegs(path: Path, cache_dir: str) -> dict[str, Images]:
-    """JPEG scans end to end, with offsets, one header for all, and labels."""
+    """JPEG scans end to end, with offsets, one header for all, and labels.
+
+    The npz has a checksum of each array, so what arrives here is what was written.
+    """
     try:
         with np.load(path, allow_pickle=False) as arrays:
             contents = {name: arrays[name] for name in arrays.files}
@@ -191,15 +204,14 @@ def _read_jpegs(path: Path, cache_dir: str) -> dict[str, Images]:
             )
         bad = BadRows(path)
         kept = Path(cache_dir) / f"cifar10-{fingerprint}-{part}.npy" if cache_dir else None
+        read = None
         if kept is not None and kept.is_file():
             pixels = _open_cache(kept, len(labels))
         else:
             pixels, read = _decode(contents["header"].tobytes(), scans.tobytes(), offsets, bad)
-            if bad.count:
-                pixels, labels = pixels[read], labels[read]
-            elif kept is not None:
+            if kept is not None and read.all():
                 _write_cache(kept, pixels)
-        parts[part] = _usable(bad, pixels, labels, 10)
+        parts[part] = _usable(bad, pixels, labels, 10, read)
         check_count(path, len(parts[part]), official)
     return parts
 
@@ -216,6 +228,9 @@ def _decode(
     for i, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         whole = bytearray(header + scans[start:end] + b"\xff\xd9")
         try:
+            # libjpeg would paint an empty scan grey
+            if start == end:
+                raise RuntimeError("empty")
             image = decode_jpeg(torch.frombuffer(whole, dtype=torch.uint8))
         except RuntimeError as error:
             read[i] = False

@@ -35,6 +35,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with what was interrupted.")
     ] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Only runs that the results lack.")
+    ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show recipes and methods.")] = False,
 ) -> None:
     """Train with and without a graph filter, and write down what came out."""
@@ -51,7 +54,7 @@ def train(
     if show:
         _show(console)
         return
-    from gfsa.recipes.plan import Request, names_of, numbers_of, read_plan, setting_of
+    from gfsa.recipes.plan import Request, lacking, names_of, numbers_of, read_plan, setting_of
     from gfsa.recipes.run import command_line
 
     if bool(recipe) == (plan is not None):
@@ -68,6 +71,8 @@ def train(
         if plan is not None:
             for request in read_plan(plan):
                 runs += request.runs(command_line(), **places)
+            # whatever time cuts off, the seeds that are there are there for every method
+            runs.sort(key=lambda run: run.config.seed)
         else:
             request = Request(
                 recipe,
@@ -79,6 +84,11 @@ def train(
             runs = request.runs(command_line(), **places)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
+    if missing:
+        runs = lacking(runs, results)
+        if not runs:
+            console.print(f"{results} has all of these runs")
+            return
     _print_config(console, runs[0])
     failed = _carry_out(console, runs, jobs, results)
     if failed:

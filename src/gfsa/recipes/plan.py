@@ -13,7 +13,8 @@ from typing import Any
 from gfsa.recipes import find_recipe
 from gfsa.recipes.config import field_names, override
 from gfsa.recipes.methods import METHODS, MethodConfig, find_method
-from gfsa.recipes.run import Run
+from gfsa.recipes.row import read_rows
+from gfsa.recipes.run import Key, Run
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,18 @@ def _parse(words: Sequence[str]) -> Request:
         else:
             raise ValueError(f"a plan knows --method, --K, --seeds and --set, got {flag!r}")
     return Request(recipe, settings=tuple(settings), **request)
+
+
+def lacking(runs: Sequence[Run], results: Path) -> list[Run]:
+    """The runs that have no row in ``results`` yet."""
+    tables = {results / f"{run.key().recipe}.csv" for run in runs}
+    known = {
+        Key(row.recipe, row.task, row.method, row.options, row.settings, row.seed)
+        for path in tables
+        if path.exists()
+        for row in read_rows(path)
+    }
+    return [run for run in runs if run.key() not in known]
 
 
 def names_of(text: str) -> tuple[str, ...]:

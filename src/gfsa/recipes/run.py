@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,17 @@ Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and a few words."""
 
 
+class Key(NamedTuple):
+    """What a run is, as its row says it."""
+
+    recipe: str
+    task: str
+    method: str
+    options: str
+    settings: str
+    seed: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One model trained with one method under one seed."""
@@ -67,21 +78,25 @@ class Run:
     def told_options(self) -> str:
         return as_text(options_of(find_method(self.method), self.options))
 
-    @property
-    def folder(self) -> Path:
-        return run_folder(
-            self.out,
-            find_recipe(self.recipe).name,
-            self.config.label(),
-            self.method,
-            self.told_options,
-            settings_of(self.config),
-            self.config.seed,
+    def key(self) -> Key:
+        """What tells this run from every other."""
+        return Key(
+            recipe=find_recipe(self.recipe).name,
+            task=self.config.label(),
+            method=self.method,
+            options=self.told_options,
+            settings=settings_of(self.config),
+            seed=self.config.seed,
         )
 
+    @property
+    def folder(self) -> Path:
+        return run_folder(self.out, *self.key())
+
     def __str__(self) -> str:
-        words = (find_recipe(self.recipe).name, self.config.label(), self.method, self.told_options)
-        return " ".join(word for word in words if word) + f" seed {self.config.seed}"
+        key = self.key()
+        words = (key.recipe, key.task, key.method, key.options)
+        return " ".join(word for word in words if word) + f" seed {key.seed}"
 
 
 def carry_out(run: Run, progress: Progress | None = None) -> Row:
@@ -158,12 +173,7 @@ def _row(run: Run, task: Task, added: int, outcome: Outcome, accelerator: Accele
     metric = task.metric
     others = {name: round(v, 6) for name, v in outcome.test.items() if name != metric}
     return Row(
-        recipe=find_recipe(run.recipe).name,
-        task=run.config.label(),
-        method=run.method,
-        options=run.told_options,
-        settings=settings_of(run.config),
-        seed=run.config.seed,
+        **run.key()._asdict(),
         metric=metric,
         higher_is_better=task.higher_is_better,
         test=outcome.test[metric],

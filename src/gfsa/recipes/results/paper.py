@@ -43,7 +43,7 @@ PROTOCOLS = {
 STAND_INS = {
     ("image", "cifar10"): "ImageNet-1k",
     ("image", "cifar100"): "ImageNet-1k",
-    ("image", "folder"): "ImageNet-1k",
+    ("image", "imagenetstyle"): "ImageNet-1k",
     ("speech", "an4"): "LibriSpeech 100h",
 }
 OTHER_NAMES = {
@@ -194,7 +194,7 @@ def _alike(backbones: Sequence[str], model: str) -> list[str]:
             names[backbone] = max(keys, key=len)
     longest = max(map(len, names.values()), default=0)
     alike = [backbone for backbone, key in names.items() if len(key) == longest]
-    depth = re.search(r"d(?:epth)?=?(\d+)", model)
+    depth = re.search(r"-d(\d+)", model)
     if depth is None:
         return alike
     return [one for one in alike if f" {depth[1]} layers" in one] or alike

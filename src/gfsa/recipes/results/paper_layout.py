@@ -23,7 +23,7 @@ def paper_difference(match: Counterpart, method: str, options: str = "") -> str:
 def paper_blocks(match: Counterpart) -> list[Block]:
     """What the paper reports on a task, beside its own plain models."""
     same = "the same data set" if match.same_data else "other data, the nearest the paper has"
-    model = "a model of the same name" if match.same_backbone else "other models"
+    model = "the backbone of this name" if match.same_backbone else "other models"
     rows = []
     for line in match.lines:
         figure, scale = line.figure, _scale(line.figure)

@@ -19,9 +19,11 @@ from gfsa.recipes.augment import (
     crop_and_flip,
     erase_boxes,
 )
+from gfsa.recipes.config import settings_of
 from gfsa.recipes.data import cifar
 from gfsa.recipes.image import ImageConfig, ImageTask, build
 from gfsa.recipes.methods import MethodConfig
+from gfsa.recipes.plan import read_plan
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
 from support.tiny_images import write_cifar10, write_cifar100, write_folder, write_jpegs
@@ -208,6 +210,18 @@ def test_jpegs_train(tmp_path: Path) -> None:
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **settings).check()
+
+
+def test_the_planned_experiments_are_runs() -> None:
+    plan = Path(__file__).parents[2] / "results" / "plans" / "image.txt"
+    runs = [run for request in read_plan(plan) for run in request.runs("gfsa train")]
+    assert {run.config.label() for run in runs} == {
+        "cifar10 deit_tiny-d12",
+        "cifar10 deit_tiny-d24",
+    }
+    # what is compared differs in the method alone
+    assert len({settings_of(run.config) for run in runs}) == 1
+    assert {run.config.seed for run in runs} == {0, 1, 2}
 
 
 def test_an_unknown_model_is_named(data: Path) -> None:

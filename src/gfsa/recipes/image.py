@@ -37,6 +37,8 @@ _CROP = 224 / 256
 class ImageConfig(TrainConfig):
     """DeiT's settings on ImageNet; for CIFAR, sizes left at 0 fit themselves to its images."""
 
+    in_label = ("dataset", "model", "depth")
+
     dataset: Literal["folder", "cifar10", "cifar100"] = "folder"
     """``folder``: train/, val/ and perhaps test/, with one folder per class."""
     model: str = "deit_small"

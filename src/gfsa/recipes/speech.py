@@ -49,7 +49,7 @@ class SpeechConfig(TrainConfig):
     library: Literal["speechbrain", "torch"] = "speechbrain"
     """Whose model: SpeechBrain's with a decoder, or parts of torch.nn with CTC alone."""
     encoder: Encoder = "transformer"
-    layers: int = 0
+    depth: int = 0
     """0: the paper's, 12 for the Transformer and 18 for the Branchformer."""
     width: int = 512
     heads: int = 0
@@ -91,7 +91,7 @@ class SpeechConfig(TrainConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         masked = ("warp", "time_masks", "time_width", "feature_masks", "feature_width")
-        for name in (*masked, "layers", "heads", "hidden", "decoder_layers"):
+        for name in (*masked, "depth", "heads", "hidden", "decoder_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("holdout", "dropout", "label_smoothing"):
@@ -124,8 +124,8 @@ class SpeechConfig(TrainConfig):
             )
 
     @property
-    def depth(self) -> int:
-        return self.layers or (12 if self.encoder == "transformer" else 18)
+    def encoder_layers(self) -> int:
+        return self.depth or (12 if self.encoder == "transformer" else 18)
 
     @property
     def head_count(self) -> int:
@@ -136,7 +136,7 @@ class SpeechConfig(TrainConfig):
         return self.hidden or (2048 if self.encoder == "transformer" else 3072)
 
     def label(self) -> str:
-        return f"{self.data} {self.encoder}-d{self.depth}"
+        return f"{self.data} {self.encoder}-d{self.encoder_layers}"
 
 
 class SpeechTask(Task):
@@ -190,7 +190,7 @@ class SpeechTask(Task):
 
     def _ctc(self, said: Recognition, tokens: Tensor, lengths: Tensor) -> Tensor:
         log_probs = said.ctc.float().log_softmax(-1)
-        if self.config.graphs:
+        if self.config.graphs or self.config.deterministic:
             return speech_ctc.ctc_loss(log_probs, tokens, said.lengths, lengths)
         return F.ctc_loss(
             log_probs.transpose(0, 1),
@@ -224,7 +224,7 @@ class SpeechTask(Task):
         return joint_search(model, said, config.beam, config.search_ctc_weight)
 
     def score(self, predictions: list[dict[str, Any]]) -> dict[str, float]:
-        """``wer`` and ``cer`` of the first set, ``wer_<set>`` of the others, if there are any.
+        """In %, ``wer`` and ``cer`` of the first set, and ``wer_<set>`` of any others.
 
         Where a beam was used these are the beam's, and ``wer_greedy`` is the best path's.
         """
@@ -240,13 +240,14 @@ class SpeechTask(Task):
             chosen = [i for i, part in enumerate(parts) if part == name]
             real = [texts[i] for i in chosen]
             written = [said[i] for i in chosen]
-            rate = float(word_error_rate(written, real))
+            rate = 100 * float(word_error_rate(written, real))
             if scores:
                 scores[f"wer_{name}"] = rate
                 continue
-            scores = {"wer": rate, "cer": float(char_error_rate(written, real))}
+            scores = {"wer": rate, "cer": 100 * float(char_error_rate(written, real))}
             if way == "beam":
-                scores["wer_greedy"] = float(word_error_rate([greedy[i] for i in chosen], real))
+                best = [greedy[i] for i in chosen]
+                scores["wer_greedy"] = 100 * float(word_error_rate(best, real))
         return scores
 
     def example(self) -> dict[str, Tensor]:
@@ -303,7 +304,7 @@ def _model(config: SpeechConfig, features: int, vocabulary: int) -> nn.Module:
         "encoder": config.encoder,
         "width": config.width,
         "heads": config.head_count,
-        "layers": config.depth,
+        "layers": config.encoder_layers,
         "hidden": config.hidden_size,
         "kernel": config.kernel,
         "dropout": config.dropout,

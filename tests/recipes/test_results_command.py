@@ -85,6 +85,13 @@ def test_markdown(folder):
     assert "Paper" not in text
 
 
+def test_what_choices_are_made_by_is_shown_where_it_is_known(folder):
+    assert "| valid |" not in text_of(folder)
+    append_rows(folder / "glue.csv", rows("degree1", [1.0, 2.0], valid=40.26, settings="lr=1"))
+    text = text_of(folder, "--method", "degree1")
+    assert cells(text, "degree1", "2")[:4] == ["degree1", "2", "1.50 ± 0.71", "40.26"]
+
+
 def test_summary_gives_no_best_of_several(folder):
     append_rows(folder / "glue.csv", rows("gfsa", [30.0, 31.0, 32.5, 33.0], options="K=9"))
     line = cells(

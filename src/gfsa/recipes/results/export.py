@@ -36,6 +36,7 @@ def _record(table: ResultTable, line: Line, paper: bool) -> dict[str, Any]:
         "failed": len(line.failed),
         "mean": line.mean,
         "std": line.std,
+        "valid": line.valid,
         "paired_seeds": len(difference.seeds) if difference else 0,
         "difference": difference.mean if difference else None,
         "low": difference.low if difference else None,

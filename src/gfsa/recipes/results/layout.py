@@ -23,12 +23,6 @@ from gfsa.recipes.results.units import (
     span,
 )
 
-COLUMNS = (
-    ("method", "seeds"),
-    ("difference to plain", "seeds better", "p (Holm)", "verdict"),
-    ("added", "moved", "c0 c1 …", "time", "memory"),
-)
-
 
 def page(shown: Sequence[ResultTable], every: list[ResultTable], paper: bool) -> list[Block]:
     """A summary, the tables by recipe, and how to read them.
@@ -91,53 +85,58 @@ def describe(table: ResultTable) -> str:
 
 
 def _grid(table: ResultTable, match: Counterpart | None) -> Grid:
-    left, middle, right = COLUMNS
-    columns = [*left, table.metric, *middle, *right]
-    if match is not None:
-        columns.append("paper")
     scale = scale_of(table)
+    chosen_by = any(line.valid is not None for line in table.lines)
     rows = []
     for line in table.lines:
         spread = "" if line.std is None else f" ± {scale.number(line.std)}"
-        cells = [line.name, str(len(line.rows)), scale.number(line.mean) + spread]
-        cells += _difference(line, scale)
-        cells += _filter_cells(line)
-        cells += _costs(line) if line is table.plain else [ratio(line.times), ratio(line.memories)]
+        cells = {
+            "method": line.name,
+            "seeds": str(len(line.rows)),
+            table.metric: scale.number(line.mean) + spread,
+        }
+        if chosen_by:
+            cells["valid"] = scale.number(line.valid)
+        cells |= _difference(line, scale)
+        cells |= _filter(line)
+        cells |= _costs_of_plain(line) if line is table.plain else _costs(line)
         if match is not None:
-            cells.append(paper_difference(match, line.method, line.options))
+            cells["paper"] = paper_difference(match, line.method, line.options)
         rows.append(cells)
-    return Grid(columns, rows, ("method", "verdict"))
+    return Grid(list(rows[0]), [list(row.values()) for row in rows], ("method", "verdict"))
 
 
-def _difference(line: Line, scale: Scale) -> list[str]:
-    difference = line.difference
-    if difference is None:
-        return [NONE] * 4
-    return [
-        scale.difference(difference),
-        f"{difference.seeds_better}/{len(difference.seeds)}",
-        p_value(line.adjusted_p),
-        difference.verdict or NONE,
-    ]
+def _difference(line: Line, scale: Scale) -> dict[str, str]:
+    found = line.difference
+    return {
+        "difference to plain": NONE if found is None else scale.difference(found),
+        "seeds better": NONE if found is None else f"{found.seeds_better}/{len(found.seeds)}",
+        "p (Holm)": p_value(line.adjusted_p),
+        "verdict": (found and found.verdict) or NONE,
+    }
 
 
-def _costs(plain: Line) -> list[str]:
-    """What the ratios of the other lines are to."""
-    times = plain.seconds_per_step.values()
-    memories = plain.peak_memory_mib.values()
-    return [
-        f"{span(1000 * fmean(of_device) for of_device in times)} ms" if times else NONE,
-        f"{span(fmean(of_device) for of_device in memories)} MiB" if memories else NONE,
-    ]
-
-
-def _filter_cells(line: Line) -> list[str]:
+def _filter(line: Line) -> dict[str, str]:
     coefficients = line.coefficients
-    return [
-        span(line.added),
-        NONE if line.moved is None else f"{line.moved:.2g}",
-        NONE if coefficients is None else " ".join(number(c, 3) for c in coefficients),
-    ]
+    return {
+        "added": span(line.added),
+        "moved": NONE if line.moved is None else f"{line.moved:.2g}",
+        "c0 c1 …": NONE if coefficients is None else " ".join(number(c, 3) for c in coefficients),
+    }
+
+
+def _costs(line: Line) -> dict[str, str]:
+    return {"time": ratio(line.times), "memory": ratio(line.memories)}
+
+
+def _costs_of_plain(line: Line) -> dict[str, str]:
+    """What the ratios of the other lines are to."""
+    times = [1000 * fmean(of_device) for of_device in line.seconds_per_step.values()]
+    memories = [fmean(of_device) for of_device in line.peak_memory_mib.values()]
+    return {
+        "time": f"{span(times)} ms" if times else NONE,
+        "memory": f"{span(memories)} MiB" if memories else NONE,
+    }
 
 
 def _counterpart(table: ResultTable) -> Counterpart | None:

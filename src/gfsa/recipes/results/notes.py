@@ -77,6 +77,8 @@ def footnotes(tables: list[ResultTable]) -> list[str]:
         f"The folder has {len(judged)} such comparisons, of which {differing} exclude 0; if no "
         f"method did anything, about {by_chance:.1f} would by chance. *p (Holm)* is adjusted for "
         f"all of them, whatever part is shown: {surviving} stay below 0.05.",
+        "*valid*: the mean on the part that options may be chosen by; the test split chooses "
+        "nothing.",
         "*added*: learned numbers the method adds. *moved*: mean |coefficient − start| at the "
         "end. *c0 c1 …*: final coefficients of the powers of the attention map, averaged over "
         "heads, layers and seeds.",

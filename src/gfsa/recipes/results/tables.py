@@ -53,6 +53,12 @@ class Line:
         return stdev(self.values.values()) if len(self.rows) > 1 else None
 
     @property
+    def valid(self) -> float | None:
+        """Mean on what choices are made on, where every run has it."""
+        known = [row.valid for row in self.rows if row.valid is not None]
+        return fmean(known) if known and len(known) == len(self.rows) else None
+
+    @property
     def added(self) -> tuple[int, ...]:
         """Numbers that the method added; one entry unless runs disagree."""
         return tuple(sorted({row.added for row in self.rows}))

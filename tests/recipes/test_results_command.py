@@ -13,6 +13,7 @@ from gfsa.recipes.results.document import Bullets, Commands, Grid, Heading, Text
 from gfsa.recipes.results.figures import draw
 from gfsa.recipes.results.page import BEGIN, END
 from gfsa.recipes.results.reading import latest
+from gfsa.recipes.results.summary import titles
 from gfsa.recipes.results.tables import make_tables
 from gfsa.recipes.row import append_rows
 from support.result_rows import row, rows
@@ -77,7 +78,9 @@ def test_markdown(folder):
         "0.933",
         "no difference shown",
     ]
-    assert "### zinc gps, epochs=9" in text
+    assert "### zinc gps\n" in text
+    assert "lower is better, 22.7M parameters, 5 epochs, 100 steps, NVIDIA H200, bf16. " in text
+    assert "Settings: `epochs=9`, others by default." in text
     # a higher error is worse
     assert cells(text, "gfsa", "3")[4:7] == ["0/3", "<0.001", "worse"]
     assert "The folder has 3 such comparisons, of which 2 exclude 0" in text
@@ -92,6 +95,17 @@ def test_what_choices_are_made_by_is_shown_where_it_is_known(folder):
     assert cells(text, "degree1", "2")[:4] == ["degree1", "2", "1.50 ± 0.71", "40.26"]
 
 
+def test_titles_tell_apart_what_differs_and_no_more():
+    settings = ["lr=1 epochs=3", "lr=2 epochs=3", "epochs=3"]
+    made = [row("plain", settings=one) for one in settings] + [row(task="rte", settings="lr=1")]
+    assert titles(make_tables(latest(made))) == [
+        "cola minilm (otherwise)",
+        "cola minilm (lr=1)",
+        "cola minilm (lr=2)",
+        "rte",
+    ]
+
+
 def test_summary_gives_no_best_of_several(folder):
     append_rows(folder / "glue.csv", rows("gfsa", [30.0, 31.0, 32.5, 33.0], options="K=9"))
     line = cells(
@@ -100,7 +114,7 @@ def test_summary_gives_no_best_of_several(folder):
         "22.7M parameters, 5 epochs",
         "gfsa, 2 choices of options",
     )
-    assert line[3:] == ["4", "from −9.9 to +1.1", "+2.35 … +3.77", "1 better, 1 worse"]
+    assert line[3:] == ["4", "−9.9 to +1.1", "+2.35 … +3.77", "1 better, 1 worse"]
 
 
 def test_paper(folder):

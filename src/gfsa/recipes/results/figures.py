@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from gfsa.recipes.results.summary import titles
 from gfsa.recipes.results.tables import Line, ResultTable
 from gfsa.recipes.results.units import scale_of
 
@@ -58,14 +59,13 @@ def draw(tables: Sequence[ResultTable]) -> Figure:
     heights = [1.2 + 0.28 * max(len(_compared(table)) for table in row) for row in in_rows]
     figure = Figure(figsize=(WIDTH * columns, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(in_rows), columns, height_ratios=heights)
-    for number, row in enumerate(in_rows):
-        for place, table in enumerate(row):
-            _panel(figure.add_subplot(grid[number, place]), table)
+    for number, (table, title) in enumerate(zip(compared, titles(compared), strict=True)):
+        _panel(figure.add_subplot(grid[divmod(number, columns)]), table, title)
     figure.supxlabel(LEGEND, fontsize=8)
     return figure
 
 
-def _panel(axis: Any, table: ResultTable) -> None:
+def _panel(axis: Any, table: ResultTable, title: str) -> None:
     lines, scale = _compared(table), scale_of(table)
     axis.axvline(0, color="#000000", linewidth=0.8)
     for height, line in enumerate(lines):
@@ -91,8 +91,7 @@ def _panel(axis: Any, table: ResultTable) -> None:
         axis.invert_xaxis()
     unit = " in percent" if scale.factor == 100 else ""
     axis.set_xlabel(f"difference to plain, {table.metric}{unit} (right is better)", fontsize=8)
-    settings = fill(table.settings, TITLE_WIDTH)
-    axis.set_title(f"{table.recipe}: {table.task}\n{settings}".strip(), fontsize=9, loc="left")
+    axis.set_title(fill(f"{table.recipe}: {title}", TITLE_WIDTH), fontsize=9, loc="left")
     axis.tick_params(labelsize=8)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)

@@ -10,11 +10,12 @@ from gfsa.recipes.results.document import Block, Bullets, Commands, Grid, Headin
 from gfsa.recipes.results.notes import footnotes, notes_of
 from gfsa.recipes.results.paper import SOURCE, Counterpart, counterpart
 from gfsa.recipes.results.paper_layout import paper_blocks, paper_difference
-from gfsa.recipes.results.summary import summary
+from gfsa.recipes.results.summary import summary, titles
 from gfsa.recipes.results.tables import Line, ResultTable
 from gfsa.recipes.results.units import (
     NONE,
     Scale,
+    amount,
     count,
     number,
     p_value,
@@ -33,10 +34,11 @@ def page(shown: Sequence[ResultTable], every: list[ResultTable], paper: bool) ->
         paper: put the paper's figures beside ours.
     """
     blocks: list[Block] = [Heading("Summary"), summary(shown, paper)]
-    for recipe, tables in groupby(shown, key=lambda table: table.recipe):
+    names = titles(shown)
+    for recipe, tables in groupby(zip(shown, names, strict=True), key=lambda one: one[0].recipe):
         blocks.append(Heading(recipe))
-        for table in tables:
-            blocks.extend(section(table, paper))
+        for table, title in tables:
+            blocks.extend(section(table, title, paper))
     blocks += [Heading("How to read the tables"), Bullets(footnotes(every))]
     if paper:
         blocks.append(
@@ -48,11 +50,11 @@ def page(shown: Sequence[ResultTable], every: list[ResultTable], paper: bool) ->
     return blocks
 
 
-def section(table: ResultTable, paper: bool) -> list[Block]:
+def section(table: ResultTable, title: str, paper: bool) -> list[Block]:
     """One table with what belongs to it."""
     match = _counterpart(table) if paper else None
     blocks: list[Block] = [
-        Heading(f"{table.task}, {table.settings or 'default settings'}", 3),
+        Heading(title, 3),
         Text(describe(table)),
         _grid(table, match),
     ]
@@ -77,11 +79,12 @@ def describe(table: ResultTable) -> str:
     said = [f"{table.metric}{percent} on the test split, {better} is better"]
     if rows:
         said.append(f"{count(median(row.parameters for row in rows))} parameters")
-        said.append(f"{span(row.epochs for row in rows)} epochs")
-        said.append(f"{span(row.steps for row in rows)} steps")
+        said.append(amount((row.epochs for row in rows), "epoch"))
+        said.append(amount((row.steps for row in rows), "step"))
     said += sorted({row.device for row in rows if row.device})
     said += sorted({row.precision for row in rows if row.precision})
-    return ", ".join(said) + "."
+    settings = f"`{table.settings}`, others" if table.settings else "all"
+    return f"{', '.join(said)}. Settings: {settings} by default."
 
 
 def _grid(table: ResultTable, match: Counterpart | None) -> Grid:
@@ -134,8 +137,8 @@ def _costs_of_plain(line: Line) -> dict[str, str]:
     times = [1000 * fmean(of_device) for of_device in line.seconds_per_step.values()]
     memories = [fmean(of_device) for of_device in line.peak_memory_mib.values()]
     return {
-        "time": f"{span(times)} ms" if times else NONE,
-        "memory": f"{span(memories)} MiB" if memories else NONE,
+        "time": f"{span(times, digits=3)} ms" if times else NONE,
+        "memory": f"{span(memories, digits=4)} MiB" if memories else NONE,
     }
 
 

@@ -11,7 +11,7 @@ from gfsa.recipes.results.document import Grid
 from gfsa.recipes.results.paper import counterpart
 from gfsa.recipes.results.paper_layout import paper_difference
 from gfsa.recipes.results.tables import Line, ResultTable
-from gfsa.recipes.results.units import NONE, Scale, count, scale_of, span
+from gfsa.recipes.results.units import NONE, Scale, amount, count, scale_of, span
 
 
 def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
@@ -20,14 +20,14 @@ def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
     if paper:
         columns.insert(5, "difference to plain, paper")
     rows = []
-    for table in tables:
+    for table, title in zip(tables, titles(tables), strict=True):
         scale = scale_of(table)
         match = counterpart(table.recipe, table.task) if paper else None
         for method, group in groupby(table.lines, key=lambda line: line.method):
             lines = list(group)
             if method == "plain" and table.plain is not None:
                 continue
-            row = [_task(table), _scale(table), _name(method, lines), _seeds(lines)]
+            row = [_task(table, title), _scale(table), _name(method, lines), _seeds(lines)]
             row += [_measured(lines, scale), _verdict(lines)]
             if paper:
                 row.insert(5, NONE if match is None else paper_difference(match, method))
@@ -35,10 +35,23 @@ def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
     return Grid(columns, rows, ("task", "scale here", "method", "verdict"))
 
 
-def _task(table: ResultTable) -> str:
-    settings = f" ({table.settings})" if table.settings else ""
-    arrow = "" if table.higher_is_better else " ↓"
-    return f"{table.recipe}: {table.task}{settings}, {table.metric}{arrow}"
+def titles(tables: Sequence[ResultTable]) -> list[str]:
+    """The task of each table, with what sets it apart from other tables of that task."""
+    shared: dict[tuple[str, str], set[str]] = {}
+    for table in tables:
+        words = set(table.settings.split())
+        shared[table.recipe, table.task] = shared.get((table.recipe, table.task), words) & words
+    alone = Counter((table.recipe, table.task) for table in tables)
+    named = []
+    for table in tables:
+        key = (table.recipe, table.task)
+        own = " ".join(word for word in table.settings.split() if word not in shared[key])
+        named.append(table.task if alone[key] == 1 else f"{table.task} ({own or 'otherwise'})")
+    return named
+
+
+def _task(table: ResultTable, title: str) -> str:
+    return f"{table.recipe}: {title}, {table.metric}{'' if table.higher_is_better else ' ↓'}"
 
 
 def _scale(table: ResultTable) -> str:
@@ -46,7 +59,7 @@ def _scale(table: ResultTable) -> str:
     if not rows:
         return NONE
     parameters = count(median(row.parameters for row in rows))
-    return f"{parameters} parameters, {span(row.epochs for row in rows)} epochs"
+    return f"{parameters} parameters, {amount((row.epochs for row in rows), 'epoch')}"
 
 
 def _name(method: str, lines: Sequence[Line]) -> str:
@@ -64,8 +77,9 @@ def _measured(lines: Sequence[Line], scale: Scale) -> str:
         return NONE
     if len(lines) == 1:
         return scale.difference(differences[0])
-    ends = sorted(difference.mean for difference in differences)
-    return f"from {scale.signed(ends[0])} to {scale.signed(ends[-1])}"
+    means = sorted(difference.mean for difference in differences)
+    ends = dict.fromkeys(scale.signed(end) for end in (means[0], means[-1]))
+    return " to ".join(ends)
 
 
 def _verdict(lines: Sequence[Line]) -> str:

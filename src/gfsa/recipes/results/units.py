@@ -86,12 +86,18 @@ def signed(value: float | None, decimals: int) -> str:
     return NONE if value is None else _minus(f"{value:+.{decimals}f}")
 
 
-def span(values: Iterable[float]) -> str:
-    """``5``, or ``5–7`` where runs differ."""
+def span(values: Iterable[float], digits: int = 7) -> str:
+    """``5``, or ``5–7`` where runs differ; ``digits`` are those that count."""
     ends = sorted(set(values))
     if not ends:
         return NONE
-    return "–".join(f"{end:.5g}" for end in dict.fromkeys((ends[0], ends[-1])))
+    return "–".join(dict.fromkeys(f"{end:.{digits}g}" for end in (ends[0], ends[-1])))
+
+
+def amount(values: Iterable[float], what: str) -> str:
+    """``5 epochs``, ``1 epoch``"""
+    text = span(values)
+    return f"{text} {what}" if text == "1" else f"{text} {what}s"
 
 
 def ratio(values: Iterable[float]) -> str:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*the official set:UserWarning")
 ENCODERS = ("transformer", "branchformer")
 SMALL: dict[str, Any] = {
     "width": 16, "heads": 2, "hidden": 32, "depth": 2, "kernel": 5, "beam": 3,
-    "batch_size": 6, "holdout": 0.2, "data": "an4", "tokens": "char", "norm_first": True,
+    "batch_size": 6, "holdout": 0.2, "dataset": "an4", "tokens": "char", "norm_first": True,
 }  # fmt: skip
 CTC_ALONE: dict[str, Any] = {"library": "torch", "decoder_layers": 0, "ctc_weight": 1.0}
 JOINT: dict[str, Any] = {"library": "speechbrain", "decoder_layers": 1, "decoder_hidden": 32}
@@ -252,7 +252,7 @@ def test_librispeech_end_to_end(tmp_path: Path) -> None:
     for name in ("train-clean-100", "dev-clean", "test-clean", "test-other"):
         write_librispeech(tmp_path, name)
     row = run(
-        tmp_path, tmp_path / "runs", data="librispeech", batch_size=3, max_steps=2, **CTC_ALONE
+        tmp_path, tmp_path / "runs", dataset="librispeech", batch_size=3, max_steps=2, **CTC_ALONE
     )  # fmt: skip
     assert row.task == "librispeech transformer-d2"
     assert "wer_test-other=" in row.others

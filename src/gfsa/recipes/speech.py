@@ -34,7 +34,7 @@ class SpeechConfig(TrainConfig):
     clip: float = 5.0
     group_by_length: bool = True
 
-    data: Literal["librispeech", "an4"] = "librispeech"
+    dataset: Literal["librispeech", "an4"] = "librispeech"
     train_sets: tuple[str, ...] = ("train-clean-100",)
     """Of LibriSpeech, as the next two; AN4 has sets of its own."""
     valid_sets: tuple[str, ...] = ("dev-clean",)
@@ -136,7 +136,7 @@ class SpeechConfig(TrainConfig):
         return self.hidden or (2048 if self.encoder == "transformer" else 3072)
 
     def label(self) -> str:
-        return f"{self.data} {self.encoder}-d{self.encoder_layers}"
+        return f"{self.dataset} {self.encoder}-d{self.encoder_layers}"
 
 
 class SpeechTask(Task):
@@ -281,7 +281,7 @@ def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
 
 
 def _read(config: SpeechConfig, data_dir: Path) -> dict[str, list[Utterances]]:
-    if config.data == "librispeech":
+    if config.dataset == "librispeech":
         named = {
             "train": config.train_sets, "valid": config.valid_sets, "test": config.test_sets
         }  # fmt: skip

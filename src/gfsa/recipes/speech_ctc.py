@@ -6,7 +6,8 @@ Here the forward variables α and the backward ones β are one recursion over th
     α_t(s) = p_t(y_s)·(α_{t−1}(s) + α_{t−1}(s−1) + [y_s ≠ y_{s−2}]·α_{t−1}(s−2)),
 
 β being the α of time and labels reversed, and the gradient is their product. It takes four small
-kernels a frame: fine for utterances of some hundred frames.
+kernels a frame: fine for utterances of some hundred frames. Numbers are filled in by
+``masked_fill``: ``where`` would copy them to the device, which a graph cannot.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _loss_and_gradient(
 
     last = 2 * lengths[:, None]
     in_blank = alpha[:, -1].gather(1, last)
-    in_label = alpha[:, -1].gather(1, (last - 1).clamp_min(0)).where(last > 0, _NEVER)
+    in_label = alpha[:, -1].gather(1, (last - 1).clamp_min(0)).masked_fill(last == 0, _NEVER)
     total = torch.logaddexp(in_blank, in_label)[:, 0]
 
     mirrored = last - torch.arange(2 * L + 1, device=targets.device)
@@ -78,10 +79,11 @@ def _loss_and_gradient(
     beta = beta.flip(1).gather(2, mirrored.clamp_min(0)[:, None].expand(B, T, -1))
     log_share = alpha + beta - emitted - total[:, None, None]
     possible = total > _IMPOSSIBLE
-    share = log_share.exp().where(inside & spoken[:, :, None] & possible[:, None, None], 0.0)
+    counted = inside & spoken[:, :, None] & possible[:, None, None]
+    share = log_share.exp().masked_fill(~counted, 0.0)
     # a product with one-hot labels: adding up by index would have no fixed order on a GPU
     labels = (forward[:, :, None] == torch.arange(V, device=targets.device)).to(share.dtype)
-    return (-total).where(possible, 0.0), -(share @ labels)
+    return (-total).masked_fill(~possible, 0.0), -(share @ labels)
 
 
 def _states(targets: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ def _recursion(emitted: Tensor, states: Tensor) -> Tensor:
     B, T, S = emitted.shape
     # a label may follow another directly, without the blank between, if they differ
     skip = torch.full_like(emitted[:, 0], _NEVER)
-    skip[:, 3::2] = torch.where(states[:, 3::2] != states[:, 1:-2:2], 0.0, _NEVER)
+    skip[:, 3::2].masked_fill_(states[:, 3::2] != states[:, 1:-2:2], 0.0)
     alpha = torch.full((T, B, S + 2), _NEVER, device=emitted.device)
     alpha[0, :, 2:4] = emitted[:, 0, :2]
     for t in range(1, T):

@@ -1,0 +1,314 @@
+"""Properties of whole graphs with Graphormer, GPS and Graph-ViT."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gfsa.recipes.config import Schedule, TrainConfig
+from gfsa.recipes.data.array_cache import cached
+from gfsa.recipes.data.graph_encodings import laplacian_encoding, walk_encoding
+from gfsa.recipes.data.graph_pairs import MAX_HOPS, pair_features
+from gfsa.recipes.data.graph_patches import patch_features
+from gfsa.recipes.data.graph_sets import METRICS, SOURCES, DataName, read_graphs
+from gfsa.recipes.data.graphs import TEST, TRAIN, VALID, GraphSet
+from gfsa.recipes.graph_batches import DenseItems, GraphItems, PairItems, PatchItems, Tensors
+from gfsa.recipes.graph_settings import FOLLOWING, FromPaper, marked, paper_settings
+from gfsa.recipes.task import Recipe, Split, Task, as_it_is
+
+ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
+Encoding = Literal["walk", "laplacian", "none"]
+
+# raise it when what is worked out from graphs changes: old files are then left alone
+_CACHE_VERSION = 1
+_LENS_GRAPHS = 32
+
+
+_FOLLOWS: dict[str, Any] = {
+    name: marked(value) for name, value in paper_settings("graphormer-slim", "zinc").items()
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig(TrainConfig):
+    """Settings that are not given follow the model and the data set, as in the papers."""
+
+    data: DataName = "zinc"
+    model: ModelName = "graphormer-slim"
+
+    epochs: float = _FOLLOWS["epochs"]
+    batch_size: int = _FOLLOWS["batch_size"]
+    lr: float = _FOLLOWS["lr"]
+    weight_decay: float = _FOLLOWS["weight_decay"]
+    schedule: Schedule = _FOLLOWS["schedule"]
+    warmup: float = _FOLLOWS["warmup"]
+    clip: float = _FOLLOWS["clip"]
+    group_by_length: bool = _FOLLOWS["group_by_length"]
+
+    depth: int = _FOLLOWS["depth"]
+    """Attention layers."""
+    width: int = _FOLLOWS["width"]
+    heads: int = _FOLLOWS["heads"]
+    ffn_width: int = _FOLLOWS["ffn_width"]
+    """Inside Graphormer's MLPs; those of GPS and Graph-ViT are twice as wide as the rest."""
+    gnn_depth: int = _FOLLOWS["gnn_depth"]
+    """Graph-ViT: GINE layers within patches."""
+    dropout: float = _FOLLOWS["dropout"]
+    """On the branches of the layers; of Graph-ViT, within patches."""
+    mlp_dropout: float = _FOLLOWS["mlp_dropout"]
+    """Graphormer: inside the MLPs; GPS and Graph-ViT have no other than ``dropout`` there."""
+    attention_dropout: float = _FOLLOWS["attention_dropout"]
+    """On entries of A; of Graph-ViT, on everything between patches."""
+    local: Literal["gine", "gated"] = _FOLLOWS["local"]
+    """GPS: its message passing."""
+    encoding: Encoding = _FOLLOWS["encoding"]
+    """GPS and Graph-ViT (not laplacian there): where a node is in its graph."""
+    encoding_size: int = _FOLLOWS["encoding_size"]
+    """Random-walk steps or eigenvectors."""
+    encoding_width: int = _FOLLOWS["encoding_width"]
+    """GPS: how much of the width is the encoding's."""
+    pooling: Literal["sum", "mean"] = _FOLLOWS["pooling"]
+    """GPS: of nodes to a graph."""
+    patches: int = 32
+    """Graph-ViT: at most so many a graph."""
+    hops: int = 1
+    """Graph-ViT: each patch takes in its neighbours up to this far."""
+    patch_walk_steps: int = 8
+    """Graph-ViT: random-walk steps that say where a patch is."""
+    pad_to_multiple: int = _FOLLOWS["pad_to_multiple"]
+    """Graphs are padded to a multiple of this many nodes, so that batches have few shapes."""
+
+    def __post_init__(self) -> None:
+        paper = paper_settings(self.model, self.data)
+        for name in FOLLOWING:
+            if isinstance(getattr(self, name), FromPaper):
+                object.__setattr__(self, name, marked(paper[name]))
+
+    @property
+    def in_label(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the label tells: the model and the data set, and so all that follows from them."""
+        following = [name for name in FOLLOWING if isinstance(getattr(self, name), FromPaper)]
+        return ("data", "model", *following)
+
+    def check(self) -> None:
+        super().check()
+        for name in ("depth", "width", "heads", "pad_to_multiple", "patches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("gnn_depth", "encoding_size", "encoding_width", "hops", "patch_walk_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("dropout", "mlp_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+        if self.model == "gps" and self.encoding != "none":
+            if not self.encoding_size:
+                raise ValueError(f"encoding={self.encoding} needs an encoding_size above 0")
+            if not 0 < self.encoding_width < self.width:
+                raise ValueError(
+                    f"encoding_width must lie between 0 and width {self.width}, "
+                    f"got {self.encoding_width}"
+                )
+        if self.model == "graph-vit":
+            if self.encoding == "laplacian":
+                raise ValueError("graph-vit takes encoding=walk or none; laplacian is GPS's")
+            if not self.gnn_depth:
+                raise ValueError("graph-vit needs a gnn_depth above 0")
+        if self.model.startswith("graphormer") and self.encoding != "none":
+            raise ValueError("graphormer has encodings of its own; leave encoding=none")
+
+    def label(self) -> str:
+        return f"{self.data} {self.model}"
+
+
+class GraphTask(Task):
+    """A model of graphs, its data set, and the measure that is customary for it."""
+
+    def __init__(self, model: nn.Module, graphs: GraphSet, items: dict[str, GraphItems]) -> None:
+        self.model = model
+        self.kind = graphs.kind
+        self.metric = METRICS[graphs.name]
+        self.higher_is_better = self.metric not in ("mae", "rmse")
+        self.inputs = items["train"].inputs
+        self.splits = {
+            name: Split(part, as_it_is, part.graphs.nodes[part.chosen].tolist())
+            for name, part in items.items()
+        }
+
+    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
+        output, y = model(self.inputs(batch)).float(), batch["y"]
+        if self.kind == "classes":
+            return F.cross_entropy(output, y[:, 0].long())
+        if self.kind == "regression":
+            return F.mse_loss(output, y) if self.metric == "rmse" else F.l1_loss(output, y)
+        # labels that are missing weigh nothing
+        known = ~y.isnan()
+        target = torch.where(known, y, 0.0)
+        loss = F.binary_cross_entropy_with_logits(output, target, weight=known, reduction="sum")
+        return loss / known.sum().clamp(min=1)
+
+    def predict(self, model: nn.Module, batch: Tensors) -> Tensors:
+        return {"output": model(self.inputs(batch)).float(), "y": batch["y"]}
+
+    def score(self, predictions: list[Tensors]) -> dict[str, float]:
+        output = torch.cat([batch["output"] for batch in predictions])
+        y = torch.cat([batch["y"] for batch in predictions])
+        if self.kind == "classes":
+            right = output.argmax(1) == y[:, 0].long()
+            return {"accuracy": right.double().mean().item()}
+        if self.kind == "regression":
+            error = (output - y).double()
+            return {
+                "mae": error.abs().mean().item(),
+                "rmse": error.square().mean().sqrt().item(),
+            }
+        return _label_scores(output, y)
+
+    def example(self) -> Any:
+        """Some validation graphs, for the lens."""
+        chosen = range(min(_LENS_GRAPHS, len(self.splits["valid"])))
+        batch = self.splits["valid"].dataset.__getitems__(list(chosen))  # type: ignore[attr-defined]
+        return (self.inputs(batch),)
+
+
+def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
+    """Mean over labels of average precision and area under the ROC curve, as OGB takes them.
+
+    A label counts if it has both answers among the graphs where it is known.
+    """
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    precisions, areas = [], []
+    for column in range(y.shape[1]):
+        known = ~y[:, column].isnan()
+        truth, score = y[known, column].numpy(), output[known, column].numpy()
+        if 0 < truth.sum() < len(truth):
+            precisions.append(average_precision_score(truth, score))
+            areas.append(roc_auc_score(truth, score))
+    if not areas:
+        raise ValueError("no label has both answers in this split: there is nothing to rank")
+    return {"ap": sum(precisions) / len(areas), "rocauc": sum(areas) / len(areas)}
+
+
+def build(config: GraphConfig, data_dir: Path) -> GraphTask:
+    """Read the graphs, work out what the model needs of them (once), make the model."""
+    data_dir = Path(data_dir).absolute()
+    graphs = read_graphs(config.data, data_dir)
+    features = _features(config, data_dir)
+    kinds: dict[str, type[GraphItems]] = {"gps": DenseItems, "graph-vit": PatchItems}
+    kind = kinds.get(config.model, PairItems)
+    items = {
+        name: kind(graphs, features, _in_order(graphs, which), config.pad_to_multiple)
+        for name, which in (("train", TRAIN), ("valid", VALID), ("test", TEST))
+    }
+    return GraphTask(_model(config, graphs), graphs, items)
+
+
+def _in_order(graphs: GraphSet, which: int) -> Tensor:
+    chosen = graphs.part(which)
+    if which == TRAIN:
+        return chosen
+    # batches of like size: nothing depends on the order in which graphs are evaluated
+    return chosen[torch.argsort(graphs.nodes[chosen], stable=True)]
+
+
+def _features(config: GraphConfig, data_dir: Path) -> Tensors:
+    """What the model needs of the graphs, kept for the next run of this process."""
+    if config.model.startswith("graphormer"):
+        return _worked_out(config.data, data_dir, "pairs", ())
+    size = 0 if config.encoding == "none" else config.encoding_size
+    features: Tensors = {}
+    if config.encoding != "none":
+        features |= _worked_out(config.data, data_dir, config.encoding, (size,))
+    if config.model == "graph-vit":
+        steps = (config.patches, config.hops, config.patch_walk_steps)
+        features |= _worked_out(config.data, data_dir, "patches", steps)
+        if config.encoding == "none":
+            graphs = read_graphs(config.data, data_dir)
+            features["walk"] = torch.zeros(len(graphs.x), 0)
+    return features
+
+
+@lru_cache(maxsize=6)
+def _worked_out(data: str, data_dir: Path, what: str, sizes: tuple[int, ...]) -> Tensors:
+    """If the environment variable ``GFSA_CACHE`` names a folder, it is kept there as well."""
+    works: dict[str, Callable[..., Tensors]] = {
+        "pairs": pair_features,
+        "walk": walk_encoding,
+        "laplacian": laplacian_encoding,
+        "patches": patch_features,
+    }
+    graphs = read_graphs(data, data_dir)
+    words = ("graph", data, what, *map(str, sizes), graphs.digest, f"v{_CACHE_VERSION}")
+    folder = os.environ.get("GFSA_CACHE", "")
+    return cached(folder, "-".join(words), lambda: works[what](graphs, *sizes))
+
+
+def _model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
+    ends = graphs.node_features, graphs.edge_features, graphs.outputs
+    if config.model.startswith("graphormer"):
+        from gfsa.models import Graphormer
+
+        make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
+        return make(
+            *ends,
+            dim=config.width,
+            depth=config.depth,
+            num_heads=config.heads,
+            ffn_dim=config.ffn_width,
+            max_hops=MAX_HOPS,
+            dropout=config.dropout,
+            mlp_dropout=config.mlp_dropout,
+            attention_dropout=config.attention_dropout,
+        )
+    if config.model == "gps":
+        from gfsa.recipes.graph_gps import GPS
+
+        return GPS(
+            *ends,
+            dim=config.width,
+            depth=config.depth,
+            num_heads=config.heads,
+            local=config.local,
+            encoding=config.encoding,
+            encoding_size=config.encoding_size,
+            encoding_dim=config.encoding_width,
+            dropout=config.dropout,
+            attention_dropout=config.attention_dropout,
+            pooling=config.pooling,
+        )
+    from gfsa.recipes.graph_vit import PaddedGraphViT
+
+    return PaddedGraphViT(
+        *ends,
+        dim=config.width,
+        gnn_depth=config.gnn_depth,
+        depth=config.depth,
+        num_heads=config.heads,
+        walk_steps=0 if config.encoding == "none" else config.encoding_size,
+        patch_walk_steps=config.patch_walk_steps,
+        gnn_dropout=config.dropout,
+        dropout=config.attention_dropout,
+    )
+
+
+RECIPE = Recipe(
+    name="graph",
+    title="Graphormer, GPS and Graph-ViT on molecules, peptides and superpixels",
+    config=GraphConfig,
+    build=build,
+    sources=SOURCES,
+    extra="train,graph",
+)
+assert {field.name for field in dataclasses.fields(GraphConfig)} >= set(FOLLOWING)

@@ -1,0 +1,205 @@
+"""The settings of the papers for each model and data set, and how they become defaults.
+
+Sources: the appendix of the GFSA paper and Graphormer's published scripts; GPS's published
+configurations; those of Graph-ViT. Where a paper has none for a data set, those of its most
+similar one are taken. docs/recipes/graph.md says where we differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FromPaper:
+    """Marks a value that nobody gave: it follows the model and the data set."""
+
+
+class _Float(float, FromPaper):
+    pass
+
+
+class _Int(int, FromPaper):
+    pass
+
+
+class _Str(str, FromPaper):
+    __slots__ = ()
+
+
+class _Bool(int, FromPaper):
+    """bool cannot be subclassed."""
+
+    def __repr__(self) -> str:
+        return str(bool(self))
+
+    __str__ = __repr__
+
+
+def marked(value: Any) -> Any:
+    """The same value, known to come from here."""
+    kinds = {bool: _Bool, int: _Int, float: _Float, str: _Str}
+    return kinds[type(value)](value)
+
+
+Settings = dict[str, Any]
+
+_GRAPHORMER: Settings = {
+    "epochs": 300.0,
+    "batch_size": 256,
+    "lr": 2e-4,
+    "weight_decay": 0.01,
+    "schedule": "linear",
+    "warmup": 0.1,
+    "clip": 5.0,
+    "group_by_length": True,
+    "depth": 12,
+    "width": 80,
+    "heads": 8,
+    "ffn_width": 80,
+    "gnn_depth": 0,
+    "dropout": 0.0,
+    "mlp_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "local": "gine",
+    "encoding": "none",
+    "encoding_size": 0,
+    "encoding_width": 0,
+    "pooling": "mean",
+    "pad_to_multiple": 8,
+}
+_BASE: Settings = _GRAPHORMER | {
+    "batch_size": 1024,
+    "weight_decay": 0.0,
+    "warmup": 0.06,
+    "width": 768,
+    "heads": 32,
+    "ffn_width": 768,
+}
+_GPS: Settings = _GRAPHORMER | {
+    "epochs": 100.0,
+    "batch_size": 32,
+    "lr": 1e-4,
+    "weight_decay": 1e-5,
+    "schedule": "cosine",
+    "warmup": 0.05,
+    "clip": 1.0,
+    "group_by_length": False,
+    "depth": 10,
+    "width": 64,
+    "heads": 4,
+    "ffn_width": 0,
+    "dropout": 0.05,
+    "mlp_dropout": 0.05,
+    "attention_dropout": 0.5,
+    "local": "gated",
+    "encoding": "walk",
+    "encoding_size": 16,
+    "encoding_width": 16,
+}
+_GPS_PCQM: Settings = {
+    "batch_size": 256,
+    "lr": 5e-4,
+    "weight_decay": 0.0,
+    "depth": 5,
+    "width": 304,
+    "dropout": 0.0,
+    "encoding_width": 20,
+}
+_GPS_PEPTIDES: Settings = {
+    "epochs": 200.0,
+    "batch_size": 128,
+    "lr": 3e-4,
+    "weight_decay": 0.0,
+    "group_by_length": True,
+    "depth": 4,
+    "width": 96,
+    "dropout": 0.0,
+    "encoding": "laplacian",
+    "encoding_size": 10,
+    "pad_to_multiple": 32,
+}
+_GPS_SUPERPIXELS: Settings = {
+    "batch_size": 16,
+    "lr": 1e-3,
+    "depth": 3,
+    "width": 52,
+    "dropout": 0.0,
+    "encoding": "laplacian",
+    "encoding_size": 8,
+    "encoding_width": 8,
+}
+_GRAPH_VIT: Settings = _GRAPHORMER | {
+    "epochs": 200.0,
+    "batch_size": 128,
+    "lr": 1e-3,
+    "weight_decay": 0.0,
+    "schedule": "cosine",
+    "warmup": 0.0,
+    "clip": 0.0,
+    "group_by_length": False,
+    "depth": 4,
+    "width": 128,
+    "ffn_width": 0,
+    "gnn_depth": 4,
+    "mlp_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "encoding": "walk",
+    "encoding_size": 16,
+    "pad_to_multiple": 32,
+}
+_VIT_PEPTIDES: Settings = {"depth": 2, "group_by_length": True}
+
+# of the model
+_MODELS: dict[str, Settings] = {
+    "graphormer-slim": _GRAPHORMER,
+    "graphormer": _BASE,
+    "gps": _GPS,
+    "graph-vit": _GRAPH_VIT,
+}
+# of the model on one data set, where they differ
+_PAIRS: dict[tuple[str, str], Settings] = {
+    ("graphormer-slim", "zinc"): {"epochs": 10_000.0},
+    ("gps", "zinc"): {
+        "epochs": 2000.0,
+        "lr": 1e-3,
+        "warmup": 0.025,
+        "dropout": 0.0,
+        "local": "gine",
+        "encoding_size": 20,
+        "encoding_width": 28,
+        "pooling": "sum",
+    },
+    ("gps", "pcqm4m"): _GPS_PCQM,
+    ("gps", "pcqm4mv2"): _GPS_PCQM,
+    ("gps", "qm8"): _GPS_PCQM,
+    ("gps", "peptides-func"): _GPS_PEPTIDES,
+    ("gps", "peptides-struct"): _GPS_PEPTIDES,
+    ("gps", "mnist"): _GPS_SUPERPIXELS,
+    ("gps", "cifar10"): _GPS_SUPERPIXELS,
+    ("graph-vit", "zinc"): {"epochs": 2000.0, "encoding_size": 20, "pad_to_multiple": 8},
+    ("graph-vit", "peptides-func"): {**_VIT_PEPTIDES, "attention_dropout": 0.5},
+    ("graph-vit", "peptides-struct"): _VIT_PEPTIDES,
+    ("graph-vit", "molhiv"): {
+        "batch_size": 32,
+        "gnn_depth": 2,
+        "depth": 2,
+        "dropout": 0.3,
+        "encoding": "none",
+        "encoding_size": 0,
+    },
+    ("graph-vit", "moltox21"): {
+        "batch_size": 32,
+        "dropout": 0.3,
+        "encoding": "none",
+        "encoding_size": 0,
+    },
+}
+
+MODELS = tuple(_MODELS)
+FOLLOWING = tuple(_GRAPHORMER)
+"""The settings that follow the model and the data set."""
+
+
+def paper_settings(model: str, data: str) -> Settings:
+    """What the papers take for this model on this data set."""
+    return _MODELS[model] | _PAIRS.get((model, data), {})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,11 +20,8 @@ from torch import nn
 
 import gfsa
 from gfsa.bench.environment import commit, device_name
-from gfsa.recipes import find_recipe
 from gfsa.recipes.batches import InOrder, evaluation_loader
-from gfsa.recipes.config import field_names
-from gfsa.recipes.methods import MethodConfig, find_method
-from gfsa.recipes.run import seed_everything
+from gfsa.recipes.reload import trained_task
 from gfsa.recipes.task import Task
 from gfsa.recipes.tree import tensors_of, to_device
 
@@ -40,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    task = trained(arguments.run, arguments.data_dir, device)
+    task = trained_task(arguments.run, arguments.data_dir, device)
     batches = some_batches(task, arguments.batches, arguments.batch_size, device)
 
     tolerance = largest_tolerance(task, batches, arguments.bound)
@@ -57,21 +53,6 @@ def main() -> None:
         times = time_each(task, models, batches, arguments.rounds, precision)
         shown = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in times.items())
         print(f"a batch of {arguments.batch_size}, {precision}: {shown}")
-
-
-def trained(folder: Path, data_dir: Path, device: torch.device) -> Task:
-    """The task of a run with its trained weights."""
-    written = json.loads((folder / "config.json").read_text())
-    recipe = find_recipe(written["recipe"])
-    given = {name: written[name] for name in field_names(recipe.config)}
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in written["options"].items()}
-    seed_everything(written["seed"])
-    task = recipe.build(recipe.config(**given), data_dir)
-    find_method(written["method"]).apply(task.model, MethodConfig(**options))
-    task.model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
-    task.model.to(device).eval()
-    return task
 
 
 def some_batches(task: Task, count: int, size: int, device: torch.device) -> list[Any]:

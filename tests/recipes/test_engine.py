@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import gfsa.recipes
+from gfsa.recipes.evaluate import evaluate
 from gfsa.recipes.methods import MethodConfig
-from gfsa.recipes.row import Row, read_rows
+from gfsa.recipes.reload import trained_task
+from gfsa.recipes.row import Row, append_rows, read_rows
 from gfsa.recipes.run import Run, carry_out
-from support.toy_recipe import ToyConfig
+from support.toy_recipe import ToyConfig, ToyModel
 
 
 def run(out: Path, method: str = "gfsa", resume: bool = False, **settings: Any) -> Run:
@@ -59,14 +62,15 @@ def test_a_run_leaves_its_folder_and_learns(tmp_path: Path) -> None:
     assert {"filters", "lens.html", "lens.json", "model.pt", "tensorboard"} <= names
     assert "checkpoints" not in names
     assert metrics(one)[-1]["test/accuracy"] == row.test
-    # the filters in the folder are the trained ones
-    from support.toy_recipe import ToyModel
-
-    model = ToyModel(0.0)
-    gfsa.load(model, one.folder / "filters")
-    saved = torch.load(one.folder / "model.pt", weights_only=True)
-    for name, theta in ((n, p) for n, p in model.named_parameters() if n.endswith("theta")):
-        assert torch.equal(theta, saved[name])
+    # the model comes back as it was trained, and the filters are its filters
+    task = trained_task(one.folder, tmp_path)
+    score = evaluate(task, task.model, "test", one.config, Accelerator(cpu=True))
+    assert score["accuracy"] == row.test
+    fresh = ToyModel(0.0)
+    gfsa.load(fresh, one.folder / "filters")
+    for name, filtered in gfsa.filters_of(fresh).items():
+        trained = gfsa.filters_of(task.model)[name]
+        assert torch.equal(filtered.coefficients(), trained.coefficients())
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_does_not(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_interrupted_anywhere_it_ends_with_the_same_numbers(
 _WORKER = """
 import sys
 from pathlib import Path
-from support.toy_recipe import ToyConfig
+from support.toy_recipe import ToyConfig, ToyModel
 from gfsa.recipes.run import Run, carry_out
 config = ToyConfig(epochs=30, checkpoint_every=1)
 carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", out=Path(sys.argv[1]),
@@ -218,7 +222,7 @@ def test_graphs_need_a_gpu(tmp_path: Path) -> None:
 _LAUNCHED = """
 import sys
 from pathlib import Path
-from support.toy_recipe import ToyConfig
+from support.toy_recipe import ToyConfig, ToyModel
 from gfsa.recipes.run import Run, carry_out
 config = ToyConfig(epochs=1, dropout=0.0, accumulate=int(sys.argv[2]))
 row = carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", device="cpu",
@@ -267,8 +271,6 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_survive_the_table(tmp_path: Path) -> None:
-    from gfsa.recipes.row import append_rows
-
     row = carry_out(run(tmp_path))
     append_rows(tmp_path / "toy.csv", [row, row])
     assert read_rows(tmp_path / "toy.csv") == [row, row]

@@ -31,6 +31,8 @@ _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dr
 class CausalLMConfig(TrainConfig):
     """Fine-tuning as in the paper (15 epochs on PTB, 4 on WikiText-103), or ``model=scratch``."""
 
+    in_label = ("data", "model", "depth", "width")
+
     data: Literal["wikitext-2", "wikitext-103", "ptb"] = "wikitext-2"
     model: str = "gpt2"
     """A folder, a name on the hub, or ``scratch``: a new GPT-2 of the sizes below."""

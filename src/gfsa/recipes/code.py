@@ -30,6 +30,8 @@ _EXAMPLES = 4
 class CodeConfig(TrainConfig):
     """Devign as in the paper; for its clone detection set task, epochs=1 and lr=5e-5."""
 
+    in_label = ("task", "model", "depth", "width")
+
     task: Literal["devign", "bigclonebench"] = "devign"
     model: str = "microsoft/codebert-base"
     """A folder or a name on the hub of a RoBERTa-, BART- or T5-type model, or ``scratch``: a new

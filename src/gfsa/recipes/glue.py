@@ -25,6 +25,8 @@ _EXAMPLES = 8
 class GlueConfig(TrainConfig):
     """Fine-tuning on one task; the paper's settings."""
 
+    in_label = ("task", "model")
+
     task: Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli-m", "mnli-mm", "qnli", "rte"] = (
         "cola"
     )

@@ -1,0 +1,109 @@
+"""GLUE's files: every official layout, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from gfsa.recipes.data.glue import TASKS, read_glue
+from support.tiny_texts import glue_label, glue_rows, sentence, write, write_glue
+
+unofficial = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
+
+
+@unofficial
+@pytest.mark.parametrize("name", TASKS)
+def test_official_files(name: str, tmp_path: Path) -> None:
+    folder = TASKS[name].folder
+    write_glue(tmp_path, folder, train=7, dev=5)
+    train, dev = read_glue(tmp_path, name)
+    assert (len(train.labels), len(dev.labels)) == (7, 5)
+    assert train.first == [sentence(i) for i in range(7)]
+    if len(TASKS[name].texts) == 2:
+        assert train.second == [sentence(i + 100) for i in range(7)]
+    else:
+        assert train.second is None
+    expected = [glue_label(folder, i) for i in range(5)]
+    classes = TASKS[name].labels
+    assert dev.labels == [classes.index(e) if classes else float(e) for e in expected]
+
+
+@unofficial
+@pytest.mark.parametrize("where", ["", "glue", "glue_data", "CoLA itself"])
+def test_the_folder_or_its_parent(where: str, tmp_path: Path) -> None:
+    root = tmp_path if where == "CoLA itself" else tmp_path / where
+    write_glue(root, "CoLA", train=4, dev=3)
+    given = tmp_path / "CoLA" if where == "CoLA itself" else tmp_path
+    assert len(read_glue(given, "cola")[0].labels) == 4
+
+
+@unofficial
+def test_one_compressed_file_a_split(tmp_path: Path) -> None:
+    header = "question\tsentence\tlabel\n"
+    write(tmp_path / "glue/qnli_train10k.tsv", header + "why ?\tso .\tentailment\n", True)
+    write(tmp_path / "glue/qnli_dev.tsv", header + "who ?\tshe .\tnot_entailment\n", True)
+    train, dev = read_glue(tmp_path, "qnli")
+    assert (train.first, train.second, train.labels) == (["why ?"], ["so ."], [0])
+    assert dev.labels == [1]
+
+
+def test_other_sizes_than_the_official_ones_are_told(tmp_path: Path) -> None:
+    write_glue(tmp_path, "RTE", train=4, dev=3)
+    with pytest.warns(UserWarning, match=r"train.tsv has 4 usable rows, the official file 2,490"):
+        read_glue(tmp_path, "rte")
+
+
+def test_official_sizes_are_not_worth_a_word(tmp_path: Path) -> None:
+    write_glue(tmp_path, "RTE", train=2_490, dev=277)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_glue(tmp_path, "rte")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"CoLA/train.tsv.*gluebenchmark.com"):
+        read_glue(tmp_path, "cola")
+
+
+def test_damaged_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "cola_train.tsv", "sentence\tlabel\na\t1\n", compressed=True)
+    write(tmp_path / "cola_dev.tsv", "sentence\tlabel\na\t1\n")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"cola_train.tsv.xz is damaged"):
+        read_glue(tmp_path, "cola")
+
+
+def test_another_file(tmp_path: Path) -> None:
+    write_glue(tmp_path, "RTE")
+    write(tmp_path / "RTE/train.tsv", "\n".join(glue_rows("SST-2", 3)))
+    with pytest.raises(ValueError, match="is not RTE: its first line should name the columns"):
+        read_glue(tmp_path, "rte")
+
+
+@unofficial
+@pytest.mark.parametrize(
+    ("task", "folder", "row", "why"),
+    [
+        ("sst2", "SST-2", "fine\t2", "label '2' is none of 0, 1"),
+        ("sst2", "SST-2", "fine", "expected 2 fields, got 1"),
+        ("rte", "RTE", "1\ta\tb\tmaybe", "label 'maybe' is none of entailment"),
+        ("rte", "RTE", "1\ta\t\tentailment", "a text is empty"),
+        ("stsb", "STS-B", "1\t.\t.\t.\t1\t.\t.\ta\tb\t7.0", "score 7.0 is not between 0 and 5"),
+        ("stsb", "STS-B", "1\t.\t.\t.\t1\t.\t.\ta\tb\tgood", "score 'good' is no number"),
+    ],
+)
+def test_bad_rows_are_counted_and_told(
+    task: str, folder: str, row: str, why: str, tmp_path: Path
+) -> None:
+    write_glue(tmp_path, folder)
+    rows = glue_rows(folder, 200)
+    write(tmp_path / folder / "train.tsv", "\n".join([*rows[:50], row, *rows[50:]]))
+    with pytest.warns(UserWarning, match=f"1 of 201 rows cannot be used; line 51: {why}"):
+        train, _ = read_glue(tmp_path, task)
+    assert len(train.labels) == 200
+    write(tmp_path / folder / "train.tsv", "\n".join([*rows[:50], row]))
+    read_glue.cache_clear()
+    with pytest.raises(ValueError, match="More than 1% of bad rows"):
+        read_glue(tmp_path, task)

@@ -47,8 +47,7 @@ class AttnScale(BaselineFilter):
 
     def map(self, operator: DenseOperator) -> Tensor:
         matrix = operator.dense()
-        mean = self._sight(operator).dense(matrix.shape[-1], matrix.device).to(matrix.dtype)
-        return matrix + self._lambda() * (matrix - mean)
+        return matrix + self._lambda() * (matrix - self._sight(operator).dense(matrix))
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "lr_multiplier": self.lr_multiplier}

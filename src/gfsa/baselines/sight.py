@@ -62,12 +62,12 @@ class Sight:
             ).clamp(min=1)
         return x.mean(-2, keepdim=True, dtype=dtype)
 
-    def dense(self, length: int, device: torch.device) -> Tensor:
-        """``(B or 1, H or 1, N, N)``: row i has ``1/|S_i|`` where i sees."""
-        seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    def dense(self, like: Tensor) -> Tensor:
+        """M for a map ``like (..., N, N)``: row i has ``1/|S_i|`` where i sees."""
+        seen = torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device)
         seen = (seen.tril() if self.causal else seen)[None, None]
         seen = seen if self.mask is None else seen & self.mask
-        return seen / seen.sum(-1, keepdim=True).clamp(min=1)
+        return seen.to(like.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
 
     def for_tokens(self) -> Sight:
         """The same for tokens that are not split into heads: seen by one head is seen."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -53,7 +55,10 @@ def blocks_of(page: str) -> list[Block]:
 
 def run_page(name: str, page: str) -> int:
     """Run the blocks of a page one after another; returns how many there were."""
-    namespace: dict[str, Any] = {"__name__": "__page__"}
+    # a module of its own, which dataclasses and pickle look up by name
+    module = ModuleType("__page__")
+    sys.modules["__page__"] = module
+    namespace: dict[str, Any] = vars(module)
     blocks = [block for block in blocks_of(page) if block.runs]
     # tracebacks and inspect.getsource show the page itself
     linecache.cache[name] = (len(page), None, page.splitlines(keepends=True), name)

@@ -115,6 +115,37 @@ def test_text_becomes_typed_values() -> None:
     assert settings_of(changed) == "lr=0.001"
 
 
+def test_a_plan_shares_and_varies_settings(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text(
+        f"common --seeds 1 --set epochs=1\n{TOY} --method gfsa --each lr=1e-3,1e-2 --each K=2,4\n"
+        f"common\n{TOY} --set epochs=3\n"
+    )
+    runs = [run for request in read_plan(plan) for run in request.runs("", out=tmp_path)]
+    assert [(r.config.seed, r.config.epochs, r.config.lr, r.options.K) for r in runs] == [
+        (1, 1, 1e-3, 2),
+        (1, 1, 1e-3, 4),
+        (1, 1, 1e-2, 2),
+        (1, 1, 1e-2, 4),
+        (0, 3, 1e-2, 3),
+    ]
+
+
+def test_missing_leaves_out_what_results_have(tmp_path: Path) -> None:
+    words = [TOY, "--seeds", "0", "--set", "epochs=1"]
+    assert train(tmp_path, *words)[0] == 0
+    # on another machine: the results are there, the runs are not
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    words[2] = "0-1"
+    code, output = train(tmp_path, *words, "--missing")
+    assert code == 0
+    assert "1 of 1 runs done" in output
+    assert [row.seed for row in read_rows(tmp_path / "results" / "toy.csv")] == [0, 1]
+    code, output = train(tmp_path, *words, "--missing")
+    assert code == 0
+    assert "has all of these runs" in output
+
+
 def test_a_plan_says_which_line_is_wrong(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
     plan.write_text("toy\ntoy --sets epochs=1\n")

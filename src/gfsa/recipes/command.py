@@ -25,6 +25,10 @@ def train(
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, any setting; repeat it.")
     ] = None,
+    each: Annotated[
+        list[str] | None,
+        typer.Option("--each", help="key=a,b,c: run with each of these values; repeat it."),
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="A file with arguments of `gfsa train` on each line.")
     ] = None,
@@ -80,6 +84,7 @@ def train(
                 orders=numbers_of("--K", K) if K else (),
                 seeds=numbers_of("--seeds", seeds),
                 settings=tuple(setting_of(text) for text in setting or []),
+                each=tuple(setting_of(text) for text in each or []),
             )
             runs = request.runs(command_line(), **places)
     except (ValueError, OSError) as error:

@@ -26,9 +26,13 @@ class Request:
     orders: tuple[int, ...] = ()
     seeds: tuple[int, ...] = (0,)
     settings: tuple[tuple[str, str], ...] = ()
+    each: tuple[tuple[str, str], ...] = ()
+    """Settings with several values by commas, every combination of which is run."""
 
     def runs(self, command: str, **places: Any) -> list[Run]:
         """Every combination, checked; a method without K is run once for all of them."""
+        if self.each:
+            return self._runs_of_each(command, **places)
         recipe = find_recipe(self.recipe)
         for_recipe, for_method = self._sorted(recipe.config)
         config = override(recipe.config(), for_recipe)
@@ -56,6 +60,15 @@ class Request:
         self._check_used(for_method)
         return runs
 
+    def _runs_of_each(self, command: str, **places: Any) -> list[Run]:
+        names = [name for name, _ in self.each]
+        runs: list[Run] = []
+        for values in itertools.product(*(text.split(",") for _, text in self.each)):
+            chosen = tuple(zip(names, (value.strip() for value in values), strict=True))
+            one = dataclasses.replace(self, settings=self.settings + chosen, each=())
+            runs += one.runs(command, **places)
+        return runs
+
     def _sorted(self, config: Any) -> tuple[dict[str, str], dict[str, str]]:
         """Settings of the recipe, and options of the methods."""
         of_recipe, of_method = field_names(config), field_names(MethodConfig)
@@ -78,13 +91,20 @@ class Request:
 
 
 def read_plan(path: Path) -> list[Request]:
-    """A file with the arguments of ``gfsa train`` on each line; ``#`` begins a comment."""
+    """A file with the arguments of ``gfsa train`` on each line.
+
+    ``#`` begins a comment; ``common`` and arguments on a line give these to every line below, up
+    to the next ``common``.
+    """
     requests = []
+    common: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         words = shlex.split(line, comments=True)
-        if words:
+        if words[:1] == ["common"]:
+            common = words[1:]
+        elif words:
             try:
-                requests.append(_parse(words))
+                requests.append(_parse(words[0], [*common, *words[1:]]))
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
     if not requests:
@@ -92,10 +112,10 @@ def read_plan(path: Path) -> list[Request]:
     return requests
 
 
-def _parse(words: Sequence[str]) -> Request:
-    recipe, rest = words[0], list(words[1:])
+def _parse(recipe: str, rest: list[str]) -> Request:
     request: dict[str, Any] = {}
-    settings: list[tuple[str, str]] = []
+    settings: dict[str, str] = {}
+    each: dict[str, str] = {}
     while rest:
         flag = rest.pop(0)
         if not rest:
@@ -108,10 +128,12 @@ def _parse(words: Sequence[str]) -> Request:
         elif flag == "--seeds":
             request["seeds"] = numbers_of("--seeds", value)
         elif flag == "--set":
-            settings.append(setting_of(value))
+            settings |= [setting_of(value)]
+        elif flag == "--each":
+            each |= [setting_of(value)]
         else:
-            raise ValueError(f"a plan knows --method, --K, --seeds and --set, got {flag!r}")
-    return Request(recipe, settings=tuple(settings), **request)
+            raise ValueError(f"a plan knows --method, --K, --seeds, --set and --each, got {flag!r}")
+    return Request(recipe, settings=tuple(settings.items()), each=tuple(each.items()), **request)
 
 
 def lacking(runs: Sequence[Run], results: Path) -> list[Run]:

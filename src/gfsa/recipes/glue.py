@@ -110,7 +110,7 @@ class GlueTask(Task):
         return logits.float()
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def encode_task(
     data_dir: Path,
     task: str,

@@ -1,0 +1,531 @@
+"""How the comparison methods behave: errors, threads, caches, checkpoints, compilers, precision."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gfsa
+from gfsa import baselines
+from gfsa.baselines.readers import Reader
+from gfsa.baselines.sight import Sight
+from gfsa.operators import DenseOperator
+from support.families import FAMILIES, METHODS
+
+LEARNING = ("attnscale", "featscale", "layerscale")
+
+
+def encoder(depth: int = 2) -> nn.Module:
+    from gfsa.models import Encoder
+
+    return Encoder(9, 5, 8, dim=12, depth=depth, num_heads=3, ffn_dim=20, dropout=0.0)
+
+
+def apply(model: nn.Module, method: str, **more: Any) -> baselines.BaselineReport:
+    report = baselines.apply(model, METHODS[method].name, **METHODS[method].options, **more)
+    with torch.no_grad():
+        for parameter in baselines.parameters_of(model):
+            parameter.add_(torch.randn_like(parameter) * 0.5)
+    return report
+
+
+def causal_lm(implementation: str = "sdpa") -> Any:
+    import transformers as hf
+
+    config = hf.GPT2Config(
+        n_embd=12, n_layer=3, n_head=3, vocab_size=30, bos_token_id=1, eos_token_id=29,
+        initializer_range=0.5, attn_implementation=implementation,
+    )  # fmt: skip
+    return hf.GPT2LMHeadModel(config).eval()
+
+
+def bert(**options: Any) -> Any:
+    import transformers as hf
+
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes |= {"intermediate_size": 20, "vocab_size": 30, "initializer_range": 0.3}
+    return hf.BertModel(hf.BertConfig(**sizes, **{**still, **options}), add_pooling_layer=False)
+
+
+IDS = torch.randint(3, 28, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("contra_norm", {}, r"the methods are .*Did you mean 'contranorm'\?"),
+        ("twicing", {}, r"a filter of the attention map: gfsa\.plug\(model, filter=gfsa\.Twicing"),
+        (None, {}, "there is no method None"),
+        ("contranorm", {"tau": 1.0}, "has no option tau; it has scale=0.01, form='bert'"),
+        ("featscale", {"dim": 3}, "has no option dim; it has none"),
+        ("contranorm", {"form": "gnn"}, "form must be one of"),
+        ("contranorm", {"scale": -0.1}, "scale must be a finite number of at least 0, got -0.1"),
+        ("contranorm", {"temperature": 0}, "temperature must be a finite number above 0"),
+        ("contranorm", {"scale": "0.1"}, "scale must be a finite number"),
+        ("neutreno", {"alpha": float("nan")}, "alpha must be a finite number"),
+        ("layerscale", {"init": True}, "init must be a finite number, got True"),
+        ("attnscale", {"lr_multiplier": 0}, "lr_multiplier must be a positive number"),
+        ("featscale", {"layers": "some"}, "layers must be"),
+        ("layerscale", {"layers": [3]}, "there is no layer 3"),
+    ],
+)
+def test_bad_names_and_options(name: Any, options: dict, message: str) -> None:
+    model = encoder()
+    before = list(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        baselines.apply(model, name, **options)
+    assert list(model.state_dict()) == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_where_nothing_fits() -> None:
+    with pytest.raises(ValueError, match=r"layerscale has no place in Linear; it is known in "):
+        baselines.apply(nn.Linear(2, 2), "layerscale")
+    with pytest.raises(TypeError, match="expected a model"):
+        baselines.apply("bert", "layerscale")
+    with pytest.raises(ValueError, match="no method to remove"):
+        baselines.remove(encoder())
+    assert baselines.parameters_of(encoder()) == []
+
+
+def test_one_method_at_a_time() -> None:
+    model = encoder()
+    baselines.apply(model, "layerscale", layers=[1])
+    with pytest.raises(ValueError, match="has a method applied already"):
+        baselines.apply(model, "layerscale", layers=[2])
+    baselines.remove(model)
+    gfsa.plug(model)
+    with pytest.raises(ValueError, match="is plugged already"):
+        baselines.apply(model, "attnscale")
+    # beside filters, a method that acts elsewhere is fine, and leaves alone
+    baselines.apply(model, "layerscale")
+    baselines.remove(model)
+    assert len(gfsa.filters_of(model)) == 2
+
+
+def test_a_block_with_a_forward_of_its_own_is_not_taken_for_a_known_one() -> None:
+    class Mine(nn.TransformerEncoderLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(ValueError, match="has no place in"):
+        baselines.apply(Mine(12, 3), "layerscale")
+
+
+def test_report() -> None:
+    report = baselines.apply(bert(), "layerscale", layers="even")
+    assert str(report).splitlines() == [
+        "layerscale in 1 layers, 24 learned numbers (1 skipped)",
+        "    1  encoder.layer.1: output of attention.output.dense, output of output.dense",
+        "    -  encoder.layer.0: not among the chosen layers",
+    ]
+
+
+def test_ordinary_attention_to_the_bit() -> None:
+    for name in ("BERT", "GPT-2", "DeiT", "Swin", "Encoder"):
+        family = FAMILIES[name]()
+        model = family.model().float() if name in ("BERT", "GPT-2", "Encoder") else family.model()
+        for method in ("attnscale", "featscale"):
+            with torch.no_grad():
+                plain = family.run(model, [0, 1])
+                baselines.apply(model, method)
+                start = family.run(model, [0, 1])
+            baselines.remove(model)
+            assert all(torch.equal(a, b) for a, b in zip(plain, start, strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_nothing_is_seen_of_the_future(method: str, implementation: str) -> None:
+    model = causal_lm(implementation)
+    apply(model, method)
+    other = IDS.clone()
+    other[:, 4:] = 5
+    for mask in (None, torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1] * 7])):
+        one = model(IDS, attention_mask=mask).logits
+        two = model(other, attention_mask=mask).logits
+        assert torch.equal(one[1, :4], two[1, :4])
+        assert not torch.equal(one[1, 4:], two[1, 4:])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_causal_masks_of_torch_and_timm(method: str) -> None:
+    import timm
+
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    later = x.clone()
+    later[:, 3:] = 1.0
+    blocked = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    torch_layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(torch_layer, 2).double().eval()
+    blocks = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3
+    )
+    vit = blocks.double().eval()
+
+    def images(x: Tensor, **mask: Any) -> Tensor:
+        # the blocks alone: what comes before them has no order
+        with torch.no_grad():
+            for block in vit.blocks:
+                x = block(x, **mask)
+        return x
+
+    apply(encoder, method)
+    runs = [
+        lambda x: encoder(x, mask=blocked),
+        lambda x: encoder(x, mask=blocked, is_causal=True),
+        lambda x: encoder(x, mask=torch.zeros(6, 6).masked_fill(blocked, -torch.inf).double()),
+    ]
+    if method != "neutreno":
+        # its first values belong to a forward of the whole model
+        apply(vit, method)
+        runs += [lambda x: images(x, is_causal=True), lambda x: images(x, attn_mask=~blocked)]
+    for run in runs:
+        assert torch.equal(run(x)[:, :3], run(later)[:, :3])
+
+
+@torch.no_grad()
+def test_masks_for_each_head() -> None:
+    family = FAMILIES["torch, norms last"]()
+    model = family.model()
+    apply(model, "attnscale")
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    per_head = padding[:, None, None, :].expand(2, 3, 5, 5).reshape(6, 5, 5)
+    by_head = model(x, mask=per_head)
+    by_key = model(x, src_key_padding_mask=padding)
+    assert (by_head - by_key).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("method", ["attnscale", "layerscale", "neutreno"])
+def test_decoding_with_a_cache_is_decoding_without(method: str, options: dict) -> None:
+    model = causal_lm()
+    apply(model, method)
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    how |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(IDS)}
+    how["attention_mask"][1, :2] = 0
+    slow = model.generate(IDS, use_cache=False, **how)
+    fast = model.generate(IDS, **options, **how)
+    assert torch.equal(slow.sequences, fast.sequences)
+    for a, b in zip(slow.logits, fast.logits, strict=True):
+        assert (a - b).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("method", ["contranorm", "featscale"])
+def test_a_cache_has_no_tokens_to_look_at(method: str) -> None:
+    model = causal_lm()
+    apply(model, method)
+    how = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(IDS, **how)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(IDS, cache_implementation="static", **how)
+    assert model.generate(IDS, use_cache=False, **how).shape == (2, 9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_checkpointing(method: str, reentrant: bool) -> None:
+    model = bert().train()
+    apply(model, method)
+    mask = torch.ones_like(IDS)
+    mask[1, 4:] = 0
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(IDS, attention_mask=mask).last_hidden_state.pow(2)[mask.bool()].sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if method == "neutreno":
+        with pytest.raises(RuntimeError, match="gradient_checkpointing_disable"):
+            gradients()
+        return
+    again = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_compiled_in_one_graph(method: str) -> None:
+    model = encoder().eval()
+    apply(model, method)
+    ids = IDS % 9
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    expected = {mask: model(ids, mask) for mask in (padding, None)}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for mask, y in expected.items():
+        assert torch.equal(compiled(ids, mask), y)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(compiled(ids, padding), expected[padding]), "compiled once for all"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_nothing_waits_for_the_device(method: str) -> None:
+    # tensors without numbers: reading one on the host, which no captured graph may do, raises
+    model = encoder()
+    apply(model, method)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        ids = mode.from_tensor(IDS % 9)
+        padding = torch.zeros(2, 7, dtype=torch.bool)
+        assert model(ids, padding).shape == (2, 5)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), 2)
+    apply(model, method)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = model(torch.randn(2, 7, 12), src_key_padding_mask=torch.zeros(2, 7, dtype=torch.bool))
+        assert y.shape == (2, 7, 12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision(method: str) -> None:
+    model = encoder().eval()
+    apply(model, method)
+    ids = IDS % 9
+    with torch.no_grad():
+        exact = model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(ids)
+    y.float().sum().backward()
+    for parameter in baselines.parameters_of(model):
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
+    # bfloat16 keeps eight bits
+    assert (y.float() - exact).abs().max() <= 0.05 * exact.abs().max()
+    whole = encoder().bfloat16().eval()
+    apply(whole, method)
+    assert all(p.dtype == torch.float32 for p in baselines.parameters_of(whole))
+    with torch.no_grad():
+        got = whole(ids)
+    assert got.dtype == torch.bfloat16
+    assert got.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_small_scale_is_not_lost_in_bfloat16() -> None:
+    x = torch.randn(2, 6, 12)
+    pushed = baselines.ContraNorm(0.005)
+    exact = pushed(x.bfloat16().double(), Sight())
+    got = pushed(x.bfloat16(), Sight()).double()
+    # one rounding at the end
+    assert ((got - exact).abs() <= exact.abs() * 2.0**-8 + 1e-4).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_threads_do_not_see_each_other(method: str) -> None:
+    model = bert().eval()
+    apply(model, method)
+    masks = [torch.ones(2, 7, dtype=torch.long) for _ in range(4)]
+    for number, mask in enumerate(masks):
+        mask[1, 3 + number :] = 0
+
+    @torch.no_grad()
+    def run(mask: Tensor) -> Tensor:
+        return model(IDS, attention_mask=mask).last_hidden_state
+
+    expected = [run(mask) for mask in masks]
+    wrong: list[int] = []
+    start = threading.Barrier(len(masks))
+
+    def work(number: int) -> None:
+        start.wait()
+        for _ in range(8):
+            if not torch.equal(run(masks[number]), expected[number]):
+                wrong.append(number)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(len(masks))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+def test_parts_of_a_block_by_themselves_are_refused() -> None:
+    model = encoder()
+    apply(model, "contranorm")
+    with pytest.raises(RuntimeError, match=r"a part of blocks\.1 ran outside of its forward"):
+        model.blocks[1].mlp_norm(torch.randn(2, 7, 12))
+
+
+def test_a_place_that_is_passed_by_is_an_error() -> None:
+    model = bert()
+    apply(model, "layerscale")
+    model.encoder.layer[1].output.dense = nn.Linear(20, 12)
+    with pytest.raises(RuntimeError, match=r"encoder\.layer\.1 ran, but .* 1 of 2 places"):
+        model(IDS)
+
+
+@torch.no_grad()
+def test_tokens_have_to_stay_together() -> None:
+    model = bert(chunk_size_feed_forward=1).eval()
+    apply(model, "contranorm-vit")
+    with pytest.raises(RuntimeError, match=r"given 14 tokens, but handles 2 at once"):
+        model(IDS)
+    baselines.remove(model)
+    # what acts on each token by itself does not mind
+    apply(model, "layerscale")
+    chunked = model(IDS).last_hidden_state
+    for block in model.encoder.layer:
+        block.chunk_size_feed_forward = 0
+    assert torch.allclose(chunked, model(IDS).last_hidden_state, atol=1e-6, rtol=0)
+
+
+def test_masks_that_cannot_be_read_are_refused() -> None:
+    layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).eval()
+    apply(layer, "featscale")
+    nested = torch.nested.nested_tensor([torch.randn(3, 12), torch.randn(2, 12)])
+    with pytest.raises(TypeError, match="pad the batch"):
+        layer(nested)
+    reader = Reader(layer, layer.self_attn, whole=True)
+    with pytest.raises(TypeError, match="a mask called memory_mask, which cannot be read"):
+        reader((torch.randn(2, 3, 12),), {"memory_mask": torch.zeros(3, 3)})
+    with pytest.raises(ValueError, match="the masks of a _Foreign cannot be read"):
+        Reader(_Foreign(), layer.self_attn, whole=True)
+
+
+class _Foreign(nn.Module):
+    """A module of no library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class TestAsFilters:
+    """``gfsa.plug(model, filter=…)`` for the methods that act on the map."""
+
+    @torch.no_grad()
+    def test_attnscale_reads_masks_from_the_operator(self) -> None:
+        model = bert().double().eval()
+        mask = torch.ones_like(IDS)
+        mask[1, 4:] = 0
+        outputs = []
+        for put in ("apply", "plug"):
+            torch.manual_seed(0)
+            if put == "apply":
+                apply(model, "attnscale")
+            else:
+                gfsa.plug(model, filter=baselines.AttnScale)
+                for parameter in baselines.parameters_of(model):
+                    parameter.add_(torch.randn_like(parameter) * 0.5)
+            outputs.append(model(IDS, attention_mask=mask).last_hidden_state[mask.bool()])
+            baselines.remove(model)
+        assert torch.equal(*outputs)
+
+    @torch.no_grad()
+    def test_attnscale_reads_causal_operators_too(self) -> None:
+        model = causal_lm()
+        gfsa.plug(model, filter=baselines.AttnScale)
+        for parameter in baselines.parameters_of(model):
+            parameter.fill_(0.5)
+        other = IDS.clone()
+        other[:, 4:] = 5
+        assert torch.equal(model(IDS).logits[:, :4], model(other).logits[:, :4])
+
+    def test_a_ready_made_map_does_not_tell_masks_from_dropout(self) -> None:
+        made = baselines.AttnScale(3)
+        matrix = torch.eye(4).expand(1, 3, 4, 4)
+        with pytest.raises(TypeError, match=r"baselines\.apply\(model, 'attnscale'\)"):
+            made(DenseOperator(matrix), torch.randn(1, 3, 4, 2))
+
+    def test_dropout_acts_on_the_map(self) -> None:
+        model = encoder()
+        gfsa.plug(model, filter=baselines.AttnScale, dropout_after="filter")
+        with pytest.raises(ValueError, match="dropout_after='attention'"):
+            model(IDS % 9)
+
+    def test_neutreno_has_to_be_told_of_the_first_layer(self) -> None:
+        model = encoder()
+        gfsa.plug(model, filter=baselines.NeuTRENO)
+        with pytest.raises(RuntimeError, match=r"baselines\.apply\(model, 'neutreno'\)"):
+            model(IDS % 9)
+
+    @pytest.mark.parametrize("kind", [baselines.AttnScale, baselines.NeuTRENO])
+    def test_they_are_no_polynomials(self, kind: Any) -> None:
+        with pytest.raises(TypeError, match="no polynomial of the attention map"):
+            kind(3).coefficients()
+        with pytest.raises(TypeError, match="no polynomial of the attention map"):
+            kind(3).fold()
+
+
+class TestNeuTRENO:
+    def test_layers_of_different_stacks_are_refused(self) -> None:
+        model = nn.Transformer(12, 3, 1, 1, 20)
+        with pytest.raises(ValueError, match=r"stacks: decoder\.layers.*encoder\.layers"):
+            baselines.apply(model, "neutreno")
+        assert not gfsa.filters_of(model)
+        assert len(baselines.apply(model.encoder, "neutreno").plugged) == 1
+
+    @torch.no_grad()
+    def test_the_first_layer_is_the_source_although_it_was_not_chosen(self) -> None:
+        model = encoder(3)
+        plain = model(IDS % 9)
+        report = baselines.apply(model, "neutreno", layers=[3], alpha=0.5)
+        assert list(report.plugged.values()) == ["the source of v⁰", "its attention's output"]
+        changed = model(IDS % 9)
+        assert not torch.equal(changed, plain)
+        model(torch.flip(IDS % 9, [0]))
+        assert torch.equal(model(IDS % 9), changed), "each forward has values of its own"
+
+    def test_a_layer_by_itself_is_refused(self) -> None:
+        model = encoder()
+        baselines.apply(model, "neutreno")
+        with pytest.raises(RuntimeError, match="outside of its model's forward"):
+            model.blocks[1](torch.randn(1, 4, 12))
+        model(IDS % 9)
+        with pytest.raises(RuntimeError, match="outside of its model's forward"):
+            model.blocks[0](torch.randn(1, 4, 12))
+
+    def test_gradients_reach_the_first_layer_through_its_values(self) -> None:
+        torch.manual_seed(0)
+        model = encoder().double()
+        before = _gradient_of_values(model)
+        baselines.apply(model, "neutreno")
+        assert not torch.equal(_gradient_of_values(model), before)
+
+
+def _gradient_of_values(model: Any) -> Tensor:
+    model.zero_grad()
+    model(IDS % 9).sum().backward()
+    return model.blocks[0].attention.qkv.weight.grad[24:].clone()
+
+
+@torch.no_grad()
+def test_attention_maps_that_are_asked_for() -> None:
+    model = bert(attn_implementation="eager").double().eval()
+    plain = model(IDS, output_attentions=True).attentions
+    apply(model, "attnscale")
+    scaled = model(IDS, output_attentions=True).attentions
+    scale = model.encoder.layer[0].attention.self.gfsa.theta[..., None]
+    mean = torch.full((7, 7), 1 / 7, dtype=torch.float64)
+    assert torch.allclose(scaled[0], mean + (1 + scale) * (plain[0] - mean), atol=1e-12, rtol=0)
+    baselines.remove(model)
+    baselines.apply(model, "neutreno")
+    assert torch.equal(model(IDS, output_attentions=True).attentions[0], plain[0])
+
+
+def test_an_optimiser_group_of_their_own() -> None:
+    model = bert().train()
+    for method in LEARNING:
+        apply(model, method)
+        theirs = baselines.parameters_of(model)
+        assert {id(p) for p in theirs} < {id(p) for p in model.parameters()}
+        optimizer = torch.optim.SGD([{"params": theirs, "lr": 0.1}])
+        before = [p.detach().clone() for p in theirs]
+        model(IDS).last_hidden_state.pow(2)[..., 0].sum().backward()
+        optimizer.step()
+        assert all(not torch.equal(a, b) for a, b in zip(before, theirs, strict=True))
+        baselines.remove(model)

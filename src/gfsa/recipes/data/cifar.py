@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import os
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,11 +261,10 @@ def _open_cache(path: Path, count: int) -> np.ndarray:
 def _write_cache(path: Path, pixels: np.ndarray) -> None:
     """Whole or not at all: other processes may look for it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with unfinished.open("wb") as file:
             np.save(file, pixels, allow_pickle=False)
-        os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

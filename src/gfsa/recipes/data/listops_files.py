@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,14 +122,13 @@ def _save(path: Path, parts: dict[str, Sequences]) -> None:
         for part, sequences in parts.items()
         for name in ("tokens", "offsets", "labels")
     }
-    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with unfinished.open("wb") as file:
             np.savez(file, **arrays)
-        os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _open(path: Path) -> dict[str, Sequences]:

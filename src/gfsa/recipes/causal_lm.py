@@ -31,9 +31,9 @@ _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dr
 class CausalLMConfig(TrainConfig):
     """Fine-tuning as in the paper (15 epochs on PTB, 4 on WikiText-103), or ``model=scratch``."""
 
-    in_label = ("data", "model", "depth", "width")
+    in_label = ("dataset", "model", "depth", "width")
 
-    data: Literal["wikitext-2", "wikitext-103", "ptb"] = "wikitext-2"
+    dataset: Literal["wikitext-2", "wikitext-103", "ptb"] = "wikitext-2"
     model: str = "gpt2"
     """A folder, a name on the hub, or ``scratch``: a new GPT-2 of the sizes below."""
     tokenizer: Literal["own", "gpt2", "bpe"] = "own"
@@ -72,7 +72,7 @@ class CausalLMConfig(TrainConfig):
 
     def label(self) -> str:
         name = f"gpt2-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
-        return f"{self.data} {name}"
+        return f"{self.dataset} {name}"
 
 
 class CausalLMTask(Task):
@@ -91,7 +91,7 @@ class CausalLMTask(Task):
     def __init__(self, config: CausalLMConfig, data_dir: Path) -> None:
         corpus = encode_corpus(
             data_dir,
-            config.data,
+            config.dataset,
             config.tokenizer,
             config.model if config.tokenizer == "own" else "",
             config.vocab_size if config.tokenizer == "bpe" else 0,

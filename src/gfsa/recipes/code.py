@@ -28,11 +28,11 @@ _EXAMPLES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CodeConfig(TrainConfig):
-    """Devign as in the paper; for its clone detection set task, epochs=1 and lr=5e-5."""
+    """Devign as in the paper; for its clone detection set dataset, epochs=1 and lr=5e-5."""
 
-    in_label = ("task", "model", "depth", "width")
+    in_label = ("dataset", "model", "depth", "width")
 
-    task: Literal["devign", "bigclonebench"] = "devign"
+    dataset: Literal["devign", "bigclonebench"] = "devign"
     model: str = "microsoft/codebert-base"
     """A folder or a name on the hub of a RoBERTa-, BART- or T5-type model, or ``scratch``: a new
     RoBERTa of the sizes below, with a tokenizer that is learned from the training functions."""
@@ -68,7 +68,7 @@ class CodeConfig(TrainConfig):
 
     @property
     def longest(self) -> int:
-        return self.max_length or {"devign": 512, "bigclonebench": 400}[self.task]
+        return self.max_length or {"devign": 512, "bigclonebench": 400}[self.dataset]
 
     @property
     def scratch(self) -> bool:
@@ -76,7 +76,7 @@ class CodeConfig(TrainConfig):
 
     def label(self) -> str:
         name = f"roberta-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
-        return f"{self.task} {name}"
+        return f"{self.dataset} {name}"
 
 
 class CodeClassifier(nn.Module):
@@ -126,12 +126,12 @@ class CodeTask(Task):
     def __init__(self, config: CodeConfig, data_dir: Path) -> None:
         encoded = encode_code(
             data_dir,
-            config.task,
+            config.dataset,
             "" if config.scratch else config.model,
             config.vocab_size if config.scratch else 0,
             config.longest,
         )
-        self.metric = "accuracy" if config.task == "devign" else "f1"
+        self.metric = "accuracy" if config.dataset == "devign" else "f1"
         functions = encoded.parts["train"].functions.shape[1]
         body = _new_body(config, encoded.vocabulary) if config.scratch else _pretrained(config)
         self.model = CodeClassifier(body, functions)

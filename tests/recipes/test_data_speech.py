@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +127,7 @@ def test_librispeech_folders(tmp_path: Path) -> None:
         assert features.dtype == torch.float32
         assert features.mean(0).abs().max() < 1e-4
     assert torch.equal(dev.features(1), again.features(1))
+    assert torch.equal(pickle.loads(pickle.dumps(dev)).features(1), dev.features(1))
 
 
 def test_log_mel_hears_pitch() -> None:
@@ -189,6 +191,8 @@ def test_batches_are_padded_to_multiples(tmp_path: Path) -> None:
         assert not batch["features"][row, frames:].any()
         assert letters.decode(batch["tokens"][row].tolist()) == train.texts[i] == batch["text"][row]
         assert (batch["tokens"][row, length:] == BLANK).all()
+    elsewhere = pickle.loads(pickle.dumps(batches)).__getitems__([0, 2, 4])
+    assert torch.equal(elsewhere["features"], batch["features"])
     assert batches.split().lengths == [int(n) for n in [train.frames[3], *train.frames]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ class Utterances:
         speakers: who speaks it.
         texts: upper-case words with one space between them.
         frames: how many feature vectors each has.
-        features: gives the features of the i-th, ``(frames, size)``, mean 0 and variance 1.
+        features: gives the features of the i-th, ``(frames, size)``, mean 0 and variance 1; can
+            be pickled, for processes that read ahead.
         size: of a feature vector.
     """
 
@@ -50,15 +52,18 @@ class Utterances:
     def take(self, indices: Iterable[int]) -> Utterances:
         """Some of them, in the given order."""
         chosen = list(indices)
-        features = self.features
         return replace(
             self,
             ids=[self.ids[i] for i in chosen],
             speakers=[self.speakers[i] for i in chosen],
             texts=[self.texts[i] for i in chosen],
             frames=self.frames[chosen],
-            features=lambda i: features(chosen[i]),
+            features=partial(_chosen, self.features, chosen),
         )
+
+
+def _chosen(features: Callable[[int], Tensor], chosen: Sequence[int], i: int) -> Tensor:
+    return features(chosen[i])
 
 
 def normalised(features: Tensor) -> Tensor:

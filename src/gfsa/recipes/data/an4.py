@@ -7,11 +7,12 @@ One file, ``an4_mfcc.npz``, with ``feat_*``, all frames of a set one after the o
 from __future__ import annotations
 
 import zipfile
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gfsa.recipes.speech_data import (
     Utterances,
@@ -95,7 +96,11 @@ def _part(path: Path, arrays: dict[str, np.ndarray], part: str) -> Utterances:
         speakers=[str(one).split("-")[-2] if "-" in str(one) else str(one) for one in ids],
         texts=[" ".join(str(text).split()) for text in texts],
         frames=frames,
-        features=lambda i: all_features[starts[i] : ends[i]],
+        features=partial(_cut, all_features, starts, ends),
         size=features.shape[1],
     )
     return whole.take(kept) if malformed else whole
+
+
+def _cut(features: Tensor, starts: np.ndarray, ends: np.ndarray, i: int) -> Tensor:
+    return features[starts[i] : ends[i]]

@@ -7,7 +7,7 @@ energies of 25 ms every 10 ms, computed when an utterance is read.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +51,14 @@ def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> Utterances:
         raise ValueError(f"LibriSpeech has no set {name!r}; it has {', '.join(UTTERANCES)}")
     folder = _find(data_dir, name)
     entries, malformed = [], []
+    named: set[Path] = set()
     total = 0
     for transcript in sorted(folder.glob("*/*/*.trans.txt")):
         for line in transcript.read_text(encoding="utf-8").splitlines():
             total += 1
             utterance, _, text = line.partition(" ")
             path = transcript.parent / f"{utterance}.flac"
+            named.add(path)
             samples, wrong = _samples(path)
             wrong = wrong or wrong_text(text)
             if wrong is None:
@@ -65,11 +67,9 @@ def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> Utterances:
                 malformed.append(f"{utterance} in {transcript.name} {wrong}")
     if total == 0:
         raise ValueError(f"{folder} has no <speaker>/<chapter>/*.trans.txt; get {name} again")
-    transcribed = {path for _, path, _, _ in entries}
-    for path in sorted(folder.glob("*/*/*.flac")):
-        if path not in transcribed and not any(path.stem in one for one in malformed):
-            total += 1
-            malformed.append(f"{path.name} has no transcript")
+    silent = sorted(set(folder.glob("*/*/*.flac")) - named)
+    malformed += [f"{path.name} has no transcript" for path in silent]
+    total += len(silent)
     report_malformed(str(folder), malformed, total)
     warn_of_count(f"LibriSpeech {name}", len(entries), UTTERANCES[name])
     paths = [path for _, path, _, _ in entries]
@@ -79,7 +79,7 @@ def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> Utterances:
         speakers=[utterance.split("-")[0] for utterance, *_ in entries],
         texts=[text for _, _, text, _ in entries],
         frames=np.array([samples // _HOP + 1 for *_, samples in entries]),
-        features=lambda i: normalised(log_mel(_read(paths[i]), mels)),
+        features=partial(_features, paths, mels),
         size=mels,
     )
 
@@ -107,6 +107,10 @@ def _find(data_dir: Path, name: str) -> Path:
         f"LibriSpeech {name} was not found: looked for the folders "
         f"{' and '.join(map(str, looked))}. {SOURCE.where}"
     )
+
+
+def _features(paths: list[Path], mels: int, i: int) -> Tensor:
+    return normalised(log_mel(_read(paths[i]), mels))
 
 
 def _samples(path: Path) -> tuple[int, str | None]:

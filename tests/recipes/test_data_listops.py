@@ -31,9 +31,9 @@ def made() -> dict[str, Sequences]:
     return make_listops(seed=1, counts=SMALL)
 
 
-def nested(words: list[str]) -> Any:
-    """``["MAX", 4, ["MIN", 2, 3]]`` of the words of a list, by json."""
-    text = " ".join(words).replace("[", '["').replace(" ]", "]")
+def nested(words: str) -> Any:
+    """``["MAX", 4, ["MIN", 2, 3]]`` of ``[MAX 4 [MIN 2 3 ] ]``, by json."""
+    text = words.replace("[", '["').replace(" ]", "]")
     for name in ("MIN", "MAX", "MED", "SM"):
         text = text.replace(f'["{name} ', f'["{name}", ')
     for closing in ("]", *map(str, range(10))):
@@ -82,30 +82,12 @@ def drawn_by_recursion(generator: random.Random, depth: int) -> int:
     return 2 + sum(drawn_by_recursion(generator, depth + 1) for _ in range(count))
 
 
-def words_of(tokens: np.ndarray) -> list[str]:
-    return [listops.TOKENS[token] for token in tokens]
+def words_of(tokens: np.ndarray) -> str:
+    return " ".join(listops.TOKENS[token] for token in tokens)
 
 
 def test_the_evaluator_of_these_tests() -> None:
-    words = [
-        "[MAX",
-        "4",
-        "3",
-        "[MIN",
-        "2",
-        "3",
-        "]",
-        "1",
-        "0",
-        "[MED",
-        "1",
-        "5",
-        "8",
-        "9",
-        "2",
-        "]",
-        "]",
-    ]
+    words = "[MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]"
     assert nested(words) == ["MAX", 4, 3, ["MIN", 2, 3], 1, 0, ["MED", 1, 5, 8, 9, 2]]
     assert value_of(nested(words)) == 5
     assert value_of(["MED", 1, 2]) == 1

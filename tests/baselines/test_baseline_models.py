@@ -177,6 +177,13 @@ def test_numbers_added_to_bert_base(name: str, count: int) -> None:
     assert all(p.is_meta for p in baselines.parameters_of(model))
 
 
+def test_attention_outside_of_known_blocks_is_reported() -> None:
+    report = baselines.apply(FAMILIES["CaiT"]().model(), "featscale")
+    assert report.skipped == {
+        f"blocks_token_only.{number}.attn": "it is in no block that is known" for number in (0, 1)
+    }
+
+
 def test_conformers_have_four_branches() -> None:
     model = FAMILIES["Conformer"]().model()
     report = baselines.apply(model, "layerscale")

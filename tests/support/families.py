@@ -251,6 +251,11 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "Swin": lambda: _image(
         _timm("swin_tiny_patch4_window7_224", **_WINDOWS, num_heads=(3, 3)), refuses=("neutreno",)
     ),
+    # its attention is traced, its blocks are not known
+    "Swin-V2": lambda: _image(
+        _timm("swinv2_tiny_window8_256", **_WINDOWS, num_heads=(3, 3)),
+        refuses=tuple(name for name in METHODS if name != "attnscale"),
+    ),
     "torch, norms last": lambda: _torch_encoder(norm_first=False, batch_first=True),
     "torch, norms first": lambda: _torch_encoder(norm_first=True, batch_first=False),
     "Encoder": lambda: _encoder("softmax"),

@@ -180,6 +180,25 @@ def _graphormer() -> Family:
     return Family(build, run)
 
 
+def _graph_vit() -> Family:
+    walks = {"walk_steps": 5, "patch_walk_steps": 3}
+
+    def build() -> nn.Module:
+        from gfsa.models import GraphViT
+
+        sizes = {"dim": DIM, "depth": DEPTH, "num_heads": HEADS, "gnn_depth": 1}
+        return GraphViT((ATOMS,), (BONDS,), 5, **sizes, **walks)
+
+    def run(model: nn.Module, samples: list[int]) -> list[Tensor]:
+        from gfsa.models import GraphViTCollator
+
+        # as many patches as nodes: the smaller graph has fewer, and the rest is padding
+        collate = GraphViTCollator(max(LENGTHS), **walks)
+        return list(model(collate([molecule(LENGTHS[s], seed=s) for s in samples])))
+
+    return Family(build, run)
+
+
 class _GPS(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -242,6 +261,9 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "BERT": lambda: _text("Bert"),
     "BERT, eager": lambda: _text("Bert", "eager"),
     "RoBERTa": lambda: _text("Roberta", max_position_embeddings=20),
+    "CamemBERT": lambda: _text("Camembert", max_position_embeddings=20),
+    "ELECTRA": lambda: _text("Electra", embedding_size=8),
+    "XLM-RoBERTa": lambda: _text("XLMRoberta", max_position_embeddings=20),
     "ALBERT": lambda: _text("Albert", embedding_size=8),
     "GPT-2": lambda: _text("GPT2"),
     "GPT-2, eager": lambda: _text("GPT2", "eager"),
@@ -261,6 +283,7 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "Encoder": lambda: _encoder("softmax"),
     "Encoder, efficient": lambda: _encoder("efficient"),
     "Graphormer": _graphormer,
+    "Graph-ViT": _graph_vit,
     "GPSConv": _gps,
     "SpeechBrain": lambda: _speech("transformer", "regularMHA"),
     "SpeechBrain, relative": lambda: _speech("transformer", "RelPosMHAXL", dtype=torch.float32),

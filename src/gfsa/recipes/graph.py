@@ -53,6 +53,7 @@ class GraphConfig(TrainConfig):
     warmup: float = _FOLLOWS["warmup"]
     clip: float = _FOLLOWS["clip"]
     group_by_length: bool = _FOLLOWS["group_by_length"]
+    best: bool = True
 
     depth: int = _FOLLOWS["depth"]
     """Attention layers."""
@@ -80,9 +81,9 @@ class GraphConfig(TrainConfig):
     """GPS: of nodes to a graph."""
     patches: int = 32
     """Graph-ViT: at most so many a graph."""
-    hops: int = 1
+    patch_hops: int = 1
     """Graph-ViT: each patch takes in its neighbours up to this far."""
-    patch_walk_steps: int = 8
+    patch_walk_steps: int = _FOLLOWS["patch_walk_steps"]
     """Graph-ViT: random-walk steps that say where a patch is."""
     pad_to_multiple: int = _FOLLOWS["pad_to_multiple"]
     """Graphs are padded to a multiple of this many nodes, so that batches have few shapes."""
@@ -104,7 +105,13 @@ class GraphConfig(TrainConfig):
         for name in ("depth", "width", "heads", "pad_to_multiple", "patches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("gnn_depth", "encoding_size", "encoding_width", "hops", "patch_walk_steps"):
+        for name in (
+            "gnn_depth",
+            "encoding_size",
+            "encoding_width",
+            "patch_hops",
+            "patch_walk_steps",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("dropout", "mlp_dropout", "attention_dropout"):
@@ -232,7 +239,7 @@ def _features(config: GraphConfig, data_dir: Path) -> Tensors:
     if config.encoding != "none":
         features |= _worked_out(config.data, data_dir, config.encoding, (size,))
     if config.model == "graph-vit":
-        steps = (config.patches, config.hops, config.patch_walk_steps)
+        steps = (config.patches, config.patch_hops, config.patch_walk_steps)
         features |= _worked_out(config.data, data_dir, "patches", steps)
         if config.encoding == "none":
             graphs = read_graphs(config.data, data_dir)

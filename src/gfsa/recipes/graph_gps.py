@@ -49,14 +49,14 @@ class DenseGPSConv(GPSConv):
     """
 
     def forward(self, x: Tensor, edge_index: Tensor, padding: Tensor, **kwargs: Any) -> Tensor:
-        """``x``: ``(B·N, channels)``; ``padding``: ``(B, N)``."""
-        local = self.conv(x, edge_index, **kwargs)
-        local = self.norm1(x + F.dropout(local, self.dropout, self.training))
-        dense = x.view(*padding.shape, -1)
-        everywhere, _ = self.attn(dense, dense, dense, key_padding_mask=padding, need_weights=False)
-        everywhere = F.dropout(everywhere.reshape_as(x), self.dropout, self.training)
-        h = local + self.norm2(x + everywhere)
-        return self.norm3(h + self.mlp(h))
+        """``x``: ``(B, N, channels)``; ``padding``: ``(B, N)``."""
+        rows = x.flatten(0, 1)
+        local = self.conv(rows, edge_index, **kwargs)
+        local = self.norm1(rows + F.dropout(local, self.dropout, self.training))
+        everywhere, _ = self.attn(x, x, x, key_padding_mask=padding, need_weights=False)
+        everywhere = F.dropout(everywhere.flatten(0, 1), self.dropout, self.training)
+        h = local + self.norm2(rows + everywhere)
+        return self.norm3(h + self.mlp(h)).view_as(x)
 
 
 class WalkFeatures(nn.Module):
@@ -169,10 +169,10 @@ class GPS(nn.Module):
             x = self.nodes(batch.x)
             if self.encoding is not None:
                 x = torch.cat([x, self.encoding(batch).to(x.dtype)], -1)
-            x, edges = x.flatten(0, 1), self.edges(batch.edge_attr)
+            edges = self.edges(batch.edge_attr)
             for layer in self.layers:
                 x = layer(x, batch.edge_index, batch.padding, edge_attr=edges)
-        x = (x.view(*there.shape, -1) * there[..., None]).sum(1)
+        x = (x * there[..., None]).sum(1)
         if self.pooling == "mean":
             x = x / there.sum(1, keepdim=True)
         return self.head(x)

@@ -65,6 +65,7 @@ _GRAPHORMER: Settings = {
     "encoding_size": 0,
     "encoding_width": 0,
     "pooling": "mean",
+    "patch_walk_steps": 0,
     "pad_to_multiple": 8,
 }
 _BASE: Settings = _GRAPHORMER | {
@@ -145,6 +146,7 @@ _GRAPH_VIT: Settings = _GRAPHORMER | {
     "attention_dropout": 0.0,
     "encoding": "walk",
     "encoding_size": 16,
+    "patch_walk_steps": 8,
     "pad_to_multiple": 32,
 }
 _VIT_PEPTIDES: Settings = {"depth": 2, "group_by_length": True}
@@ -186,12 +188,14 @@ _PAIRS: dict[tuple[str, str], Settings] = {
         "dropout": 0.3,
         "encoding": "none",
         "encoding_size": 0,
+        "patch_walk_steps": 0,
     },
     ("graph-vit", "moltox21"): {
         "batch_size": 32,
         "dropout": 0.3,
         "encoding": "none",
         "encoding_size": 0,
+        "patch_walk_steps": 0,
     },
 }
 

@@ -31,7 +31,7 @@ def cached(folder: str, name: str, work_out: Callable[[], Tensors]) -> Tensors:
         try:
             with np.load(path, allow_pickle=False) as file:
                 return {key: torch.from_numpy(file[key]) for key in file.files}
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
             warnings.warn(f"{path} is damaged ({error}); it is made anew", stacklevel=2)
     tensors = work_out()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -251,7 +253,7 @@ def load_npz(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
                     f"{path} has no array {', '.join(missing)}; it has {', '.join(file.files)}"
                 )
             return {name: _tensor(file[name]) for name in names}
-    except (OSError, EOFError, ValueError, KeyError) as error:
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         if "has no array" in str(error):
             raise
         raise ValueError(f"{path} is damaged ({error}); get it again") from error

@@ -83,14 +83,15 @@ def nearest(
         index, owner = spans(first[at : at + _CHUNK], count)
         slot = index - first[at : at + _CHUNK][owner]
         width = int(count.max())
-        padded = torch.full((len(count), width, 2), torch.inf)
+        padded = torch.zeros(len(count), width, 2)
         padded[owner, slot] = centres[index]
+        there = torch.arange(width) < count[:, None]
         distance = (padded[:, :, None] - padded[:, None]).square().sum(-1).sqrt()
         # a node is not its own neighbour, and what is not there is nobody's
         distance.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-        distance = distance.nan_to_num(torch.inf)
+        distance.masked_fill_(~there[:, None], torch.inf)
         near = distance.topk(min(neighbours, width), dim=-1, largest=False)
-        real = near.values.isfinite()
+        real = near.values.isfinite() & there[:, :, None]
         mean = near.values.masked_fill(~real, 0.0).sum(-1) / real.sum(-1).clamp(min=1)
         weight = torch.exp(-((near.values / mean.clamp(min=1e-9)[..., None]) ** 2))
         sources.append(near.indices[real])

@@ -62,7 +62,6 @@ def run(folder: Path, out: Path, method: str = "plain", **settings: Any) -> Row:
             data_dir=folder,
             out=out,
             device="cpu",
-            command="gfsa train speech",
         )
     )
 

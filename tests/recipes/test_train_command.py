@@ -99,7 +99,7 @@ def test_runs_side_by_side_give_the_numbers_of_runs_alone(tmp_path: Path) -> Non
     from gfsa.recipes.together import carry_out_all
 
     runs = Request(TOY, seeds=(0, 1), settings=(("epochs", "1"),)).runs(
-        "", out=tmp_path / "beside", device="cpu", jobs=2
+        out=tmp_path / "beside", device="cpu", jobs=2
     )
     finished = list(carry_out_all(runs, jobs=2))
     assert {f.run.config.seed: f.row.test for f in finished if f.row} == alone
@@ -121,7 +121,7 @@ def test_a_plan_shares_and_varies_settings(tmp_path: Path) -> None:
         f"common --seeds 1 --set epochs=1\n{TOY} --method gfsa --each lr=1e-3,1e-2 --each K=2,4\n"
         f"common\n{TOY} --set epochs=3\n"
     )
-    runs = [run for request in read_plan(plan) for run in request.runs("", out=tmp_path)]
+    runs = [run for request in read_plan(plan) for run in request.runs(out=tmp_path)]
     assert [(r.config.seed, r.config.epochs, r.config.lr, r.options.K) for r in runs] == [
         (1, 1, 1e-3, 2),
         (1, 1, 1e-3, 4),

@@ -59,7 +59,6 @@ def train(
         _show(console)
         return
     from gfsa.recipes.plan import Request, lacking, names_of, numbers_of, read_plan, setting_of
-    from gfsa.recipes.run import command_line
 
     if bool(recipe) == (plan is not None):
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
@@ -74,7 +73,7 @@ def train(
     try:
         if plan is not None:
             for request in read_plan(plan):
-                runs += request.runs(command_line(), **places)
+                runs += request.runs(**places)
             # whatever time cuts off, the seeds that are there are there for every method
             runs.sort(key=lambda run: run.config.seed)
         else:
@@ -86,7 +85,7 @@ def train(
                 settings=tuple(setting_of(text) for text in setting or []),
                 each=tuple(setting_of(text) for text in each or []),
             )
-            runs = request.runs(command_line(), **places)
+            runs = request.runs(**places)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:

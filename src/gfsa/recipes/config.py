@@ -118,15 +118,18 @@ _HARMLESS = (
 
 def settings_of(config: TrainConfig) -> str:
     """What makes this experiment another than the recipe's: ``epochs=2 lr=0.001``."""
+    changed = changed_settings(config)
+    return as_text({k: value for k, value in changed.items() if k not in config.in_label})
+
+
+def changed_settings(config: TrainConfig) -> dict[str, Any]:
+    """Settings that matter and are not the recipe's defaults."""
     defaults = type(config)()
-    told = {*_HARMLESS, *config.in_label}
-    return as_text(
-        {
-            name: getattr(config, name)
-            for name in field_names(config)
-            if name not in told and getattr(config, name) != getattr(defaults, name)
-        }
-    )
+    return {
+        name: getattr(config, name)
+        for name in field_names(config)
+        if name not in _HARMLESS and getattr(config, name) != getattr(defaults, name)
+    }
 
 
 def as_text(values: dict[str, Any]) -> str:

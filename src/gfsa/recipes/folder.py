@@ -87,8 +87,8 @@ def environment(device: Any) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as typed, without the place of the script."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The arguments as typed."""
+    return " ".join(["gfsa", *sys.argv[1:]])
 
 
 def now() -> str:

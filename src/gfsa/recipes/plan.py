@@ -29,10 +29,10 @@ class Request:
     each: tuple[tuple[str, str], ...] = ()
     """Settings with several values by commas, every combination of which is run."""
 
-    def runs(self, command: str, **places: Any) -> list[Run]:
+    def runs(self, **places: Any) -> list[Run]:
         """Every combination, checked; a method without K is run once for all of them."""
         if self.each:
-            return self._runs_of_each(command, **places)
+            return self._runs_of_each(**places)
         recipe = find_recipe(self.recipe)
         for_recipe, for_method = self._sorted(recipe.config)
         config = override(recipe.config(), for_recipe)
@@ -51,7 +51,6 @@ class Request:
                 config=dataclasses.replace(config, seed=seed),
                 method=name,
                 options=options,
-                command=command,
                 **places,
             )
             run.check()
@@ -60,13 +59,13 @@ class Request:
         self._check_used(for_method)
         return runs
 
-    def _runs_of_each(self, command: str, **places: Any) -> list[Run]:
+    def _runs_of_each(self, **places: Any) -> list[Run]:
         names = [name for name, _ in self.each]
         runs: list[Run] = []
         for values in itertools.product(*(text.split(",") for _, text in self.each)):
             chosen = tuple(zip(names, (value.strip() for value in values), strict=True))
             one = dataclasses.replace(self, settings=self.settings + chosen, each=())
-            runs += one.runs(command, **places)
+            runs += one.runs(**places)
         return runs
 
     def _sorted(self, config: Any) -> tuple[dict[str, str], dict[str, str]]:

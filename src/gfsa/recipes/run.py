@@ -22,9 +22,8 @@ import gfsa
 from gfsa._version import __version__
 from gfsa.bench.environment import commit, device_name
 from gfsa.recipes import find_recipe
-from gfsa.recipes.config import TrainConfig, as_text, settings_of
+from gfsa.recipes.config import TrainConfig, as_text, changed_settings, settings_of
 from gfsa.recipes.folder import (
-    command_line,
     environment,
     now,
     read_row,
@@ -67,7 +66,6 @@ class Run:
     device: str = "auto"
     resume: bool = False
     jobs: int = 1
-    command: str = dataclasses.field(default_factory=command_line)
 
     def check(self) -> None:
         """Everything that can be wrong before any data is read."""
@@ -88,6 +86,15 @@ class Run:
             settings=settings_of(self.config),
             seed=self.config.seed,
         )
+
+    @property
+    def command(self) -> str:
+        """What to type for this run alone."""
+        words = ["gfsa train", self.recipe, "--method", self.method, "--seeds", self.config.seed]
+        options = options_of(find_method(self.method), self.options)
+        changed = changed_settings(self.config) | options
+        pairs = as_text(changed).split()
+        return " ".join(map(str, words)) + "".join(f" --set {pair}" for pair in pairs)
 
     @property
     def folder(self) -> Path:

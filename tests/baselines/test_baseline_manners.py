@@ -192,6 +192,23 @@ def test_causal_masks_of_torch_and_timm(method: str) -> None:
         assert torch.equal(run(x)[:, :3], run(later)[:, :3])
 
 
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_padded_batches_that_torch_would_pack(method: str) -> None:
+    # in evaluation, and with an even number of heads
+    layer = nn.TransformerEncoderLayer(12, 4, 20, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).double().eval()
+    assert model.use_nested_tensor
+    apply(model, method)
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    together = model(x, src_key_padding_mask=padding)
+    assert (together[0] - model(x[:1])[0]).abs().max() <= 1e-12
+    assert (together[1, :4] - model(x[1:, :4])[0]).abs().max() <= 1e-12
+    baselines.remove(model)
+    assert model.use_nested_tensor
+
+
 @torch.no_grad()
 def test_masks_for_each_head() -> None:
     family = FAMILIES["torch, norms last"]()
@@ -328,30 +345,51 @@ def test_a_small_scale_is_not_lost_in_bfloat16() -> None:
 def test_threads_do_not_see_each_other(method: str) -> None:
     model = bert().eval()
     apply(model, method)
-    masks = [torch.ones(2, 7, dtype=torch.long) for _ in range(4)]
-    for number, mask in enumerate(masks):
-        mask[1, 3 + number :] = 0
 
     @torch.no_grad()
-    def run(mask: Tensor) -> Tensor:
-        return model(IDS, attention_mask=mask).last_hidden_state
+    def run(number: int) -> Tensor:
+        mask = torch.ones_like(IDS)
+        mask[1, 3 + number :] = 0
+        return model(IDS.roll(number, 1), attention_mask=mask).last_hidden_state
 
-    expected = [run(mask) for mask in masks]
+    expected = [run(number) for number in range(4)]
     wrong: list[int] = []
-    start = threading.Barrier(len(masks))
+    start = threading.Barrier(len(expected))
 
     def work(number: int) -> None:
         start.wait()
         for _ in range(8):
-            if not torch.equal(run(masks[number]), expected[number]):
+            try:
+                wrong.extend([] if torch.equal(run(number), expected[number]) else [number])
+            except RuntimeError:
                 wrong.append(number)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(len(masks))]
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(len(expected))]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_a_forward_that_broke_off_leaves_nothing_behind(method: str) -> None:
+    model = encoder(3)
+    apply(model, method)
+    ids, other = IDS % 9, IDS.flip(1) % 9
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    expected = model(ids)
+    broken = model.blocks[1].mlp[0].register_forward_pre_hook(_break_off)
+    with pytest.raises(KeyboardInterrupt):
+        model(other, padding)
+    broken.remove()
+    assert torch.equal(model(ids), expected)
+
+
+def _break_off(module: nn.Module, args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_parts_of_a_block_by_themselves_are_refused() -> None:

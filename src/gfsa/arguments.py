@@ -13,8 +13,10 @@ from gfsa.operators.base import at_least_float32
 def check_kinds(**tensors: Any) -> None:
     """Each of these must be a tensor; masks may be left out."""
     for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            continue
         optional = name.endswith("mask")
-        if not (isinstance(value, Tensor) or (optional and value is None)):
+        if not (optional and value is None):
             raise TypeError(
                 f"{name} must be a tensor{' or None' if optional else ''}, "
                 f"got {type(value).__name__}"
@@ -140,4 +142,11 @@ def check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:
         )
     if coeffs.device != q.device:
         raise ValueError(f"coeffs are on {coeffs.device}, q is on {q.device}; move one of them")
+    return in_full_precision(coeffs)
+
+
+def in_full_precision(coeffs: Tensor) -> Tensor:
+    """The coefficients in float32, or float64 if they are."""
+    if coeffs.dtype in (torch.float32, torch.float64):
+        return coeffs
     return coeffs.to(at_least_float32(coeffs.dtype))

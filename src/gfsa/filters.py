@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.operators import DenseOperator, Operator
+from gfsa.operators.base import affine
 from gfsa.operators.dense import DropoutPlace, check_dropout_place
 
 Power = Literal["extrapolated", "exact"]
@@ -97,9 +98,14 @@ class GraphFilter(nn.Module):
 
     def coefficients(self) -> Tensor:
         """``(heads, degree+1)`` in float32 (float64 in a float64 model), differentiable in θ."""
-        if self.theta is None:
-            return self.base
+        theta = self._learned()
+        return self.base if theta is None else affine(theta, self.base, self.basis)
+
+    def _learned(self) -> Tensor | None:
+        """θ as this process uses it."""
         theta: Any = self.theta
+        if theta is None:
+            return None
         if self.base.is_meta and not theta.is_meta:
             # built without memory, then given numbers by load_state_dict(assign=True)
             self._place_constants(theta.device, torch.promote_types(theta.dtype, torch.float32))
@@ -107,12 +113,15 @@ class GraphFilter(nn.Module):
             # sharded: by heads it is used where its heads are, otherwise (outside of an FSDP
             # model's forward, say) gathered
             theta = theta.to_local() if self.heads_are_sharded else theta.full_tensor()
-        # a product and a sum rather than a matmul: those stay exact under autocast and TF32
-        moved: Tensor = (theta[:, :, None] * self.basis).sum(1)
-        return self.base + moved
+        return theta
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
+        # a filter with coefficients of another kind says so by a method of its own
+        if getattr(self.coefficients, "__func__", None) is GraphFilter.coefficients:
+            theta = self._learned()
+            if theta is not None:
+                return operator.affine(theta, self.base, self.basis, v)
         return operator.polynomial(self.coefficients(), v)
 
     def map(self, operator: DenseOperator) -> Tensor:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from gfsa.arguments import check_coefficients, check_kinds, check_options, check_tokens
+from gfsa.arguments import (
+    check_coefficients,
+    check_kinds,
+    check_options,
+    check_tokens,
+    in_full_precision,
+)
 from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
 from gfsa.operators.base import take_heads
 from gfsa.operators.dense import DropoutPlace, check_dropout_place, repeat_heads
@@ -103,9 +111,35 @@ class AttentionOperator(Operator):
             return self._chosen(v, degree).powers(v, degree)
 
     def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
-        v, coeffs = self._prepare(v), check_coefficients(coeffs, self.q)
+        check_kinds(v=v, coeffs=coeffs)
+        (v,) = _autocast(v)
+        choice, settled = self._choice(coeffs, v), in_full_precision(coeffs)
+        if choice.backend == "fused":
+            # whose kernels autocast does not know
+            return self._fused().polynomial(settled, v)
         with _no_autocast(v.device):
-            return self._chosen(v, coeffs.shape[-1] - 1).polynomial(coeffs, v)
+            return self._operator(choice).polynomial(settled, v)
+
+    def affine(self, theta: Tensor, base: Tensor, basis: Tensor, v: Tensor) -> Tensor:
+        check_kinds(v=v)
+        (v,) = _autocast(v)
+        choice = self._choice(base, v)
+        if choice.backend == "fused":
+            return self._fused().affine(theta, base, basis, v)
+        with _no_autocast(v.device):
+            return self._operator(choice).affine(theta, base, basis, v)
+
+    def _choice(self, coeffs: Tensor, v: Tensor) -> Choice:
+        """The choice for such coefficients, arguments checked."""
+        # a kernel takes microseconds: there, looking at the same arguments again is what takes time
+        signature = self._signature(coeffs, v) if _launches_are_short(self.q, self.k, v) else None
+        choice = None if signature is None else _CHOICES.get(signature)
+        if choice is None:
+            self._check(v)
+            choice = self._choose(v, check_coefficients(coeffs, self.q).shape[-1] - 1)
+            if signature is not None:
+                _remember(signature, choice)
+        return choice
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         if self.dropout_p:
@@ -129,14 +163,30 @@ class AttentionOperator(Operator):
 
     def which(self, coeffs: Tensor, v: Tensor) -> Choice:
         """What :meth:`polynomial` runs for these arguments, and why; computes nothing."""
-        v, coeffs = self._prepare(v), check_coefficients(coeffs, self.q)
-        return self._choose(v, coeffs.shape[-1] - 1)
+        v = self._prepare(v)
+        return self._choose(v, check_coefficients(coeffs, self.q).shape[-1] - 1)
 
     def _prepare(self, v: Tensor) -> Tensor:
         check_kinds(v=v)
         (v,) = _autocast(v)
-        check_tokens(self.q, self.k, v, self.attn_mask, self.dropout_p, self.enable_gqa)
+        self._check(v)
         return v
+
+    def _check(self, v: Tensor) -> None:
+        check_tokens(self.q, self.k, v, self.attn_mask, self.dropout_p, self.enable_gqa)
+
+    def _signature(self, coeffs: Tensor, v: Tensor) -> tuple[Any, ...]:
+        """All that the checks and the choice of an operator depend on."""
+        q, k, mask = self.q, self.k, self.attn_mask
+        return (
+            *(type(q), q.shape, q.dtype, q.device),
+            *(k.shape, k.dtype, v.shape, v.dtype, coeffs.shape, coeffs.dtype, coeffs.device),
+            None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+            *(self.dropout_p, self.is_causal, self.scale, self.enable_gqa),
+            *(self.backend, self.dropout_after),
+            *(F.scaled_dot_product_attention, torch.is_grad_enabled()),
+            self.dropout_p and torch.cuda.is_current_stream_capturing(),
+        )
 
     def _choose(self, v: Tensor, degree: int) -> Choice:
         call = Call(
@@ -152,10 +202,12 @@ class AttentionOperator(Operator):
         return choose(self.backend, call)
 
     def _chosen(self, v: Tensor, degree: int) -> Operator:
-        backend = self._choose(v, degree).backend
-        if backend == "dense":
+        return self._operator(self._choose(v, degree))
+
+    def _operator(self, choice: Choice) -> Operator:
+        if choice.backend == "dense":
             return self._dense()
-        return self._fused() if backend == "fused" else self._sdpa()
+        return self._fused() if choice.backend == "fused" else self._sdpa()
 
     def _fused(self) -> Operator:
         # Triton is imported where its kernels run
@@ -249,6 +301,29 @@ def linear_graph_filter_attention(
         return LinearOperator(q, k, key_padding_mask).polynomial(coeffs, v)
 
 
+# choices for calls on a GPU, which follow from their signatures
+_CHOICES: dict[tuple[Any, ...], Choice] = {}
+_MOST_CHOICES = 4096
+
+
+def _remember(signature: tuple[Any, ...], choice: Choice) -> None:
+    if len(_CHOICES) >= _MOST_CHOICES:
+        # lengths that never come again; what is in use is found out once more
+        _CHOICES.clear()
+    _CHOICES[signature] = choice
+
+
+def _launches_are_short(*tokens: Tensor) -> bool:
+    """Whether the host's time counts: on a GPU, outside of a compiler, which asks but once."""
+    if torch.compiler.is_compiling() or not tokens[0].is_cuda:
+        return False
+    # sizes of other kinds of tensors may be symbols
+    return all(type(x) in _PLAIN and not x.is_nested for x in tokens)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast has done its casts; from here on precision is the operators' business."""
     if torch.compiler.is_compiling() or (
@@ -260,7 +335,10 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def _has_autocast(device: str) -> bool:
     # the compiler cannot trace the question, and compiles for no device without autocast
-    return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    return torch.compiler.is_compiling() or _autocast_is_available(device)
+
+
+_autocast_is_available = functools.cache(torch.amp.is_autocast_available)
 
 
 def _autocast(*tensors: Any) -> Any:
@@ -269,6 +347,8 @@ def _autocast(*tensors: Any) -> Any:
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
+    if all(x is None or x.dtype == dtype for x in tensors):
+        return tensors
     return tuple(
         x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in tensors

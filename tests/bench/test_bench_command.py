@@ -40,6 +40,17 @@ def test_ops_end_to_end(tmp_path):
         assert float(row["peak_mib"]) > 0
 
 
+def test_some_variants_with_padding(tmp_path):
+    path = tmp_path / "bench.csv"
+    shapes = "3x2x16x4:padded,2x1x8x4:causal:padded"
+    shown = bench("--shapes", shapes, "--variants", "gfsa sdpa, published", "--csv", str(path))
+    assert shown.exit_code == 0, shown.output
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["variant"] for row in rows] == 2 * ["plain", "gfsa sdpa", "published"]
+    assert [row["shape"] for row in rows[::3]] == shapes.split(",")
+
+
 def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = bench("--suite", "linear", "--shapes", "1x1x16x4,1x1x32x4", "--no-append")
@@ -58,6 +69,9 @@ def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
         (["--device", "toaster"], "expected a device"),
         (["--device", "meta"], "cpu and cuda"),
         (["--graphs", "--shapes", "1x1x8x4"], "graphs are for CUDA"),
+        (["--compile"], "nothing to compile"),
+        (["--variants", "plain,fast", "--shapes", "1x1x8x4"], "expected variants of plain, gfsa"),
+        (["--suite", "decode", "--shapes", "1x1x8x4:padded"], "sequences of one length"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):

@@ -9,7 +9,9 @@ from gfsa.bench.case import Setting, Shape
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("text", ["1x2x8x4", "1x2x8x4:causal", "1x2x197x4"])
+@pytest.mark.parametrize(
+    "text", ["1x2x8x4", "2x2x8x4:padded", "1x2x8x4:causal", "2x2x8x4:causal:padded", "1x2x197x4"]
+)
 def test_every_kind_of_model(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "LAYERS", 2)
     setting = Setting(torch.device("cpu"), torch.float32)
@@ -19,6 +21,7 @@ def test_every_kind_of_model(text: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("gfsa", "sdpa"),
         ("gfsa even layers", "sdpa"),
         ("gfsa sdpa", "sdpa"),
+        ("published", "torch"),
     ]
     # a filter starts as the model it is put into, and training moves every one of them
     losses = [variant.forward() for variant in case.variants]
@@ -26,3 +29,35 @@ def test_every_kind_of_model(text: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.isfinite(loss)
         variant.step()
         assert not torch.equal(variant.forward(), loss)
+
+
+def test_the_published_form_gives_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where padding hides keys, and after steps that have moved the filters."""
+    monkeypatch.setattr(training, "LAYERS", 2)
+    setting = Setting(torch.device("cpu"), torch.float32)
+    case = training.training_step(Shape.parse("3x2x9x4:padded"), setting)
+    named = {variant.name: variant for variant in case.variants}
+    for turn in range(3):
+        losses = []
+        for name in ("gfsa", "gfsa sdpa", "published"):
+            # what models drop outside of attention
+            torch.manual_seed(turn)
+            losses.append(named[name].forward())
+            named[name].step()
+        for other in losses[1:]:
+            torch.testing.assert_close(other, losses[0], rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_models_leave_out_the_published_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LAYERS", 2)
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    setting = Setting(torch.device("cpu"), torch.float32, compiled=True)
+    case = training.training_step(Shape.parse("1x2x8x4"), setting)
+    names = [variant.name for variant in case.variants]
+    assert names == ["plain", "gfsa", "gfsa even layers", "gfsa sdpa"]
+
+
+def test_pictures_are_not_padded() -> None:
+    setting = Setting(torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="not padded"):
+        training.training_step(Shape.parse("1x2x197x4:padded"), setting)

@@ -12,28 +12,37 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """Batch, heads, tokens and head dim, written ``BxHxNxD``; ``:causal`` may follow."""
+    """Batch, heads, tokens and head dim, written ``BxHxNxD``.
+
+    ``:causal`` may follow, and ``:padded``: sequences of half the tokens up to all of them.
+    """
 
     batch: int
     heads: int
     tokens: int
     dim: int
     causal: bool = False
+    padded: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(:causal)?", text.strip())
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(:causal)?(:padded)?", text.strip())
         if match is None or "0" in match.groups()[:4]:
             raise ValueError(
                 f"expected a shape as BATCHxHEADSxTOKENSxDIM, such as 1x12x1024x64 "
-                f"or 8x12x1024x64:causal, got {text!r}"
+                f"8x12x1024x64:causal or 32x12x128x64:padded, got {text!r}"
             )
         batch, heads, tokens, dim = (int(number) for number in match.groups()[:4])
-        return cls(batch, heads, tokens, dim, match[5] is not None)
+        return cls(batch, heads, tokens, dim, match[5] is not None, match[6] is not None)
 
     def __str__(self) -> str:
-        causal = ":causal" if self.causal else ""
-        return f"{self.batch}x{self.heads}x{self.tokens}x{self.dim}{causal}"
+        options = ":causal" * self.causal + ":padded" * self.padded
+        return f"{self.batch}x{self.heads}x{self.tokens}x{self.dim}{options}"
+
+    def real_tokens(self) -> Tensor:
+        """``(batch, tokens)``, True where a token is none that fills up."""
+        lengths = torch.linspace(self.tokens, (self.tokens + 1) // 2, self.batch).round()
+        return torch.arange(self.tokens) < lengths[:, None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class Setting:
 
     device: torch.device
     dtype: torch.dtype
+    compiled: bool = False
 
     def randn(self, *shape: int) -> Tensor:
         # drawn on the CPU: the same numbers on every device
@@ -89,3 +99,13 @@ def variant(
         return torch.autograd.grad(function(*inputs), inputs, upstream)
 
     return Variant(name, backend, forward, step)
+
+
+def only(case: Case, names: Sequence[str]) -> Case:
+    """Some variants of a case, by name, and the first, with which they are compared."""
+    known = [each.name for each in case.variants]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"expected variants of {', '.join(known)}, got {', '.join(unknown)}")
+    first, *others = case.variants
+    return Case(case.shape, [first, *(v for v in others if not names or v.name in names)])

@@ -19,12 +19,18 @@ def bench(
         str, typer.Option(help="float32, bfloat16, float16; auto is bfloat16 on CUDA.")
     ] = "auto",
     shapes: Annotated[
-        str, typer.Option(help="BATCHxHEADSxTOKENSxDIM[:causal], separated by commas.")
+        str, typer.Option(help="BATCHxHEADSxTOKENSxDIM[:causal][:padded], separated by commas.")
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Time CUDA graphs: for launch-bound shapes.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="The suite models: compile each model.")
+    ] = False,
+    variants: Annotated[
+        str, typer.Option(help="Some variants only, by name, separated by commas.")
+    ] = "",
     append: Annotated[bool, typer.Option(help="Add the rows to the CSV file.")] = True,
     csv: Annotated[Path, typer.Option(help="Where rows are kept.")] = Path("results/bench.csv"),
 ) -> None:
@@ -44,6 +50,8 @@ def bench(
             shapes=[text for text in shapes.split(",") if text],
             rounds=rounds,
             graphs=graphs,
+            compiled=compiled,
+            variants=[name.strip() for name in variants.split(",") if name.strip()],
             csv=csv if append else None,
             console=Console(),
         )

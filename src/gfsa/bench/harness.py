@@ -99,7 +99,7 @@ def measure(
         "suite": suite,
         "shape": case.shape,
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "timing": "graph" if graphs else "eager",
+        "timing": "graph" if graphs else "compiled" if setting.compiled else "eager",
         "rounds": rounds,
     }
     rows = []

@@ -17,6 +17,7 @@ def published_attention(
     wK: Tensor,
     K: int = 3,
     is_causal: bool = False,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     r"""The formula of the paper, term by term, with the n×n matrices it asks for.
 
@@ -30,12 +31,15 @@ def published_attention(
         w0, w1, wK: ``(H,)``.
         K: order of the high-order term.
         is_causal: a token sees itself and what comes before it.
+        attn_mask: bool, True takes part.
     """
     n = q.shape[-2]
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if is_causal:
         future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, -math.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
     A = scores.softmax(-1)
     identity = torch.eye(n, dtype=A.dtype, device=A.device)
     w0, w1, wK = (w.to(A.dtype)[:, None, None] for w in (w0, w1, wK))

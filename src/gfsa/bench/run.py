@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gfsa.bench import report
-from gfsa.bench.case import Setting, Shape
+from gfsa.bench.case import Setting, Shape, only
 from gfsa.bench.harness import Row, append, measure
 from gfsa.bench.suites import suite_called
 
@@ -24,6 +24,8 @@ def run_suite(
     shapes: Sequence[str],
     rounds: int,
     graphs: bool,
+    compiled: bool,
+    variants: Sequence[str],
     csv: Path | None,
     console: Console,
 ) -> list[list[Row]]:
@@ -31,10 +33,14 @@ def run_suite(
 
     Args:
         shapes: as text, see :class:`~gfsa.bench.case.Shape`; empty for the suite's own.
+        compiled: measure compiled models; for suites that have models to compile.
+        variants: names of those to measure, the first of a case always among them; empty for all.
         csv: rows are added to this file after each case; ``None`` keeps nothing.
     """
     suite = suite_called(name)
-    setting = Setting(_device(device), _dtype(dtype))
+    if compiled and not suite.compiles:
+        raise ValueError(f"the suite {name} has nothing to compile; --compile is for models")
+    setting = Setting(_device(device), _dtype(dtype), compiled)
     wanted = [Shape.parse(text) for text in shapes or suite.shapes(setting.device)]
     cases = []
     with Progress(
@@ -49,7 +55,7 @@ def run_suite(
         for shape in wanted:
             progress.update(task, description=f"{name} {shape}")
             torch.manual_seed(0)
-            case = suite.build(shape, setting)
+            case = only(suite.build(shape, setting), variants)
             rows = measure(case, name, setting, rounds, graphs, lambda: progress.advance(task))
             cases.append(rows)
             console.print(report.table(rows))

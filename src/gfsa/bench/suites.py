@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Suite:
     build: Callable[[Shape, Setting], Case]
     cpu_shapes: Sequence[str]
     cuda_shapes: Sequence[str]
+    compiles: bool = False
 
     def shapes(self, device: torch.device) -> Sequence[str]:
         return self.cuda_shapes if device.type == "cuda" else self.cpu_shapes
@@ -35,8 +37,10 @@ def operators(shape: Shape, setting: Setting) -> Case:
     """Plain attention, gfsa of degree 1 and 2, and the published form."""
     tokens = _tokens(shape, setting)
 
+    mask = _mask(shape, setting)
+
     def published(q: Tensor, k: Tensor, v: Tensor, w0: Tensor, w1: Tensor, wK: Tensor) -> Tensor:
-        return published_attention(q, k, v, w0, w1, wK, K=3, is_causal=shape.causal)
+        return published_attention(q, k, v, w0, w1, wK, K=3, is_causal=shape.causal, attn_mask=mask)
 
     weights = [
         torch.full((shape.heads,), value, device=setting.device, requires_grad=True)
@@ -45,7 +49,7 @@ def operators(shape: Shape, setting: Setting) -> Case:
     return Case(
         str(shape),
         [
-            _plain(shape, tokens),
+            _plain(shape, setting, tokens),
             _filtered("gfsa degree 1", 1, "auto", shape, setting, tokens),
             _filtered("gfsa", 2, "auto", shape, setting, tokens),
             _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
@@ -60,16 +64,21 @@ def lengths(shape: Shape, setting: Setting) -> Case:
     return Case(
         str(shape),
         [
-            _plain(shape, tokens),
+            _plain(shape, setting, tokens),
             _filtered("gfsa", 2, "auto", shape, setting, tokens),
             _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
         ],
     )
 
 
-def _plain(shape: Shape, tokens: Sequence[Tensor]) -> Variant:
+def _plain(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> Variant:
+    mask, causal = _mask(shape, setting), shape.causal
+    if mask is not None and causal:
+        # torch takes one or the other
+        mask, causal = mask & torch.ones(shape.tokens, shape.tokens).tril().to(mask), False
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
 
     return variant("plain", "torch", run, tokens)
 
@@ -83,20 +92,26 @@ def _filtered(
     tokens: Sequence[Tensor],
 ) -> Variant:
     coeffs = _coefficients(shape, setting, degree)
-    causal = shape.causal
+    options: dict[str, Any] = {
+        "attn_mask": _mask(shape, setting),
+        "is_causal": shape.causal,
+        "backend": backend,
+    }
 
     def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        return graph_filter_attention(q, k, v, coeffs, is_causal=causal, backend=backend)
+        return graph_filter_attention(q, k, v, coeffs, **options)
 
     q, k, v = tokens
-    ran = which_backend(q, k, v, coeffs, is_causal=causal, backend=backend).backend
+    ran = which_backend(q, k, v, coeffs, **options).backend
     return variant(name, ran, run, (*tokens, coeffs))
 
 
 def linear(shape: Shape, setting: Setting) -> Case:
     """Efficient Attention without and with a filter, at lengths that double."""
-    if shape.causal:
-        raise ValueError(f"the linear operator has no causal form, got the shape {shape}")
+    if shape.causal or shape.padded:
+        raise ValueError(
+            f"the linear operator has no causal form and is measured whole, got the shape {shape}"
+        )
     q, k, v = _tokens(shape, setting)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -142,8 +157,14 @@ SUITES: dict[str, Suite] = {
     "models": Suite(
         "a training step of a whole model, without and with filters",
         training_step,
-        cpu_shapes=("2x12x64x64", "2x12x64x64:causal"),
-        cuda_shapes=("32x12x128x64", "256x6x197x64", "8x12x1024x64:causal"),
+        cpu_shapes=("2x12x64x64", "2x12x64x64:padded", "2x12x64x64:causal"),
+        cuda_shapes=(
+            "32x12x128x64",
+            "32x12x128x64:padded",
+            "256x6x197x64",
+            "8x12x1024x64:causal",
+        ),
+        compiles=True,
     ),
     "linear": Suite(
         "the linear operator at lengths that double",
@@ -170,6 +191,11 @@ def suite_called(name: str) -> Suite:
     if name not in SUITES:
         raise ValueError(f"expected a suite of {', '.join(SUITES)}, got {name!r}")
     return SUITES[name]
+
+
+def _mask(shape: Shape, setting: Setting) -> Tensor | None:
+    """Which keys are seen, ``(B, 1, 1, N)``; None if there is no padding."""
+    return shape.real_tokens()[:, None, None].to(setting.device) if shape.padded else None
 
 
 def _tokens(shape: Shape, setting: Setting) -> list[Tensor]:

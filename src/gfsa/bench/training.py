@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from gfsa import functional
 from gfsa.bench.case import Case, Setting, Shape, Variant
+from gfsa.bench.published import published_attention
 from gfsa.operators import select
 from gfsa.plugs import plug
 
 LAYERS = 12
 # a picture of 224 pixels in patches of 16, and the class token
 TOKENS_OF_A_PICTURE = 197
+
+Way = Literal["torch", "auto", "sdpa", "published"]
 
 
 def training_step(shape: Shape, setting: Setting) -> Case:
@@ -27,14 +32,17 @@ def training_step(shape: Shape, setting: Setting) -> Case:
     """
     plain, batch = _model(shape, setting)
     variants = [_variant("plain", "torch", plain, batch, setting)]
-    for name, backend, layers in (
+    ways: list[tuple[str, Way, str]] = [
         ("gfsa", "auto", "all"),
         ("gfsa even layers", "auto", "even"),
         ("gfsa sdpa", "sdpa", "all"),
-    ):
+    ]
+    if not setting.compiled:
+        ways.append(("published", "published", "all"))
+    for name, way, layers in ways:
         model = copy.deepcopy(plain)
         plug(model, K=3, layers=layers)
-        variants.append(_variant(name, backend, model, batch, setting))
+        variants.append(_variant(name, way, model, batch, setting))
     return Case(str(shape), variants)
 
 
@@ -73,43 +81,81 @@ def _model(shape: Shape, setting: Setting) -> tuple[Any, dict[str, Any]]:
             ids = torch.randint(config.vocab_size, (shape.batch, shape.tokens))
             batch = {"input_ids": ids.to(device)}
         batch["labels"] = labels
+    if shape.padded:
+        if "input_ids" not in batch:
+            raise ValueError(f"pictures are not padded, got the shape {shape}")
+        batch["attention_mask"] = shape.real_tokens().long().to(device)
     return model.to(device).train(), batch
 
 
-def _variant(
-    name: str, backend: str, model: Any, batch: dict[str, Any], setting: Setting
-) -> Variant:
+def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Setting) -> Variant:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     device = setting.device.type
     # autocast knows no float32; there the step runs as it is
     low = setting.dtype in (torch.bfloat16, torch.float16)
+    served = _Served(way)
+    called = model
 
     def loss() -> Any:
         with torch.autocast(device, setting.dtype if low else None, enabled=low):
-            return model(**batch).loss
+            return called(**batch).loss
 
     def forward() -> object:
-        with torch.no_grad():
+        with torch.no_grad(), served():
             return loss()
 
     def step() -> object:
-        loss().backward()
+        with served():
+            loss().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return None
 
-    if backend != "sdpa":
-        ran = backend if backend == "torch" else _backend_of(forward)
-        return Variant(name, ran, forward, step)
+    ran = _backend_of(forward) if way == "auto" else "torch" if way == "published" else way
+    if setting.compiled:
+        called = torch.compile(model)
+    return Variant(name, ran, forward, step)
 
-    def without_kernels(work: Callable[[], object]) -> Callable[[], object]:
-        def run() -> object:
-            with mock.patch.object(select, "why_not_fused", return_value="left out to compare"):
-                return work()
 
-        return run
+class _Served:
+    """A context in which attention operators run in one way, whatever they would choose."""
 
-    return Variant(name, "sdpa", without_kernels(forward), without_kernels(step))
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        # choices are remembered; these are of this way alone
+        self.choices: dict[Any, select.Choice] = {}
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self.way in ("torch", "auto"):
+            yield
+            return
+        sdpa = mock.patch.object(functional, "choose", _always_sdpa)
+        choices = mock.patch.object(functional, "_CHOICES", self.choices)
+        published = mock.patch.object(functional.AttentionOperator, "affine", _published)
+        with sdpa, choices, published if self.way == "published" else nullcontext():
+            yield
+
+
+def _always_sdpa(backend: select.Backend, call: select.Call) -> select.Choice:
+    return select.choose("sdpa", call)
+
+
+def _published(
+    operator: functional.AttentionOperator, theta: Tensor, base: Tensor, basis: Tensor, v: Tensor
+) -> Tensor:
+    """The published form in the place of a GFSA filter's: its θ are w0, w1 − 1 and wK."""
+    w0, w1, wK = theta.unbind(1)
+    return published_attention(
+        operator.q,
+        operator.k,
+        v,
+        w0,
+        1 + w1,
+        wK,
+        is_causal=operator.is_causal,
+        attn_mask=operator.attn_mask,
+    )
 
 
 def _backend_of(forward: Callable[[], object]) -> str:
@@ -121,6 +167,9 @@ def _backend_of(forward: Callable[[], object]) -> str:
         taken.add(choice.backend)
         return choice
 
-    with mock.patch.object(functional, "choose", watched):
+    with (
+        mock.patch.object(functional, "choose", watched),
+        mock.patch.object(functional, "_CHOICES", {}),
+    ):
         forward()
     return "+".join(sorted(taken))

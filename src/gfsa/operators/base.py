@@ -48,6 +48,13 @@ def columns_of(coeffs: Tensor) -> tuple[Tensor, ...]:
     return tuple(column[..., None, None] for column in coeffs.unbind(-1))
 
 
+def affine(theta: Tensor, base: Tensor, basis: Tensor) -> Tensor:
+    """``base + θ·basis``: the coefficients of a filter from its learned numbers."""
+    # a product and a sum rather than a matmul: those stay exact under autocast and TF32
+    moved: Tensor = (theta[:, :, None] * basis).sum(1)
+    return base + moved
+
+
 class Operator(ABC):
     """The attention map ``A`` of one layer, ``apply(x) = A·x``.
 
@@ -73,6 +80,14 @@ class Operator(ABC):
         decoding), and no intermediate sum is rounded to the tokens' dtype.
         """
         return combine(coeffs, self.powers(v, coeffs.shape[-1] - 1))
+
+    def affine(self, theta: Tensor, base: Tensor, basis: Tensor, v: Tensor) -> Tensor:
+        """:meth:`polynomial` with the coefficients ``base + θ·basis`` of a filter.
+
+        Args:
+            theta: ``(H, L)``; base: ``(H, m+1)``; basis: ``(L, m+1)``.
+        """
+        return self.polynomial(affine(theta, base, basis), v)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         """The operator of ``heads`` alone, for tokens that have been through A once already.

@@ -117,8 +117,11 @@ class DenseOperator(Operator):
         return self.matrix
 
 
+_DROPOUT_PLACES = get_args(DropoutPlace)
+
+
 def check_dropout_place(dropout_after: DropoutPlace) -> DropoutPlace:
-    if dropout_after not in get_args(DropoutPlace):
+    if dropout_after not in _DROPOUT_PLACES:
         raise ValueError(f"dropout_after must be 'attention' or 'filter', got {dropout_after!r}")
     return dropout_after
 

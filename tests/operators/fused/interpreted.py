@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gfsa.operators import SDPAOperator
-from gfsa.operators.fused import op, plan
+import gfsa
+from gfsa.operators import DenseOperator, SDPAOperator
+from gfsa.operators.fused import coefficients, op, plan
 from gfsa.operators.fused.op import filter_attention
 from gfsa.operators.fused.operator import FusedOperator
 from support.fused_cases import NAMES, Problem, error, run
@@ -172,3 +173,32 @@ def test_no_second_derivative_in_silence() -> None:
     (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(dq.sum(), inputs[:1])
+
+
+@pytest.mark.parametrize("K", [2, 5])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_filter_learns_by_the_kernels(K: int, heads: int) -> None:
+    """The coefficients and θ's gradient by kernels are those that torch works out."""
+    q, k, v, _, g = Problem(3, heads, 40, 16, mask="keys").tensors()
+    layer = gfsa.GFSA(heads, K=K, w0=0.2, w1=0.7, wK=0.4)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
+    results = []
+    for operator in (FusedOperator(q, k), DenseOperator.from_qk(q, k)):
+        y = layer(operator, v)
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
+        with torch.no_grad():
+            assert error(layer(operator, v), y) == 0
+    for name, mine, exact in zip(NAMES, *results, strict=True):
+        assert mine.shape == exact.shape
+        assert error(mine, exact) <= 2e-6, name
+
+
+def test_few_and_many_parts_of_the_coefficients_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    constant = coefficients.Affine(torch.zeros(5, 3), torch.randn(2, 3))
+    for number in (1, 7, 1024, 2500):
+        parts = torch.randn(5, 3, number)
+        expected = parts.double().sum(2) @ constant.basis.double().T
+        assert error(coefficients.backward(parts, constant), expected) <= 1e-5
+        with monkeypatch.context() as patch:
+            patch.setattr(coefficients, "MOST_PARTS", 0)
+            assert error(coefficients.backward(parts, constant), expected) <= 1e-5

@@ -87,8 +87,10 @@ def test_passes(name: str) -> None:
 @pytest.mark.skipif(
     support.TRITON not in short.TRITON_VERSIONS, reason="Gluon changes with Triton's version"
 )
-@pytest.mark.parametrize(("length", "most_stack"), [(128, 0), (197, 400)])
-def test_short(length: int, most_stack: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "mask", "most_stack"), [(128, 0, 0), (128, 2, 0), (197, 0, 400), (197, 2, 512)]
+)
+def test_short(length: int, mask: int, most_stack: int) -> None:
     """The whole filter of one head in one program, forward and backward."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -97,7 +99,7 @@ def test_short(length: int, most_stack: int) -> None:
     from gfsa.operators.fused.short_forward import filter_short
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    options = {"CAUSAL": False, "MASK": False, "DROPOUT": False, "group": 1}
+    options = {"CAUSAL": False, "MASK": mask, "DROPOUT": False, "group": 1}
     for kernel, width, more in (
         (filter_short, 64, {"WHOLE": True}),
         (grad_short, 128 if length == 128 else 64, {"MERGED": length > 128, "EVEN": False}),
@@ -112,5 +114,5 @@ def test_short(length: int, most_stack: int) -> None:
         usage = compile_for_hopper(
             GluonASTSource, kernel, described, {**sizes, **options, **more}, cut.rows // 16
         )
-        print(kernel.__name__, length, usage)
+        print(kernel.__name__, length, mask, usage)
         assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack

@@ -11,7 +11,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from gfsa.functional import graph_filter_attention
+import gfsa
+from gfsa.functional import AttentionOperator, graph_filter_attention
 from gfsa.operators.fused import op, passes, short, support
 from gfsa.operators.fused.op import filter_attention
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
@@ -56,6 +57,12 @@ KNOWN = [
     Problem(3, 4, 197, 64, dtype=BF16, device="cuda", mask="keys", is_causal=True),
     Problem(3, 4, 250, 64, dtype=BF16, device="cuda", dropout_p=0.1),
     Problem(2, 4, 128, 64, 2, dtype=BF16, device="cuda", is_causal=True, projected=True),
+    Problem(3, 4, 60, 64, dtype=BF16, device="cuda", mask="full"),
+    Problem(3, 4, 128, 64, dtype=BF16, device="cuda", mask="full", projected=True),
+    Problem(3, 4, 128, 64, 2, dtype=BF16, device="cuda", mask="full", is_causal=True),
+    Problem(2, 4, 200, 64, dtype=BF16, device="cuda", mask="full", dropout_p=0.1),
+    Problem(2, 4, 256, 64, dtype=FP16, device="cuda", mask="full"),
+    Problem(2, 4, 128, 64, dtype=BF16, device="cuda", mask="per head"),
     Problem(1, 2, 17, 8, dtype=BF16, device="cuda"),
     Problem(1, 2, 2500, 128, dtype=BF16, device="cuda", projected=True),
     Problem(2, 2, 2048, 128, dtype=BF16, device="cuda", is_causal=True),
@@ -139,8 +146,12 @@ def test_both_paths_take_what_they_should() -> None:
     if support.capability(q.device) == (9, 0) and support.TRITON == (3, 6):
         assert op._path(q, None, 0.1) is short
     assert op._path(torch.randn(1, 1, 300, 64, device="cuda", dtype=BF16), None, 0.1) is passes
-    assert op._path(q, torch.ones(197, 197, device="cuda", dtype=torch.bool), 0.1) is passes
     assert op._path(q, None, -0.1) is passes
+    mask = torch.ones(1, 2, 197, 197, device="cuda", dtype=torch.bool)
+    assert op._path(q, mask, 0.1) is passes
+    assert op._path(q, mask[:, :1].mT, 0.1) is passes
+    if support.capability(q.device) == (9, 0) and support.TRITON == (3, 6):
+        assert op._path(q, mask[:, :1], 0.1) is short
 
 
 @pytest.mark.parametrize("length", [512, 1024])
@@ -150,6 +161,40 @@ def test_attention_at_initialisation_has_attentions_bits(length: int) -> None:
     coeffs = torch.tensor([0.0, 1.0, 0.0], device="cuda")
     plain = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert torch.equal(graph_filter_attention(q, k, v, coeffs, backend="fused"), plain)
+
+
+@pytest.mark.parametrize("length", [128, 300])
+def test_a_filter_learns_by_the_kernels(length: int) -> None:
+    """θ's gradient, and calls that follow: of the same signature, of another, in other layouts."""
+    layer = gfsa.GFSA(4, w0=0.2, w1=0.7, wK=0.4).cuda()
+    for problem in (
+        Problem(3, 4, length, 64, dtype=BF16, device="cuda"),
+        Problem(3, 4, length, 64, dtype=BF16, device="cuda"),
+        Problem(2, 4, length, 64, dtype=BF16, device="cuda", projected=True),
+        Problem(2, 4, length, 64, 2, dtype=BF16, device="cuda", is_causal=True),
+    ):
+        q, k, v, _, g = problem.tensors()
+        grouped = bool(problem.key_heads)
+        inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
+        results = []
+        for backend in ("fused", "sdpa"):
+            operator = AttentionOperator(
+                q, k, is_causal=problem.is_causal, enable_gqa=grouped, backend=backend
+            )
+            y = layer(operator, v)
+            results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
+        for name, mine, other in zip(NAMES, *results, strict=True):
+            assert error(mine, other) <= 0.02, name
+
+
+def test_saved_tensors_may_come_back_in_another_layout() -> None:
+    q, k, v, coeffs, g = Problem(2, 4, 128, 64, dtype=BF16, device="cuda", projected=True).tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    kept = torch.autograd.grad(filter_attention(*inputs, scale=0.125), inputs, g)
+    with torch.autograd.graph.save_on_cpu():
+        y = filter_attention(*inputs, scale=0.125)
+    for name, mine, other in zip(NAMES[1:], torch.autograd.grad(y, inputs, g), kept, strict=True):
+        assert torch.equal(mine, other), name
 
 
 @pytest.mark.parametrize("length", [100, 300])

@@ -43,6 +43,10 @@ def call(
     return select.Call(q, q, v, **given)  # type: ignore[arg-type]
 
 
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bool)
+
+
 KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
 
 
@@ -113,6 +117,28 @@ def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPa
     assert choice.backend == "sdpa"
     assert "Hopper" in choice.reason
     assert select.choose("fused", call(2, 4, 100, 64)).backend == "fused"
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (ones(2, 1, 1, 100), None),
+        (ones(2, 1, 100, 100), None),
+        (ones(100, 100), None),
+        (ones(2, 1, 1, 100).expand(2, 4, 100, 100), None),
+        (ones(2, 1, 100, 100).expand(2, 4, 100, 100), None),
+        (ones(2, 4, 100, 100), "the same for every head"),
+        (ones(2, 1, 100, 100).mT, "lie in one piece"),
+        (ones(2, 1, 100, 1), "lie in one piece"),
+    ],
+)
+def test_masks_of_the_short_kernels(
+    mask: torch.Tensor, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = pytest.importorskip("gfsa.operators.fused.short")
+    monkeypatch.setattr(short, "why_not_here", lambda q: None)
+    found = short.why_not(OnHopper(2, 4, 100, 64), mask, 0.1)
+    assert found is None if reason is None else reason in found
 
 
 def test_captured_dropout_goes_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

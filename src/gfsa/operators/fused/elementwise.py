@@ -1,4 +1,4 @@
-"""Element-wise steps between attention's own kernels."""
+"""Small steps around attention's own kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def scale(g_rows, dw_rows, coeffs, heads, BM: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit(**LIGHT)
-def grad_first(g_rows, z_rows, du_rows, coeffs, heads, BM: tl.constexpr, D: tl.constexpr):
-    """``dU = c1·g + c2·z``, z coming with its coefficient."""
+def grad_first(g_rows, z_rows, coeffs, heads, BM: tl.constexpr, D: tl.constexpr):
+    """``dU = c1·g + c2·z`` in place of z, which comes with its coefficient."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.program_id(0) * BM
     g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
     z = load_tile(z_rows, b, h, row, BM, D).to(tl.float32)
-    store_tile(du_rows, tl.load(coeffs + h * 3 + 1) * g + z, b, h, row, BM, D)
+    store_tile(z_rows, tl.load(coeffs + h * 3 + 1) * g + z, b, h, row, BM, D)
 
 
 @triton.jit(**LIGHT)
@@ -51,3 +51,38 @@ def add_up(
     store_tile(dk_rows, dk + load_tile(dk2_rows, b, h, row, BM, D), b, h, row, BM, D)
     dv = load_tile(dv_rows, b, h, row, BM, D).to(tl.float32)
     store_tile(dv_rows, dv + tl.load(coeffs + h * 3) * g, b, h, row, BM, D)
+
+
+@triton.jit(**LIGHT)
+def fold(theta, base, basis, coeffs, heads, L: tl.constexpr, ROWS: tl.constexpr):
+    """``c = base + θ·basis``, all heads in one program."""
+    h = tl.arange(0, ROWS)
+    there = h < heads
+    for power in tl.static_range(3):
+        moved = tl.zeros((ROWS,), tl.float32)
+        for learned in tl.static_range(L):
+            moved += tl.load(theta + h * L + learned, mask=there, other=0.0) * tl.load(
+                basis + learned * 3 + power
+            )
+        start = tl.load(base + h * 3 + power, mask=there, other=0.0)
+        tl.store(coeffs + h * 3 + power, start + moved, mask=there)
+
+
+@triton.jit(**LIGHT)
+def unfold(dc, basis, dtheta, parts, L: tl.constexpr, BLOCK: tl.constexpr):
+    """``dθ = dc·basisᵀ`` of one head, the parts of its dc added up first."""
+    h = tl.program_id(0)
+    dc += h.to(tl.int64) * 3 * parts
+    dc0 = tl.zeros((BLOCK,), tl.float32)
+    dc1 = tl.zeros((BLOCK,), tl.float32)
+    dc2 = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        dc0 += tl.load(dc + at, mask=at < parts, other=0.0)
+        dc1 += tl.load(dc + parts + at, mask=at < parts, other=0.0)
+        dc2 += tl.load(dc + 2 * parts + at, mask=at < parts, other=0.0)
+    d0, d1, d2 = tl.sum(dc0, 0), tl.sum(dc1, 0), tl.sum(dc2, 0)
+    for learned in tl.static_range(L):
+        row = basis + learned * 3
+        total = d0 * tl.load(row) + d1 * tl.load(row + 1) + d2 * tl.load(row + 2)
+        tl.store(dtheta + h * L + learned, total)

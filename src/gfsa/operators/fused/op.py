@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from gfsa.operators.fused import passes, short, twofold
-from gfsa.operators.fused.kernel import copyable_by_tile, empty_like
+from gfsa.operators.fused import coefficients, passes, short, twofold
+from gfsa.operators.fused.coefficients import Affine
+from gfsa.operators.fused.kernel import copyable_by_tile, empty_like, on_device_of
 from gfsa.operators.fused.passes import Options
 
 
@@ -33,12 +34,31 @@ def filter_attention(
         mask: bool, broadcastable to ``(B, H, N, N)``, True takes part.
         seed: int64, one number, needed with dropout.
     """
-    arguments = (q, k, v, coeffs, mask, seed, dropout_p, is_causal, scale)
+    options = (mask, seed, dropout_p, is_causal, scale)
     # the registered operator costs several times the kernels' own launches on short sequences;
     # it is for those who have to see it: the compiler, and modes that record what runs
-    if torch.compiler.is_compiling() or type(q) is not Tensor or is_in_torch_dispatch_mode():
-        return forward(*arguments)[0]
-    return _Filter.apply(*arguments)
+    if must_be_seen(q):
+        return forward(q, k, v, coeffs, *options)[0]
+    if torch.is_grad_enabled():
+        return _Filter.apply(q, k, v, coeffs, None, *options)
+    return _forward(q, k, v, coeffs, *options)[0]
+
+
+def affine_filter_attention(
+    q: Tensor, k: Tensor, v: Tensor, theta: Tensor, affine: Affine, *options: Any
+) -> Tensor:
+    """The same with coefficients ``base + θ·basis``, and the gradient of θ, in eager mode."""
+    if torch.is_grad_enabled():
+        return _Filter.apply(q, k, v, theta, affine, *options)
+    return _forward(q, k, v, coefficients.forward(theta, affine), *options)[0]
+
+
+def must_be_seen(q: Tensor) -> bool:
+    """Whether somebody looks at what runs, so that it has to be a registered operator."""
+    return torch.compiler.is_compiling() or type(q) not in _PLAIN or is_in_torch_dispatch_mode()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _forward(
@@ -74,7 +94,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the coefficients."""
-    return _run_backward(
+    *gradients, parts = _run_backward(
         _path(q, mask, scale),
         g,
         q,
@@ -90,6 +110,8 @@ def _backward(
         is_causal,
         scale,
     )
+    dq, dk, dv = gradients
+    return dq, dk, dv, parts.sum(2)
 
 
 def _path(q: Tensor, mask: Tensor | None, scale: float) -> ModuleType:
@@ -100,42 +122,65 @@ def _run_forward(
     path: ModuleType, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, *rest: Any
 ) -> Any:
     mask, seed, dropout_p, is_causal, scale = rest
-    with torch.cuda.device_of(q):
-        q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
-        options = Options(scale, is_causal, mask, dropout_p, seed)
+    options = Options(scale, is_causal, mask, dropout_p, seed)
+    q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
+    with on_device_of(q):
         return path.forward(q, k, v, coeffs.contiguous(), options)
 
 
 def _run_backward(path: ModuleType, g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     u, kept, lse, coeffs, mask, seed, dropout_p, is_causal, scale = rest
-    with torch.cuda.device_of(q):
-        g, q, k, v = (copyable_by_tile(x) for x in (g, q, k, v))
-        options = Options(scale, is_causal, mask, dropout_p, seed)
+    options = Options(scale, is_causal, mask, dropout_p, seed)
+    g, q, k, v = copyable_by_tile(g), copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
+    # a hook on saved tensors may give back u in another layout
+    u, kept = copyable_by_tile(u), copyable_by_tile(kept)
+    with on_device_of(q):
         return path.backward(g, q, k, v, u, kept, lse, coeffs.contiguous(), options)
 
 
 class _Filter(torch.autograd.Function):
-    """The same past torch's dispatcher."""
+    """The same past torch's dispatcher, of coefficients or of what they are made from."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        q, k, v, coeffs, mask, seed, *ctx.options = arguments
-        ctx.path = _path(q, mask, ctx.options[-1])
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        numbers: Tensor,
+        affine: Affine | None,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        *options: Any,
+    ) -> Tensor:
+        ctx.options, ctx.affine = options, affine
+        ctx.path = _path(q, mask, options[-1])
+        coeffs = numbers if affine is None else coefficients.forward(numbers, affine)
         # what the backward pass has to be given beside U: the output, or W = A·U instead
-        if any(ctx.needs_input_grad) and twofold.serves(q, k, v, mask, *ctx.options):
+        if any(ctx.needs_input_grad) and twofold.serves(q, k, v, mask, *options):
             ctx.path = twofold
-            out, u, lse, kept = _run_forward(twofold, *arguments)
+            out, u, lse, kept = _run_forward(twofold, q, k, v, coeffs, mask, seed, *options)
         else:
-            out, u, lse = _run_forward(ctx.path, *arguments)
+            out, u, lse = _run_forward(ctx.path, q, k, v, coeffs, mask, seed, *options)
             kept = out
         ctx.save_for_backward(q, k, v, u, kept, lse, coeffs, mask, seed)
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _run_backward(ctx.path, g, *ctx.saved_tensors, *ctx.options)
-        return (*gradients, None, None, None, None, None)
+        if torch.is_grad_enabled():
+            # somebody wants to differentiate once more, and is told that there is no way
+            return _Filter._backward_once(ctx, g)
+        return _Filter._backward(ctx, g)
+
+    @staticmethod
+    def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        affine = ctx.affine
+        dq, dk, dv, parts = _run_backward(ctx.path, g, *ctx.saved_tensors, *ctx.options)
+        dnumbers = parts.sum(2) if affine is None else coefficients.backward(parts, affine)
+        return dq, dk, dv, dnumbers, None, None, None, None, None, None
+
+    _backward_once = staticmethod(once_differentiable(_backward))
 
 
 forward = torch.library.custom_op("gfsa::filter_attention", _forward, mutates_args=())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gfsa.operators.base import Operator
-from gfsa.operators.fused.op import filter_attention
+from gfsa.operators.fused import coefficients
+from gfsa.operators.fused.coefficients import Affine
+from gfsa.operators.fused.op import affine_filter_attention, filter_attention, must_be_seen
 from gfsa.operators.sdpa import SDPAOperator
 
 
@@ -46,21 +49,25 @@ class FusedOperator(Operator):
         return self._sdpa().powers(v, degree)
 
     def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
+        q = self.q
+        if coeffs.dim() == 1:
+            coeffs = coeffs.expand(q.shape[1], 3)
+        if coeffs.dtype != torch.float32:
+            coeffs = coeffs.float()
+        return filter_attention(q, self.k, v, coeffs, *self._options())
+
+    def affine(self, theta: Tensor, base: Tensor, basis: Tensor, v: Tensor) -> Tensor:
+        q = self.q
+        if must_be_seen(q) or not coefficients.takes(theta, base, basis):
+            return super().affine(theta, base, basis, v)
+        return affine_filter_attention(q, self.k, v, theta, Affine(base, basis), *self._options())
+
+    def _options(self) -> tuple[Any, ...]:
         seed = None
         if self.dropout_p:
             # drawn on the device, so that a captured graph draws anew in each replay
-            seed = torch.randint(2**32, (1,), device=v.device)
-        return filter_attention(
-            self.q,
-            self.k,
-            v,
-            coeffs.expand(self.q.shape[1], 3),
-            self.attn_mask,
-            seed,
-            self.dropout_p,
-            self.is_causal,
-            self.scale,
-        )
+            seed = torch.randint(2**32, (1,), device=self.q.device)
+        return self.attn_mask, seed, self.dropout_p, self.is_causal, self.scale
 
     def _sdpa(self) -> SDPAOperator:
         return SDPAOperator(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+import inspect
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +12,12 @@ from torch.nn.attention import SDPBackend
 
 from gfsa.operators.fused import backward as backward_kernels
 from gfsa.operators.fused import forward as forward_kernels
-from gfsa.operators.fused.kernel import Block, Kernel, empty_like, variant
+from gfsa.operators.fused.kernel import Kernel, Launch, empty_like
 from gfsa.operators.fused.plan import tiles
 from gfsa.operators.fused.tiles import FULL_MASK, KEY_MASK, NO_MASK
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What a call asks for beside its tensors.
 
     Args:
@@ -32,6 +32,78 @@ class Options:
     seed: Tensor | None = None
 
 
+class Problem(NamedTuple):
+    """What launches depend on: calls that agree in this differ in their tensors alone."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    length: int
+    head_dim: int
+    dtype: torch.dtype
+    device: int | None
+    scale: float
+    is_causal: bool
+    dropout_p: float
+    mask_strides: tuple[int, int, int, int]
+    """Over ``(B, H, N, N)``."""
+    mask_kind: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one head of keys."""
+        return self.heads // self.key_heads
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What compiled code depends on: Triton tells lengths by their divisibility, and ones
+        apart, and so it does with the size of a number."""
+        return (
+            self.device,
+            self.dtype,
+            self.length % 16 == 0,
+            self.length == 1,
+            self.group == 1,
+            self.group % 16 == 0,
+            max(self.mask_strides) >= 2**31,
+        )
+
+
+def problem_of(q: Tensor, k: Tensor, options: Options) -> Problem:
+    batch, heads, length, head_dim = q.shape
+    mask = options.mask
+    strides, kind = (0, 0, 0, 0), NO_MASK.value
+    if mask is not None:
+        strides, kind = _mask_layout(mask.shape, mask.stride(), length)
+    return Problem(
+        batch,
+        heads,
+        k.shape[1],
+        length,
+        head_dim,
+        q.dtype,
+        q.device.index,
+        options.scale,
+        options.is_causal,
+        options.dropout_p,
+        strides,
+        kind,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _mask_layout(
+    shape: torch.Size, strides: tuple[int, ...], length: int
+) -> tuple[tuple[int, int, int, int], int]:
+    """A mask's strides over ``(B, H, N, N)`` and its kind."""
+    missing = 4 - len(shape)
+    # what is broadcast is not walked; one sequence of a batch may serve them all
+    walked = [s if n > 1 else 0 for s, n in zip(strides, shape, strict=True)]
+    b, h, i, j = (*(0,) * missing, *walked)
+    kind = KEY_MASK if i == 0 or length == 1 else FULL_MASK
+    return (b, h, i, j), kind.value
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -44,17 +116,14 @@ def forward(
 
     ``w``, if given, takes ``A·U``.
     """
-    u, lse = _first_pass(q, k, v, options)
+    launches = _launches(problem_of(q, k, options))
+    mask, seed = pointers(q, options)
+    u, lse = _first_pass(launches, q, k, v, options)
     out = empty_like(q)
-    launch = _Launch("combine", q, k, options)
-    rows, cols = launch.rows, launch.cols
-    kept = out if w is None else w
-    launch(
-        (rows(q), cols(k), cols(u), rows(u), rows(v), rows(out), rows(kept)),
-        lse,
-        coeffs,
-        extra=(w is not None,),
-    )
+    if w is None:
+        launches["combine"]((q, k, u, u, v, out, out), lse, coeffs, mask, seed)
+    else:
+        launches["combine and keep"]((q, k, u, u, v, out, w), lse, coeffs, mask, seed)
     return out, u, lse
 
 
@@ -69,38 +138,20 @@ def backward(
     coeffs: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the coefficients, from what :func:`forward` returned."""
-    du = empty_like(q)
-    delta = torch.empty_like(lse)
-
-    launch = _Launch("grad_first_pass", q, k, options)
-    rows, cols = launch.rows, launch.cols
-    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.grid[0])
-    launch(
-        (cols(q), rows(k), cols(g), rows(g), rows(v), rows(u), rows(out), rows(du)),
-        delta,
-        dc,
-        lse,
-        coeffs,
-    )
-
-    launch = _Launch("grad_keys", q, k, options)
-    rows, cols = launch.rows, launch.cols
+    """Gradients of q, k and v, and parts of the coefficients' ``(H, 3, any number)``."""
+    launches = _launches(problem_of(q, k, options))
+    mask, seed = pointers(q, options)
+    du, delta = empty_like(q), torch.empty_like(lse)
+    grad_first = launches["grad_first_pass"]
+    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * grad_first.grid[0])
+    grad_first((q, k, g, g, v, u, out, du), delta, dc, lse, coeffs, mask, seed)
     # a row of k and v for each query head; heads that share keys are added up below
-    group = q.shape[1] // k.shape[1]
-    dk, dv = (empty_like(x if group == 1 else q) for x in (k, v))
-    launch(
-        (cols(q), rows(k), rows(v), rows(u), cols(g), rows(g), cols(du), rows(dk), rows(dv)),
-        delta,
-        lse,
-        coeffs,
-    )
-
-    launch = _Launch("grad_queries", q, k, options)
-    rows, cols = launch.rows, launch.cols
+    grouped = q.shape[1] != k.shape[1]
+    dk, dv = (empty_like(q if grouped else x) for x in (k, v))
+    launches["grad_keys"]((q, k, v, u, g, g, du, dk, dv), delta, lse, coeffs, mask, seed)
     dq = empty_like(q)
-    launch((rows(q), cols(k), cols(v), cols(u), rows(g), rows(du), rows(dq)), delta, lse, coeffs)
-    return dq, sum_groups(dk, k), sum_groups(dv, v), dc.sum(2)
+    launches["grad_queries"]((q, k, v, u, g, du, dq), delta, lse, coeffs, mask, seed)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
 def sum_groups(x: Tensor, like: Tensor) -> Tensor:
@@ -112,7 +163,9 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
     return torch.sum(x.unflatten(1, (-1, group)), 2, out=total)
 
 
-def _first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _first_pass(
+    launches: dict[str, Launch], q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
     if cudnn_would_run(q, k, v, options):
         # the very kernel that plain attention runs here: the same bits
         u, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -123,9 +176,7 @@ def _first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tens
         return u, lse.view(q.shape[:3])
     u = empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch = _Launch("attend", q, k, options)
-    rows, cols = launch.rows, launch.cols
-    launch((rows(q), cols(k), cols(v), rows(u)), lse)
+    launches["attend"]((q, k, v, u), lse, *pointers(q, options))
     return u, lse
 
 
@@ -142,88 +193,72 @@ def cudnn_would_run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 
-_KERNELS = {
-    "attend": Kernel(forward_kernels.attend),
-    "combine": Kernel(forward_kernels.combine),
-    "grad_first_pass": Kernel(backward_kernels.grad_first_pass),
-    "grad_keys": Kernel(backward_kernels.grad_keys),
-    "grad_queries": Kernel(backward_kernels.grad_queries),
+# kernels, and constants of their own
+_KERNELS: dict[str, tuple[Kernel, tuple[bool, ...]]] = {
+    "attend": (Kernel(forward_kernels.attend), ()),
+    "combine": (Kernel(forward_kernels.combine), (False,)),
+    "combine and keep": (Kernel(forward_kernels.combine), (True,)),
+    "grad_first_pass": (Kernel(backward_kernels.grad_first_pass), ()),
+    "grad_keys": (Kernel(backward_kernels.grad_keys), ()),
+    "grad_queries": (Kernel(backward_kernels.grad_queries), ()),
 }
 
 
-class _Launch:
-    """One kernel over the rows of one problem."""
+@functools.lru_cache(maxsize=1024)
+def _launches(problem: Problem) -> dict[str, Launch]:
+    """Each kernel over the rows of one problem."""
+    return {name: _launch(name, problem) for name in _KERNELS}
 
-    def __init__(self, name: str, q: Tensor, k: Tensor, options: Options) -> None:
-        batch, heads, length, head_dim = q.shape
-        self.kernel = _KERNELS[name]
-        self.tiles = tiles(name, head_dim, length, options.is_causal, options.dropout_p > 0)
-        self.width = padded(head_dim)
-        self.grid = (-(-length // self.tiles.rows), batch * heads, 1)
-        self.sizes = (heads, heads // k.shape[1], length)
-        self.options = options
-        self.variant = variant(q, k)
 
-    def rows(self, x: Tensor) -> tuple[Tensor, Block]:
-        """``x`` read or written a block of own rows at a time."""
-        return x, (1, 1, self.tiles.rows, self.width)
+def _launch(name: str, problem: Problem) -> Launch:
+    kernel, own = _KERNELS[name]
+    cut = tiles(
+        kernel.function.fn.__name__,
+        problem.head_dim,
+        problem.length,
+        problem.is_causal,
+        problem.dropout_p > 0,
+    )
+    width = padded(problem.head_dim)
+    # a kernel's tensors are named by the side that they are on
+    names = inspect.signature(kernel.function.fn).parameters
+    sides = {"_rows": cut.rows, "_cols": cut.cols}
+    return Launch(
+        kernel,
+        (-(-problem.length // cut.rows), problem.batch * problem.heads, 1),
+        problem.variant,
+        [(1, 1, sides[each[-5:]], width) for each in names if each[-5:] in sides],
+        (
+            problem.heads,
+            problem.group,
+            problem.length,
+            problem.scale,
+            *problem.mask_strides,
+            problem.dropout_p,
+        ),
+        (
+            width,
+            cut.rows,
+            cut.cols,
+            cut.stages,
+            problem.is_causal,
+            problem.mask_kind,
+            problem.dropout_p > 0.0,
+            *own,
+        ),
+        num_warps=cut.warps,
+    )
 
-    def cols(self, x: Tensor) -> tuple[Tensor, Block]:
-        """``x`` read a block of the other side's rows at a time."""
-        return x, (1, 1, self.tiles.cols, self.width)
 
-    def __call__(
-        self,
-        tensors: Sequence[tuple[Tensor, Block]],
-        *pointers: Tensor,
-        extra: tuple[bool, ...] = (),
-    ) -> None:
-        options = self.options
-        mask, strides, kind = mask_arguments(self.sizes, options.mask)
-        # a pointer that is never read stands in for a mask or seed that is not there
-        unused = tensors[0][0]
-        self.kernel(
-            self.grid,
-            (self.variant, max(strides) >= 2**31),
-            tensors,
-            (
-                *pointers,
-                unused if mask is None else mask,
-                unused if options.seed is None else options.seed,
-                *self.sizes,
-                options.scale,
-                *strides,
-                options.dropout_p,
-            ),
-            (
-                self.width,
-                self.tiles.rows,
-                self.tiles.cols,
-                self.tiles.stages,
-                options.is_causal,
-                kind,
-                options.dropout_p > 0.0,
-                *extra,
-            ),
-            num_warps=self.tiles.warps,
-        )
+def pointers(unused: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Mask and seed; a pointer that is never read stands in for one that is not there."""
+    mask, seed = options.mask, options.seed
+    return (
+        unused if mask is None else mask.view(torch.uint8),
+        unused if seed is None else seed,
+    )
 
 
 def padded(size: int) -> int:
     """The next power of two, 16 at least: what a tile's side may be."""
     return max(16, 1 << (size - 1).bit_length())
-
-
-def mask_arguments(
-    sizes: tuple[int, int, int], mask: Tensor | None
-) -> tuple[Tensor | None, tuple[int, ...], int]:
-    """The mask as bytes, its strides over ``(B, H, N, N)``, and its kind."""
-    if mask is None:
-        return None, (0, 0, 0, 0), NO_MASK.value
-    heads, _, length = sizes
-    batch = mask.shape[0] if mask.dim() == 4 else 1
-    strides = mask.expand(batch, heads, length, length).stride()
-    # one sequence of a batch may serve them all
-    strides = (strides[0] if batch > 1 else 0, *strides[1:])
-    kind = KEY_MASK if strides[2] == 0 or length == 1 else FULL_MASK
-    return mask.view(torch.uint8), strides, kind.value

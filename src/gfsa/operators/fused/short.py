@@ -13,13 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gfsa.operators.fused.kernel import Block, Kernel, empty_like, variant
-from gfsa.operators.fused.passes import Options, mask_arguments, padded, sum_groups
-from gfsa.operators.fused.support import TRITON, capability, over_keys
+from gfsa.operators.fused.kernel import Block, Kernel, Launch, empty_like
+from gfsa.operators.fused.passes import (
+    Options,
+    Problem,
+    padded,
+    pointers,
+    problem_of,
+    sum_groups,
+)
+from gfsa.operators.fused.support import TRITON, capability, over_keys, same_for_heads
 from gfsa.operators.fused.tiles import FULL_MASK
 
 LONGEST = 256
 WIDEST = 64
+# a mask's entries are counted in 32 bits
+MOST_BETWEEN_ROWS = 2**20
 # the versions whose Gluon these kernels were measured and tested with
 TRITON_VERSIONS = ((3, 6),)
 
@@ -28,14 +37,23 @@ def why_not(q: Tensor, mask: Tensor | None, scale: float) -> str | None:
     """The reason why the short kernels cannot serve a call, or None if they can."""
     if q.shape[2] > LONGEST or q.shape[3] > WIDEST:
         return f"they take {LONGEST} tokens and a head dim of {WIDEST} at most"
+    if scale <= 0.0:
+        return "they take positive scales only"
+    if mask is not None and not same_for_heads(mask):
+        return "they take masks that are the same for every head only"
+    if mask is not None and not over_keys(mask):
+        row, key = mask.stride()[-2:]
+        if mask.shape[-1] != q.shape[2] or key != 1 or row > MOST_BETWEEN_ROWS:
+            return "they take masks over queries and keys whose rows lie in one piece only"
+    return why_not_here(q)
+
+
+def why_not_here(q: Tensor) -> str | None:
+    """The reason why the short kernels cannot run where ``q`` lies."""
     if not q.is_cuda or capability(q.device) != (9, 0):
         return "they are written for Hopper GPUs"
     if TRITON not in TRITON_VERSIONS:
         return f"they are written for Triton {TRITON_VERSIONS}, found {TRITON}"
-    if scale <= 0.0:
-        return "they take positive scales only"
-    if mask is not None and not over_keys(mask):
-        return "they take masks over keys only, the same for every head"
     return None
 
 
@@ -72,40 +90,11 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, U, LSE)``, as :func:`gfsa.operators.fused.passes.forward`."""
-    batch, heads, length, _ = q.shape
-    cut = plan(length, 64)
-    warps = cut.rows // 16
+    launch = _forward(problem_of(q, k, options))
     out, u = empty_like(q), empty_like(q)
-    lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
-    mask, (mask_b, _, _, mask_j), masked = _mask(q, k, options)
-    dropout = options.dropout_p > 0.0
-    # heads in flight on one multiprocessor, as registers and shared memory allow
-    at_once = {4: 3, 8: 1 if dropout else 2, 16: 1}[warps]
-    launch_options: dict[str, Any] = {"num_warps": warps}
-    if at_once == 2:
-        launch_options["maxnreg"] = 128
-    kernels().filter_short(
-        (min(batch * heads, at_once * _multiprocessors(q.device.index)), 1, 1),
-        variant(q, k),
-        [(x, cut.block) for x in (q, k, v, u, out)],
-        (
-            lse,
-            coeffs,
-            mask,
-            lse if options.seed is None else options.seed,
-            _zero(q.device.index),
-            batch * heads,
-            heads,
-            heads // k.shape[1],
-            length,
-            options.scale,
-            mask_b,
-            mask_j,
-            options.dropout_p,
-        ),
-        (*cut.constants, length <= 208, options.is_causal, masked, dropout),
-        **launch_options,
-    )
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    mask, seed = pointers(q, options)
+    launch((q, k, v, u, out), lse, coeffs, mask, seed, _zero(q.device))
     return out, u, lse
 
 
@@ -121,43 +110,88 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`gfsa.operators.fused.passes.backward`."""
-    batch, heads, length, _ = q.shape
-    group = heads // k.shape[1]
-    cut = plan(length, 128 if 64 < length <= 128 else 64)
+    launch = _backward(problem_of(q, k, options))
+    grouped = q.shape[1] != k.shape[1]
     dq = empty_like(q)
-    dk, dv = (empty_like(x if group == 1 else q) for x in (k, v))
-    dc = lse.new_empty(heads, 3, batch * cut.rows)
-    mask, (mask_b, _, _, mask_j), masked = _mask(q, k, options)
-    kernels().grad_short(
-        (batch * heads, 1, 1),
-        variant(q, k),
-        [(x, cut.block) for x in (q, k, v, u, out, g, dq, dk, dv)],
+    dk, dv = (empty_like(q if grouped else x) for x in (k, v))
+    # a number a row
+    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.blocks[0][2])
+    mask, seed = pointers(q, options)
+    launch((q, k, v, u, out, g, dq, dk, dv), lse, dc, coeffs, mask, seed)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), dc
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward(problem: Problem) -> Launch:
+    cut = plan(problem.length, 64)
+    warps = cut.rows // 16
+    dropout = problem.dropout_p > 0.0
+    # heads in flight on one multiprocessor, as registers and shared memory allow
+    crowded = dropout or problem.mask_kind == FULL_MASK.value
+    at_once = {4: 3, 8: 1 if crowded else 2, 16: 1}[warps]
+    launch_options: dict[str, Any] = {"num_warps": warps}
+    if at_once == 2:
+        launch_options["maxnreg"] = 128
+    total = problem.batch * problem.heads
+    mask_b, _, mask_i, mask_j = problem.mask_strides
+    return Launch(
+        kernels().filter_short,
+        (min(total, at_once * _multiprocessors(problem.device)), 1, 1),
+        problem.variant,
+        [cut.block] * 5,
         (
-            lse,
-            dc,
-            coeffs,
-            mask,
-            lse if options.seed is None else options.seed,
-            batch,
-            heads,
-            group,
-            length,
-            options.scale,
+            total,
+            problem.heads,
+            problem.group,
+            problem.length,
+            problem.scale,
             mask_b,
+            mask_i,
             mask_j,
-            options.dropout_p,
+            problem.dropout_p,
+        ),
+        (
+            *cut.constants,
+            problem.length <= 208,
+            problem.is_causal,
+            problem.mask_kind,
+            dropout,
+        ),
+        **launch_options,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward(problem: Problem) -> Launch:
+    length = problem.length
+    cut = plan(length, 128 if 64 < length <= 128 else 64)
+    mask_b, _, mask_i, mask_j = problem.mask_strides
+    return Launch(
+        kernels().grad_short,
+        (problem.batch * problem.heads, 1, 1),
+        problem.variant,
+        [cut.block] * 9,
+        (
+            problem.batch,
+            problem.heads,
+            problem.group,
+            length,
+            problem.scale,
+            mask_b,
+            mask_i,
+            mask_j,
+            problem.dropout_p,
         ),
         (
             *cut.constants,
             cut.rows > 128,
             length == cut.rows,
-            options.is_causal,
-            masked,
-            options.dropout_p > 0.0,
+            problem.is_causal,
+            problem.mask_kind,
+            problem.dropout_p > 0.0,
         ),
         num_warps=cut.rows // 16,
     )
-    return dq, sum_groups(dk, k), sum_groups(dv, v), dc.sum(2)
 
 
 class _Kernels:
@@ -184,20 +218,11 @@ def kernels() -> _Kernels:
     return _Kernels()
 
 
-def _mask(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, tuple[int, ...], bool]:
-    sizes = (q.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-    mask, strides, kind = mask_arguments(sizes, options.mask)
-    if kind == FULL_MASK.value or (strides[1] and q.shape[1] > 1):
-        raise ValueError("the short kernels take masks over keys only, the same for every head")
-    # a pointer that is never read stands in for a mask that is not there
-    return q if mask is None else mask, strides, mask is not None
-
-
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def _multiprocessors(device: int | None) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _zero(device: int) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.operators.fused.short_tiles import (
+    FULL_MASK,
+    KEY_MASK,
     LOG2E,
     chunk_width,
     more_scores,
@@ -30,7 +32,7 @@ from gfsa.operators.fused.short_tiles import (
 )
 
 LIGHT = {
-    "do_not_specialize": ["batch", "heads", "mask_b", "mask_j"],
+    "do_not_specialize": ["batch", "heads", "mask_b", "mask_i", "mask_j"],
     "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in"],
 }
 
@@ -45,7 +47,7 @@ def _kept(p, DROPOUT: gl.constexpr):
 
 @gluon.jit
 def _probabilities(
-    s, lss, mask, seed, bh, n, sc, mask_j, dropout_p, dt: gl.constexpr, PL: gl.constexpr,
+    s, lss, mask, seed, bh, n, sc, mask_i, mask_j, dropout_p, dt: gl.constexpr, PL: gl.constexpr,
     START: gl.constexpr, WIDTH: gl.constexpr,
     EVEN: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -61,9 +63,13 @@ def _probabilities(
     j = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     if CAUSAL:
         p = gl.where(i[None, :] >= j[:, None], p, 0.0)
-    if MASK:
+    if MASK == KEY_MASK:
         seen = gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
         p = gl.where(seen[:, None], p, 0.0)
+    if MASK == FULL_MASK:
+        at = i[None, :] * mask_i + j[:, None]
+        there = (i < n)[None, :] & (j < n)[:, None]
+        p = gl.where(gl.load(mask + at, mask=there, other=0) != 0, p, 0.0)
     if DROPOUT:
         half_i = START // 2 + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)) // 2
         kept = survives(
@@ -91,7 +97,7 @@ def _score_gradient(
 @gluon.jit(**LIGHT)
 def grad_short(
     q_in, k_in, v_in, u_in, out_in, g_in, dq_out, dk_out, dv_out, lse_in, dc_out, coeffs, mask,
-    seed_in, batch, heads, group, n, scale, mask_b, mask_j, dropout_p,
+    seed_in, batch, heads, group, n, scale, mask_b, mask_i, mask_j, dropout_p,
     N: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
     MERGED: gl.constexpr, EVEN: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
     DROPOUT: gl.constexpr,
@@ -165,7 +171,7 @@ def grad_short(
             s = scores(k, q, c * BN, chunk_width(c, FULL, BN, TAIL))
             s = warpgroup_mma_wait(0, deps=[s])
             p = _probabilities(
-                s, lss, seen, seed, bh, n, sc, mask_j, dropout_p, dt, PL, c * BN,
+                s, lss, seen, seed, bh, n, sc, mask_i, mask_j, dropout_p, dt, PL, c * BN,
                 chunk_width(c, FULL, BN, TAIL), EVEN, CAUSAL, MASK, DROPOUT,
             )  # fmt: skip
             P = P + (p,)
@@ -189,7 +195,7 @@ def grad_short(
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
             p = _probabilities(
-                s, lss, seen, seed, bh, n, sc, mask_j, dropout_p, dt, PL, c * BN,
+                s, lss, seen, seed, bh, n, sc, mask_i, mask_j, dropout_p, dt, PL, c * BN,
                 chunk_width(c, FULL, BN, TAIL), EVEN, CAUSAL, MASK, DROPOUT,
             )  # fmt: skip
             z = weigh(_kept(p, DROPOUT), g, z, c * BN, chunk_width(c, FULL, BN, TAIL))

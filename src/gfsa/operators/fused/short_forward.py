@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.operators.fused.short_tiles import (
+    FULL_MASK,
+    KEY_MASK,
     LOG2E,
     chunk_width,
     pin,
@@ -30,7 +32,7 @@ from gfsa.operators.fused.short_tiles import (
 )
 
 LIGHT = {
-    "do_not_specialize": ["total", "heads", "mask_b", "mask_j"],
+    "do_not_specialize": ["total", "heads", "mask_b", "mask_i", "mask_j"],
     "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in"],
 }
 
@@ -44,7 +46,7 @@ def _load(tensor, item, heads, group, barrier, room, pred):
 
 @gluon.jit
 def _hide(
-    s, n, mask, mask_j, START: gl.constexpr, WIDTH: gl.constexpr, EDGE: gl.constexpr,
+    s, n, mask, mask_i, mask_j, START: gl.constexpr, WIDTH: gl.constexpr, EDGE: gl.constexpr,
     CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """A chunk of scores with −inf where a query does not see a key."""
@@ -52,12 +54,17 @@ def _hide(
     j = START + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     if EDGE:
         s = gl.where((j < n)[None, :], s, float("-inf"))
+    i = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     if CAUSAL:
-        i = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))
         s = gl.where(i[:, None] >= j[None, :], s, float("-inf"))
-    if MASK:
+    if MASK == KEY_MASK:
         seen = gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
         s = gl.where(seen[None, :], s, float("-inf"))
+    if MASK == FULL_MASK:
+        # a row of the mask lies in one piece
+        at = i[:, None] * mask_i + j[None, :]
+        there = (i < n)[:, None] & (j < n)[None, :]
+        s = gl.where(gl.load(mask + at, mask=there, other=0) != 0, s, float("-inf"))
     return s
 
 
@@ -85,7 +92,7 @@ def _operand(
 @gluon.jit(**LIGHT)
 def filter_short(
     q_in, k_in, v_in, u_out, out_out, lse_out, coeffs, mask, seed_in, zero,
-    total, heads, group, n, scale, mask_b, mask_j, dropout_p,
+    total, heads, group, n, scale, mask_b, mask_i, mask_j, dropout_p,
     N: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
     WHOLE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -154,8 +161,8 @@ def filter_short(
             for c in gl.static_range(CHUNKS):
                 s = warpgroup_mma_wait(CHUNKS - 1 - c, deps=[S[c]])
                 s = _hide(
-                    s, n, seen, mask_j, c * BN, chunk_width(c, FULL, BN, TAIL), c == CHUNKS - 1,
-                    CAUSAL, MASK,
+                    s, n, seen, mask_i, mask_j, c * BN, chunk_width(c, FULL, BN, TAIL),
+                    c == CHUNKS - 1, CAUSAL, MASK,
                 )  # fmt: skip
                 m = gl.maximum(m, gl.convert_layout(gl.max(s, 1), RL))
                 S2 = S2 + (s,)
@@ -179,8 +186,8 @@ def filter_short(
                 s = scores(q, k, c * BN, chunk_width(c, FULL, BN, TAIL))
                 s = warpgroup_mma_wait(0, deps=[s])
                 s = _hide(
-                    s, n, seen, mask_j, c * BN, chunk_width(c, FULL, BN, TAIL), c == CHUNKS - 1,
-                    CAUSAL, MASK,
+                    s, n, seen, mask_i, mask_j, c * BN, chunk_width(c, FULL, BN, TAIL),
+                    c == CHUNKS - 1, CAUSAL, MASK,
                 )  # fmt: skip
                 top = gl.maximum(m, gl.convert_layout(gl.max(s, 1), RL) * sc)
                 shift = top

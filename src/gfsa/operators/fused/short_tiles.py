@@ -8,6 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
+# kinds of mask, as in ``tiles``
+KEY_MASK = gl.constexpr(1)
+FULL_MASK = gl.constexpr(2)
+
 
 @gluon.constexpr_function
 def product_layout(warps, columns):

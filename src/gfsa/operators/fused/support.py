@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 from typing import TYPE_CHECKING
@@ -59,14 +60,26 @@ def why_not_worth_it(call: Call) -> str | None:
 
 def over_keys(mask: Tensor) -> bool:
     """Whether a mask is the same for every query and head."""
-    return all(
-        mask.shape[dim] == 1 or mask.stride(dim) == 0 for dim in (-2, -3) if mask.dim() >= -dim
-    )
+    return _does_not_walk(mask, -2) and same_for_heads(mask)
+
+
+def same_for_heads(mask: Tensor) -> bool:
+    """Whether a mask is the same for every head."""
+    return _does_not_walk(mask, -3)
+
+
+def _does_not_walk(mask: Tensor, dim: int) -> bool:
+    return mask.dim() < -dim or mask.shape[dim] == 1 or mask.stride(dim) == 0
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU, a constant to the compiler."""
-    return torch.cuda.get_device_capability(device)
+    return _capability(device)
 
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it

@@ -10,8 +10,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # for kernels that are launched directly: compiled code must not depend on numbers that the launch
 # does not name, nor on where a tensor begins that the caller brings
 LIGHT = {
-    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_i", "mask_j"],
-    "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in"],
+    "do_not_specialize": ["heads", "parts", "mask_b", "mask_h", "mask_i", "mask_j"],
+    "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in", "theta", "base", "basis"],
 }
 
 # kinds of mask, as compile-time numbers

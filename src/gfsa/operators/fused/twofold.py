@@ -12,14 +12,15 @@ Triton's code can run eight. W is kept for it instead of the output.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gfsa.operators.fused import elementwise, passes
-from gfsa.operators.fused.kernel import Kernel, empty_like, variant
-from gfsa.operators.fused.passes import Options, cudnn_would_run, padded
+from gfsa.operators.fused.kernel import Kernel, Launch, empty_like
+from gfsa.operators.fused.passes import Options, Problem, cudnn_would_run, padded, problem_of
 
 SHORTEST = 2048
 ROWS = 64
@@ -60,15 +61,18 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`gfsa.operators.fused.passes.backward`, from W instead of the output."""
-    dw, du = empty_like(q), empty_like(q)
-    _launch(_SCALE, q, k, (g, dw), coeffs)
-    dq2, dk2, z = _attention_gradient(dw, q, k, u, w, lse, options)
-    _launch(_GRAD_FIRST, q, k, (g, z, du), coeffs)
+    launches = _launches(problem_of(q, k, options))
+    dw = empty_like(q)
+    launches["scale"]((g, dw), coeffs)
+    dq2, dk2, du = _attention_gradient(dw, q, k, u, w, lse, options)
+    # memory is what this way costs: dU takes the place of z, and c2·g goes
+    del dw
+    launches["grad_first"]((g, du), coeffs)
     dq, dk, dv = _attention_gradient(du, q, k, v, u, lse, options)
-    blocks = -(-q.shape[2] // ROWS)
-    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * blocks)
-    _launch(_ADD_UP, q, k, (g, v, u, w, dq2, dk2, dq, dk, dv), coeffs, dc)
-    return dq, dk, dv, dc.sum(2)
+    add_up = launches["add_up"]
+    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * add_up.grid[0])
+    add_up((g, v, u, w, dq2, dk2, dq, dk, dv), coeffs, dc)
+    return dq, dk, dv, dc
 
 
 def _attention_gradient(
@@ -84,21 +88,26 @@ def _attention_gradient(
     return gradients
 
 
-_SCALE = Kernel(elementwise.scale)
-_GRAD_FIRST = Kernel(elementwise.grad_first)
-_ADD_UP = Kernel(elementwise.add_up)
+# kernels, and how many tensors each one takes
+_KERNELS = {
+    "scale": (Kernel(elementwise.scale), 2),
+    "grad_first": (Kernel(elementwise.grad_first), 2),
+    "add_up": (Kernel(elementwise.add_up), 9),
+}
 
 
-def _launch(
-    kernel: Kernel, q: Tensor, k: Tensor, tensors: tuple[Tensor, ...], *pointers: Tensor
-) -> None:
-    batch, heads, length, head_dim = q.shape
-    width = padded(head_dim)
-    kernel(
-        (-(-length // ROWS), batch * heads, 1),
-        variant(q, k),
-        [(x, (1, 1, ROWS, width)) for x in tensors],
-        (*pointers, heads),
-        (ROWS, width),
-        num_warps=4,
-    )
+@functools.lru_cache(maxsize=1024)
+def _launches(problem: Problem) -> dict[str, Launch]:
+    width = padded(problem.head_dim)
+    return {
+        name: Launch(
+            kernel,
+            (-(-problem.length // ROWS), problem.batch * problem.heads, 1),
+            problem.variant,
+            [(1, 1, ROWS, width)] * tensors,
+            (problem.heads,),
+            (ROWS, width),
+            num_warps=4,
+        )
+        for name, (kernel, tensors) in _KERNELS.items()
+    }

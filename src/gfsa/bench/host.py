@@ -1,0 +1,121 @@
+"""What the host does around the kernels: time of a call in eager mode with nothing launched.
+
+``python -m gfsa.bench.host`` needs no GPU. The tokens lie in the CPU's memory, the fused kernels
+take them for a Hopper GPU's, and everything runs but two C functions of Triton, which encode a
+tensor for the copy engine and launch, and autograd's change to the thread of a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import gfsa
+from gfsa import functional
+
+REPEATS = 1000
+ROUNDS = 9
+
+
+@contextmanager
+def nothing_launched() -> Iterator[None]:
+    """Fused kernels that take any tensors and do nothing."""
+    from gfsa.operators.fused import kernel, passes, short, support
+
+    def first_call(launch: Any, tensors: Any, *pointers: Tensor) -> None:
+        strides = tuple([x.stride() for x in tensors])
+        known = launch.direct.get(strides)
+        if known is None:
+            known = launch.direct[strides] = _nowhere(kernel._Direct, launch, tensors)
+        known(tensors, pointers)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (kernel.Launch, "__call__", first_call),
+        (support, "_why_not_here", lambda q: None),
+        (support, "capability", lambda device: (9, 0)),
+        (short, "why_not_here", lambda q: None),
+        (short, "_multiprocessors", lambda device: 132),
+        (passes, "cudnn_would_run", lambda *call: False),
+        (functional, "_launches_are_short", lambda *tokens: True),
+    ]
+    with ExitStack() as stack:
+        for place, name, stand_in in replaced:
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        stack.enter_context(mock.patch.dict(functional._CHOICES, clear=True))
+        yield
+
+
+def _nowhere(direct: Any, launch: Any, tensors: Any) -> Any:
+    """A direct launch whose C functions do nothing."""
+    made = direct.__new__(direct)
+    made.c_launcher = made.encode = lambda *arguments: None
+    made.stream = lambda device: 0
+    made.arguments = [None] * 13
+    made.tiles = []
+    for x, block in zip(tensors, launch.blocks, strict=True):
+        about = (3, 2, 10, block, tuple(x.shape), x.stride(), 0)
+        made.tiles.append((len(made.arguments), about))
+        made.arguments += [None, *x.shape, *x.stride()]
+    made.settled = (*launch.numbers, *launch.constants)
+    return made
+
+
+def microseconds(work: Callable[[], object]) -> float:
+    """The least of several rounds: what disturbs a host only ever adds."""
+    for _ in range(50):
+        work()
+    rounds = []
+    for _ in range(ROUNDS):
+        start = time.thread_time()
+        for _ in range(REPEATS):
+            work()
+        rounds.append((time.thread_time() - start) / REPEATS * 1e6)
+    return min(rounds)
+
+
+def calls(length: int, causal: bool, mask: Tensor | None = None) -> dict[str, float]:
+    """Microseconds of a call on 12 heads: without gradients, and forward with backward."""
+    made = [torch.randn(1, length, 12, 64, dtype=torch.bfloat16) for _ in range(3)]
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in made)
+    layer = gfsa.GFSA(12)
+    coeffs = torch.rand(12, 3, requires_grad=True)
+    g = torch.randn_like(q)
+
+    def call() -> Tensor:
+        return gfsa.graph_filter_attention(q, k, v, coeffs, mask, is_causal=causal)
+
+    def filtered() -> Tensor:
+        return layer(functional.AttentionOperator(q, k, mask, is_causal=causal), v)
+
+    theta = layer.get_parameter("theta")
+    return {
+        "forward": microseconds(torch.no_grad()(call)),
+        "forward + backward": microseconds(
+            lambda: torch.autograd.grad(call(), (q, k, v, coeffs), g)
+        ),
+        "filter, forward + backward": microseconds(
+            lambda: torch.autograd.grad(filtered(), (q, k, v, theta), g)
+        ),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    keys = torch.ones(1, 1, 1, 128, dtype=torch.bool)
+    with nothing_launched():
+        for name, found in (
+            ("128 tokens", calls(128, False)),
+            ("128 tokens, padding mask", calls(128, False, keys)),
+            ("1024 tokens, causal", calls(1024, True)),
+        ):
+            print(f"{name:26}", *(f"{what} {time:.0f} µs;" for what, time in found.items()))
+
+
+if __name__ == "__main__":
+    main()

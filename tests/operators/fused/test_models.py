@@ -1,0 +1,63 @@
+"""Masks as models hand them over reach the kernels for short sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+transformers = pytest.importorskip("transformers")
+
+import gfsa  # noqa: E402
+from gfsa.bench.host import nothing_launched  # noqa: E402
+from gfsa.operators.fused import short  # noqa: E402
+from gfsa.operators.fused.passes import Options, problem_of  # noqa: E402
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 50,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def models() -> dict[str, Any]:
+    hf = transformers
+    return {
+        "bert": hf.BertModel(hf.BertConfig(**SMALL)),
+        "roberta": hf.RobertaModel(hf.RobertaConfig(**SMALL, max_position_embeddings=60)),
+        "bert decoder": hf.BertLMHeadModel(hf.BertConfig(**SMALL, is_decoder=True)),
+        "gpt2": hf.GPT2Model(
+            hf.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2, attn_pdrop=0)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "bert decoder", "gpt2"])
+def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask that arrives hides what the model hides: padding, and the future if it decodes."""
+    model = models()[name].train()
+    gfsa.plug(model)
+    seen = []
+
+    def forward(q: Any, k: Any, v: Any, coeffs: Any, options: Options) -> Any:
+        problem = problem_of(q, k, options)
+        seen.append((problem, options.mask.expand(2, 1, 9, 9)))
+        return torch.zeros_like(q), torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    monkeypatch.setattr(short, "forward", forward)
+    real = torch.ones(2, 9, dtype=torch.long)
+    real[1, 6:] = 0
+    with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=torch.randint(3, 50, (2, 9)), attention_mask=real, use_cache=False)
+    expected = real.bool()[:, None, None].expand(2, 1, 9, 9)
+    if name in ("bert decoder", "gpt2"):
+        expected = expected & torch.ones(9, 9).tril().bool()
+    assert len(seen) == 2
+    for problem, mask in seen:
+        assert not problem.is_causal
+        assert torch.equal(mask, expected)

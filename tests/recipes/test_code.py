@@ -212,6 +212,6 @@ def test_an_interrupted_run_comes_to_the_same_end(
 
 def test_the_plan_can_be_read() -> None:
     plan = Path(__file__).parents[2] / "results/plans/code.txt"
-    runs = [run for request in read_plan(plan) for run in request.runs("test")]
+    runs = [run for request in read_plan(plan) for run in request.runs()]
     assert {"plain", "gfsa"} <= {run.method for run in runs}
     assert {run.config.seed for run in runs} >= {0, 1, 2, 3, 4}

@@ -237,6 +237,6 @@ def test_an_interrupted_run_comes_to_the_same_end(
 
 def test_the_plan_can_be_read() -> None:
     plan = Path(__file__).parents[2] / "results/plans/glue.txt"
-    runs = [run for request in read_plan(plan) for run in request.runs("test")]
+    runs = [run for request in read_plan(plan) for run in request.runs()]
     assert {run.config.task for run in runs} >= {"cola", "rte", "stsb", "sst2", "qnli"}  # type: ignore[attr-defined]
     assert all(run.config.holdout > 0 for run in runs)  # type: ignore[attr-defined]

@@ -184,6 +184,9 @@ def test_folders_without_test_hold_some_of_train_out(tmp_path: Path) -> None:
     task = made(tmp_path / "data", dataset="folder", image_size=32, holdout=0.2)
     assert [len(task.splits[part]) for part in ("train", "valid", "test")] == [24, 6, 6]
     assert task.example().shape == (6, 3, 32, 32)
+    without = made(tmp_path / "data", dataset="folder", image_size=32, holdout=0.0)
+    assert {part: len(split) for part, split in without.splits.items()} == {"train": 30, "test": 6}
+    assert without.example().shape == (6, 3, 32, 32)
 
 
 def test_cifar100_has_top5(tmp_path: Path) -> None:
@@ -202,6 +205,7 @@ def test_jpegs_train(tmp_path: Path) -> None:
     [
         ({"dataset": "folder", "augment": "device"}, "augment=device is for CIFAR"),
         ({"model": "swin_small"}, "depth cannot be set"),
+        ({"image_size": 64}, "only augment=workers does"),
         ({"holdout": 0.0}, "holdout must lie between 0 and 1"),
         ({"erase": 1.5}, r"erase must lie in \[0, 1\]"),
         ({"mixup": -1.0}, "mixup must not be negative"),
@@ -214,7 +218,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 
 def test_the_planned_experiments_are_runs() -> None:
     plan = Path(__file__).parents[2] / "results" / "plans" / "image.txt"
-    runs = [run for request in read_plan(plan) for run in request.runs("gfsa train")]
+    runs = [run for request in read_plan(plan) for run in request.runs()]
     assert {run.config.label() for run in runs} == {
         "cifar10 deit_tiny-d12",
         "cifar10 deit_tiny-d24",

@@ -42,7 +42,7 @@ class ImageConfig(TrainConfig):
     dataset: Literal["folder", "cifar10", "cifar100"] = "folder"
     """``folder``: train/, val/ and perhaps test/, with one folder per class."""
     model: str = "deit_small"
-    """deit_tiny, deit_small, cait_s24, swin_small, or any name of timm's."""
+    """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer of timm's."""
     depth: int = 0
     """Layers; 0: the model's own."""
     image_size: int = 0
@@ -90,6 +90,11 @@ class ImageConfig(TrainConfig):
             raise ValueError(
                 "images in folders have different sizes and are augmented by the workers; "
                 "augment=device is for CIFAR"
+            )
+        if self.on_device and self.size != cifar.SIDE:
+            raise ValueError(
+                f"image_size={self.image_size} needs images to be resized, which only "
+                "augment=workers does"
             )
         if self.depth and self._is_swin:
             raise ValueError("Swin has stages of 2, 2, 18 and 2 layers: depth cannot be set")
@@ -174,8 +179,8 @@ class ImageTask(Task):
         return scores
 
     def example(self) -> Tensor:
-        """Some validation images, as the model takes them."""
-        split = self.splits["valid"]
+        """Some images to choose on (to report on, if there are none), as the model takes them."""
+        split = self.splits.get("valid", self.splits["test"])
         indices = list(range(min(32, len(split))))
         fetch = getattr(
             split.dataset, "__getitems__", lambda some: [split.dataset[i] for i in some]
@@ -188,7 +193,8 @@ def build(config: ImageConfig, data_dir: Path) -> ImageTask:
     """Read the images, make the model."""
     import timm
 
-    parts, num_classes = _parts(config, Path(data_dir))
+    read = _folder_parts if config.dataset == "folder" else _cifar_parts
+    parts, num_classes = read(config, Path(data_dir))
     name = MODELS.get(config.model, config.model)
     if not timm.is_model(name):
         known = ", ".join(MODELS)
@@ -198,21 +204,23 @@ def build(config: ImageConfig, data_dir: Path) -> ImageTask:
     return ImageTask(model, splits, num_classes, _pipeline(config, num_classes))
 
 
-def _parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]], int]:
-    """The three parts, as pairs of image and label."""
-    if config.dataset == "folder":
-        listings = image_folder.list_images(data_dir.absolute())
-        num_classes = len(listings["train"].classes)
-        images = {part: image_folder.FolderImages(listings[part]) for part in listings}
-        if "test" in images:
-            return {"train": images["train"], "valid": images["val"], "test": images["test"]}, (
-                num_classes
-            )
+def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]], int]:
+    listings = image_folder.list_images(data_dir.absolute())
+    images = {part: image_folder.FolderImages(listing) for part, listing in listings.items()}
+    parts: dict[str, Dataset[Any]] = {"train": images["train"], "test": images["val"]}
+    if "test" in images:
+        parts |= {"valid": images["val"], "test": images["test"]}
+    elif config.holdout:
         train, valid = hold_out(len(images["train"]), config.holdout)
-        parts: dict[str, Dataset[Any]] = {"train": Subset(images["train"], train)}
-        if len(valid):
-            parts["valid"] = Subset(images["train"], valid)
-        return parts | {"test": images["val"]}, num_classes
+        parts |= {
+            "train": Subset(images["train"], train),
+            "valid": Subset(images["train"], valid),
+        }
+    return parts, len(listings["train"].classes)
+
+
+def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]], int]:
+    assert config.dataset != "folder"
     both = cifar.read_cifar(data_dir, config.dataset)
     train, valid = hold_out(len(both["train"]), config.holdout)
     return {
@@ -235,7 +243,7 @@ def _transform(config: ImageConfig, training: bool) -> Any:
     from torchvision.transforms import RandomCrop
 
     mean, std = _IMAGENET if config.dataset == "folder" else _CIFAR[config.dataset]
-    small = config.size <= cifar.SIDE
+    small = config.dataset != "folder" and config.size == cifar.SIDE
     shared = {"input_size": config.size, "interpolation": "bicubic", "mean": mean, "std": std}
     if not training:
         return create_transform(**shared, crop_pct=1.0 if small else _CROP)

@@ -54,7 +54,9 @@ def train(
             f"gfsa train needs {error.name}: pip install 'gfsa[train]'"
         ) from error
 
-    console = Console()
+    # launchers tell each process its place; asking torch would take a GPU for this one
+    rank = int(os.environ.get("RANK", 0))
+    console = Console(quiet=rank > 0)
     if show:
         _show(console)
         return
@@ -94,20 +96,18 @@ def train(
             console.print(f"{results} has all of these runs")
             return
     _print_config(console, runs[0])
-    failed = _carry_out(console, runs, jobs, results)
+    failed = _carry_out(console, runs, jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
 
 
-def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path) -> int:
+def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
     """Run everything, add each row as it comes, and give the number of runs that failed."""
     from gfsa.recipes.progress import many, one_at_a_time
     from gfsa.recipes.row import append_rows
     from gfsa.recipes.together import carry_out_all
 
-    # launchers tell each process its place; asking torch would take a GPU for this one
-    launched, rank = (int(os.environ.get(name, 0)) for name in ("WORLD_SIZE", "RANK"))
-    if jobs > 1 and launched > 1:
+    if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise typer.BadParameter("--jobs is for one process; accelerate launch has started several")
     begun_with_row = {run.folder for run in runs if (run.folder / "row.json").exists()}
     failed = 0
@@ -120,7 +120,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path) -> i
             elif run.folder in begun_with_row:
                 console.print(f"was there: {run}: {row.metric} {row.test:.4f}", highlight=False)
             else:
-                if rank == 0:
+                if write:
                     append_rows(results / f"{row.recipe}.csv", [row])
                 console.print(f"{run}: {row.metric} {row.test:.4f}", highlight=False)
             advance()

@@ -124,7 +124,7 @@ class Trainer:
             peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None
             if self._best is not None:
                 self.judged.load_state_dict(self._best)
-            valid = self._measure("valid") if "valid" in self.task.splits else None
+            valid = self._final_valid()
             test = self._measure("test")
             self._note(log, {"step": self.position.step} | _named("test", test))
         finally:
@@ -143,6 +143,17 @@ class Trainer:
             seconds_per_step=median(self._rates) if self._rates else 0.0,
             peak_memory_mib=None if peak is None else round(peak, 1),
         )
+
+    def _final_valid(self) -> dict[str, float] | None:
+        """What ``valid`` says of the weights that are reported."""
+        if "valid" not in self.task.splits:
+            return None
+        at = self.position.best_step if self._best is not None else self.position.step
+        for line in self.history:
+            if line["step"] == at and f"valid/{self.task.metric}" in line:
+                found = {k: v for k, v in line.items() if k.startswith("valid/")}
+                return {name.removeprefix("valid/"): value for name, value in found.items()}
+        return self._measure("valid")
 
     @property
     def judged(self) -> nn.Module:

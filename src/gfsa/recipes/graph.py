@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from gfsa.recipes.config import Schedule, TrainConfig
 from gfsa.recipes.data.array_cache import cached
 from gfsa.recipes.data.graph_encodings import laplacian_encoding, walk_encoding
-from gfsa.recipes.data.graph_pairs import MAX_HOPS, pair_features
+from gfsa.recipes.data.graph_pairs import pair_features
 from gfsa.recipes.data.graph_patches import patch_features
 from gfsa.recipes.data.graph_sets import METRICS, SOURCES, DataName, read_graphs
 from gfsa.recipes.data.graphs import TEST, TRAIN, VALID, GraphSet
 from gfsa.recipes.graph_batches import DenseItems, GraphItems, PairItems, PatchItems, Tensors
+from gfsa.recipes.graph_models import build_model
 from gfsa.recipes.graph_settings import FOLLOWING, FromPaper, marked, paper_settings
 from gfsa.recipes.task import Recipe, Split, Task, as_it_is
 
@@ -219,7 +220,7 @@ def build(config: GraphConfig, data_dir: Path) -> GraphTask:
         name: kind(graphs, features, _in_order(graphs, which), config.pad_to_multiple)
         for name, which in (("train", TRAIN), ("valid", VALID), ("test", TEST))
     }
-    return GraphTask(_model(config, graphs), graphs, items)
+    return GraphTask(build_model(config, graphs), graphs, items)
 
 
 def _in_order(graphs: GraphSet, which: int) -> Tensor:
@@ -260,54 +261,6 @@ def _worked_out(data: str, data_dir: Path, what: str, sizes: tuple[int, ...]) ->
     words = ("graph", data, what, *map(str, sizes), graphs.digest, f"v{_CACHE_VERSION}")
     folder = os.environ.get("GFSA_CACHE", "")
     return cached(folder, "-".join(words), lambda: works[what](graphs, *sizes))
-
-
-def _model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
-    ends = graphs.node_features, graphs.edge_features, graphs.outputs
-    if config.model.startswith("graphormer"):
-        from gfsa.models import Graphormer
-
-        make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
-        return make(
-            *ends,
-            dim=config.width,
-            depth=config.depth,
-            num_heads=config.heads,
-            ffn_dim=config.ffn_width,
-            max_hops=MAX_HOPS,
-            dropout=config.dropout,
-            mlp_dropout=config.mlp_dropout,
-            attention_dropout=config.attention_dropout,
-        )
-    if config.model == "gps":
-        from gfsa.recipes.graph_gps import GPS
-
-        return GPS(
-            *ends,
-            dim=config.width,
-            depth=config.depth,
-            num_heads=config.heads,
-            local=config.local,
-            encoding=config.encoding,
-            encoding_size=config.encoding_size,
-            encoding_dim=config.encoding_width,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-            pooling=config.pooling,
-        )
-    from gfsa.recipes.graph_vit import PaddedGraphViT
-
-    return PaddedGraphViT(
-        *ends,
-        dim=config.width,
-        gnn_depth=config.gnn_depth,
-        depth=config.depth,
-        num_heads=config.heads,
-        walk_steps=0 if config.encoding == "none" else config.encoding_size,
-        patch_walk_steps=config.patch_walk_steps,
-        gnn_dropout=config.dropout,
-        dropout=config.attention_dropout,
-    )
 
 
 RECIPE = Recipe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,42 @@ class Rows(NamedTuple):
     """``(rows,)``: one over the number of real rows; zero for padding."""
     padding: Tensor
     """``(rows, 1)``: True where there is nothing."""
+    unbias: Tensor
+    """n / (n - 1) of n real rows: from the variance to its unbiased estimate."""
+
+
+class _Normalise(torch.autograd.Function):
+    r"""y = w·x̂ + b with x̂ = (x − μ)/σ, its gradient in closed form: half the kernels.
+
+    .. math:: dx_i = \frac{w}{σ} \Bigl(g_i - s_i \bigl(\textstyle\sum_j g_j
+              + \hat x_i \sum_j g_j \hat x_j\bigr)\Bigr)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: Rows, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean = rows.share @ x
+        centred = x - mean
+        variance = rows.share @ centred.square()
+        rsigma = torch.rsqrt(variance + eps)
+        normed = centred.mul_(rsigma)
+        y = torch.addcmul(bias, normed, weight).masked_fill_(rows.padding, 0.0)
+        ctx.save_for_backward(normed, rsigma, weight, rows.share, rows.padding)
+        ctx.mark_non_differentiable(mean, variance)
+        ctx.set_materialize_grads(False)
+        return y, mean, variance
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor, *unused: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        normed, rsigma, weight, share, padding = ctx.saved_tensors
+        grad = grad.masked_fill(padding, 0.0)
+        d_bias, d_weight = grad.sum(0), (grad * normed).sum(0)
+        common = torch.addcmul(d_bias, normed, d_weight)
+        d_x = torch.addcmul(grad, share[:, None], common, value=-1.0)
+        return d_x.mul_(rsigma * weight), d_weight, d_bias, None, None
 
 
 class MaskedBatchNorm(nn.BatchNorm1d):
@@ -42,21 +78,15 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         assert self.momentum is not None
-        share = self.rows.share
         with torch.autocast(x.device.type, enabled=False):
-            values = x.float()
-            mean = share @ values
-            centred = values - mean
-            variance = share @ centred.square()
-            with torch.no_grad():
-                # the running variance is the unbiased one: count / (count - 1)
-                unbiased = variance / (1.0 - share.max()).clamp(min=1e-6)
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_var.lerp_(unbiased, self.momentum)
-                self.num_batches_tracked.add_(1)
-            scale = torch.rsqrt(variance + self.eps) * self.weight
-            normed = torch.addcmul(self.bias, centred, scale)
-            return normed.masked_fill(self.rows.padding, 0.0).to(x.dtype)
+            y, mean, variance = _Normalise.apply(
+                x.float(), self.weight, self.bias, self.rows, self.eps
+            )
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * self.rows.unbias, self.momentum)
+            self.num_batches_tracked.add_(1)
+        return y.to(x.dtype)
 
 
 def mask_norms(module: nn.Module) -> list[MaskedBatchNorm]:
@@ -76,8 +106,8 @@ def real_rows(*groups: tuple[Iterable[MaskedBatchNorm], Tensor]) -> Iterator[Non
     told = []
     try:
         for norms, mask in groups:
-            share = mask.float()
-            rows = Rows(share / share.sum(), ~mask[:, None])
+            count = mask.sum()
+            rows = Rows(mask / count, ~mask[:, None], count / (count - 1).clamp(min=1))
             for norm in norms:
                 norm.rows = rows
                 told.append(norm)

@@ -40,7 +40,7 @@ def run(out: Path, method: str = "gfsa", resume: bool = False, **settings: Any) 
 
 def same(row: Row, other: Row) -> bool:
     """Equal in everything that is not time."""
-    times = {"seconds": 0, "seconds_per_step": 0, "date": "", "jobs": 1}
+    times = {"seconds": 0, "seconds_per_step": 0, "date": "", "commit": ""}
     return dataclasses.replace(row, **times) == dataclasses.replace(other, **times)
 
 

@@ -176,7 +176,7 @@ def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> N
 def trained(data: Path, out: Path, method: str, **changes: Any) -> Row:
     run = Run(
         recipe="causal_lm",
-        config=dataclasses.replace(SMALL, checkpoint_every=1),
+        config=dataclasses.replace(SMALL, checkpoint_every=1, lens=method == "gfsa"),
         method=method,
         options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
         data_dir=data,
@@ -192,6 +192,7 @@ def test_whole_runs(data: Path, tmp_path: Path) -> None:
     assert rows["plain"].metric == "perplexity"
     assert not rows["plain"].higher_is_better
     assert [rows[m].added for m in ("plain", "gfsa", "gfsa-even")] == [0, 12, 6]
+    assert len(list(tmp_path.rglob("lens.html"))) == 1
     assert rows["plain"].test == trained(data, tmp_path / "again", "plain").test
 
 

@@ -168,7 +168,9 @@ def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> N
 def trained(data: Path, out: Path, method: str, dataset: Any = "devign", **changes: Any) -> Row:
     run = Run(
         recipe="code",
-        config=dataclasses.replace(SMALL, dataset=dataset, checkpoint_every=1),
+        config=dataclasses.replace(
+            SMALL, dataset=dataset, checkpoint_every=1, lens=method == "gfsa"
+        ),
         method=method,
         options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
         data_dir=data,
@@ -186,6 +188,7 @@ def test_whole_runs(dataset: str, data: Path, tmp_path: Path) -> None:
     assert rows["gfsa"].added == 12
     assert rows["gfsa"].moved is not None
     assert rows["gfsa"].moved > 0
+    assert len(list(tmp_path.rglob("lens.html"))) == 1
 
 
 def test_an_interrupted_run_comes_to_the_same_end(

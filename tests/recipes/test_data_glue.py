@@ -49,6 +49,7 @@ def test_one_compressed_file_a_split(tmp_path: Path) -> None:
     assert dev.labels == [1]
 
 
+@unofficial
 def test_other_sizes_than_the_official_ones_are_told(tmp_path: Path) -> None:
     write_glue(tmp_path, "RTE", train=4, dev=3)
     with pytest.warns(UserWarning, match=r"train.tsv has 4 usable rows, the official file 2,490"):

@@ -193,7 +193,7 @@ def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> N
 def trained(model: str, data: Path, out: Path, method: str, **changes: Any) -> Row:
     run = Run(
         recipe="glue",
-        config=config_for(model, holdout=0.25, checkpoint_every=1),
+        config=config_for(model, holdout=0.25, checkpoint_every=1, lens=method == "gfsa"),
         method=method,
         options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
         data_dir=data,
@@ -211,6 +211,7 @@ def test_whole_runs(bert: str, data: Path, tmp_path: Path) -> None:
     assert rows["gfsa"].added == 12
     assert rows["gfsa"].moved is not None
     assert rows["gfsa"].moved > 0
+    assert len(list(tmp_path.rglob("lens.html"))) == 1
 
 
 def test_an_interrupted_run_comes_to_the_same_end(

@@ -61,8 +61,8 @@ def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -
     Attention is torch's own (``sdpa``) wherever the model knows it, which is transformers' default.
 
     Args:
-        new: how the names of weights begin or go on that the folder need not have, such as those of
-            a head for a new task; these are drawn from torch's global generator.
+        new: parts of the model that the folder need not have weights for, such as the head for a
+            new task, by a piece of their dotted names; torch's global generator draws them.
         config: changes of the model's configuration.
     """
     model, info = _load(kind, name, dtype=torch.float32, output_loading_info=True, **config)

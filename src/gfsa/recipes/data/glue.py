@@ -172,20 +172,18 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
 
 def _read(path: Path, task: GlueTask, official: int) -> Sentences:
     lines = read_lines(path)
-    columns = lines[0].split("\t")
-    text_at = [_column(columns, names) for names in task.texts]
-    label_at = _column(columns, task.label)
-    start = 1
-    if None in (*text_at, label_at):
-        if len(columns) != len(task.headless):
-            raise ValueError(
-                f"{path} is not {task.folder}: its first line should name the columns "
-                f"{', '.join(' or '.join(names) for names in (*task.texts, task.label))}, "
-                f"it is {lines[0][:100]!r}"
-            )
+    columns, start = lines[0].split("\t"), 1
+    places = _places(columns, task)
+    if places is None and len(columns) == len(task.headless):
         columns, start = list(task.headless), 0
-        text_at = [_column(columns, names) for names in task.texts]
-        label_at = _column(columns, task.label)
+        places = _places(columns, task)
+    if places is None:
+        raise ValueError(
+            f"{path} is not {task.folder}: its first line should name the columns "
+            f"{', '.join(' or '.join(names) for names in (*task.texts, task.label))}, "
+            f"it is {lines[0][:100]!r}"
+        )
+    *text_at, label_at = places
     texts: list[list[str]] = [[] for _ in text_at]
     labels: list[float] = []
     bad = BadRows(path)
@@ -194,8 +192,8 @@ def _read(path: Path, task: GlueTask, official: int) -> Sentences:
         if len(fields) != len(columns):
             bad.add(number, f"expected {len(columns)} fields, got {len(fields)}")
             continue
-        row = [fields[at].strip() for at in text_at if at is not None]
-        label = _label(fields[label_at or 0].strip(), task.labels)
+        row = [fields[at].strip() for at in text_at]
+        label = _label(fields[label_at].strip(), task.labels)
         if isinstance(label, str):
             bad.add(number, label)
         elif not all(row):
@@ -209,8 +207,15 @@ def _read(path: Path, task: GlueTask, official: int) -> Sentences:
     return Sentences(texts[0], texts[1] if len(texts) > 1 else None, labels)
 
 
-def _column(columns: list[str], names: tuple[str, ...]) -> int | None:
-    return next((columns.index(name) for name in names if name in columns), None)
+def _places(columns: list[str], task: GlueTask) -> list[int] | None:
+    """Where the texts and, last, the label are; None if one of them has no column."""
+    found: list[int] = []
+    for names in (*task.texts, task.label):
+        known = [columns.index(name) for name in names if name in columns]
+        if not known:
+            return None
+        found.append(known[0])
+    return found
 
 
 def _label(text: str, classes: tuple[str, ...]) -> float | str:

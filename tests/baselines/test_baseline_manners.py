@@ -109,6 +109,16 @@ def test_one_method_at_a_time() -> None:
     assert len(gfsa.filters_of(model)) == 2
 
 
+@pytest.mark.parametrize("method", ["attnscale", "neutreno"])
+def test_unplugged_by_the_other_door(method: str) -> None:
+    model = encoder()
+    apply(model, method)
+    gfsa.unplug(model)
+    model(IDS % 9)
+    baselines.remove(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
 def test_a_block_with_a_forward_of_its_own_is_not_taken_for_a_known_one() -> None:
     class Mine(nn.TransformerEncoderLayer):
         def forward(self, x: Tensor) -> Tensor:

@@ -92,4 +92,5 @@ def _applied(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_applied(model: nn.Module) -> bool:
-    return bool(_applied(model))
+    # gfsa.unplug takes filters alone, and leaves the hooks beside them
+    return bool(_applied(model)) or hooks.has_hooks(model)

@@ -98,6 +98,15 @@ def over_tokens(x: Tensor, sequence_first: bool, change: Callable[[Tensor], Tens
     return change(x)
 
 
+def has_hooks(model: nn.Module) -> bool:
+    """Whether a hook of this package is on any module."""
+    return any(
+        isinstance(hook, Hook)
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
+
+
 def remove_hooks(model: nn.Module) -> None:
     """Take every hook of this package off; a copy or a pickle of a model has no handles to them."""
     for module in model.modules():

@@ -49,17 +49,17 @@ class Sight:
         """
         dtype = at_least_float32(x.dtype)
         if self.pairs is not None:
-            total = (self.pairs.to(x.dtype) @ x).to(dtype)
-            return total / self.pairs.sum(-1, keepdim=True).clamp(min=1)
+            # weights rather than a sum to divide: that could leave the range of float16
+            weights = self.pairs.to(dtype) / self.pairs.sum(-1, keepdim=True).clamp(min=1)
+            return (weights.to(x.dtype) @ x).to(dtype)
         if self.keys is not None:
             x = x.masked_fill(~self.keys[..., None], 0.0)
         if self.causal:
             count = self._counts(x).cumsum(-2).clamp(min=1)
             return (x.cumsum(-2, dtype=dtype) / count)[..., x.shape[-2] - queries :, :]
         if self.keys is not None:
-            return x.sum(-2, keepdim=True, dtype=dtype) / self._counts(x).sum(
-                -2, keepdim=True
-            ).clamp(min=1)
+            count = self._counts(x).sum(-2, keepdim=True).clamp(min=1)
+            return x.sum(-2, keepdim=True, dtype=dtype) / count
         return x.mean(-2, keepdim=True, dtype=dtype)
 
     def dense(self, like: Tensor) -> Tensor:
@@ -71,6 +71,8 @@ class Sight:
 
     def for_tokens(self) -> Sight:
         """The same for tokens that are not split into heads: seen by one head is seen."""
+        if self.mask is None or self.mask.shape[1] == 1:
+            return self
         keys, pairs = (x if x is None else x.any(1, keepdim=True) for x in (self.keys, self.pairs))
         return Sight(keys, pairs, self.causal)
 
@@ -99,12 +101,7 @@ def sight(pairs: Tensor | None = None, keys: Tensor | None = None, causal: bool 
     if keys is not None:
         pairs = pairs & keys[..., None, :]
     if causal:
-        pairs = (
-            pairs
-            & torch.ones(
-                pairs.shape[-1], pairs.shape[-1], dtype=torch.bool, device=pairs.device
-            ).tril()
-        )
+        pairs = pairs & torch.ones_like(pairs[:1, :1]).expand(-1, -1, pairs.shape[-1], -1).tril()
     if pairs.shape[-2] == 1:
         return Sight(pairs[..., 0, :])
     return Sight(None, pairs)
@@ -143,10 +140,14 @@ def attend_alike(x: Tensor, seen: Sight, temperature: float) -> Tensor:
     # a row of zeros stays one
     direction = x / x.norm(dim=-1, keepdim=True, dtype=at_least_float32(x.dtype)).clamp(min=1e-12)
     direction = direction.to(x.dtype)
-    operator = SDPAOperator(
-        direction, direction, seen.mask, is_causal=seen.causal, scale=1 / temperature
-    )
-    return operator.apply(x)
+    return AttentionOperator(
+        direction,
+        direction,
+        seen.mask,
+        is_causal=seen.causal,
+        scale=1 / temperature,
+        backend="sdpa",
+    ).apply(x)
 
 
 def check_number(

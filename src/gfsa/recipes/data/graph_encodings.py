@@ -40,7 +40,7 @@ def _walk(joined: Any, steps: int) -> np.ndarray:
     scale = sparse.diags_array(1.0 / np.sqrt(np.maximum(degree, 1.0)))
     step = (scale @ joined @ scale).tocsr().astype(np.float32)
     result = np.zeros((joined.shape[0], steps), dtype=np.float32)
-    power = sparse.eye_array(joined.shape[0], format="csr", dtype=np.float32)
+    power: Any = sparse.csr_array(sparse.identity(joined.shape[0], dtype=np.float32))
     for number in range(steps):
         # S^a twice, or S^a and S^(a + 1), by turns
         before, power = power, power @ step if number % 2 == 0 else power

@@ -125,7 +125,7 @@ def _blocks(shared: Any, patches: Tensor, graph_of_patch: Tensor, first_patch: T
     """``(B, P, P)``: the blocks of a block-diagonal matrix, padded with zeros."""
     size = int(patches.max())
     coordinates = shared.tocoo()
-    row, column = (torch.from_numpy(np.asarray(c)).long() for c in coordinates.coords)
+    row, column = (torch.from_numpy(c).long() for c in (coordinates.row, coordinates.col))
     graph = graph_of_patch[row]
     blocks = torch.zeros(len(patches), size, size)
     values = torch.from_numpy(coordinates.data).float()

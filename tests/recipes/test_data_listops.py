@@ -113,6 +113,24 @@ def test_answers_texts_and_rules(made: dict[str, Sequences]) -> None:
     assert {name for name, _ in operators} == {"MIN", "MAX", "MED", "SM"}
 
 
+@pytest.mark.slow
+def test_the_whole_data_set() -> None:
+    parts = make_listops()
+    assert {part: len(sequences) for part, sequences in parts.items()} == {
+        "train": 96_000,
+        "val": 2_000,
+        "test": 2_000,
+    }
+    seen = set()
+    for sequences in parts.values():
+        for index, label in enumerate(sequences.labels):
+            tokens = sequences[index]
+            seen.add(tokens.tobytes())
+            assert 500 < len(tokens) < 2000
+            assert value_of(nested(words_of(tokens))) == label
+    assert len(seen) == 100_000
+
+
 def test_trees_are_drawn_as_the_rules_say() -> None:
     levels = listops._grow(np.random.default_rng(0))
     assert len(levels) == 10

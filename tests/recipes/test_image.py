@@ -105,6 +105,29 @@ def test_the_same_seed_gives_the_same_run(data: Path) -> None:
     assert losses("one", 4) != first
 
 
+@pytest.mark.parametrize("augment", ["device", "workers"])
+def test_an_interrupted_run_goes_on_with_the_same_random_images(
+    data: Path, monkeypatch: pytest.MonkeyPatch, augment: str
+) -> None:
+    settings = {"max_steps": 4, "checkpoint_every": 2, "augment": augment, "erase": 0.5}
+    whole = carry_out(run(data, out="whole", **settings))
+    loss, calls = ImageTask.loss, []
+
+    def fails_at_the_fourth(*given: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("power cut")
+        return loss(*given)
+
+    cut = run(data, out="cut", **settings)
+    monkeypatch.setattr(ImageTask, "loss", fails_at_the_fourth)
+    with pytest.raises(RuntimeError, match="power cut"):
+        carry_out(cut)
+    monkeypatch.setattr(ImageTask, "loss", loss)
+    row = carry_out(dataclasses.replace(cut, resume=True))
+    assert (row.test, row.valid, row.others) == (whole.test, whole.valid, whole.others)
+
+
 def test_it_learns(data: Path) -> None:
     settings = {"max_steps": 40, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0, "eval_every": 10.0}
     assert carry_out(run(data, **settings)).test > 60

@@ -184,6 +184,23 @@ def test_attention_outside_of_known_blocks_is_reported() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["featscale", "layerscale"])
+@torch.no_grad()
+def test_gps_on_padded_graphs(name: str) -> None:
+    from torch_geometric.nn import GINConv
+
+    from gfsa.recipes.graph_gps import DenseGPSConv
+
+    layer = DenseGPSConv(DIM, GINConv(nn.Linear(DIM, DIM)), HEADS).double().eval()
+    report = baselines.apply(layer, name)
+    assert report.parameters == 2 * DIM
+    disturb(layer)
+    x, edges = torch.randn(2, 5, DIM, dtype=torch.float64), torch.tensor([[0, 5], [1, 6]])
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    together = layer(x, edges, padding)
+    assert distance(together[1, :3], layer(x[1:, :3], edges[:, :1], padding[1:, :3])[0]) <= 1e-10
+
+
 def test_conformers_have_four_branches() -> None:
     model = FAMILIES["Conformer"]().model()
     report = baselines.apply(model, "layerscale")

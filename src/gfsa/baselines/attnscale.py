@@ -47,7 +47,9 @@ class AttnScale(BaselineFilter):
 
     def map(self, operator: DenseOperator) -> Tensor:
         matrix = operator.dense()
-        return matrix + self._lambda() * (matrix - self._sight(operator).dense(matrix))
+        return matrix + self._lambda() * (
+            matrix - self._sight(operator).dense(matrix.shape[-1], matrix)
+        )
 
     def config(self) -> dict[str, Any]:
         return {**super().config(), "lr_multiplier": self.lr_multiplier}

@@ -54,6 +54,10 @@ class Sight:
             return (weights.to(x.dtype) @ x).to(dtype)
         if self.keys is not None:
             x = x.masked_fill(~self.keys[..., None], 0.0)
+        if self.causal and torch.are_deterministic_algorithms_enabled():
+            # torch has no running sum on a GPU that is the same every time
+            weights = self.dense(x.shape[-2], x)[..., x.shape[-2] - queries :, :]
+            return (weights @ x).to(dtype)
         if self.causal:
             count = self._counts(x).cumsum(-2).clamp(min=1)
             return (x.cumsum(-2, dtype=dtype) / count)[..., x.shape[-2] - queries :, :]
@@ -62,12 +66,13 @@ class Sight:
             return x.sum(-2, keepdim=True, dtype=dtype) / count
         return x.mean(-2, keepdim=True, dtype=dtype)
 
-    def dense(self, like: Tensor) -> Tensor:
-        """M for a map ``like (..., N, N)``: row i has ``1/|S_i|`` where i sees."""
-        seen = torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device)
+    def dense(self, length: int, like: Tensor) -> Tensor:
+        """M, ``(B or 1, H or 1, N, N)``: row i has ``1/|S_i|`` where i sees."""
+        seen = torch.ones(length, length, dtype=torch.bool, device=like.device)
         seen = (seen.tril() if self.causal else seen)[None, None]
         seen = seen if self.mask is None else seen & self.mask
-        return seen.to(like.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
+        weights = seen.to(at_least_float32(like.dtype)) / seen.sum(-1, keepdim=True).clamp(min=1)
+        return weights.to(like.dtype)
 
     def for_tokens(self) -> Sight:
         """The same for tokens that are not split into heads: seen by one head is seen."""

@@ -121,7 +121,7 @@ METHODS = {
         Method(
             "contranorm",
             "X − s·softmax(X·Xᵀ)·X after attention",
-            _baseline("contranorm", "s"),
+            _baseline("contranorm", "scale"),
             ("strength", "layers"),
         ),
         Method(

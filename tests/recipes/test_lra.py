@@ -129,6 +129,20 @@ def test_plugging_changes_nothing_at_first(data: Path, task: str, attention: str
         assert one.theta.grad.abs().min() > 0
 
 
+@pytest.mark.parametrize("task", ["listops", "image"])
+def test_a_few_sequences_are_learned_by_heart(data: Path, task: str) -> None:
+    made_task = made(data, task=task, attention="efficient", dim=32, ffn_dim=64, dropout=0.0)
+    gfsa.plug(made_task.model, K=3)
+    optimiser = torch.optim.AdamW(made_task.model.parameters(), lr=3e-3)
+    batch = a_batch(made_task)
+    for _ in range(40):
+        optimiser.zero_grad()
+        made_task.loss(made_task.model, batch).backward()
+        optimiser.step()
+    made_task.model.eval()
+    assert made_task.score([made_task.predict(made_task.model, batch)]) == {"accuracy": 100.0}
+
+
 def test_efficient_attention_is_filtered_by_the_linear_operator(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

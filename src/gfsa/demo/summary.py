@@ -71,7 +71,7 @@ def paired(values: Sequence[float], reference: Sequence[float]) -> Paired:
 def student_quantile(freedom: int) -> float:
     """The 97.5 % quantile of Student's t distribution."""
     # scipy is there: scikit-learn stands on it
-    from scipy.stats import t  # type: ignore[import-untyped]
+    from scipy.stats import t
 
     return float(t.ppf(0.975, freedom))
 

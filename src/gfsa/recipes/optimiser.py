@@ -23,10 +23,15 @@ def build_optimiser(
         filter_lr: the learning rate of ``added``.
     """
     theirs = {id(p) for p in added}
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in theirs]
+    # models of timm name what is not to be decayed: positions and class tokens
+    spared = getattr(model, "no_weight_decay", set)()
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    rest = [p for _, p in named if id(p) not in theirs]
+    decayed = [p for name, p in named if p.dim() > 1 and name not in spared]
+    decays = {id(p) for p in decayed} - theirs
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in rest if id(p) in decays], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if id(p) not in decays], "weight_decay": 0.0},
         {"params": [p for p in added if p.requires_grad], "weight_decay": 0.0},
     ]
     for group, lr in zip(groups, (config.lr, config.lr, filter_lr or config.lr), strict=True):

@@ -120,7 +120,7 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     accelerator.wait_for_everyone()
     with _determinism(config.deterministic):
         seed_everything(config.seed)
-        task = find_recipe(run.recipe).build(config, run.data_dir)
+        task = _build(run)
         added = find_method(run.method).apply(task.model, run.options)
         # every method goes on from the same state, whatever it drew to begin with
         seed_everything(config.seed)
@@ -134,6 +134,17 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
             # what they were for is reached
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return row
+
+
+def _build(run: Run) -> Task:
+    recipe = find_recipe(run.recipe)
+    try:
+        return recipe.build(run.config, run.data_dir)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"recipe {recipe.name} needs {error.name}, which is not installed: "
+            f"pip install 'gfsa[{recipe.extra}]'"
+        ) from error
 
 
 def seed_everything(seed: int) -> None:

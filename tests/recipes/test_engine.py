@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 import gfsa.recipes
 from gfsa.recipes.evaluate import evaluate
-from gfsa.recipes.methods import MethodConfig
+from gfsa.recipes.methods import METHODS, MethodConfig
 from gfsa.recipes.reload import trained_task
 from gfsa.recipes.row import Row, append_rows, read_rows
 from gfsa.recipes.run import Run, carry_out
@@ -86,6 +86,15 @@ def test_methods_begin_as_the_same_model(tmp_path: Path) -> None:
     carry_out(plain)
     carry_out(filtered)
     assert metrics(plain)[0]["loss"] == metrics(filtered)[0]["loss"]
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "gfsa"])
+def test_every_method_trains(tmp_path: Path, method: str) -> None:
+    one = dataclasses.replace(run(tmp_path, method, epochs=1), options=MethodConfig())
+    row = carry_out(one)
+    assert row.steps == 6
+    learns_nothing = {"plain", "twicing", "pagerank", "contranorm", "neutreno"}
+    assert (row.added == 0) == (method in learns_nothing)
 
 
 @pytest.mark.parametrize(

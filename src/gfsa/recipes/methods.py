@@ -35,6 +35,8 @@ class MethodConfig:
     """Of ``pagerank``."""
     strength: float | None = None
     """ContraNorm's s or NeuTRENO's α; None: the method's own default."""
+    form: Literal["bert", "vit"] = "bert"
+    """Of ContraNorm."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ def _baseline(name: str, strength: str = "") -> Callable[[nn.Module, MethodConfi
     def apply(model: nn.Module, config: MethodConfig) -> int:
         from gfsa import baselines
 
-        given = {} if config.strength is None else {strength: config.strength}
+        given: dict[str, Any] = {} if config.strength is None else {strength: config.strength}
+        if name == "contranorm":
+            given["form"] = config.form
         added: int = baselines.apply(model, name, layers=config.layers, **given).parameters
         return added
 
@@ -122,7 +126,7 @@ METHODS = {
             "contranorm",
             "X − s·softmax(X·Xᵀ)·X after attention",
             _baseline("contranorm", "scale"),
-            ("strength", "layers"),
+            ("strength", "form", "layers"),
         ),
         Method(
             "attnscale",

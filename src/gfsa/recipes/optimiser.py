@@ -24,7 +24,7 @@ def build_optimiser(
     """
     theirs = {id(p) for p in added}
     # models of timm name what is not to be decayed: positions and class tokens
-    spared = getattr(model, "no_weight_decay", set)()
+    spared: set[str] = getattr(model, "no_weight_decay", set)()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     rest = [p for _, p in named if id(p) not in theirs]
     decayed = [p for name, p in named if p.dim() > 1 and name not in spared]

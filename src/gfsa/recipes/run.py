@@ -217,9 +217,15 @@ def _row(run: Run, task: Task, added: int, outcome: Outcome, accelerator: Accele
     )
 
 
+def _polynomials(model: nn.Module) -> list[gfsa.GraphFilter]:
+    """The model's filters, without those of other methods that are no polynomial of A."""
+    found = gfsa.filters_of(model).values()
+    return [f for f in found if type(f).__module__ == gfsa.GraphFilter.__module__]
+
+
 def _coefficients(model: nn.Module) -> str:
     """Mean over heads and layers of each power's coefficient."""
-    found = [f.coefficients().detach().double().cpu() for f in gfsa.filters_of(model).values()]
+    found = [f.coefficients().detach().double().cpu() for f in _polynomials(model)]
     if not found:
         return ""
     powers = max(c.shape[1] for c in found)
@@ -229,7 +235,8 @@ def _coefficients(model: nn.Module) -> str:
 
 def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: Run) -> None:
     """What the run leaves besides numbers."""
-    if any(type(f).__module__ == "gfsa.filters" for f in gfsa.filters_of(model).values()):
+    filters, polynomials = gfsa.filters_of(model), _polynomials(model)
+    if polynomials:
         gfsa.save(model, folder / "filters")
     if config.save_model:
         torch.save(model.state_dict(), folder / "model.pt")
@@ -237,6 +244,9 @@ def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: 
         example = task.example()
         if example is None:
             warnings.warn(f"recipe {run.recipe} gives the lens nothing to look at", stacklevel=2)
+            return
+        if len(filters) > len(polynomials):
+            warnings.warn(f"the lens has no page for {run.method}: no polynomial", stacklevel=2)
             return
         device = next(model.parameters()).device
         report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)

@@ -76,6 +76,7 @@ def train(
         if plan is not None:
             for request in read_plan(plan):
                 runs += request.runs(**places)
+            runs = list({run.folder: run for run in runs}.values())
             # whatever time cuts off, the seeds that are there are there for every method
             runs.sort(key=lambda run: run.config.seed)
         else:

@@ -22,7 +22,9 @@ VOCABULARY = 30522
 def deploy(shape: Shape, setting: Setting) -> Case:
     """A BERT-shaped encoder without filters, with them, and with half of their heads pruned."""
     if shape.causal or shape.padded:
-        raise ValueError(f"the deploy suite measures an encoder of whole sequences, got the shape {shape}")
+        raise ValueError(
+            f"the deploy suite measures an encoder of whole sequences, got the shape {shape}"
+        )
     models = {"plain": _encoder(shape, setting)}
     for name in ("gfsa", "gfsa, half pruned"):
         models[name] = copy.deepcopy(models["plain"])

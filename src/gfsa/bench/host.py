@@ -26,7 +26,7 @@ ROUNDS = 9
 @contextmanager
 def nothing_launched() -> Iterator[None]:
     """Fused kernels that take any tensors and do nothing."""
-    from gfsa.operators.fused import kernel, passes, short, support
+    from gfsa.operators.fused import kernel, passes, ready, short, support
 
     def first_call(launch: Any, tensors: Any, *pointers: Tensor) -> None:
         strides = tuple([x.stride() for x in tensors])
@@ -47,7 +47,8 @@ def nothing_launched() -> Iterator[None]:
     with ExitStack() as stack:
         for place, name, stand_in in replaced:
             stack.enter_context(mock.patch.object(place, name, stand_in))
-        stack.enter_context(mock.patch.dict(functional._CHOICES, clear=True))
+        for remembered in (functional._CHOICES, ready._READY):
+            stack.enter_context(mock.patch.dict(remembered, clear=True))
         yield
 
 

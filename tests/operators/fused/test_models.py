@@ -12,8 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import gfsa  # noqa: E402
 from gfsa.bench.host import nothing_launched  # noqa: E402
-from gfsa.operators.fused import short  # noqa: E402
-from gfsa.operators.fused.passes import Options, problem_of  # noqa: E402
+from gfsa.operators.fused.ready import Ready  # noqa: E402
 
 SMALL = {
     "hidden_size": 32,
@@ -44,12 +43,11 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gfsa.plug(model)
     seen = []
 
-    def forward(q: Any, k: Any, v: Any, coeffs: Any, options: Options) -> Any:
-        problem = problem_of(q, k, options)
-        seen.append((problem, options.mask.expand(2, 1, 9, 9)))
+    def forward(short: Ready, q: Any, k: Any, v: Any, coeffs: Any, mask: Any, seed: Any) -> Any:
+        seen.append(mask.expand(2, 1, 9, 9))
         return torch.zeros_like(q), torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
-    monkeypatch.setattr(short, "forward", forward)
+    monkeypatch.setattr(Ready, "forward", forward)
     real = torch.ones(2, 9, dtype=torch.long)
     real[1, 6:] = 0
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
@@ -58,6 +56,5 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in ("bert decoder", "gpt2"):
         expected = expected & torch.ones(9, 9).tril().bool()
     assert len(seen) == 2
-    for problem, mask in seen:
-        assert not problem.is_causal
+    for mask in seen:
         assert torch.equal(mask, expected)

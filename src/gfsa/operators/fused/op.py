@@ -13,6 +13,7 @@ from gfsa.operators.fused import coefficients, passes, short, twofold
 from gfsa.operators.fused.coefficients import Affine
 from gfsa.operators.fused.kernel import copyable_by_tile, empty_like, on_device_of
 from gfsa.operators.fused.passes import Options
+from gfsa.operators.fused.ready import ready_for
 
 
 def filter_attention(
@@ -73,6 +74,9 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, U, LSE)``."""
+    ready = ready_for(q, k, v, mask, dropout_p, is_causal, scale)
+    if ready is not None:
+        return ready.forward(q, k, v, coeffs.contiguous(), mask, seed)
     return _run_forward(
         _path(q, mask, scale), q, k, v, coeffs, mask, seed, dropout_p, is_causal, scale
     )
@@ -131,9 +135,8 @@ def _run_forward(
 def _run_backward(path: ModuleType, g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     u, kept, lse, coeffs, mask, seed, dropout_p, is_causal, scale = rest
     options = Options(scale, is_causal, mask, dropout_p, seed)
-    g, q, k, v = copyable_by_tile(g), copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
-    # a hook on saved tensors may give back u in another layout
-    u, kept = copyable_by_tile(u), copyable_by_tile(kept)
+    # hooks on saved tensors may give them back in another layout
+    g, q, k, v, u, kept = [copyable_by_tile(x) for x in (g, q, k, v, u, kept)]
     with on_device_of(q):
         return path.backward(g, q, k, v, u, kept, lse, coeffs.contiguous(), options)
 
@@ -153,9 +156,15 @@ class _Filter(torch.autograd.Function):
         seed: Tensor | None,
         *options: Any,
     ) -> Tensor:
-        ctx.options, ctx.affine = options, affine
-        ctx.path = _path(q, mask, options[-1])
+        ctx.options, ctx.affine, ctx.ready = options, affine, None
         coeffs = numbers if affine is None else coefficients.forward(numbers, affine)
+        ready = ready_for(q, k, v, mask, *options)
+        if ready is not None:
+            ctx.ready, ctx.path, coeffs = ready, short, coeffs.contiguous()
+            out, u, lse = ready.forward(q, k, v, coeffs, mask, seed)
+            ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
+            return out
+        ctx.path = _path(q, mask, options[-1])
         # what the backward pass has to be given beside U: the output, or W = A·U instead
         if any(ctx.needs_input_grad) and twofold.serves(q, k, v, mask, *options):
             ctx.path = twofold
@@ -175,8 +184,12 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        affine = ctx.affine
-        dq, dk, dv, parts = _run_backward(ctx.path, g, *ctx.saved_tensors, *ctx.options)
+        affine, saved, gradients = ctx.affine, ctx.saved_tensors, None
+        if ctx.ready is not None:
+            gradients = ctx.ready.backward(g, *saved)
+        if gradients is None:
+            gradients = _run_backward(ctx.path, g, *saved, *ctx.options)
+        dq, dk, dv, parts = gradients
         dnumbers = parts.sum(2) if affine is None else coefficients.backward(parts, affine)
         return dq, dk, dv, dnumbers, None, None, None, None, None, None
 

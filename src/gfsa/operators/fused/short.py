@@ -90,11 +90,11 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, U, LSE)``, as :func:`gfsa.operators.fused.passes.forward`."""
-    launch = _forward(problem_of(q, k, options))
+    launch = forward_launch(problem_of(q, k, options))
     out, u = empty_like(q), empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     mask, seed = pointers(q, options)
-    launch((q, k, v, u, out), lse, coeffs, mask, seed, _zero(q.device))
+    launch((q, k, v, u, out), lse, coeffs, mask, seed, zero(q.device))
     return out, u, lse
 
 
@@ -110,7 +110,7 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`gfsa.operators.fused.passes.backward`."""
-    launch = _backward(problem_of(q, k, options))
+    launch = backward_launch(problem_of(q, k, options))
     grouped = q.shape[1] != k.shape[1]
     dq = empty_like(q)
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
@@ -122,7 +122,7 @@ def backward(
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward(problem: Problem) -> Launch:
+def forward_launch(problem: Problem) -> Launch:
     cut = plan(problem.length, 64)
     warps = cut.rows // 16
     dropout = problem.dropout_p > 0.0
@@ -162,7 +162,7 @@ def _forward(problem: Problem) -> Launch:
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward(problem: Problem) -> Launch:
+def backward_launch(problem: Problem) -> Launch:
     length = problem.length
     cut = plan(length, 128 if 64 < length <= 128 else 64)
     mask_b, _, mask_i, mask_j = problem.mask_strides
@@ -224,5 +224,5 @@ def _multiprocessors(device: int | None) -> int:
 
 
 @functools.cache
-def _zero(device: torch.device) -> Tensor:
+def zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)

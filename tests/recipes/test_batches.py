@@ -51,6 +51,16 @@ def test_grouped_batches_are_of_like_length_in_random_order() -> None:
     assert np.abs(np.corrcoef(means, range(len(means)))[0, 1]) < 0.3
 
 
+def test_what_is_dropped_is_not_always_the_longest() -> None:
+    lengths = list(range(23))
+    dropped = [
+        set(range(23)) - {i for b in EpochBatches(23, 5, 0, e, lengths, drop_last=True) for i in b}
+        for e in range(4)
+    ]
+    assert all(len(left) == 3 for left in dropped)
+    assert len(set.union(*dropped)) > 6
+
+
 class _Noise(Dataset[float]):
     def __len__(self) -> int:
         return 4

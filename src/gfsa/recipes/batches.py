@@ -69,10 +69,13 @@ class EpochBatches(Sampler[list[int]]):
     def _order(self) -> list[list[int]]:
         generator = np.random.default_rng((self.seed, self.epoch))
         order = generator.permutation(self.count)
+        if self.drop_last:
+            # now, while the order is random: after sorting it would always be the longest
+            order = order[: self.steps() * self.batch_size]
         if self.lengths is not None:
             sizes = np.asarray(self.lengths)
             pool = _POOL * self.batch_size
-            parts = [order[at : at + pool] for at in range(0, self.count, pool)]
+            parts = [order[at : at + pool] for at in range(0, len(order), pool)]
             order = np.concatenate([p[np.argsort(sizes[p], kind="stable")] for p in parts])
         cuts = range(0, self.steps() * self.batch_size, self.batch_size)
         batches = [order[at : at + self.batch_size].tolist() for at in cuts]

@@ -12,8 +12,8 @@ import torch
 
 from gfsa.recipes.data.an4 import read_an4
 from gfsa.recipes.data.librispeech import log_mel, read_librispeech
-from gfsa.recipes.speech_data import SpeechBatches, hold_out
-from gfsa.recipes.speech_text import BLANK, Characters, Pieces
+from gfsa.recipes.speech.data import SpeechBatches, hold_out
+from gfsa.recipes.speech.text import BLANK, Characters, Pieces
 from support.speech import WORDS, change_an4, sentence, write_an4, write_librispeech
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the official set:UserWarning")

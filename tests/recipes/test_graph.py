@@ -15,13 +15,13 @@ from torch_geometric.nn import GPSConv
 
 import gfsa
 from gfsa.models import GraphormerCollator, GraphViT, GraphViTCollator
-from gfsa.recipes import graph
 from gfsa.recipes.config import override, settings_of
 from gfsa.recipes.data.graph_sets import DataName, read_graphs
-from gfsa.recipes.graph import GraphConfig, GraphTask, ModelName, build
-from gfsa.recipes.graph_batches import GraphItems
-from gfsa.recipes.graph_norm import MaskedBatchNorm, mask_norms, real_rows
-from gfsa.recipes.graph_settings import paper_settings
+from gfsa.recipes.graph import recipe as graph
+from gfsa.recipes.graph.batches import GraphItems
+from gfsa.recipes.graph.norm import MaskedBatchNorm, mask_norms, real_rows
+from gfsa.recipes.graph.recipe import GraphConfig, GraphTask, ModelName, build
+from gfsa.recipes.graph.settings import paper_settings
 from gfsa.recipes.methods import MethodConfig
 from gfsa.recipes.plan import read_plan
 from gfsa.recipes.row import Row

@@ -16,11 +16,11 @@ import gfsa
 from gfsa.recipes.methods import MethodConfig
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
-from gfsa.recipes.speech import SpeechConfig, SpeechTask, build
-from gfsa.recipes.speech_augment import masks, warp_time
-from gfsa.recipes.speech_ctc import ctc_loss
-from gfsa.recipes.speech_decode import best_path, prefix_search
-from gfsa.recipes.speech_models import TorchRecogniser, subsampled
+from gfsa.recipes.speech.augment import masks, warp_time
+from gfsa.recipes.speech.ctc import ctc_loss
+from gfsa.recipes.speech.decode import best_path, prefix_search
+from gfsa.recipes.speech.models import TorchRecogniser, subsampled
+from gfsa.recipes.speech.recipe import SpeechConfig, SpeechTask, build
 from support.speech import write_an4, write_librispeech
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the official set:UserWarning")

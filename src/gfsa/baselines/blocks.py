@@ -131,7 +131,7 @@ _KNOWN: dict[tuple[str, str], Anatomy | Callable[[Any], Anatomy]] = {
     ),
     ("gfsa.models.attention", "Block"): _pre_norm("attention", "mlp", "attention_norm", "mlp_norm"),
     ("torch_geometric.nn.conv.gps_conv", "GPSConv"): _GPS,
-    ("gfsa.recipes.graph_gps", "DenseGPSConv"): _GPS,
+    ("gfsa.recipes.graph.gps", "DenseGPSConv"): _GPS,
     (
         "speechbrain.lobes.models.transformer.Transformer",
         "TransformerEncoderLayer",

@@ -17,8 +17,8 @@ RECIPES = {
     "causal_lm": "gfsa.recipes.causal_lm",
     "code": "gfsa.recipes.code",
     "image": "gfsa.recipes.image",
-    "graph": "gfsa.recipes.graph",
-    "speech": "gfsa.recipes.speech",
+    "graph": "gfsa.recipes.graph.recipe",
+    "speech": "gfsa.recipes.speech.recipe",
     "lra": "gfsa.recipes.lra",
 }
 

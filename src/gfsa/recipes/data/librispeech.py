@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa.recipes.speech_data import (
+from gfsa.recipes.speech.data import (
     Utterances,
     normalised,
     report_malformed,

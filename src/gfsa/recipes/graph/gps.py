@@ -13,7 +13,7 @@ from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
 
 from gfsa.models.batch import Batch
 from gfsa.models.graph_layers import FeatureEncoder
-from gfsa.recipes.graph_norm import mask_norms, real_rows
+from gfsa.recipes.graph.norm import mask_norms, real_rows
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.recipes.speech_models import Encoder, Recognition, subsampled
-from gfsa.recipes.speech_text import BEGIN, BLANK, END
+from gfsa.recipes.speech.models import Encoder, Recognition, subsampled
+from gfsa.recipes.speech.text import BEGIN, BLANK, END
 
 
 class SpeechBrainRecogniser(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gfsa.models.graph_vit import GraphViT
 from gfsa.models.patches import GraphViTBatch
-from gfsa.recipes.graph_norm import mask_norms, real_rows
+from gfsa.recipes.graph.norm import mask_norms, real_rows
 
 
 @dataclass

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gfsa.recipes.speech_text import BLANK
+from gfsa.recipes.speech.text import BLANK
 
 _Prefix = tuple[int, ...]
 _Scores = tuple[float, float]

@@ -10,7 +10,7 @@ from gfsa.recipes.data.graph_pairs import MAX_HOPS
 from gfsa.recipes.data.graphs import GraphSet
 
 if TYPE_CHECKING:
-    from gfsa.recipes.graph import GraphConfig
+    from gfsa.recipes.graph.recipe import GraphConfig
 
 
 def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
@@ -32,7 +32,7 @@ def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
             attention_dropout=config.attention_dropout,
         )
     if config.model == "gps":
-        from gfsa.recipes.graph_gps import GPS
+        from gfsa.recipes.graph.gps import GPS
 
         return GPS(
             *ends,
@@ -47,7 +47,7 @@ def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
             attention_dropout=config.attention_dropout,
             pooling=config.pooling,
         )
-    from gfsa.recipes.graph_vit import PaddedGraphViT
+    from gfsa.recipes.graph.vit import PaddedGraphViT
 
     return PaddedGraphViT(
         *ends,

@@ -151,7 +151,7 @@ class DenseItems(GraphItems):
 
     @staticmethod
     def inputs(batch: Tensors) -> Batch:
-        from gfsa.recipes.graph_gps import GPSBatch
+        from gfsa.recipes.graph.gps import GPSBatch
 
         missing = {"encoding": None, "values": None}
         return GPSBatch(**{**missing, **_wide(batch)})
@@ -222,7 +222,7 @@ class PatchItems(GraphItems):
 
     @staticmethod
     def inputs(batch: Tensors) -> Batch:
-        from gfsa.recipes.graph_vit import PaddedPatches
+        from gfsa.recipes.graph.vit import PaddedPatches
 
         return PaddedPatches(**_wide(batch), y=None)
 

@@ -21,9 +21,9 @@ from gfsa.recipes.data.graph_pairs import pair_features
 from gfsa.recipes.data.graph_patches import patch_features
 from gfsa.recipes.data.graph_sets import METRICS, SOURCES, DataName, read_graphs
 from gfsa.recipes.data.graphs import TEST, TRAIN, VALID, GraphSet
-from gfsa.recipes.graph_batches import DenseItems, GraphItems, PairItems, PatchItems, Tensors
-from gfsa.recipes.graph_models import build_model
-from gfsa.recipes.graph_settings import FOLLOWING, FromPaper, marked, paper_settings
+from gfsa.recipes.graph.batches import DenseItems, GraphItems, PairItems, PatchItems, Tensors
+from gfsa.recipes.graph.models import build_model
+from gfsa.recipes.graph.settings import FOLLOWING, FromPaper, marked, paper_settings
 from gfsa.recipes.task import Recipe, Split, Task, as_it_is
 
 ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa.recipes import speech_ctc
 from gfsa.recipes.data import an4, librispeech
-from gfsa.recipes.speech_augment import masks, warp_time
-from gfsa.recipes.speech_config import SpeechConfig
-from gfsa.recipes.speech_data import SpeechBatches, Utterances, hold_out
-from gfsa.recipes.speech_decode import best_path, prefix_search
-from gfsa.recipes.speech_models import SUBSAMPLING, Recognition, TorchRecogniser
-from gfsa.recipes.speech_text import BEGIN, BLANK, END, Vocabulary, learn_vocabulary
+from gfsa.recipes.speech.augment import masks, warp_time
+from gfsa.recipes.speech.config import SpeechConfig
+from gfsa.recipes.speech.ctc import ctc_loss as capturable_ctc_loss
+from gfsa.recipes.speech.data import SpeechBatches, Utterances, hold_out
+from gfsa.recipes.speech.decode import best_path, prefix_search
+from gfsa.recipes.speech.models import SUBSAMPLING, Recognition, TorchRecogniser
+from gfsa.recipes.speech.text import BEGIN, BLANK, END, Vocabulary, learn_vocabulary
 from gfsa.recipes.task import Recipe, Task
 
 
@@ -71,7 +71,7 @@ class SpeechTask(Task):
     def _ctc(self, said: Recognition, tokens: Tensor, lengths: Tensor) -> Tensor:
         log_probs = said.ctc.float().log_softmax(-1)
         if self.config.graphs or self.config.deterministic:
-            return speech_ctc.ctc_loss(log_probs, tokens, said.lengths, lengths)
+            return capturable_ctc_loss(log_probs, tokens, said.lengths, lengths)
         return F.ctc_loss(
             log_probs.transpose(0, 1),
             tokens,
@@ -96,7 +96,7 @@ class SpeechTask(Task):
         config = self.config
         if config.decoder_layers == 0:
             return prefix_search(said.ctc, said.lengths, config.beam)
-        from gfsa.recipes.speech_speechbrain import SpeechBrainRecogniser, joint_search
+        from gfsa.recipes.speech.speechbrain import SpeechBrainRecogniser, joint_search
 
         for wrapped in ("module", "_orig_mod"):
             model = getattr(model, wrapped, model)
@@ -192,7 +192,7 @@ def _model(config: SpeechConfig, features: int, vocabulary: int) -> nn.Module:
     }
     if config.library == "torch":
         return TorchRecogniser(**common)
-    from gfsa.recipes.speech_speechbrain import SpeechBrainRecogniser
+    from gfsa.recipes.speech.speechbrain import SpeechBrainRecogniser
 
     return SpeechBrainRecogniser(
         **common, decoder_layers=config.decoder_layers, decoder_hidden=config.decoder_hidden

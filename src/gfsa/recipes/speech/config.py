@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gfsa.recipes.config import Schedule, TrainConfig
-from gfsa.recipes.speech_models import Encoder
-from gfsa.recipes.speech_text import Tokens
+from gfsa.recipes.speech.models import Encoder
+from gfsa.recipes.speech.text import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

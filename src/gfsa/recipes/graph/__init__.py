@@ -1,0 +1,1 @@
+"""The recipe for graphs: its settings, models and batches."""

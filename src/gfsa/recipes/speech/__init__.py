@@ -1,0 +1,1 @@
+"""The recipe for speech: its settings, models, loss and search."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What results/kernels.md reports, on the GPU of this machine, unattended, in four minutes:
+# What results/kernels.md reports, on the GPU of this machine, unattended, in about five minutes:
 #   benchmarks/gpu.sh check     the kernels' tests, and beside them models compiled to warm up
 #   benchmarks/gpu.sh measure   every suite; rows go to $CSV
 # GFSA_COMMIT names the commit where the files came without their history.
@@ -15,9 +15,9 @@ PADDED=32x12x128x64:padded,32x12x256x64:padded,32x12x512x64:padded
 
 check() {
   gfsa bench "${COMPILED[@]}" --rounds 1 --no-append >/dev/null &
-  pytest -n "${WORKERS:-8}" -p no:cacheprovider "$@" tests/operators/fused/test_gpu.py
-  local failed=$?
-  wait
+  local compiling=$! failed=0
+  pytest -n "${WORKERS:-8}" -p no:cacheprovider "$@" tests/operators/fused/test_gpu.py || failed=1
+  wait $compiling || failed=1
   return $failed
 }
 

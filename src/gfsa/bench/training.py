@@ -111,7 +111,7 @@ def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Se
         optimizer.zero_grad(set_to_none=True)
         return None
 
-    ran = _backend_of(forward) if way == "auto" else "torch" if way == "published" else way
+    ran = _backend_of(loss) if way == "auto" else "torch" if way == "published" else way
     if setting.compiled:
         called = torch.compile(model)
     return Variant(name, ran, forward, step)
@@ -158,8 +158,8 @@ def _published(
     )
 
 
-def _backend_of(forward: Callable[[], object]) -> str:
-    """Which operators a model's layers take, by watching one forward."""
+def _backend_of(loss: Callable[[], object]) -> str:
+    """Which operators a model's layers take in training, by watching one forward."""
     taken: set[str] = set()
 
     def watched(backend: select.Backend, call: select.Call) -> select.Choice:
@@ -171,5 +171,5 @@ def _backend_of(forward: Callable[[], object]) -> str:
         mock.patch.object(functional, "choose", watched),
         mock.patch.object(functional, "_CHOICES", {}),
     ):
-        forward()
+        loss()
     return "+".join(sorted(taken))

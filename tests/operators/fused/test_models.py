@@ -10,8 +10,11 @@ import torch
 pytest.importorskip("triton")
 transformers = pytest.importorskip("transformers")
 
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+
 import gfsa  # noqa: E402
 from gfsa.bench.host import nothing_launched  # noqa: E402
+from gfsa.operators.fused import support  # noqa: E402
 from gfsa.operators.fused.ready import Ready  # noqa: E402
 
 SMALL = {
@@ -58,3 +61,25 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 2
     for mask in seen:
         assert torch.equal(mask, expected)
+
+
+def test_a_compiled_model_keeps_the_kernels_in_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What auto chooses on a Hopper GPU, compiled: one operator a layer, forward and backward."""
+    model = models()["bert"].train()
+    gfsa.plug(model)
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    capability = support.capability
+    with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
+        # the compiler must see the question as it is; only the GPU is made up
+        monkeypatch.setattr(support, "capability", capability)
+        monkeypatch.setattr(support, "_capability", lambda device: (9, 0))
+        compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+        ids = torch.randint(3, 50, (2, 9))
+        compiled(input_ids=ids).last_hidden_state.float().sum().backward()
+    assert found.count("gfsa.filter_attention.default") == 2
+    assert found.count("gfsa.filter_attention_backward.default") == 2

@@ -43,6 +43,9 @@ def call(
     return select.Call(q, q, v, **given)  # type: ignore[arg-type]
 
 
+CAPABILITY = support.capability
+
+
 def ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.bool)
 
@@ -163,6 +166,9 @@ def test_other_tensors_than_plain_ones() -> None:
 def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, the choice is made once and leaves no break."""
     monkeypatch.setattr(support, "_why_not_here", lambda q: None)
+    # the question itself as the compiler sees it, a constant; only the GPU is made up
+    monkeypatch.setattr(support, "capability", CAPABILITY)
+    monkeypatch.setattr(support, "_capability", lambda device: (9, 0))
 
     def chosen(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         made = select.Call(q, q, q, mask, 0.0, False, 2)

@@ -47,7 +47,9 @@ def why_not_worth_it(call: Call) -> str | None:
     What has not been measured, and on the GPU tested, is left to torch's own kernels.
     """
     length, head_dim = call.q.shape[-2:]
-    if capability(call.q.device) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
+    # taken apart: the compiler cannot compare a tuple that is a constant to it
+    major, minor = capability(call.q.device)
+    if (major, minor) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
         return "the fused kernels are measured on Hopper GPUs with Triton 3.6 alone"
     if call.attn_mask is not None and not over_keys(call.attn_mask) and length > 256:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"

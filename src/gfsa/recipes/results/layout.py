@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from statistics import fmean, median
@@ -23,6 +24,9 @@ from gfsa.recipes.results.units import (
     scale_of,
     span,
 )
+from gfsa.recipes.row import Row
+
+_SEEDS = "--seeds …"
 
 
 def page(shown: Sequence[ResultTable], every: list[ResultTable], paper: bool) -> list[Block]:
@@ -61,7 +65,7 @@ def section(table: ResultTable, title: str, paper: bool) -> list[Block]:
     notes = notes_of(table)
     if notes:
         blocks.append(Bullets(notes))
-    commands = list(dict.fromkeys(row.command for row in table.rows if row.command))
+    commands = commands_of(table.rows)
     if commands:
         blocks.append(Commands(commands))
     if match is not None:
@@ -144,3 +148,16 @@ def _costs_of_plain(line: Line) -> dict[str, str]:
 
 def _counterpart(table: ResultTable) -> Counterpart | None:
     return counterpart(table.recipe, table.task, [line.options for line in table.lines])
+
+
+def commands_of(rows: Sequence[Row]) -> list[str]:
+    """What to type for these runs: those that differ in their seeds alone are one command."""
+    seeds: dict[str, list[int]] = {}
+    for row in rows:
+        if row.command:
+            without = re.sub(rf"--seeds {row.seed}(?= |$)", _SEEDS, row.command)
+            seeds.setdefault(without, []).append(row.seed)
+    return [
+        command.replace(_SEEDS, f"--seeds {','.join(map(str, sorted(set(found))))}")
+        for command, found in seeds.items()
+    ]

@@ -94,7 +94,8 @@ def test_memory_over_a_thousand_steps(name: str, matrix: Matrix) -> None:
     steps(100)
     tensors, resident = living_tensors(), resident_bytes()
     steps(1000)
-    assert living_tensors() == tensors
+    # fewer is what other tests of this process let go in the meantime
+    assert living_tensors() <= tensors
     # the allocator's own ups and downs; a leak of one row a step would be more
     assert resident_bytes() - resident < 4 * 2**20
     matrix("memory", name)
@@ -115,7 +116,7 @@ def test_plugging_again_and_again_leaves_nothing_behind() -> None:
     turns(3)
     tensors = living_tensors()
     turns(20)
-    assert living_tensors() == tensors
+    assert living_tensors() <= tensors
 
 
 def living_tensors() -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from gfsa.arguments import (
 )
 from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
 from gfsa.operators.base import take_heads
+from gfsa.operators.casting import autocast, no_autocast
 from gfsa.operators.dense import DropoutPlace, check_dropout_place, repeat_heads
 from gfsa.operators.select import Backend, Call, Choice, choose
 
@@ -91,7 +90,7 @@ class AttentionOperator(Operator):
     ) -> None:
         check_kinds(q=q, k=k, attn_mask=attn_mask)
         check_options(dropout_p, is_causal, scale, enable_gqa)
-        self.q, self.k, self.attn_mask = _autocast(q, k, attn_mask)
+        self.q, self.k, self.attn_mask = autocast(q, k, attn_mask)
         self.dropout_p = dropout_p
         self.is_causal = is_causal
         self.scale = scale
@@ -101,32 +100,32 @@ class AttentionOperator(Operator):
 
     def apply(self, x: Tensor) -> Tensor:
         # x may be a power of A on v, which has a head for each query head whatever v has
-        (x,) = _autocast(x)
-        with _no_autocast(x.device):
+        (x,) = autocast(x)
+        with no_autocast(x.device):
             return self._chosen(x, 1).apply(x)
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         v = self._prepare(v)
-        with _no_autocast(v.device):
+        with no_autocast(v.device):
             return self._chosen(v, degree).powers(v, degree)
 
     def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
         check_kinds(v=v, coeffs=coeffs)
-        (v,) = _autocast(v)
+        (v,) = autocast(v)
         choice, settled = self._choice(coeffs, v), in_full_precision(coeffs)
         if choice.backend == "fused":
             # whose kernels autocast does not know
             return self._fused().polynomial(settled, v)
-        with _no_autocast(v.device):
+        with no_autocast(v.device):
             return self._operator(choice).polynomial(settled, v)
 
     def affine(self, theta: Tensor, base: Tensor, basis: Tensor, v: Tensor) -> Tensor:
         check_kinds(v=v)
-        (v,) = _autocast(v)
+        (v,) = autocast(v)
         choice = self._choice(base, v)
         if choice.backend == "fused":
             return self._fused().affine(theta, base, basis, v)
-        with _no_autocast(v.device):
+        with no_autocast(v.device):
             return self._operator(choice).affine(theta, base, basis, v)
 
     def _choice(self, coeffs: Tensor, v: Tensor) -> Choice:
@@ -156,7 +155,7 @@ class AttentionOperator(Operator):
 
     def dense(self) -> Tensor:
         # the map before any dropout: drawing a mask here would be another than the one applied
-        with _no_autocast(self.q.device):
+        with no_autocast(self.q.device):
             return DenseOperator.from_qk(
                 self.q, self.k, self.attn_mask, self.is_causal, self.scale
             ).dense()
@@ -168,7 +167,7 @@ class AttentionOperator(Operator):
 
     def _prepare(self, v: Tensor) -> Tensor:
         check_kinds(v=v)
-        (v,) = _autocast(v)
+        (v,) = autocast(v)
         self._check(v)
         return v
 
@@ -285,7 +284,7 @@ def linear_graph_filter_attention(
         ``(..., H, N, D_v)`` in v's dtype. Rows of padding tokens are finite and mean nothing.
     """
     check_kinds(q=q, k=k, v=v, key_padding_mask=key_padding_mask)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_tokens(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=False)
     coeffs = check_coefficients(coeffs, q)
     if key_padding_mask is not None:
@@ -297,7 +296,7 @@ def linear_graph_filter_attention(
                 f"expected a bool key_padding_mask of shape {tuple(expected)}, True for padding, "
                 f"got {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}"
             )
-    with _no_autocast(q.device):
+    with no_autocast(q.device):
         return LinearOperator(q, k, key_padding_mask).polynomial(coeffs, v)
 
 
@@ -322,34 +321,3 @@ def _launches_are_short(*tokens: Tensor) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast has done its casts; from here on precision is the operators' business."""
-    if torch.compiler.is_compiling() or (
-        _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
-    ):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-def _has_autocast(device: str) -> bool:
-    # the compiler cannot trace the question, and compiles for no device without autocast
-    return torch.compiler.is_compiling() or _autocast_is_available(device)
-
-
-_autocast_is_available = functools.cache(torch.amp.is_autocast_available)
-
-
-def _autocast(*tensors: Any) -> Any:
-    """Cast as autocast casts the arguments of torch's own attention; the first says where."""
-    device = tensors[0].device.type
-    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    if all(x is None or x.dtype == dtype for x in tensors):
-        return tensors
-    return tuple(
-        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in tensors
-    )

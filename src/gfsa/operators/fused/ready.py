@@ -33,12 +33,13 @@ class Ready:
         self.parts = (problem.heads, 3, problem.batch * rows)
         # heads that share keys are added up, which is not done here
         self.goes_back = problem.group == 1
+        self.mask_strides = None if options.mask is None else options.mask.stride()
         self.key_strides = [empty_like(x).stride() for x in (k, v)]
         # strides of tensors that the copy engine takes as they are
         self.copyable: set[tuple[Any, ...]] = set()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, seed: Any
+        self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, seed: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``(out, U, LSE)``, as :func:`gfsa.operators.fused.passes.forward`."""
         shape, strides, dtype, device = self.shape, self.strides, self.dtype, self.device
@@ -77,6 +78,8 @@ class Ready:
         """As :func:`gfsa.operators.fused.passes.backward`; None if that has to do it."""
         given = (q, k, v, u, out, g)
         if not self.goes_back or not self._takes(given):
+            return None
+        if mask is not None and mask.stride() != self.mask_strides:
             return None
         shape, dtype, device = self.shape, self.dtype, self.device
         of_keys, of_values = self.key_strides

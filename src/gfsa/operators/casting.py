@@ -1,0 +1,40 @@
+"""Autocast around operators: their arguments are cast as those of torch's own attention."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast has done its casts; from here on precision is the operators' business."""
+    if torch.compiler.is_compiling() or (
+        _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
+    ):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _has_autocast(device: str) -> bool:
+    # the compiler cannot trace the question, and compiles for no device without autocast
+    return torch.compiler.is_compiling() or _autocast_is_available(device)
+
+
+_autocast_is_available = functools.cache(torch.amp.is_autocast_available)
+
+
+def autocast(*tensors: Any) -> Any:
+    """Cast as autocast casts the arguments of torch's own attention; the first says where."""
+    device = tensors[0].device.type
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    if all(x is None or x.dtype == dtype for x in tensors):
+        return tensors
+    return tuple(
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )

@@ -17,7 +17,7 @@ from gfsa.arguments import (
     in_full_precision,
 )
 from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
-from gfsa.operators.base import take_heads
+from gfsa.operators.base import take_heads, worth_taking_apart
 from gfsa.operators.casting import autocast, no_autocast
 from gfsa.operators.dense import DropoutPlace, check_dropout_place, repeat_heads
 from gfsa.operators.select import Backend, Call, Choice, choose
@@ -143,6 +143,8 @@ class AttentionOperator(Operator):
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         if self.dropout_p:
             # further passes drop what the first one dropped, in every head
+            return None
+        if not worth_taking_apart(self.q, self.k, len(heads)):
             return None
         return AttentionOperator(
             take_heads(self.q, heads),

@@ -101,6 +101,20 @@ def test_heads_and_layers_skip_their_second_pass() -> None:
     assert "degree 1" in str(report)
 
 
+def test_heads_are_taken_apart_where_that_pays() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    from gfsa.operators.base import worth_taking_apart
+
+    with FakeTensorMode():
+        small, large = (torch.empty(8, 12, n, 64, device="cuda") for n in (128, 8192))
+        on_cpu = torch.empty(8, 12, 128, 64)
+    assert worth_taking_apart(on_cpu, on_cpu, heads=11)
+    assert not worth_taking_apart(small, small, heads=2)
+    assert worth_taking_apart(large, large, heads=2)
+    assert not worth_taking_apart(large, large, heads=12)
+
+
 @torch.no_grad()
 def test_what_was_never_trained_is_unplugged() -> None:
     model, inputs = ZOO["bert"].model("sdpa"), ZOO["bert"].batch()

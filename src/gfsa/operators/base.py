@@ -125,6 +125,19 @@ def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
 
 
+# below it a GPU waits for the calls that taking heads apart costs (results/pruning.md); a guess
+# between what was seen to lose, 10⁸, and where those calls take as long as the work they spare
+_FLOPS_WORTH_A_CALL = 5e10
+
+
+def worth_taking_apart(q: Tensor, k: Tensor, heads: int) -> bool:
+    """Whether sparing all but ``heads`` of the heads a pass saves time on this device."""
+    if not q.is_cuda or q.is_nested:
+        return True
+    spared = q.numel() // q.shape[-3] * (q.shape[-3] - heads)
+    return 4 * spared * k.shape[-2] >= _FLOPS_WORTH_A_CALL
+
+
 def runs_of(heads: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbours together: where each run of ``heads`` starts, and how many there are in it."""
     runs: list[tuple[int, int]] = []

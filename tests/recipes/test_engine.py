@@ -205,6 +205,46 @@ def test_early_stopping_reports_the_best_weights(tmp_path: Path) -> None:
     assert row.valid == max(scores)
 
 
+def test_the_average_of_weights_is_what_its_formula_says() -> None:
+    from gfsa.recipes.average import WeightAverage
+
+    model = torch.nn.BatchNorm1d(3)
+    average, expected = WeightAverage(model, decay=0.5), torch.ones(3)
+    for step in range(1, 6):
+        with torch.no_grad():
+            model.weight += step
+            model.running_mean += 1
+        average.update(model, step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+    assert torch.allclose(average.module.weight, expected)
+    assert torch.equal(average.module.running_mean, model.running_mean)
+
+
+def test_augmentation_is_the_same_for_every_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from support.toy_recipe import ToyTask
+
+    seen: dict[str, list[float]] = {"plain": [], "gfsa": []}
+    healthy = ToyTask.loss
+    for method, noise in seen.items():
+
+        def loss(
+            self: Any, model: Any, batch: Any, noise: Any = noise, healthy: Any = healthy
+        ) -> Any:
+            # a method that draws other random numbers than plain does
+            torch.rand(len(noise) if noise is seen["gfsa"] else 1)
+            noise.append(float(batch["x"].sum()))
+            return healthy(self, model, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ToyTask, "loss", loss)
+            carry_out(run(tmp_path, method))
+    assert seen["plain"] == seen["gfsa"]
+    assert len(set(seen["plain"])) == 12
+
+
 def test_divergence_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match="smaller lr"):
         carry_out(run(tmp_path, explode_at=3))

@@ -107,7 +107,7 @@ METHODS = {
         ),
         Method(
             "gfsa-published",
-            "wK alone is learned, as in the paper's code",
+            "wK alone is learned, as published (dropout acts on A, as everywhere here)",
             lambda model, config: _gfsa(model, config, learn=("wK",)),
             tuple(name for name in _OF_GFSA if name != "learn"),
         ),

@@ -122,8 +122,9 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
         seed_everything(config.seed)
         task = _build(run)
         added = find_method(run.method).apply(task.model, run.options)
-        # every method goes on from the same state, whatever it drew to begin with
-        seed_everything(config.seed)
+        # every method goes on from the same state, whatever it drew to begin with, and every
+        # process drops other units than its neighbours
+        seed_everything(config.seed + 7919 * accelerator.process_index)
         new = added_parameters(task.model)
         trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
         outcome = trainer.fit(run.resume, progress)

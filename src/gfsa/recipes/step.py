@@ -115,7 +115,8 @@ class GraphedStep:
     def _capture(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
         inputs = map_tensors(torch.clone, batch)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # threads that read data may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._work(inputs)
         # the gradients belong to the graph: it makes them anew at each replay
         self.optimiser.zero_grad(set_to_none=True)

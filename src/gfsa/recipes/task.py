@@ -72,7 +72,10 @@ class Task(ABC):
         """Metrics over all batches of a split, tensors on the CPU by now, in order."""
 
     def prepare(self, batch: Any) -> Any:
-        """Whatever is random in a training batch, on the device (augmentation, mixing)."""
+        """Whatever is random in a training batch, on the device (augmentation, mixing).
+
+        torch's global generators are seeded for it by run, step and process.
+        """
         return batch
 
     def example(self) -> Any:

@@ -10,12 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gfsa
+from gfsa.recipes.average import WeightAverage
 from gfsa.recipes.batches import EpochBatches, training_loader
 from gfsa.recipes.checkpoints import latest_checkpoint, read_state, write_checkpoint
 from gfsa.recipes.config import TrainConfig
@@ -87,10 +88,9 @@ class Trainer:
         self.bare_model = task.model
         self._start = {name: f.theta.detach().clone() for name, f in _learning(task.model)}
         optimiser = build_optimiser(task.model, added, config, filter_lr)
-        self.average: AveragedModel | None = None
+        self.average: WeightAverage | None = None
         if config.ema:
-            averaging = get_ema_multi_avg_fn(config.ema)
-            self.average = AveragedModel(task.model, multi_avg_fn=averaging, use_buffers=True)
+            self.average = WeightAverage(task.model, config.ema)
             accelerator.register_for_checkpointing(self.average)
         self.model, self.optimiser = accelerator.prepare(task.model, optimiser)
         if config.compile:
@@ -108,6 +108,7 @@ class Trainer:
             )
         self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
         self._rates: list[float] = []
+        self._peak = 0
 
     def fit(
         self, resume: bool = False, progress: Callable[[int, int, str], None] | None = None
@@ -115,13 +116,11 @@ class Trainer:
         """Train to the end (from the last checkpoint, if asked) and measure."""
         if resume:
             self._resume()
-        on_gpu = self.accelerator.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        self._begin_memory()
         log = Log(self.folder, self.config.tensorboard and self.accelerator.is_main_process)
         try:
             self._train(log, progress)
-            peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None
+            self._take_memory()
             if self._best is not None:
                 self.judged.load_state_dict(self._best)
             valid = self._final_valid()
@@ -141,7 +140,7 @@ class Trainer:
             steps=self.position.step,
             seconds=self.position.seconds,
             seconds_per_step=median(self._rates) if self._rates else 0.0,
-            peak_memory_mib=None if peak is None else round(peak, 1),
+            peak_memory_mib=round(self._peak / 2**20, 1) if self._peak else None,
         )
 
     def _final_valid(self) -> dict[str, float] | None:
@@ -170,9 +169,9 @@ class Trainer:
         for batches in self._stream():
             rate = set_learning_rate(self.optimiser, config, at.step, self.total)
             losses += self.step(batches)
-            if self.average is not None:
-                self.average.update_parameters(self.bare_model)
             at.step += 1
+            if self.average is not None:
+                self.average.update(self.bare_model, at.step)
             counted += 1
             done = at.step == self.total
             evaluates = "valid" in self.task.splits and (done or at.step % eval_steps == 0)
@@ -187,7 +186,10 @@ class Trainer:
             self._check(loss)
             line = {"step": at.step, "loss": loss, "lr": rate}
             if evaluates:
+                # larger batches, another computation: what it takes is not what training takes
+                self._take_memory()
                 line |= _named("valid", self._judge(at))
+                self._begin_memory()
             self._note(log, line)
             if progress is not None:
                 progress(at.step, self.total, f"loss {loss:.3g}")
@@ -197,6 +199,14 @@ class Trainer:
                 break
             losses.zero_()
             counted, since = 0, time.perf_counter()
+
+    def _begin_memory(self) -> None:
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def _take_memory(self) -> None:
+        if self.accelerator.device.type == "cuda":
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated())
 
     def _stream(self) -> Iterator[list[Any]]:
         """The batches of each step that is still to do, on the device."""
@@ -208,12 +218,22 @@ class Trainer:
             pieces: list[Any] = []
             for batch in loader:
                 moved = to_device(batch, self.accelerator.device)
-                pieces.append(self.task.prepare(moved))
+                pieces.append(self._prepare(moved, len(pieces)))
                 if len(pieces) == self.config.accumulate:
                     yield pieces
                     pieces = []
                     if self.position.step == self.total:
                         return
+
+    def _prepare(self, batch: Any, piece: int) -> Any:
+        """Augment a batch, by numbers that no method's dropout has a part in."""
+        if type(self.task).prepare is Task.prepare:
+            return batch
+        device = self.accelerator.device
+        place = (self.config.seed, self.position.step, piece, self.accelerator.process_index)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
+            return self.task.prepare(batch)
 
     def _batches(self, epoch: int, start: int) -> EpochBatches:
         config, split = self.config, self.task.splits["train"]

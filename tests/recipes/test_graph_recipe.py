@@ -266,6 +266,33 @@ def test_evaluation_goes_from_small_to_large(data: Path) -> None:
     assert sum(map(len, parts)) == 24
 
 
+def test_what_fills_up_a_batch_is_dealt_out_to_all_padding(data: Path) -> None:
+    chosen = range(12)
+
+    def check(fillers: Tensor, padding: Tensor) -> None:
+        """They fall on padding alone, and on each of it as often, give or take one."""
+        assert len(fillers) > 1
+        times = torch.bincount(fillers, minlength=len(padding))
+        assert (times[~padding] == 0).all()
+        assert times[padding].max() - times[padding].min() <= 1
+
+    part = items(made(data, "molesol", "gps", pad_to_multiple=8))
+    batch = part.__getitems__(chosen)
+    real = int(part.graphs.edges[part.chosen[chosen]].sum())
+    for ends in batch["edge_index"].long():
+        check(ends[real:], batch["padding"].flatten())
+
+    part = items(made(data, "molesol", "graph-vit", pad_to_multiple=8))
+    batch, f = part.__getitems__(chosen), part.features
+    copies, joins = (int(f[name][part.chosen[chosen]].sum()) for name in ("copies", "joins"))
+    check(batch["copy_node"][copies:], ~batch["real_nodes"])
+    check(batch["copy_patch"][copies:], batch["padding"].flatten())
+    for ends in batch["copy_edges"]:
+        check(ends[joins:], ~batch["real_copies"])
+    edges = torch.arange(len(batch["edge_attr"]))
+    check(batch["copy_edge_id"][joins:], edges >= real)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("model", ["gps", "graph-vit"])
 def test_what_fills_up_a_batch_stays_small_in_deep_models(
@@ -335,6 +362,22 @@ def test_the_loss_never_asks_the_device(data: Path, model: str, method: str) -> 
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         loss = task.loss(task.model, {name: fake.from_tensor(t) for name, t in batch.items()})
         loss.backward()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_gradient_adds_up_rows_of_one_index_in_turn(data: Path, model: str) -> None:
+    """That of ``x[index]`` does on a GPU, for thousands of edges at one node if need be."""
+    task = made(data, "moltox21", model, local="gated")
+    loss = task.loss(task.model, items(task).__getitems__([0, 1, 2]))
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    names = {node.name() for node in seen}
+    assert "LinearBackward0" in names or "AddmmBackward0" in names
+    assert not any(name.startswith("IndexBackward") for name in names)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -30,7 +30,8 @@ class GINELayer(nn.Module):
     def forward(self, h: Tensor, edge_index: Tensor, e: Tensor) -> Tensor:
         """Nodes ``(N, dim)`` and embedded edges ``(E, dim)`` to nodes."""
         source, target = edge_index
-        messages = torch.relu(h[source] + e)
+        # not h[source]: the gradient of that adds up the edges of one node one after another
+        messages = torch.relu(h.index_select(0, source) + e)
         gathered = (1 + self.epsilon) * h
         gathered = gathered.index_add(0, target, messages.to(gathered.dtype))
         return self.out(h + self.dropout(torch.relu(self.norm(self.mlp(gathered)))))
@@ -132,14 +133,15 @@ class GraphViT(nn.Module):
     def encode_patches(self, batch: GraphViTBatch) -> Tensor:
         """``(S, dim)``: a token for each patch of each graph."""
         h = self.walk(self.nodes(batch.x), batch.walk)
-        e = self.edges(batch.edge_attr)[batch.copy_edge_id]
-        h = h[batch.copy_node]
+        e = self.edges(batch.edge_attr).index_select(0, batch.copy_edge_id)
+        h = h.index_select(0, batch.copy_node)
         patches, nodes = len(batch.patch_graph), len(batch.x)
         for number, layer in enumerate(self.gnn):
             if number:
                 mean = mean_by(batch.copy_patch, h, patches)
-                h = h + self.patch_to_node[number - 1](mean)[batch.copy_patch]
-                h = mean_by(batch.copy_node, h, nodes)[batch.copy_node]
+                of_patch = self.patch_to_node[number - 1](mean)
+                h = h + of_patch.index_select(0, batch.copy_patch)
+                h = mean_by(batch.copy_node, h, nodes).index_select(0, batch.copy_node)
             h = layer(h, batch.copy_edges, e)
         return self.patch_walk(mean_by(batch.copy_patch, h, patches), batch.patch_walk)
 

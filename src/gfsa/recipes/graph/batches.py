@@ -2,7 +2,8 @@
 
 A batch is padded to the size of its largest graph, rounded up; whatever else has a size (edges,
 copies of nodes) gets as much as the richest graphs of that size would need. So the shapes of a
-batch follow from the number of graphs and that one size.
+batch follow from the number of graphs and that one size. What fills up is dealt out to all that is
+padding: rows of one index are added up one after another on a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from gfsa.models.batch import Batch
@@ -131,16 +133,12 @@ class DenseItems(GraphItems):
         node, padding = self.nodes(graphs, size)
         edge, owner = spans(self.graphs.first_edge[graphs], self.graphs.edges[graphs])
         count = len(graphs) * int(self._most_edges[size // self.multiple])
-        # the last node of the first graph is padding
-        edge_index = torch.full((2, count), size - 1, dtype=torch.int32)
-        edge_index[:, : len(edge)] = self.graphs.edge_index[:, edge] + owner * size
-        edge_attr = self.graphs.edge_attr.new_zeros(count, self.graphs.edge_attr.shape[1])
-        edge_attr[: len(edge)] = self.graphs.edge_attr[edge]
+        edge_index = self.graphs.edge_index[:, edge] + owner * size
         batch = {
             "x": self.graphs.x[node].masked_fill_(padding[..., None], 0),
             "padding": padding,
-            "edge_index": edge_index,
-            "edge_attr": edge_attr,
+            "edge_index": _filled(edge_index, count, _rows(padding)).int(),
+            "edge_attr": F.pad(self.graphs.edge_attr[edge], (0, 0, 0, count - len(edge))),
         }
         for name in ("walk", "vectors"):
             if name in self.features:
@@ -192,24 +190,25 @@ class PatchItems(GraphItems):
         shared = self._first_shared[graphs][:, None, None] + slot
         shared = shared + slot[:, None] * f["patches"][graphs][:, None, None]
         apart = no_patch[:, :, None] | no_patch[:, None, :]
-        real_copies = torch.arange(count["copies"]) < len(copy)
+        # copies and edges that are not there, one of each at least
+        no_copy = torch.arange(len(copy), count["copies"])
+        no_edge = torch.arange(len(edge), count["edges"])
         walk = f["walk"][node].masked_fill_(no_node[..., None], 0)
         return {
             "x": self.graphs.x[node].masked_fill_(no_node[..., None], 0).flatten(0, 1),
-            "edge_attr": _filled(self.graphs.edge_attr[edge], count["edges"], 0),
+            "edge_attr": F.pad(self.graphs.edge_attr[edge], (0, 0, 0, len(no_edge))),
             "walk": walk.flatten(0, 1),
-            # what fills up belongs to the first graph's last node and last slot, both padding
-            "copy_node": _filled(f["copy_node"][copy] + of_copy * size, count["copies"], size - 1),
+            "copy_node": _filled(
+                f["copy_node"][copy] + of_copy * size, count["copies"], _rows(no_node)
+            ),
             "copy_patch": _filled(
-                f["copy_patch"][copy] + of_copy * slots, count["copies"], slots - 1
+                f["copy_patch"][copy] + of_copy * slots, count["copies"], _rows(no_patch)
             ),
             "copy_edges": _filled(
-                (f["copy_edges"][:, join] + first_copy[of_join]).T,
-                count["joins"],
-                count["copies"] - 1,
-            ).T.contiguous(),
+                f["copy_edges"][:, join] + first_copy[of_join], count["joins"], no_copy
+            ),
             "copy_edge_id": _filled(
-                f["copy_edge_id"][join] + first_edge[of_join], count["joins"], count["edges"] - 1
+                f["copy_edge_id"][join] + first_edge[of_join], count["joins"], no_edge
             ),
             "patch_graph": torch.arange(len(graphs)).repeat_interleave(slots),
             "patch_slot": slot.repeat(len(graphs)),
@@ -217,7 +216,7 @@ class PatchItems(GraphItems):
             "adjacency": f["shared"][shared.masked_fill_(apart, 0)].masked_fill_(apart, 0).float(),
             "padding": no_patch,
             "real_nodes": ~no_node.flatten(),
-            "real_copies": real_copies,
+            "real_copies": torch.arange(count["copies"]) < len(copy),
         }
 
     @staticmethod
@@ -227,11 +226,16 @@ class PatchItems(GraphItems):
         return PaddedPatches(**_wide(batch), y=None)
 
 
-def _filled(rows: Tensor, count: int, value: int) -> Tensor:
-    """``rows`` and as many more of ``value`` as make ``count``."""
-    filled = rows.new_full((count, *rows.shape[1:]), value)
-    filled[: len(rows)] = rows
-    return filled
+def _filled(values: Tensor, count: int, fillers: Tensor) -> Tensor:
+    """``(..., count)``: ``values``, then ``fillers`` in turn as often as it takes."""
+    lacking = torch.arange(count - values.shape[-1])
+    filling = fillers[lacking % len(fillers)]
+    return torch.cat([values, filling.expand(*values.shape[:-1], -1)], -1)
+
+
+def _rows(padding: Tensor) -> Tensor:
+    """The numbers of the rows that are padding, counted through the whole batch."""
+    return padding.flatten().nonzero()[:, 0]
 
 
 def _wide(batch: Tensors) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
     with :math:`s_i` one over the number of real rows, and zero for padding. Which rows are real is
     said by :func:`real_rows`; no operation here depends on how many there are, so that a step can
     be replayed as a CUDA graph. Were padding not kept at zero, it would grow from layer to layer
-    (all edges that fill up a batch meet in one node) until it overflows.
+    (edges that fill up a batch lead from it to itself) until it overflows.
     """
 
     rows: Rows | None = None

@@ -249,6 +249,8 @@ def test_the_planned_experiments_are_runs() -> None:
     # what is compared differs in the method alone
     assert len({settings_of(run.config) for run in runs}) == 1
     assert {run.config.seed for run in runs} == {0, 1, 2}
+    contranorm = {run.key().options for run in runs if run.method == "contranorm"}
+    assert contranorm == {"strength=0.01 form=vit"}
 
 
 def test_an_unknown_model_is_named(data: Path) -> None:

@@ -3,7 +3,8 @@
     gfsa train glue --method gfsa --set save_model=true …
     python benchmarks/prune_trained.py runs/glue/…/seed-0 --data-dir data
 
-Prints how many second passes can be spared and what that saves, on the test split's first batches.
+Prints how many second passes can be spared and what that saves, on the test split's first batches;
+the tolerance is found on those of valid.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     task = trained_task(arguments.run, arguments.data_dir, device)
-    batches = some_batches(task, arguments.batches, arguments.batch_size, device)
-
-    tolerance = largest_tolerance(task, batches, arguments.bound)
+    size = arguments.batch_size
+    # the tolerance is found on one split and judged on another
+    tolerance = largest_tolerance(
+        task, some_batches(task, "valid", arguments.batches, size, device), arguments.bound
+    )
+    batches = some_batches(task, "test", arguments.batches, size, device)
     pruned = copy.deepcopy(task.model)
     report = gfsa.prune(pruned, tolerance)
     change = largest_change(task, task.model, pruned, batches)
@@ -55,8 +59,10 @@ def main() -> None:
         print(f"a batch of {arguments.batch_size}, {precision}: {shown}")
 
 
-def some_batches(task: Task, count: int, size: int, device: torch.device) -> list[Any]:
-    split = task.splits["test"]
+def some_batches(
+    task: Task, split_name: str, count: int, size: int, device: torch.device
+) -> list[Any]:
+    split = task.splits[split_name]
     loader = evaluation_loader(split, InOrder(min(len(split), count * size), size))
     return [to_device(batch, device) for batch in loader]
 

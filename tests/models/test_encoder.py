@@ -115,6 +115,23 @@ def test_gradients_reach_every_parameter(attention: str) -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("plugged", [False, True])
+def test_under_autocast_efficient_attention_is_the_function(plugged: bool) -> None:
+    model, (_, padding) = small("efficient").float(), sequences()
+    coefficients = torch.tensor([0.0, 1.0])
+    if plugged:
+        gfsa.plug(model, K=4, w0=0.3, wK=-0.2)
+        coefficients = gfsa.filters_of(model)["blocks.0.attention"].coefficients()
+    attention = model.blocks[0].attention
+    x = torch.randn(3, 9, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k, v = attention.heads(x)
+        assert q.dtype == torch.bfloat16
+        y = gfsa.linear_graph_filter_attention(q, k, v, coefficients, padding)
+        assert torch.equal(attention(x, padding), attention.merge(y))
+
+
 def test_efficient_attention_is_linear_in_the_length() -> None:
     options = {"dim": 16, "depth": 1, "num_heads": 2, "ffn_dim": 16}
 

@@ -257,3 +257,19 @@ def test_autocast_stays_close() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         rough = model(batch).float()
     assert (rough - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plugged", [False, True])
+def test_under_autocast_the_map_keeps_float32(plugged: bool) -> None:
+    model, batch = small().float(), collator()(graphs())
+    if plugged:
+        gfsa.plug(model, w0=0.3, wK=-0.2)
+    attention = model.blocks[0].attention
+    given = batch.padding, batch.adjacency
+    x = torch.randn(*batch.padding.shape, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k, v = attention.heads(x)
+        got = attention.attend(q, k, v, *given)
+    assert q.dtype == got.dtype == torch.bfloat16
+    assert torch.equal(got, attention.attend(q, k, v, *given))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,14 @@ import torch
 from accelerate import Accelerator
 
 import gfsa.recipes
+from gfsa.recipes.checkpoints import checkpoints
 from gfsa.recipes.evaluate import evaluate
+from gfsa.recipes.locks import locked
 from gfsa.recipes.methods import METHODS, MethodConfig
 from gfsa.recipes.reload import trained_task
 from gfsa.recipes.row import Row, append_rows, read_rows
-from gfsa.recipes.run import Run, carry_out
-from support.toy_recipe import ToyConfig, ToyModel
+from gfsa.recipes.run import DivergedError, Run, carry_out
+from support.toy_recipe import ToyConfig, ToyModel, ToyTask
 
 
 def run(out: Path, method: str = "gfsa", resume: bool = False, **settings: Any) -> Run:
@@ -113,8 +117,6 @@ def test_interrupted_anywhere_it_ends_with_the_same_numbers(
     whole = run(tmp_path / "whole", **settings)
     expected = carry_out(whole)
 
-    from support.toy_recipe import ToyTask
-
     calls = iter(range(10_000))
     healthy = ToyTask.loss
 
@@ -136,7 +138,7 @@ def test_interrupted_anywhere_it_ends_with_the_same_numbers(
 _WORKER = """
 import sys
 from pathlib import Path
-from support.toy_recipe import ToyConfig, ToyModel
+from support.toy_recipe import ToyConfig, ToyModel, ToyTask
 from gfsa.recipes.run import Run, carry_out
 config = ToyConfig(epochs=30, checkpoint_every=1)
 carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", out=Path(sys.argv[1]),
@@ -224,8 +226,6 @@ def test_the_average_of_weights_is_what_its_formula_says() -> None:
 def test_augmentation_is_the_same_for_every_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from support.toy_recipe import ToyTask
-
     seen: dict[str, list[float]] = {"plain": [], "gfsa": []}
     healthy = ToyTask.loss
     for method, noise in seen.items():
@@ -245,9 +245,93 @@ def test_augmentation_is_the_same_for_every_method(
     assert len(set(seen["plain"])) == 12
 
 
-def test_divergence_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FloatingPointError, match="smaller lr"):
-        carry_out(run(tmp_path, explode_at=3))
+def test_divergence_is_an_error_and_a_result(tmp_path: Path) -> None:
+    one = run(tmp_path, explode_at=3)
+    with pytest.raises(DivergedError, match="smaller lr") as caught:
+        carry_out(one)
+    assert math.isnan(caught.value.row.test)
+    assert caught.value.row.steps == 6
+    append_rows(tmp_path / "toy.csv", [caught.value.row])
+    assert math.isnan(read_rows(tmp_path / "toy.csv")[0].test)
+
+
+def damage_newest(folder: Path, name: str) -> None:
+    (path,) = checkpoints(folder / "checkpoints")[0].rglob(name)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.bin", "randomness-0.pt", "loop.json"]
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = carry_out(run(tmp_path / "whole", epochs=3))
+    broken = run(tmp_path / "broken", epochs=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("gfsa.recipes.trainer.Trainer._final_valid", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(broken)
+    assert len(checkpoints(broken.folder / "checkpoints")) == 2
+    damage_newest(broken.folder, name)
+    with pytest.warns(UserWarning, match="passed over"):
+        row = carry_out(dataclasses.replace(broken, resume=True))
+    assert same(row, expected)
+
+
+def _interrupt(self: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_two_processes_are_not_at_the_same_run(tmp_path: Path) -> None:
+    one = run(tmp_path)
+    with locked(one.folder / ".lock", wait=False), pytest.raises(FileExistsError, match="another"):
+        carry_out(one)
+
+
+def test_a_run_is_resumed_as_it_was_or_not_at_all(tmp_path: Path) -> None:
+    one = run(tmp_path)
+    carry_out(one)
+    with pytest.raises(ValueError, match=r"model\.pt"):
+        carry_out(run(tmp_path, resume=True, save_model=True))
+    config = one.folder / "config.json"
+    config.write_text(config.read_text().replace('"processes": 1', '"processes": 2'))
+    with pytest.raises(ValueError, match="processes: 2 → 1"):
+        carry_out(run(tmp_path, resume=True))
+    config.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        carry_out(run(tmp_path, resume=True))
+
+
+def test_a_score_that_is_no_number_is_not_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy, calls = ToyTask.score, iter(range(100))
+
+    def first_is_nan(self: Any, predictions: Any) -> dict[str, float]:
+        scores = healthy(self, predictions)
+        return scores | {"accuracy": math.nan} if next(calls) == 0 else scores
+
+    monkeypatch.setattr(ToyTask, "score", first_is_nan)
+    row = carry_out(run(tmp_path, best=True, epochs=3))
+    assert row.valid is not None
+    assert math.isfinite(row.valid)
+
+
+def test_many_may_add_rows(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path))
+    table = tmp_path / "toy.csv"
+
+    def add() -> None:
+        for _ in range(20):
+            append_rows(table, [row])
+
+    threads = [threading.Thread(target=add) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read_rows(table) == [row] * 160
 
 
 def test_bad_settings_are_refused_before_anything_is_read() -> None:
@@ -269,9 +353,10 @@ def test_graphs_need_a_gpu(tmp_path: Path) -> None:
 _LAUNCHED = """
 import sys
 from pathlib import Path
-from support.toy_recipe import ToyConfig, ToyModel
+from support.toy_recipe import ToyConfig, ToyModel, ToyTask
 from gfsa.recipes.run import Run, carry_out
-config = ToyConfig(epochs=1, dropout=0.0, accumulate=int(sys.argv[2]))
+# more than one process has examples to evaluate
+config = ToyConfig(epochs=1, dropout=0.0, eval_batch_size=64)
 row = carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", device="cpu",
                     out=Path(sys.argv[1])))
 assert row.others == "count=30.0"
@@ -279,8 +364,6 @@ assert row.others == "count=30.0"
 
 
 def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from support.toy_recipe import ToyTask
-
     script = tmp_path / "launched.py"
     # without noise of their own in each process
     script.write_text(
@@ -293,7 +376,7 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launch, str(script), str(tmp_path / "two"), "1"],
+        [*launch, str(script), str(tmp_path / "two")],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -44,3 +44,15 @@ def test_schedules_rise_fall_and_end_where_told() -> None:
     assert share_of_peak(cosine, 50, 100) == pytest.approx(0.6)
     assert share_of_peak(cosine, 100, 100) == pytest.approx(0.2)
     assert share_of_peak(TrainConfig(schedule="constant"), 70, 100) == 1.0
+
+
+def test_filters_alone_may_learn() -> None:
+    model = _Model().requires_grad_(False)
+    model.filter.requires_grad_(True)
+    optimiser = build_optimiser(model, [model.filter], TrainConfig(), filter_lr=0.0)
+    (group,) = optimiser.param_groups
+    # zero is a rate like any other
+    assert group["lr"] == 0.0
+    model.filter.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        build_optimiser(model, [model.filter], TrainConfig(), filter_lr=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,52 @@ def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
     assert code == 1
     assert "1 of 2 runs done" in output
     assert "training has diverged" in output
+    diverged, healthy = read_rows(tmp_path / "results" / "toy.csv")
+    assert math.isnan(diverged.test)
+    assert healthy.method == "gfsa"
+
+
+def test_a_killed_process_does_not_take_the_others_along(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text(f"{TOY} --set die=true\n{TOY} --set epochs=1\n")
+    code, output = train(tmp_path, "--plan", str(plan), "--jobs", "2")
+    assert code == 1
+    assert "was killed" in output
     (row,) = read_rows(tmp_path / "results" / "toy.csv")
-    assert row.method == "gfsa"
+    assert row.settings == "epochs=1.0"
+
+
+def test_a_row_that_got_lost_is_added_later(tmp_path: Path) -> None:
+    words = [TOY, "--set", "epochs=1"]
+    train(tmp_path, *words)
+    (tmp_path / "results" / "toy.csv").unlink()
+    code, output = train(tmp_path, *words, "--resume")
+    assert code == 0
+    assert "was there" in output
+    assert len(read_rows(tmp_path / "results" / "toy.csv")) == 1
+
+
+def test_a_table_of_another_kind_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "toy.csv").write_text("a,b\n1,2\n")
+    code, output = train(tmp_path, TOY)
+    assert code == 2
+    assert "other columns" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_method_without_the_option_is_run_once(tmp_path: Path) -> None:
+    words = [TOY, "--method", "plain,gfsa", "--each", "filter_lr=1e-3,1e-2", "--set", "epochs=1"]
+    code, output = train(tmp_path, *words)
+    assert code == 0
+    assert "3 of 3 runs done" in output
+
+
+def test_models_of_the_same_name_are_two_models() -> None:
+    from gfsa.recipes.glue import GlueConfig
+
+    assert settings_of(GlueConfig(model="minilm")) == ""
+    assert settings_of(GlueConfig(model="a/bert")) != settings_of(GlueConfig(model="b/bert"))
 
 
 @pytest.mark.parametrize(

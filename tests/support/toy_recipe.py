@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ class ToyConfig(TrainConfig):
     examples: int = 44
     dropout: float = 0.2
     explode_at: int = -1
-    """Make the loss infinite from this step on."""
+    """Make the loss infinite at this step."""
+    die: bool = False
+    """Kill the process, as the system does when memory runs out."""
 
     def label(self) -> str:
         return "toy"
@@ -68,6 +72,8 @@ class ToyTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
         self.steps += 1
+        if self.config.die:
+            os.kill(os.getpid(), signal.SIGKILL)
         return loss * float("inf") if self.steps == self.config.explode_at else loss
 
     def prepare(self, batch: Any) -> Any:

@@ -56,14 +56,16 @@ def write_checkpoint(
     accelerator.wait_for_everyone()
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint."""
-    found = _all(folder)
-    return found[-1] if found else None
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, the newest first."""
+    return _all(folder)[::-1]
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
+    except ValueError as error:
+        raise ValueError(f"{checkpoint / _STATE} is damaged: {error}") from error
     return state
 
 

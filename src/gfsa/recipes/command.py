@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,10 +58,20 @@ def train(
     # launchers tell each process its place; asking torch would take a GPU for this one
     rank = int(os.environ.get("RANK", 0))
     console = Console(quiet=rank > 0)
+    # recipes of one's own lie where one stands, as for python -m
+    sys.path.append(os.getcwd())
     if show:
         _show(console)
         return
-    from gfsa.recipes.plan import Request, lacking, names_of, numbers_of, read_plan, setting_of
+    from gfsa.recipes.plan import (
+        Request,
+        lacking,
+        names_of,
+        numbers_of,
+        runs_of_plan,
+        setting_of,
+    )
+    from gfsa.recipes.row import check_table
 
     if bool(recipe) == (plan is not None):
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
@@ -74,9 +85,7 @@ def train(
     runs: list[Run] = []
     try:
         if plan is not None:
-            for request in read_plan(plan):
-                runs += request.runs(**places)
-            runs = list({run.folder: run for run in runs}.values())
+            runs = runs_of_plan(plan, **places)
             # whatever time cuts off, the seeds that are there are there for every method
             runs.sort(key=lambda run: run.config.seed)
         else:
@@ -89,6 +98,9 @@ def train(
                 each=tuple(setting_of(text) for text in each or []),
             )
             runs = request.runs(**places)
+        runs = list({run.folder: run for run in runs}.values())
+        for name in {run.key().recipe for run in runs}:
+            check_table(results / f"{name}.csv")
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
@@ -104,26 +116,27 @@ def train(
 
 def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
     """Run everything, add each row as it comes, and give the number of runs that failed."""
+    from gfsa.recipes.plan import lacking
     from gfsa.recipes.progress import many, one_at_a_time
     from gfsa.recipes.row import append_rows
     from gfsa.recipes.together import carry_out_all
 
+    done = [run for run in runs if run.resume and (run.folder / "row.json").exists()]
     if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise typer.BadParameter("--jobs is for one process; accelerate launch has started several")
-    begun_with_row = {run.folder for run in runs if (run.folder / "row.json").exists()}
     failed = 0
     with (one_at_a_time if jobs == 1 else many)(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row = finished.run, finished.row
-            if row is None:
+            if row is not None and write:
+                # a run whose row did not get here, for whatever reason, is not lost
+                append_rows(results / f"{row.recipe}.csv", [row] if lacking([run], results) else [])
+            if row is None or finished.error:
                 failed += 1
                 console.print(f"failed: {run}: {finished.error}", style="red", markup=False)
-            elif run.folder in begun_with_row:
-                console.print(f"was there: {run}: {row.metric} {row.test:.4f}", highlight=False)
             else:
-                if write:
-                    append_rows(results / f"{row.recipe}.csv", [row])
-                console.print(f"{run}: {row.metric} {row.test:.4f}", highlight=False)
+                was_there = "was there: " if run in done else ""
+                console.print(f"{was_there}{run}: {row.metric} {row.test:.4f}", highlight=False)
             advance()
     console.print(f"{len(runs) - failed} of {len(runs)} runs done; gfsa results shows the tables")
     return failed

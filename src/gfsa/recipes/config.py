@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -80,8 +81,9 @@ class TrainConfig:
         """Raise ValueError for settings that make no sense; subclasses add their own."""
         positive = ("epochs", "batch_size", "accumulate", "lr", "eval_every", "log_every")
         for name in positive:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be above 0 and finite, got {value}")
         at_least_zero = ("max_steps", "eval_batch_size", "weight_decay", "clip", "workers")
         for name in (*at_least_zero, "patience", "checkpoint_every", "min_lr", "seed"):
             if getattr(self, name) < 0:
@@ -103,7 +105,7 @@ class TrainConfig:
 
 
 # these change neither what is learned nor how fast
-_HARMLESS = (
+HARMLESS = (
     "seed",
     "workers",
     "log_every",
@@ -119,7 +121,12 @@ _HARMLESS = (
 def settings_of(config: TrainConfig) -> str:
     """What makes this experiment another than the recipe's: ``epochs=2 lr=0.001``."""
     changed = changed_settings(config)
-    return as_text({k: value for k, value in changed.items() if k not in config.in_label})
+    return as_text({k: v for k, v in changed.items() if not _told(config, k, v)})
+
+
+def _told(config: TrainConfig, name: str, value: Any) -> bool:
+    """Whether the label says it all; of a path it has the last part only."""
+    return name in config.in_label and "/" not in str(value)
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -128,7 +135,7 @@ def changed_settings(config: TrainConfig) -> dict[str, Any]:
     return {
         name: getattr(config, name)
         for name in field_names(config)
-        if name not in _HARMLESS and getattr(config, name) != getattr(defaults, name)
+        if name not in HARMLESS and getattr(config, name) != getattr(defaults, name)
     }
 
 

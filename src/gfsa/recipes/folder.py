@@ -8,13 +8,14 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from gfsa.bench.environment import commit, device_name, version_of
-from gfsa.recipes.checkpoints import latest_checkpoint
+from gfsa.recipes.checkpoints import checkpoints
 from gfsa.recipes.row import Row
 
 _PACKAGES = (
@@ -57,7 +58,7 @@ def write_json(path: Path, data: Any) -> None:
 def write_config(folder: Path, config: dict[str, Any], resume: bool) -> None:
     """Note what is run, or check that an interrupted run is asked to go on as it began."""
     path = folder / "config.json"
-    begun = (folder / "row.json").exists() or latest_checkpoint(folder / "checkpoints")
+    begun = (folder / "row.json").exists() or checkpoints(folder / "checkpoints")
     if not path.exists() or not begun:
         write_json(path, config)
         return
@@ -66,12 +67,26 @@ def write_config(folder: Path, config: dict[str, Any], resume: bool) -> None:
             f"{folder} holds a run already; --resume goes on with it, --out names another place, "
             "or delete it"
         )
-    # through JSON, as the old one came: tuples are lists there
-    old, new = json.loads(path.read_text()), json.loads(json.dumps(config))
-    differing = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    differing = differences(folder, config)
     if differing:
-        changes = ", ".join(f"{k}: {old.get(k)!r} → {new.get(k)!r}" for k in sorted(differing))
-        raise ValueError(f"{folder} was begun with other settings ({changes}); use another --out")
+        raise ValueError(
+            f"{folder} was begun with other settings ({', '.join(differing)}); use another --out"
+        )
+
+
+def differences(folder: Path, config: dict[str, Any], ignored: Sequence[str] = ()) -> list[str]:
+    """Where a run's settings are others than those in its folder: ``lr: 0.1 → 0.2``."""
+    # through JSON, as the old one came: tuples are lists there
+    old, new = read_json(folder / "config.json"), json.loads(json.dumps(config))
+    names = sorted((old.keys() | new.keys()) - set(ignored))
+    return [f"{k}: {old.get(k)!r} → {new.get(k)!r}" for k in names if old.get(k) != new.get(k)]
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, delete its folder to run anew: {error}") from error
 
 
 def environment(device: Any) -> dict[str, Any]:
@@ -110,4 +125,4 @@ def write_row(folder: Path, row: Row) -> None:
 def read_row(folder: Path) -> Row | None:
     """The result of a finished run, or None."""
     path = folder / "row.json"
-    return Row(**json.loads(path.read_text())) if path.exists() else None
+    return Row(**read_json(path)) if path.exists() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -159,6 +160,8 @@ def find_method(name: str) -> Method:
 
 def options_of(method: Method, config: MethodConfig) -> dict[str, Any]:
     """The options that differ from the defaults, all of which the method must use."""
+    if config.filter_lr is not None and not 0 <= config.filter_lr < math.inf:
+        raise ValueError(f"filter_lr must be a number of at least 0, got {config.filter_lr}")
     defaults = MethodConfig()
     changed = {
         field.name: getattr(config, field.name)

@@ -30,19 +30,34 @@ def build_optimiser(
     decayed = [p for name, p in named if p.dim() > 1 and name not in spared]
     decays = {id(p) for p in decayed} - theirs
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if id(p) in decays], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if id(p) not in decays], "weight_decay": 0.0},
-        {"params": [p for p in added if p.requires_grad], "weight_decay": 0.0},
+        {
+            "params": [p for p in rest if id(p) in decays],
+            "weight_decay": config.weight_decay,
+            "rate": config.lr,
+        },
+        {
+            "params": [p for p in rest if id(p) not in decays],
+            "weight_decay": 0.0,
+            "rate": config.lr,
+        },
+        {
+            "params": [p for p in added if p.requires_grad],
+            "weight_decay": 0.0,
+            "rate": config.lr if filter_lr is None else filter_lr,
+        },
     ]
-    for group, lr in zip(groups, (config.lr, config.lr, filter_lr or config.lr), strict=True):
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError("there is nothing to train: every parameter of the model is frozen")
+    device = groups[0]["params"][0].device
+    for group in groups:
+        group["peak"] = group.pop("rate")
         # a graph reads its learning rate from the device
-        group["lr"] = torch.tensor(lr, device=rest[0].device) if config.graphs else lr
-        group["peak"] = lr
-    on_gpu = rest[0].is_cuda
+        group["lr"] = torch.tensor(group["peak"], device=device) if config.graphs else group["peak"]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         betas=(0.9, config.beta2),
-        fused=on_gpu,
+        fused=device.type == "cuda",
         capturable=config.graphs,
     )
 

@@ -95,17 +95,33 @@ def read_plan(path: Path) -> list[Request]:
     ``#`` begins a comment; ``common`` and arguments on a line give these to every line below, up
     to the next ``common``.
     """
+    return [request for _, request in _lines_of(path)]
+
+
+def runs_of_plan(path: Path, **places: Any) -> list[Run]:
+    """The runs of every line; what is wrong is said with its line."""
+    runs: list[Run] = []
+    for number, request in _lines_of(path):
+        try:
+            runs += request.runs(**places)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+    return runs
+
+
+def _lines_of(path: Path) -> list[tuple[int, Request]]:
     requests = []
     common: list[str] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        words = shlex.split(line, comments=True)
-        if words[:1] == ["common"]:
-            common = words[1:]
-        elif words:
-            try:
-                requests.append(_parse(words[0], [*common, *words[1:]]))
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from error
+    # some editors begin a file with a mark
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        try:
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["common"]:
+                common = words[1:]
+            elif words:
+                requests.append((number, _parse(words[0], [*common, *words[1:]])))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
     if not requests:
         raise ValueError(f"{path} has no runs in it")
     return requests

@@ -11,7 +11,7 @@ import torch
 from gfsa.recipes import find_recipe
 from gfsa.recipes.config import field_names
 from gfsa.recipes.methods import MethodConfig, find_method
-from gfsa.recipes.run import seed_everything
+from gfsa.recipes.randomness import seed_everything
 from gfsa.recipes.task import Task
 
 

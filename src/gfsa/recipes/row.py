@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from gfsa.recipes.locks import locked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +57,37 @@ class Row:
     command: str = ""
 
 
-def append_rows(path: Path, rows: list[Row]) -> None:
-    """Add rows to a table, with a header if it is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def check_table(path: Path) -> None:
+    """Raise ValueError if rows cannot be added to ``path``."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
     names = [field.name for field in fields(Row)]
-    new = not path.exists() or path.stat().st_size == 0
-    if not new:
-        with path.open(newline="") as file:
-            header = next(csv.reader(file))
-        if header != names:
-            raise ValueError(
-                f"{path} has other columns than this version writes; "
-                f"expected {', '.join(names)}, got {', '.join(header)}; move it away first"
-            )
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        if new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({k: "" if v is None else v for k, v in asdict(row).items()})
+    with path.open(newline="") as file:
+        header = next(csv.reader(file))
+    if header != names:
+        raise ValueError(
+            f"{path} has other columns than this version writes; "
+            f"expected {', '.join(names)}, got {', '.join(header)}; move it away first"
+        )
+
+
+def append_rows(path: Path, rows: list[Row]) -> None:
+    """Add rows to a table, with a header if it is new; several processes may do so."""
+    with locked(path.with_name(f".{path.name}.lock"), wait=True):
+        check_table(path)
+        with path.open("a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    # a write was cut short: what follows begins a line of its own
+                    file.write(b"\r\n")
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            if not size:
+                writer.writeheader()
+            for row in rows:
+                writer.writerow({k: "" if v is None else v for k, v in asdict(row).items()})
 
 
 def read_rows(path: Path) -> list[Row]:

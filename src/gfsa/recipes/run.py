@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
+import gc
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -22,8 +23,9 @@ import gfsa
 from gfsa._version import __version__
 from gfsa.bench.environment import commit, device_name
 from gfsa.recipes import find_recipe
-from gfsa.recipes.config import TrainConfig, as_text, changed_settings, settings_of
+from gfsa.recipes.config import HARMLESS, TrainConfig, as_text, changed_settings, settings_of
 from gfsa.recipes.folder import (
+    differences,
     environment,
     now,
     read_row,
@@ -32,7 +34,9 @@ from gfsa.recipes.folder import (
     write_json,
     write_row,
 )
+from gfsa.recipes.locks import locked
 from gfsa.recipes.methods import MethodConfig, added_parameters, find_method, options_of
+from gfsa.recipes.randomness import seed_everything
 from gfsa.recipes.row import Row
 from gfsa.recipes.task import Task
 from gfsa.recipes.trainer import Outcome, Trainer
@@ -106,16 +110,34 @@ class Run:
         return " ".join(word for word in words if word) + f" seed {key.seed}"
 
 
+class DivergedError(FloatingPointError):
+    """Training came to no finite loss; that is a result, and has a row."""
+
+    def __init__(self, message: str, row: Row) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 def carry_out(run: Run, progress: Progress | None = None) -> Row:
     """Train, measure and write everything down; a finished run is not run again."""
     run.check()
-    folder, config = run.folder, run.config
-    finished = read_row(folder)
-    if finished is not None and run.resume:
-        return finished
+    # what an earlier run of this process left on the device counts as this one's otherwise
+    gc.collect()
     accelerator = _accelerator(run)
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+    finished = read_row(run.folder)
+    if finished is not None and run.resume:
+        _check_finished(run, accelerator.num_processes)
+        return finished
+    with _one_at_a_time(run.folder) if accelerator.is_main_process else nullcontext():
+        return _carry_out(run, accelerator, progress)
+
+
+def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) -> Row:
+    folder, config = run.folder, run.config
     if accelerator.is_main_process:
-        write_config(folder, _as_data(run), run.resume)
+        write_config(folder, _as_data(run, accelerator.num_processes), run.resume)
         write_json(folder / "environment.json", environment(accelerator.device))
     accelerator.wait_for_everyone()
     with _determinism(config.deterministic):
@@ -127,14 +149,47 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
         seed_everything(config.seed + 7919 * accelerator.process_index)
         new = added_parameters(task.model)
         trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
-        outcome = trainer.fit(run.resume, progress)
+        try:
+            outcome = trainer.fit(run.resume, progress)
+        except FloatingPointError as error:
+            row = _row(run, task, added, trainer.failure(), accelerator)
+            if accelerator.is_main_process:
+                write_row(folder, row)
+            raise DivergedError(str(error), row) from error
         row = _row(run, task, added, outcome, accelerator)
         if accelerator.is_main_process:
             _keep(task, trainer.bare_model, folder, config, run)
             write_row(folder, row)
-            # what they were for is reached
+            # what they were for is reached, or over
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            (folder / "error.txt").unlink(missing_ok=True)
     return row
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    try:
+        with locked(folder / ".lock", wait=False):
+            yield
+    except BlockingIOError as error:
+        raise FileExistsError(f"another process is at the run in {folder}") from error
+
+
+def _check_finished(run: Run, processes: int) -> None:
+    """A finished run is only handed out for what it was."""
+    differing = differences(run.folder, _as_data(run, processes), ignored=HARMLESS)
+    if differing:
+        raise ValueError(
+            f"{run.folder} holds a finished run with other settings ({', '.join(differing)}); "
+            "use another --out"
+        )
+    wanted = {"model.pt": run.config.save_model, "lens.html": run.config.lens}
+    for name, asked in wanted.items():
+        if asked and not (run.folder / name).exists():
+            raise ValueError(
+                f"{run.folder} holds a finished run that was not asked for {name}; "
+                "delete it to run again"
+            )
 
 
 def _build(run: Run) -> Task:
@@ -146,12 +201,6 @@ def _build(run: Run) -> Task:
             f"recipe {recipe.name} needs {error.name}, which is not installed: "
             f"pip install 'gfsa[{recipe.extra}]'"
         ) from error
-
-
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def _accelerator(run: Run) -> Accelerator:
@@ -172,6 +221,9 @@ def _accelerator(run: Run) -> Accelerator:
 @contextlib.contextmanager
 def _determinism(wanted: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        # cuBLAS wants to be told too, before it begins
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted or before)
     try:
         yield
@@ -179,8 +231,9 @@ def _determinism(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _as_data(run: Run) -> dict[str, Any]:
+def _as_data(run: Run, processes: int) -> dict[str, Any]:
     return {
+        "processes": processes,
         "recipe": run.recipe,
         "method": run.method,
         "options": dataclasses.asdict(run.options),
@@ -208,7 +261,7 @@ def _row(run: Run, task: Task, added: int, outcome: Outcome, accelerator: Accele
         seconds_per_step=outcome.seconds_per_step,
         peak_memory_mib=outcome.peak_memory_mib,
         jobs=run.jobs,
-        device=device_name(accelerator.device),
+        device=_devices(accelerator),
         precision=run.config.precision,
         torch=torch.__version__,
         gfsa=__version__,
@@ -216,6 +269,11 @@ def _row(run: Run, task: Task, added: int, outcome: Outcome, accelerator: Accele
         date=now(),
         command=run.command,
     )
+
+
+def _devices(accelerator: Accelerator) -> str:
+    count, name = accelerator.num_processes, device_name(accelerator.device)
+    return name if count == 1 else f"{count} × {name}"
 
 
 def _polynomials(model: nn.Module) -> list[gfsa.GraphFilter]:

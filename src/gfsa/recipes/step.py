@@ -77,8 +77,9 @@ class GraphedStep:
 
     def __call__(self, batches: list[Any]) -> Tensor:
         (batch,) = batches
-        shape = shapes_of(batch)
-        if not shape:
+        # what is no tensor is frozen into the graph, so it is part of what tells graphs apart
+        shape = shapes_of(batch), _rest_of(batch)
+        if not shape[0]:
             raise ValueError(
                 f"graphs=true needs batches of tensors in dicts, lists or dataclasses, "
                 f"got {type(batch).__name__}"
@@ -114,10 +115,22 @@ class GraphedStep:
 
     def _capture(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
         inputs = map_tensors(torch.clone, batch)
+        known = len(self.optimiser.state)
         graph = torch.cuda.CUDAGraph()
         # threads that read data may pin memory meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._work(inputs)
+        if len(self.optimiser.state) > known:
+            raise RuntimeError(
+                "a parameter got its first gradient while a step was captured, and its optimiser "
+                "state would begin anew at each replay; run this model with graphs=false"
+            )
         # the gradients belong to the graph: it makes them anew at each replay
         self.optimiser.zero_grad(set_to_none=True)
         return graph, inputs, loss
+
+
+def _rest_of(batch: Any) -> str:
+    """A batch without its tensors, as text."""
+    hollow = torch.empty(0)
+    return repr(map_tensors(lambda tensor: hollow, batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 import gfsa
 from gfsa.recipes.average import WeightAverage
 from gfsa.recipes.batches import EpochBatches, training_loader
-from gfsa.recipes.checkpoints import latest_checkpoint, read_state, write_checkpoint
+from gfsa.recipes.checkpoints import checkpoints, read_state, write_checkpoint
 from gfsa.recipes.config import TrainConfig
 from gfsa.recipes.evaluate import evaluate
 from gfsa.recipes.folder import write_metrics
 from gfsa.recipes.log import Log
 from gfsa.recipes.optimiser import build_optimiser, set_learning_rate
+from gfsa.recipes.randomness import load_randomness, save_randomness
 from gfsa.recipes.step import EagerStep, GraphedStep
 from gfsa.recipes.task import Task
 from gfsa.recipes.tree import to_device
@@ -132,16 +134,7 @@ class Trainer:
             write_metrics(self.folder, self.history)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
-        return Outcome(
-            test=test,
-            valid=valid,
-            moved=self._moved(),
-            epochs=round(self.position.step / self.steps_per_epoch, 3),
-            steps=self.position.step,
-            seconds=self.position.seconds,
-            seconds_per_step=median(self._rates) if self._rates else 0.0,
-            peak_memory_mib=round(self._peak / 2**20, 1) if self._peak else None,
-        )
+        return self._outcome(test, valid)
 
     def _final_valid(self) -> dict[str, float] | None:
         """What ``valid`` says of the weights that are reported."""
@@ -154,10 +147,31 @@ class Trainer:
                 return {name.removeprefix("valid/"): value for name, value in found.items()}
         return self._measure("valid")
 
+    def failure(self) -> Outcome:
+        """The outcome of a run that came to nothing."""
+        nothing = {self.task.metric: math.nan}
+        return self._outcome(nothing, nothing if "valid" in self.task.splits else None)
+
+    def _outcome(self, test: dict[str, float], valid: dict[str, float] | None) -> Outcome:
+        return Outcome(
+            test=test,
+            valid=valid,
+            moved=self._moved(),
+            epochs=round(self.position.step / self.steps_per_epoch, 3),
+            steps=self.position.step,
+            seconds=self.position.seconds,
+            seconds_per_step=median(self._rates) if self._rates else 0.0,
+            peak_memory_mib=round(self._peak / 2**20, 1) if self._peak else None,
+        )
+
     @property
     def judged(self) -> nn.Module:
         """The model that is evaluated: the average, if there is one."""
-        return self.model if self.average is None else self.average.module
+        if self.average is not None:
+            return self.average.module
+        # a wrapper that speaks to other processes would wait for one that has no batch
+        alone = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return self.bare_model if alone else self.model
 
     def _train(self, log: Log, progress: Callable[[int, int, str], None] | None) -> None:
         config, at = self.config, self.position
@@ -265,7 +279,8 @@ class Trainer:
         scores = self._measure("valid")
         score = scores[self.task.metric]
         sign = 1 if self.task.higher_is_better else -1
-        if at.best_score is None or sign * (score - at.best_score) > 0:
+        better = at.best_score is None or sign * (score - at.best_score) > 0
+        if math.isfinite(score) and better:
             at.best_score, at.best_step, at.worse = score, at.step, 0
             if self.config.best or self.config.patience:
                 state = self.judged.state_dict()
@@ -300,7 +315,8 @@ class Trainer:
     def _save(self) -> None:
         def save(folder: Path) -> None:
             self.accelerator.save_state(str(folder / "state"))
-            if self._best is not None:
+            save_randomness(folder / self._own_randomness())
+            if self._best is not None and self.accelerator.is_main_process:
                 torch.save(self._best, folder / _BEST)
 
         state = {"position": vars(self.position), "history": self.history, "rates": self._rates}
@@ -311,18 +327,38 @@ class Trainer:
             write_metrics(self.folder, self.history)
 
     def _resume(self) -> None:
-        checkpoint = latest_checkpoint(self.folder / "checkpoints")
-        if checkpoint is None:
-            return
+        """Go on from the newest checkpoint that can be read."""
+        found = checkpoints(self.folder / "checkpoints")
+        for checkpoint in found:
+            try:
+                self._load(checkpoint)
+                return
+            except Exception as error:
+                if self.accelerator.num_processes > 1:
+                    # the others may have read it: all of them go on together or not at all
+                    raise ValueError(f"{checkpoint} cannot be read, delete it: {error}") from error
+                warnings.warn(
+                    f"{checkpoint} cannot be read and is passed over: {error}", stacklevel=2
+                )
+        if found:
+            raise ValueError(f"no checkpoint in {found[0].parent} can be read; delete it")
+
+    def _load(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)
+        self.accelerator.load_state(str(checkpoint / "state"))
+        for group in self.optimiser.param_groups:
+            if isinstance(group["lr"], Tensor):
+                # it comes back on the CPU, where no graph would read it
+                group["lr"] = group["lr"].to(self.accelerator.device)
+        best = checkpoint / _BEST
+        if best.exists():
+            self._best = torch.load(best, map_location=self.accelerator.device, weights_only=True)
         self.position = _Position(**state["position"])
         self.history, self._rates = state["history"], state["rates"]
-        if (checkpoint / _BEST).exists():
-            self._best = torch.load(
-                checkpoint / _BEST, map_location=self.accelerator.device, weights_only=True
-            )
-        # last, since it also restores the random state
-        self.accelerator.load_state(str(checkpoint / "state"))
+        load_randomness(checkpoint / self._own_randomness())
+
+    def _own_randomness(self) -> str:
+        return f"randomness-{self.accelerator.process_index}.pt"
 
 
 def _learning(model: nn.Module) -> list[tuple[str, Any]]:

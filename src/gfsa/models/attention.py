@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gfsa.filters import GraphFilter
 from gfsa.functional import AttentionOperator
 from gfsa.operators import DenseOperator, LinearOperator, Operator
+from gfsa.operators.casting import autocast, no_autocast
 from gfsa.operators.dense import DropoutPlace
 
 
@@ -51,10 +52,18 @@ class SelfAttention(nn.Module, ABC):
 
     def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
         """Tokens ``(B, N, dim)`` to tokens; ``graph`` is what the subclass's map depends on."""
-        q, k, v = self.heads(x)
+        return self.merge(self.attend(*self.heads(x), *graph))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *graph: Tensor | None) -> Tensor:
+        """The map on the values, or its polynomial if a filter is plugged: ``(B, H, N, d)``."""
+        # operators keep maps and sums in float32: autocast casts once, here, and not within them
+        q, k, v = autocast(q, k, v)
+        with no_autocast(q.device):
+            return self._mixed(q, k, v, *graph)
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, *graph: Tensor | None) -> Tensor:
         operator = self.operator(q, k, *graph)
-        y = operator.apply(v) if self.plugged is None else self.plugged(operator, v)
-        return self.merge(y)
+        return operator.apply(v) if self.plugged is None else self.plugged(operator, v)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, ``(B, H, N, d)`` each."""
@@ -82,6 +91,10 @@ class SoftmaxAttention(SelfAttention):
     The mask is bool (True takes part) or an additive bias, broadcastable to ``(B, H, N, N)``; a
     learned bias gets its gradient, from every pass of a filter.
     """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *graph: Tensor | None) -> Tensor:
+        # its operator has casts of its own, that of the mask included
+        return self._mixed(q, k, v, *graph)
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
         (mask,) = graph or (None,)

@@ -438,7 +438,7 @@ def test_labels_are_scored_as_ogb_does(data: Path) -> None:
     output = torch.tensor([[0.1, 0.3, 0.0], [0.4, 9.0, 0.0], [0.5, 0.2, 0.0], [0.9, -9.0, 0.0]])
     halves = [{"output": output[:2], "y": y[:2]}, {"output": output[2:], "y": y[2:]}]
     # pairs in order: 3 of 4 and 1 of 1; precisions at the hits: (1 + 2/3) / 2 and 1
-    assert task.score(halves) == pytest.approx({"rocauc": 0.875, "ap": (5 / 6 + 1) / 2})
+    assert task.score(halves) == pytest.approx({"rocauc": 87.5, "ap": 100 * (5 / 6 + 1) / 2})
     with pytest.raises(ValueError, match="nothing to rank"):
         task.score([{"output": output, "y": torch.ones(4, 3)}])
 
@@ -450,7 +450,7 @@ def test_errors_and_accuracy_are_scored(data: Path) -> None:
     task = made(data, "mnist", "gps", encoding="none", encoding_size=0)
     logits = torch.eye(10)[[3, 4, 5]]
     assert task.score([{"output": logits, "y": torch.tensor([[3.0], [4.0], [6.0]])}]) == (
-        pytest.approx({"accuracy": 2 / 3})
+        pytest.approx({"accuracy": 200 / 3})
     )
 
 

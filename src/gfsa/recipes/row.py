@@ -73,7 +73,7 @@ def check_table(path: Path) -> None:
 
 def append_rows(path: Path, rows: list[Row]) -> None:
     """Add rows to a table, with a header if it is new; several processes may do so."""
-    with locked(path.with_name(f".{path.name}.lock"), wait=True):
+    with locked(path, wait=True):
         check_table(path)
         with path.open("a+b") as file:
             size = file.seek(0, os.SEEK_END)

@@ -174,7 +174,7 @@ class GraphTask(Task):
         y = torch.cat([batch["y"] for batch in predictions])
         if self.kind == "classes":
             right = output.argmax(1) == y[:, 0].long()
-            return {"accuracy": right.double().mean().item()}
+            return {"accuracy": 100 * right.double().mean().item()}
         if self.kind == "regression":
             error = (output - y).double()
             return {
@@ -191,7 +191,7 @@ class GraphTask(Task):
 
 
 def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
-    """Mean over labels of average precision and area under the ROC curve, as OGB takes them.
+    """Mean over labels of average precision and area under the ROC curve, as OGB takes them, ×100.
 
     A label counts if it has both answers among the graphs where it is known.
     """
@@ -206,7 +206,8 @@ def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
             areas.append(roc_auc_score(truth, score))
     if not areas:
         raise ValueError("no label has both answers in this split: there is nothing to rank")
-    return {"ap": sum(precisions) / len(areas), "rocauc": sum(areas) / len(areas)}
+    count = len(areas)
+    return {"ap": 100 * sum(precisions) / count, "rocauc": 100 * sum(areas) / count}
 
 
 def build(config: GraphConfig, data_dir: Path) -> GraphTask:

@@ -53,12 +53,11 @@ class Scale:
 
 
 def scale_of(table: ResultTable) -> Scale:
-    """Percent for shares, and digits enough for the spread over seeds of a typical line."""
+    """Digits enough for the spread over seeds of a typical line; rows have shares in percent."""
     values = [row.test for row in table.rows]
-    factor = percent_factor(table.metric, values)
-    spreads = [factor * line.std for line in table.lines if line.std]
-    size = factor * fmean(map(abs, values)) if values else 0.0
-    return Scale(factor, decimals_for(median(spreads) if spreads else None, size))
+    spreads = [line.std for line in table.lines if line.std]
+    size = fmean(map(abs, values)) if values else 0.0
+    return Scale(1, decimals_for(median(spreads) if spreads else None, size))
 
 
 def percent_factor(metric: str, values: Iterable[float]) -> int:

@@ -223,3 +223,14 @@ def test_the_plan_can_be_read() -> None:
     runs = [run for request in read_plan(plan) for run in request.runs()]
     assert {"plain", "gfsa", "gfsa-even"} <= {run.method for run in runs}
     assert {run.config.seed for run in runs} >= {0, 1, 2}
+
+
+def test_the_lens_sees_what_chooses(tmp_path: Path) -> None:
+    lines = corpus(40).splitlines(keepends=True)
+    for part, text in (("train", lines), ("valid", lines[20:]), ("test", lines[30:])):
+        write(tmp_path / f"wiki.{part}.tokens", "".join(text))
+    task = built(tmp_path)
+    example = task.example()["input_ids"]
+    blocks = {name: split.dataset.__getitems__([0]) for name, split in task.splits.items()}  # type: ignore[attr-defined]
+    alike = [name for name, one in blocks.items() if torch.equal(one["input_ids"], example)]
+    assert alike == ["valid"]

@@ -218,3 +218,14 @@ def test_the_plan_can_be_read() -> None:
     runs = [run for request in read_plan(plan) for run in request.runs()]
     assert {"plain", "gfsa"} <= {run.method for run in runs}
     assert {run.config.seed for run in runs} >= {0, 1, 2, 3, 4}
+
+
+def test_the_lens_sees_what_chooses(data: Path) -> None:
+    task = built(data, dataset="devign")
+    example = task.example()["input_ids"]
+    some = {
+        name: split.dataset.__getitems__(range(len(example)))  # type: ignore[attr-defined]
+        for name, split in task.splits.items()
+    }
+    alike = [name for name, one in some.items() if torch.equal(one["input_ids"], example)]
+    assert alike == ["valid"]

@@ -241,3 +241,16 @@ def test_the_plan_can_be_read() -> None:
     runs = [run for request in read_plan(plan) for run in request.runs()]
     assert {run.config.task for run in runs} >= {"cola", "rte", "stsb", "sst2", "qnli"}  # type: ignore[attr-defined]
     assert all(run.config.holdout > 0 for run in runs)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("holdout", "shown"), [(0.25, "valid"), (0.0, "test")])
+def test_the_lens_sees_what_chooses(holdout: float, shown: str, bert: str, data: Path) -> None:
+    task = built(config_for(bert, holdout=holdout), data)
+    splits = {
+        name: task.splits[name].dataset.__getitems__(range(min(8, len(task.splits[name]))))  # type: ignore[attr-defined]
+        for name in task.splits
+        if name != "train"
+    }
+    example = task.example()["input_ids"]
+    alike = [name for name, some in splits.items() if torch.equal(some["input_ids"], example)]
+    assert alike == [shown]

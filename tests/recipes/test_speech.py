@@ -316,3 +316,15 @@ def test_without_speechbrain_the_way_out_is_named(
     monkeypatch.setitem(sys.modules, "speechbrain.lobes.models.convolution", None)
     with pytest.raises(ImportError, match=r"gfsa\[speech\].*library=torch decoder_layers=0"):
         task_of(data, **JOINT)
+
+
+@pytest.mark.parametrize(("holdout", "shown"), [(0.2, "valid"), (0.0, "test")])
+def test_the_lens_sees_what_chooses(holdout: float, shown: str, data: Path) -> None:
+    task = task_of(data, holdout=holdout, **CTC_ALONE)
+    example = task.example()["features"]
+    alike = []
+    for name, split in task.splits.items():
+        some = split.dataset.__getitems__(list(range(min(8, len(split)))))  # type: ignore[attr-defined]
+        if torch.equal(some["features"], example):
+            alike.append(name)
+    assert alike == [shown]

@@ -98,7 +98,7 @@ class CausalLMTask(Task):
         )
         blocks = {name: Blocks(corpus.parts[name], config.block, name) for name in PARTS}
         self.splits = {name: Split(blocks[name], as_it_is) for name in PARTS}
-        self._example = blocks["test"].__getitems__([0])["input_ids"]
+        self._example = blocks["valid"].__getitems__([0])["input_ids"]
         model = _new(config, corpus.vocabulary) if config.scratch else _pretrained(config)
         if corpus.vocabulary > model.config.vocab_size:
             raise ValueError(
@@ -125,6 +125,7 @@ class CausalLMTask(Task):
         }
 
     def example(self) -> Any:
+        """The first block of the validation text."""
         return {"input_ids": self._example}
 
     def _cross_entropy(self, model: nn.Module, ids: Tensor, reduction: str) -> Tensor:

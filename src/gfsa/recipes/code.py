@@ -143,8 +143,9 @@ class CodeTask(Task):
                 part = CodePart(part.functions[rows], part.labels[rows])
             examples = CodeExamples(encoded.texts, part, config.pad_to_multiple, config.longest)
             self.splits[name] = Split(examples, as_it_is, examples.lengths.tolist())
-        some = list(range(min(_EXAMPLES, len(examples))))
-        self._example = examples.__getitems__(some)
+            if name == "valid":
+                some = list(range(min(_EXAMPLES, len(examples))))
+                self._example = examples.__getitems__(some)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits = model(batch["input_ids"], batch["attention_mask"])
@@ -166,6 +167,7 @@ class CodeTask(Task):
         }
 
     def example(self) -> Any:
+        """Some functions to choose on."""
         return {name: value for name, value in self._example.items() if name != "labels"}
 
 

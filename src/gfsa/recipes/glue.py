@@ -81,9 +81,8 @@ class GlueTask(Task):
             config.fraction,
         )
         self.splits = {name: texts.split() for name, texts in encoded.items()}
-        self._example = encoded["test"].__getitems__(
-            list(range(min(_EXAMPLES, len(encoded["test"]))))
-        )
+        shown = encoded.get("valid", encoded["test"])
+        self._example = shown.__getitems__(list(range(min(_EXAMPLES, len(shown)))))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits = self._logits(model, batch)
@@ -102,6 +101,7 @@ class GlueTask(Task):
         return {name: 100 * value for name, value in _METRICS[self.metric](labels, found).items()}
 
     def example(self) -> Any:
+        """Some texts to choose on (to report on, if there are none)."""
         return {name: value for name, value in self._example.items() if name != "labels"}
 
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:

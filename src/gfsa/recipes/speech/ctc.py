@@ -6,8 +6,7 @@ Here the forward variables α and the backward ones β are one recursion over th
     α_t(s) = p_t(y_s)·(α_{t−1}(s) + α_{t−1}(s−1) + [y_s ≠ y_{s−2}]·α_{t−1}(s−2)),
 
 β being the α of time and labels reversed, and the gradient is their product. It takes four small
-kernels a frame: fine for utterances of some hundred frames. Numbers are filled in by
-``masked_fill``: ``where`` would copy them to the device, which a graph cannot.
+kernels a frame: fine for utterances of some hundred frames.
 """
 
 from __future__ import annotations

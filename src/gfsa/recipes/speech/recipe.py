@@ -131,9 +131,10 @@ class SpeechTask(Task):
         return scores
 
     def example(self) -> dict[str, Tensor]:
-        """A few test utterances."""
-        count = min(8, len(self.splits["test"]))
-        batch = self.splits["test"].dataset.__getitems__(list(range(count)))  # type: ignore[attr-defined]
+        """A few utterances to choose on (to report on, if there are none)."""
+        split = self.splits.get("valid", self.splits["test"])
+        count = min(8, len(split))
+        batch = split.dataset.__getitems__(list(range(count)))  # type: ignore[attr-defined]
         inputs = {name: batch[name] for name in ("features", "frames")}
         if self.config.decoder_layers:
             inputs["tokens"] = F.pad(batch["tokens"], (1, 0), value=BEGIN)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,8 +66,102 @@ def test_official_sizes_are_not_worth_a_word(tmp_path: Path) -> None:
         read_glue(tmp_path, "rte")
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"CoLA/train.tsv.*gluebenchmark.com"):
+def test_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    message = r"CoLA/train.tsv.*gluebenchmark.com.*or pip install datasets"
+    with pytest.raises(FileNotFoundError, match=message):
+        read_glue(tmp_path, "cola")
+
+
+# what the hub calls its columns, and labels as it gives them
+HUB: dict[str, tuple[tuple[str, ...], list[Any]]] = {
+    "cola": (("sentence",), [0, 1]),
+    "sst2": (("sentence",), [0, 1]),
+    "mrpc": (("sentence1", "sentence2"), [0, 1]),
+    "qqp": (("question1", "question2"), [0, 1]),
+    "stsb": (("sentence1", "sentence2"), [3.8, 0.0]),
+    "mnli": (("premise", "hypothesis"), [0, 1, 2]),
+    "qnli": (("question", "sentence"), [0, 1]),
+    "rte": (("sentence1", "sentence2"), [0, 1]),
+}
+
+
+class HubPart(dict[str, list[Any]]):
+    """As much of a ``datasets.Dataset`` as is used: columns by name."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self)
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, bad: int = 0, rows: int = 6) -> list[tuple[str, ...]]:
+    """A package ``datasets`` without a network; gives a list of what it will be asked for."""
+    asked: list[tuple[str, ...]] = []
+
+    def load_dataset(repository: str, name: str, split: str) -> HubPart:
+        asked.append((repository, name, split))
+        columns, labels = HUB[name]
+        texts = {
+            column: [f" {split} {sentence(i + 100 * at)}" for i in range(rows)]
+            for at, column in enumerate(columns)
+        }
+        answers = [-1] * bad + [labels[i % len(labels)] for i in range(bad, rows)]
+        return HubPart(**texts, label=answers, idx=list(range(rows)))
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+@unofficial
+@pytest.mark.parametrize("name", TASKS)
+def test_without_files_the_hub_is_asked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = hub(monkeypatch)
+    with pytest.warns(UserWarning, match=r"train.tsv.* is taken from nyu-mll/glue on the hub"):
+        train, dev = read_glue(tmp_path, name)
+    part = {"mnli-m": "validation_matched", "mnli-mm": "validation_mismatched"}
+    task, split = name.split("-")[0], part.get(name, "validation")
+    assert asked == [("nyu-mll/glue", task, "train"), ("nyu-mll/glue", task, split)]
+    columns, labels = HUB[task]
+    assert train.first == [f"train {sentence(i)}" for i in range(6)]
+    assert dev.first[0] == f"{split} {sentence(0)}"
+    assert (train.second is None) == (len(columns) == 1)
+    if train.second is not None:
+        assert train.second == [f"train {sentence(i + 100)}" for i in range(6)]
+    assert train.labels == [labels[i % len(labels)] for i in range(6)]
+
+
+@unofficial
+def test_with_files_the_hub_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hub(monkeypatch)
+    write_glue(tmp_path, "CoLA", train=4, dev=3)
+    assert len(read_glue(tmp_path, "cola")[0].labels) == 4
+    assert not asked
+
+
+@pytest.mark.filterwarnings("ignore:.*is taken from nyu-mll/glue")
+def test_the_hub_is_checked_as_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub(monkeypatch, bad=1, rows=200)
+    expected = "nyu-mll/glue cola train: 1 of 200 rows cannot be used; line 1: label '-1' is none"
+    with pytest.warns(UserWarning, match="rows cannot be used") as told:
+        read_glue(tmp_path, "cola")
+    messages = [str(one.message) for one in told]
+    assert any(expected in message for message in messages)
+    assert any("train has 199 usable rows, the official file 8,551" in m for m in messages)
+    monkeypatch.setitem(HUB, "cola", (("text",), [0]))
+    read_glue.cache_clear()
+    with pytest.raises(ValueError, match="should have the columns sentence, label, it has text"):
+        read_glue(tmp_path, "cola")
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*arguments: Any, **options: Any) -> Any:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    message = r"CoLA/train.tsv.*gluebenchmark.com.*from the hub either: ConnectionError: no route"
+    with pytest.raises(FileNotFoundError, match=message):
         read_glue(tmp_path, "cola")
 
 

@@ -1,14 +1,18 @@
 """GLUE from its official files (``CoLA/train.tsv``) or one file a split (``cola_train.tsv.xz``).
 
-The labels of GLUE's test sets are hidden: what is read are the training and the development sets.
+Where there are none and the package ``datasets`` is installed, it comes from the hub. The labels
+of GLUE's test sets are hidden: what is read are the training and the development sets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+from gfsa.recipes.data.glue_hub import fetch
 from gfsa.recipes.data.text_files import BadRows, check_count, find_file, read_lines
 from gfsa.recipes.task import DataSource
 
@@ -112,7 +116,7 @@ TASKS = {
     "stsb": GlueTask(
         folder="STS-B",
         texts=(_FIRST, _SECOND),
-        label=("score",),
+        label=("score", "label"),
         labels=(),
         metric="spearman",
         train_rows=5_749,
@@ -163,14 +167,26 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
     task = TASKS[name]
     if data_dir.name == task.folder:
         data_dir = data_dir.parent
-    train = find_file(data_dir, task.train_names(), SOURCE, _FOLDERS)
-    dev = find_file(data_dir, task.dev_names(), SOURCE, _FOLDERS)
+    try:
+        train = find_file(data_dir, task.train_names(), SOURCE, _FOLDERS)
+        dev = find_file(data_dir, task.dev_names(), SOURCE, _FOLDERS)
+    except FileNotFoundError as missing:
+        parts = "train", task.dev.replace("dev", "validation")
+        of_train, of_dev = fetch(name.split("-")[0], parts, missing)
+        return (
+            _from_hub(*of_train, task, task.train_rows),
+            _from_hub(*of_dev, task, task.dev_rows),
+        )
     sampled = task.sample and train.name.startswith(task.sample)
     train_rows = task.sample_rows if sampled else task.train_rows
-    return _read(train, task, train_rows), _read(dev, task, task.dev_rows)
+    return _from_file(train, task, train_rows), _from_file(dev, task, task.dev_rows)
 
 
-def _read(path: Path, task: GlueTask, official: int) -> Sentences:
+Row = list[str] | str
+"""Texts and, last, the label as official files have them; or what is wrong with the row."""
+
+
+def _from_file(path: Path, task: GlueTask, official: int) -> Sentences:
     lines = read_lines(path)
     columns, start = lines[0].split("\t"), 1
     places = _places(columns, task)
@@ -180,31 +196,68 @@ def _read(path: Path, task: GlueTask, official: int) -> Sentences:
     if places is None:
         raise ValueError(
             f"{path} is not {task.folder}: its first line should name the columns "
-            f"{', '.join(' or '.join(names) for names in (*task.texts, task.label))}, "
-            f"it is {lines[0][:100]!r}"
+            f"{_wanted(task)}, it is {lines[0][:100]!r}"
         )
-    *text_at, label_at = places
-    texts: list[list[str]] = [[] for _ in text_at]
+
+    def rows(places: list[int]) -> Iterator[Row]:
+        for line in lines[start:]:
+            fields = line.split("\t")
+            if len(fields) == len(columns):
+                yield [fields[at].strip() for at in places]
+            else:
+                yield f"expected {len(columns)} fields, got {len(fields)}"
+
+    return _sentences(path, task, rows(places), start + 1, official)
+
+
+def _from_hub(where: str, part: Any, task: GlueTask, official: int) -> Sentences:
+    columns = list(part.column_names)
+    places = _places(columns, task)
+    if places is None:
+        raise ValueError(
+            f"{where} should have the columns {_wanted(task)}, it has {', '.join(columns)}"
+        )
+    *texts, labels = (part[columns[at]] for at in places)
+    rows = (
+        [*(text.strip() for text in row), _as_in_files(label, task.labels)]
+        for *row, label in zip(*texts, labels, strict=True)
+    )
+    return _sentences(where, task, rows, 1, official)
+
+
+def _as_in_files(label: float, classes: tuple[str, ...]) -> str:
+    """The hub numbers the classes in our order."""
+    return classes[int(label)] if 0 <= label < len(classes) else str(label)
+
+
+def _sentences(
+    where: Path | str, task: GlueTask, rows: Iterable[Row], first: int, official: int
+) -> Sentences:
+    """The usable rows; ``first`` is the number of the first one, for reports."""
+    texts: list[list[str]] = [[] for _ in task.texts]
     labels: list[float] = []
-    bad = BadRows(path)
-    for number, line in enumerate(lines[start:], start + 1):
-        fields = line.split("\t")
-        if len(fields) != len(columns):
-            bad.add(number, f"expected {len(columns)} fields, got {len(fields)}")
+    bad = BadRows(where)
+    for number, row in enumerate(rows, first):
+        if isinstance(row, str):
+            bad.add(number, row)
             continue
-        row = [fields[at].strip() for at in text_at]
-        label = _label(fields[label_at].strip(), task.labels)
+        *words, answer = row
+        label = _label(answer, task.labels)
         if isinstance(label, str):
             bad.add(number, label)
-        elif not all(row):
+        elif not all(words):
             bad.add(number, "a text is empty")
         else:
             labels.append(label)
-            for column, text in zip(texts, row, strict=True):
+            for column, text in zip(texts, words, strict=True):
                 column.append(text)
     bad.report(len(labels))
-    check_count(path, len(labels), official)
+    check_count(where, len(labels), official)
     return Sentences(texts[0], texts[1] if len(texts) > 1 else None, labels)
+
+
+def _wanted(task: GlueTask) -> str:
+    return ", ".join(" or ".join(names) for names in (*task.texts, task.label))
 
 
 def _places(columns: list[str], task: GlueTask) -> list[int] | None:

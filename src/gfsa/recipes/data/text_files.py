@@ -58,7 +58,7 @@ def read_lines(path: Path) -> list[str]:
 class BadRows:
     """Rows of a file that could not be used, and why; at the end they are reported."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = path
         self.count = 0
         self.examples: list[str] = []
@@ -88,7 +88,7 @@ class BadRows:
         warnings.warn(f"{message}. They are left out", stacklevel=3)
 
 
-def check_count(path: Path, found: int, official: int, what: str = "usable rows") -> None:
+def check_count(path: Path | str, found: int, official: int, what: str = "usable rows") -> None:
     """Warn if a file has another size than the official one."""
     if found != official:
         warnings.warn(

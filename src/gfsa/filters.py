@@ -59,6 +59,9 @@ class GraphFilter(nn.Module):
     #: ("attention"), or on entries of H ("filter")
     dropout_after: DropoutPlace = "attention"
 
+    #: whether the filter is a polynomial of A; what is none has no coefficients
+    is_polynomial = True
+
     #: whether this process has some of the heads only (tensor parallel)
     heads_are_sharded = False
 

@@ -5,12 +5,16 @@ Screenshots of every run are kept in ``test-artefacts/lens`` to be looked at.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 
+import gfsa
 from support.chromium import Browser, install_chromium
 from support.reports import example_report
 
@@ -194,3 +198,27 @@ def test_a_page_without_spectra_says_so(browser: Browser, tmp_path: Path) -> Non
     assert marks(browser, "cosine") > 0
     assert marks(browser, "response") == 0
     assert "Not measured" in text(browser, '[data-plot="response"] .canvas')
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "compared"])
+def test_a_method_that_is_no_polynomial_has_a_page(
+    browser: Browser, tmp_path: Path, together: bool
+) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=3)
+    scaled = copy.deepcopy(model)
+    gfsa.baselines.apply(scaled, "attnscale")
+    models = {"attnscale": scaled} | ({"plain": model} if together else {})
+    report = gfsa.diagnose(models, torch.randn(2, 3, 32, 32), progress=False)
+    assert "no polynomial" in next(iter(report.models["attnscale"].skipped.values()))
+    path = tmp_path / "other.html"
+    report.to_html(path)
+    browser.size(1440, 900)
+    browser.open(path)
+    assert browser.complaints() == []
+    assert marks(browser, "cosine") > 0
+    if together:
+        # the one that has maps to show is looked at first; the other says why it has none
+        browser.run("document.getElementById('heat-model').value = '0'")
+        browser.run("document.getElementById('heat-model').onchange()")
+    assert "no polynomial" in text(browser, '[data-plot="heat"] .canvas')
+    assert browser.complaints() == []

@@ -13,6 +13,8 @@ from gfsa.filters import GraphFilter, Polynomial
 class BaselineFilter(GraphFilter):
     """Takes the place of a filter in a plugged layer, without being a polynomial of A."""
 
+    is_polynomial = False
+
     def __init__(
         self, num_heads: int, basis: Tensor | None = None, lr_multiplier: float = 1.0
     ) -> None:

@@ -127,6 +127,12 @@ def _look(
             advance()
         if not recorder.layers:
             raise ValueError("no attention layer ran: the inputs were empty")
+        skipped |= {
+            n: f"{type(s.filter).__name__} is no polynomial of its map: its tokens are shown, "
+            "its response is not"
+            for n, s in sockets.items()
+            if not s.filter.is_polynomial
+        }
         own = [s.filter for n, s in sockets.items() if n not in bare]
         first = next(iter(recorder.layers.values()))
         return ModelReading(

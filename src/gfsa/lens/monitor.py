@@ -137,7 +137,8 @@ class Monitor:
         """The mean coefficients of each layer, counted over all attention layers."""
         depth = {name: number for number, name in enumerate(self._attention, start=1)}
         values = {}
-        for name, made in filters_of(self.model).items():
+        filters = {n: f for n, f in filters_of(self.model).items() if f.is_polynomial}
+        for name, made in filters.items():
             for power, value in enumerate(made.coefficients().detach().mean(0).tolist()):
                 values[f"{self.prefix}/c{power}/{depth[name]:02d}"] = value
         return values

@@ -127,7 +127,7 @@ class Recorder:
                 self._title(key), self.sockets[key[0]].filter, bare=key[0] in bare
             )
             for key, record in self.layers.items()
-            if key[0] in self.chosen
+            if key[0] in self.chosen and self.sockets[key[0]].filter.is_polynomial
         ]
 
     def _title(self, key: Key) -> str:
@@ -182,7 +182,7 @@ class Recorder:
                     self.layers[now.key] = LayerRecord(depth, self.looks, self.watch)
                 if first:
                     self._begin(now)
-                if name in self.chosen:
+                if name in self.chosen and made.is_polynomial:
                     self.layers[now.key].add_attention(made, operator, v, output, now.mask)
             finally:
                 self._now = now

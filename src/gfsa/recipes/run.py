@@ -278,8 +278,7 @@ def _devices(accelerator: Accelerator) -> str:
 
 def _polynomials(model: nn.Module) -> list[gfsa.GraphFilter]:
     """The model's filters, without those of other methods that are no polynomial of A."""
-    found = gfsa.filters_of(model).values()
-    return [f for f in found if type(f).__module__ == gfsa.GraphFilter.__module__]
+    return [f for f in gfsa.filters_of(model).values() if f.is_polynomial]
 
 
 def _coefficients(model: nn.Module) -> str:
@@ -294,8 +293,7 @@ def _coefficients(model: nn.Module) -> str:
 
 def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: Run) -> None:
     """What the run leaves besides numbers."""
-    filters, polynomials = gfsa.filters_of(model), _polynomials(model)
-    if polynomials:
+    if _polynomials(model):
         gfsa.save(model, folder / "filters")
     if config.save_model:
         torch.save(model.state_dict(), folder / "model.pt")
@@ -303,9 +301,6 @@ def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: 
         example = task.example()
         if example is None:
             warnings.warn(f"recipe {run.recipe} gives the lens nothing to look at", stacklevel=2)
-            return
-        if len(filters) > len(polynomials):
-            warnings.warn(f"the lens has no page for {run.method}: no polynomial", stacklevel=2)
             return
         device = next(model.parameters()).device
         report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)

@@ -136,8 +136,15 @@ function formula(row) {
   return `H = ${terms.map(([value, name], i) => `${i ? signed(value) : show(value).replace("-", "−")}·${name}`).join(" ")}`;
 }
 
+const noPolynomial = "This model's method is no polynomial of its attention maps: its tokens are shown, its response is not.";
+
 function drawHeat() {
   const model = models[state.model];
+  if (!model.attention.length) {
+    document.getElementById("heat-meaning").textContent = "";
+    canvasOf("heat").replaceChildren(element("p", { class: "nothing" }, noPolynomial));
+    return;
+  }
   const list = quantities(model);
   const quantity = list.find((one) => one.key === state.quantity) || list[0];
   document.getElementById("heat-meaning").textContent = quantity.meaning;
@@ -167,6 +174,12 @@ function drawHeat() {
 
 function drawHead() {
   const model = models[state.model];
+  if (!model.attention.length) {
+    document.getElementById("head-title").textContent = model.name;
+    document.getElementById("head-facts").textContent = noPolynomial;
+    for (const plot of ["head-response", "head-sigma"]) canvasOf(plot).replaceChildren();
+    return;
+  }
   const [row, head] = state.head;
   const layer = model.attention[row];
   const coefficients = layer.coefficients[head];

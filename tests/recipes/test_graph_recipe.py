@@ -133,6 +133,18 @@ def test_the_table_tells_what_was_given_and_nothing_else() -> None:
     assert gps.label() == "molhiv gps"
     assert settings_of(gps) == ""
     assert settings_of(override(gps, {"epochs": "3", "seed": "4"})) == "epochs=3.0"
+    # what another model has by default is worth telling, what this one has is not
+    for name, told in (("gps", "group_by_length=True"), ("graphormer", "")):
+        given = override(GraphConfig(), {"group_by_length": "true", "model": name})
+        assert settings_of(given) == told
+
+
+def test_the_command_of_a_row_is_its_run() -> None:
+    given = {"model": "graph-vit", "data": "molhiv", "group_by_length": "true", "lr": "0.0002"}
+    one = Run(recipe="graph", config=override(GraphConfig(), given))
+    settings = dict(word.split("=") for word in one.command.split() if "=" in word)
+    assert settings == {**given, "group_by_length": "True"}
+    assert override(GraphConfig(), settings) == one.config
 
 
 @pytest.mark.parametrize(("data", "model"), list(itertools.product(get_args(DataName), MODELS)))

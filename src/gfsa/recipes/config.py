@@ -103,6 +103,10 @@ class TrainConfig:
         """What is trained, for tables: the data set, or the data set and the model."""
         raise NotImplementedError
 
+    def usual(self) -> TrainConfig:
+        """The recipe's defaults, for telling what was changed."""
+        return type(self)()
+
 
 # these change neither what is learned nor how fast
 HARMLESS = (
@@ -131,7 +135,7 @@ def _told(config: TrainConfig, name: str, value: Any) -> bool:
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
     """Settings that matter and are not the recipe's defaults."""
-    defaults = type(config)()
+    defaults = config.usual()
     return {
         name: getattr(config, name)
         for name in field_names(config)

@@ -43,6 +43,8 @@ _FOLLOWS: dict[str, Any] = {
 class GraphConfig(TrainConfig):
     """Settings that are not given follow the model and the data set, as in the papers."""
 
+    in_label = ("data", "model")
+
     data: DataName = "zinc"
     model: ModelName = "graphormer-slim"
 
@@ -95,11 +97,9 @@ class GraphConfig(TrainConfig):
             if isinstance(getattr(self, name), FromPaper):
                 object.__setattr__(self, name, marked(paper[name]))
 
-    @property
-    def in_label(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the label tells: the model and the data set, and so all that follows from them."""
-        following = [name for name in FOLLOWING if isinstance(getattr(self, name), FromPaper)]
-        return ("data", "model", *following)
+    def usual(self) -> GraphConfig:
+        """What follows from this model and data set; these two themselves as in other recipes."""
+        return GraphConfig(**paper_settings(self.model, self.data))
 
     def check(self) -> None:
         super().check()

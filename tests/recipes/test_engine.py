@@ -156,7 +156,9 @@ def _newest(out: Path) -> int:
 def test_killed_without_warning_it_goes_on(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-c", _WORKER, str(tmp_path / "killed")]
-    environ = {**os.environ, "PYTHONPATH": str(tests)}
+    # sums are split among threads: to the bit means on as many
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environ = {**os.environ, **threads, "PYTHONPATH": str(tests)}
     killed = 0
     # a checkpoint after every step: most kills fall into the writing of one
     for after in (3, 8):

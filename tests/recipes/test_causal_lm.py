@@ -16,6 +16,7 @@ from gfsa.recipes.methods import MethodConfig
 from gfsa.recipes.plan import read_plan
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
+from support.interrupting import ends_as_if_never_interrupted
 from support.tiny_texts import corpus, save_model, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
@@ -199,23 +200,10 @@ def test_whole_runs(data: Path, tmp_path: Path) -> None:
 def test_an_interrupted_run_comes_to_the_same_end(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = trained(data, tmp_path / "whole", "gfsa")
-    calls = []
-    loss = CausalLMTask.loss
+    def train(out: Path, **changes: Any) -> Row:
+        return trained(data, out, "gfsa", **changes)
 
-    def interrupted(self: CausalLMTask, model: Any, batch: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return loss(self, model, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CausalLMTask, "loss", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trained(data, tmp_path / "cut", "gfsa")
-    resumed = trained(data, tmp_path / "cut", "gfsa", resume=True)
-    outcome = ("test", "valid", "others", "moved", "coefficients", "steps")
-    assert [getattr(resumed, n) for n in outcome] == [getattr(whole, n) for n in outcome]
+    ends_as_if_never_interrupted(train, CausalLMTask, tmp_path, monkeypatch)
 
 
 def test_the_plan_can_be_read() -> None:

@@ -26,7 +26,7 @@ from gfsa.recipes.methods import MethodConfig
 from gfsa.recipes.plan import read_plan
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
-from gfsa.recipes.tree import shapes_of
+from gfsa.recipes.tree import signature_of
 from support.graph_files import (
     labels,
     separate,
@@ -263,7 +263,7 @@ def test_batches_have_few_shapes(data: Path, model: str) -> None:
     shapes: dict[int, set[Any]] = {}
     for chosen in itertools.combinations(range(len(part)), 3):
         size = part.size(part.chosen[list(chosen)])
-        shapes.setdefault(size, set()).add(shapes_of(part.__getitems__(chosen)))
+        shapes.setdefault(size, set()).add(signature_of(part.__getitems__(chosen)))
     assert len(shapes) == 2
     assert all(len(found) == 1 for found in shapes.values())
 

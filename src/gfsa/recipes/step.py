@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gfsa.recipes.tree import map_tensors, shapes_of, tensors_of
+from gfsa.recipes.tree import map_tensors, signature_of, tensors_of
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -78,8 +78,8 @@ class GraphedStep:
     def __call__(self, batches: list[Any]) -> Tensor:
         (batch,) = batches
         # what is no tensor is frozen into the graph, so it is part of what tells graphs apart
-        shape = shapes_of(batch), _rest_of(batch)
-        if not shape[0]:
+        shape = signature_of(batch)
+        if not tensors_of(batch):
             raise ValueError(
                 f"graphs=true needs batches of tensors in dicts, lists or dataclasses, "
                 f"got {type(batch).__name__}"
@@ -128,9 +128,3 @@ class GraphedStep:
         # the gradients belong to the graph: it makes them anew at each replay
         self.optimiser.zero_grad(set_to_none=True)
         return graph, inputs, loss
-
-
-def _rest_of(batch: Any) -> str:
-    """A batch without its tensors, as text."""
-    hollow = torch.empty(0)
-    return repr(map_tensors(lambda tensor: hollow, batch))

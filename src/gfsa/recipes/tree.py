@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,16 +28,24 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return batch
 
 
+def leaves_of(batch: Any) -> Iterator[Any]:
+    """What a batch consists of, in order: tensors, and whatever is none."""
+    if isinstance(batch, dict):
+        parts: Any = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        parts = batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        parts = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    else:
+        yield batch
+        return
+    for part in parts:
+        yield from leaves_of(part)
+
+
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in order."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(keep, batch)
-    return found
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -47,6 +55,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """What two batches have in common if one computation serves both."""
-    return tuple((tuple(t.shape), t.dtype) for t in tensors_of(batch))
+def signature_of(batch: Any) -> tuple[Any, ...]:
+    """What two batches have in common if one computation serves both.
+
+    Shapes and types of the tensors, and the text of everything else.
+    """
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves_of(batch)
+    )

@@ -1,6 +1,6 @@
 """Time and memory against length, from rows of the suite ``lengths``.
 
-``python -m gfsa.bench.figure results/kernels-lengths.csv docs/kernels-lengths.svg``
+``python -m gfsa.bench.figure results/bench.csv docs/kernels-lengths.svg``
 """
 
 from __future__ import annotations

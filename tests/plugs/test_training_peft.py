@@ -1,0 +1,138 @@
+"""Training a plugged transformers model with LoRA and other adapters of peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.plugs import FilterNotCalledError
+from support.training import (
+    batch_for,
+    gradients,
+    learned,
+    plugged,
+    same,
+)
+
+
+class TestLora:
+    TARGETS = ("c_attn",)
+
+    def lora(self, model: Any, modules_to_save: list[str] | None) -> peft.PeftModel:
+        config = peft.LoraConfig(
+            target_modules=list(self.TARGETS),
+            modules_to_save=modules_to_save,
+            fan_in_fan_out=True,
+            init_lora_weights=False,
+        )
+        return peft.get_peft_model(model, config)
+
+    def train(self, model: nn.Module, steps: int = 3) -> None:
+        groups = gfsa.parameter_groups(model, lr=1e-2, filter_lr=1e-1)
+        optimizer = torch.optim.AdamW(groups)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            gradients(model, batch_for("gpt2"))
+            optimizer.step()
+
+    def output(self, model: Any) -> Tensor:
+        with torch.no_grad():
+            return model.eval()(**batch_for("gpt2"))[0]
+
+    def test_trained_saved_merged_and_reloaded(self, tmp_path: Path) -> None:
+        base = plugged("gpt2")
+        untrained = learned(base)
+        model = self.lora(base, modules_to_save=["gfsa"])
+        self.train(model)
+        trained = learned(model)
+        # what filters_of gives is the copy that peft trains, not the original beside it
+        assert len(trained) == 2
+        assert all(
+            (a != b).all() for a, b in zip(trained.values(), untrained.values(), strict=True)
+        )
+        expected = self.output(model)
+        with model.disable_adapter():
+            assert not torch.allclose(self.output(model), expected)
+
+        model.save_pretrained(tmp_path / "adapter")
+        reloaded = peft.PeftModel.from_pretrained(plugged("gpt2"), str(tmp_path / "adapter"))
+        assert same(learned(reloaded), trained)
+        assert torch.equal(self.output(reloaded), expected)
+
+        merged = reloaded.merge_and_unload()
+        assert list(learned(merged)) == list(untrained)
+        assert same(dict(zip(trained, learned(merged).values(), strict=True)), trained)
+        assert (self.output(merged) - expected).abs().max() < 1e-5
+
+        merged.save_pretrained(tmp_path / "merged")
+        whole = gfsa.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "merged")
+        assert torch.equal(self.output(whole), self.output(merged))
+
+    def test_without_modules_to_save_the_filters_are_frozen(self) -> None:
+        model = self.lora(plugged("gpt2"), modules_to_save=None)
+        assert not any(f.theta.requires_grad for f in gfsa.filters_of(model).values())
+        with pytest.raises(ValueError, match=r"modules_to_save=\['gfsa'\]"):
+            gfsa.parameter_groups(model, lr=1e-3, filter_lr=1e-2)
+
+    def test_plugged_after_lora(self, tmp_path: Path) -> None:
+        unplugged = plugged("gpt2")
+        gfsa.unplug(unplugged)
+        model = self.lora(unplugged, modules_to_save=None)
+        before = self.output(model)
+        gfsa.plug(model, K=3)
+        assert torch.equal(self.output(model), before)
+        self.train(model)
+        trained, expected = learned(model), self.output(model)
+        assert all((theta != 0).all() for theta in trained.values())
+
+        # peft does not know these filters: they are saved on their own, and go into the bare model
+        model.save_pretrained(tmp_path / "adapter")
+        gfsa.save(model, tmp_path / "filters")
+        again = plugged("gpt2")
+        gfsa.unplug(again)
+        again = peft.PeftModel.from_pretrained(again, str(tmp_path / "adapter"))
+        gfsa.load(again, tmp_path / "filters")
+        assert torch.equal(self.output(again), expected)
+
+        merged = model.merge_and_unload()
+        assert (self.output(merged) - expected).abs().max() < 1e-5
+        merged.save_pretrained(tmp_path / "merged")
+        whole = gfsa.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "merged")
+        assert torch.equal(self.output(whole), self.output(merged))
+        gfsa.unplug(whole)
+        gfsa.load(whole, tmp_path / "filters")
+        assert torch.equal(self.output(whole), self.output(merged))
+
+    def test_a_filter_that_peft_wraps_is_still_watched(self) -> None:
+        base = plugged("gpt2")
+        model = self.lora(base, modules_to_save=["gfsa"])
+        attention = base.transformer.h[1].attn
+        attention.config = attention.config.real
+        with pytest.raises(FilterNotCalledError, match=r"transformer\.h\.1\.attn:"):
+            model(**batch_for("gpt2"))
+
+    def test_unplugging_what_peft_wraps_is_refused(self) -> None:
+        model = self.lora(plugged("gpt2"), modules_to_save=["gfsa"])
+        with pytest.raises(ValueError, match="merge_and_unload"):
+            gfsa.unplug(model)
+        merged = model.merge_and_unload()
+        gfsa.unplug(merged)
+        assert not gfsa.filters_of(merged)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(
+    ("name", "task"), [("gpt2", "CAUSAL_LM"), ("llama", "CAUSAL_LM"), ("t5", "SEQ_2_SEQ_LM")]
+)
+def test_prefix_tuning_is_refused(name: str, task: str, training: bool) -> None:
+    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type=task)
+    model = peft.get_peft_model(plugged(name), config).train(training)
+    with pytest.raises(ValueError, match=r"prefix tuning.* cannot be combined with a filter"):
+        model(**batch_for(name))

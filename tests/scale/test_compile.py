@@ -51,7 +51,7 @@ def _fresh() -> Iterator[None]:
 @pytest.mark.parametrize("name", WHOLE)
 @torch.no_grad()
 def test_one_graph_for_all_sizes(name: str, matrix: Matrix) -> None:
-    """Gradients of compiled models are compared in tests/plugs/test_training.py."""
+    """Gradients of compiled models are compared in tests/plugs/test_training_compile.py."""
     subject = SUBJECTS[name]
     model, counting = subject.plugged(), Counting()
     compiled = torch.compile(model, fullgraph=True, backend=counting)

@@ -1,0 +1,144 @@
+"""What the comparison methods see: causal maps, padding, masks, caches."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gfsa import baselines
+from support.families import FAMILIES, METHODS
+from support.small_baselines import IDS, apply, causal_lm
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_nothing_is_seen_of_the_future(method: str, implementation: str) -> None:
+    model = causal_lm(implementation)
+    apply(model, method)
+    other = IDS.clone()
+    other[:, 4:] = 5
+    for mask in (None, torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1] * 7])):
+        one = model(IDS, attention_mask=mask).logits
+        two = model(other, attention_mask=mask).logits
+        assert torch.equal(one[1, :4], two[1, :4])
+        assert not torch.equal(one[1, 4:], two[1, 4:])
+
+
+@pytest.mark.parametrize("method", ["attnscale", "featscale"])
+@torch.no_grad()
+def test_running_means_where_they_must_be_the_same_every_time(method: str) -> None:
+    model = causal_lm().double()
+    apply(model, method)
+    usual = model(IDS, use_cache=False).logits
+    running_sum = Tensor.cumsum
+
+    def of_integers(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert not x.is_floating_point(), "raises on a GPU in this mode"
+        return running_sum(x, *args, **kwargs)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with mock.patch.object(Tensor, "cumsum", of_integers):
+            again = model(IDS, use_cache=False).logits
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (again - usual).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_causal_masks_of_torch_and_timm(method: str) -> None:
+    import timm
+
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    later = x.clone()
+    later[:, 3:] = 1.0
+    blocked = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    torch_layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(torch_layer, 2).double().eval()
+    blocks = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=3
+    )
+    vit = blocks.double().eval()
+
+    def images(x: Tensor, **mask: Any) -> Tensor:
+        # the blocks alone: what comes before them has no order
+        with torch.no_grad():
+            for block in vit.blocks:
+                x = block(x, **mask)
+        return x
+
+    apply(encoder, method)
+    runs = [
+        lambda x: encoder(x, mask=blocked),
+        lambda x: encoder(x, mask=blocked, is_causal=True),
+        lambda x: encoder(x, mask=torch.zeros(6, 6).masked_fill(blocked, -torch.inf).double()),
+    ]
+    if method != "neutreno":
+        # its first values belong to a forward of the whole model
+        apply(vit, method)
+        runs += [lambda x: images(x, is_causal=True), lambda x: images(x, attn_mask=~blocked)]
+    for run in runs:
+        assert torch.equal(run(x)[:, :3], run(later)[:, :3])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_padded_batches_that_torch_would_pack(method: str) -> None:
+    # in evaluation, and with an even number of heads
+    layer = nn.TransformerEncoderLayer(12, 4, 20, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).double().eval()
+    assert model.use_nested_tensor
+    apply(model, method)
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    together = model(x, src_key_padding_mask=padding)
+    assert (together[0] - model(x[:1])[0]).abs().max() <= 1e-12
+    assert (together[1, :4] - model(x[1:, :4])[0]).abs().max() <= 1e-12
+    baselines.remove(model)
+    assert model.use_nested_tensor
+
+
+@torch.no_grad()
+def test_masks_for_each_head() -> None:
+    family = FAMILIES["torch, norms last"]()
+    model = family.model()
+    apply(model, "attnscale")
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    per_head = padding[:, None, None, :].expand(2, 3, 5, 5).reshape(6, 5, 5)
+    by_head = model(x, mask=per_head)
+    by_key = model(x, src_key_padding_mask=padding)
+    assert (by_head - by_key).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("method", ["attnscale", "layerscale", "neutreno"])
+def test_decoding_with_a_cache_is_decoding_without(method: str, options: dict) -> None:
+    model = causal_lm()
+    apply(model, method)
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    how |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(IDS)}
+    how["attention_mask"][1, :2] = 0
+    slow = model.generate(IDS, use_cache=False, **how)
+    fast = model.generate(IDS, **options, **how)
+    assert torch.equal(slow.sequences, fast.sequences)
+    for a, b in zip(slow.logits, fast.logits, strict=True):
+        assert (a - b).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("method", ["contranorm", "featscale"])
+def test_a_cache_has_no_tokens_to_look_at(method: str) -> None:
+    model = causal_lm()
+    apply(model, method)
+    how = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(IDS, **how)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model.generate(IDS, cache_implementation="static", **how)
+    assert model.generate(IDS, use_cache=False, **how).shape == (2, 9)

@@ -250,15 +250,6 @@ def grad_short(
         dk = warpgroup_mma_wait(0, deps=[dk])
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(dv_out, [b, h, 0, 0], os)
-    for c in gl.static_range(CHUNKS):
-        ds.slice(c * BN, chunk_width(c, FULL, BN, TAIL), dim=1).store(DS[c])
-    if not MERGED:
-        for c in gl.static_range(CHUNKS):
-            dk = weigh(DS[c], q, dk, c * BN, chunk_width(c, FULL, BN, TAIL))
-        dk = warpgroup_mma_wait(0, deps=[dk])
-    fence_async_shared()
-    gl.thread_barrier()
     dq = gl.full([N, D], 0.0, gl.float32, AL)
     dst = ds.slice(0, N, dim=1).permute((1, 0))
     dq = warpgroup_mma(dst, k, dq, use_acc=False, is_async=True)

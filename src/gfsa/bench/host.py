@@ -40,7 +40,7 @@ def nothing_launched() -> Iterator[None]:
         (support, "_why_not_here", lambda q: None),
         (support, "capability", lambda device: (9, 0)),
         (short, "why_not_here", lambda q: None),
-        (short, "_multiprocessors", lambda device: 132),
+        (short, "multiprocessors", lambda device: 132),
         (passes, "cudnn_would_run", lambda *call: False),
         (functional, "_launches_are_short", lambda *tokens: True),
     ]

@@ -15,7 +15,15 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gfsa.operators.fused import backward, forward, plan, short, support  # noqa: E402
+from gfsa.operators.fused import (  # noqa: E402
+    backward,
+    elementwise,
+    forward,
+    plan,
+    short,
+    support,
+    twofold,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KERNELS = {
@@ -77,9 +85,22 @@ def test_passes(name: str) -> None:
         "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": False,
         "MASK": 0, "DROPOUT": False, "group": 1,
     }  # fmt: skip
-    if name == "combine":
-        constants["KEEP"] = False
     usage = compile_for_hopper(ASTSource, kernel, described, constants, tiles.warps)
+    print(name, usage)
+    assert "STACK:0 " in usage
+
+
+@pytest.mark.parametrize("name", ["second_pass", "grad_first", "add_up"])
+def test_steps_around_attention(name: str) -> None:
+    kernel = getattr(elementwise, name)
+    described = {
+        argument: f"tensordesc<bf16[1, 1, {twofold.ROWS}, 128]>"
+        for argument in kernel.arg_names
+        if argument.endswith("_rows")
+    }
+    assert len(described) == twofold._KERNELS[name][1]
+    constants = {"BM": twofold.ROWS, "D": 128}
+    usage = compile_for_hopper(ASTSource, kernel, described, constants, 4)
     print(name, usage)
     assert "STACK:0 " in usage
 

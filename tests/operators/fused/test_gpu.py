@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -13,7 +15,7 @@ pytest.importorskip("triton")
 
 import gfsa
 from gfsa.functional import AttentionOperator, graph_filter_attention
-from gfsa.operators.fused import op, passes, short, support
+from gfsa.operators.fused import op, passes, short, support, twofold
 from gfsa.operators.fused.op import filter_attention
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 
@@ -83,6 +85,72 @@ def test_as_exact_as_attention(problem: Problem) -> None:
         # a gradient that vanishes but for rounding (of q, when n = 1) has no relative error
         negligible = (x.double() - y).norm().item() <= 1e-4 * size
         assert negligible or error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+
+
+WIDE = [
+    Problem(3, 4, 2048, 128, dtype=BF16, device="cuda"),
+    Problem(3, 4, 2100, 128, dtype=BF16, device="cuda", projected=True, is_causal=True),
+    Problem(2, 3, 2048, 96, dtype=FP16, device="cuda", projected=True),
+]
+
+
+@pytest.fixture(params=[1, 8, 10**6], ids=["a head", "some sequences", "all at once"])
+def _at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """How many heads of all sequences the gradient of wide heads takes at a time."""
+    twofold.pieces.cache_clear()
+    monkeypatch.setattr(twofold, "BUSY", request.param * 16.0)
+    monkeypatch.setattr(twofold, "multiprocessors", lambda device: 1)
+    yield
+    twofold.pieces.cache_clear()
+
+
+@pytest.mark.usefixtures("_at_a_time")
+@pytest.mark.parametrize("problem", WIDE, ids=str)
+def test_wide_heads_piece_by_piece(problem: Problem) -> None:
+    q, k, v, *_ = problem.tensors()
+    assert twofold.serves(q, k, v, None, 0.0, problem.is_causal, 0.1)
+    test_as_exact_as_attention(problem)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("c2", [0.0, 1e-6, -1e-4, 0.01])
+def test_a_weak_second_pass_over_wide_heads(c2: float, dtype: torch.dtype) -> None:
+    """The output tells what the second pass was, within its rounding."""
+    problem = Problem(2, 2, 2048, 128, dtype=dtype, device="cuda", is_causal=True)
+    q, k, v, _, g = problem.tensors()
+    coeffs = torch.tensor([[0.2, 0.9, c2], [0.0, 1.0, -c2]], device="cuda")
+    results = []
+    for backend, inputs in (
+        ("fused", [q, k, v, coeffs]),
+        ("dense", [x.double() for x in (q, k, v, coeffs)]),
+    ):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        y = graph_filter_attention(*inputs, is_causal=True, backend=backend)
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, g.to(y.dtype))])
+    for name, mine, exact in zip(NAMES, *results, strict=True):
+        assert torch.isfinite(mine).all(), name
+        assert error(mine, exact) <= torch.finfo(dtype).eps, name
+
+
+def test_memory_of_wide_heads() -> None:
+    """Beyond plain attention's peak: U and the logsumexps, and little on the way."""
+
+    def peak(step: Callable[[], Tensor]) -> int:
+        torch.autograd.grad(step(), inputs[:3], g)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(step(), inputs[:3], g)
+        return torch.cuda.max_memory_allocated() - before
+
+    q, k, v, _, g = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=BF16) for _ in range(5))
+    coeffs = torch.rand(16, 3, device="cuda")
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    plain = peak(lambda: torch.nn.functional.scaled_dot_product_attention(*inputs[:3]))
+    ours = peak(lambda: graph_filter_attention(*inputs, backend="fused"))
+    one = q.numel() * q.element_size()
+    print(f"above plain attention: {(ours - plain) / 2**20:.1f} MiB, U takes {one / 2**20:.0f}")
+    assert ours - plain <= 1.1 * one
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 9])

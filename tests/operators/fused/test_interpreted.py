@@ -12,9 +12,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_in_the_interpreter() -> None:
+@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_twofold.py"])
+def test_in_the_interpreter(file: str) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / "interpreted.py"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / file],
         cwd=HERE.parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

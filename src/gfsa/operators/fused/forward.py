@@ -119,12 +119,12 @@ def _attend_range(
 
 @triton.jit(**LIGHT)
 def combine(
-    q_rows, k_cols, u_cols, u_rows, v_rows, out_rows, w_rows, lse_in, coeffs, mask, seed_in,
+    q_rows, k_cols, u_cols, u_rows, v_rows, out_rows, lse_in, coeffs, mask, seed_in,
     heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Second pass, one block of BM queries: ``out = c0·V + c1·U + c2·A·U``; KEEP stores A·U."""
+    """Second pass, one block of BM queries: ``out = c0·V + c1·U + c2·A·U``."""
     block = tl.program_id(0)
     if CAUSAL:
         block = tl.num_programs(0) - 1 - block
@@ -158,8 +158,6 @@ def combine(
     v = load_tile(v_rows, b, h // group, row, BM, D).to(tl.float32)
     u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
     store_tile(out_rows, c0 * v + c1 * u + c2 * acc, b, h, row, BM, D)
-    if KEEP:
-        store_tile(w_rows, acc, b, h, row, BM, D)
 
 
 @triton.jit

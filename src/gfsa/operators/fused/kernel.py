@@ -166,6 +166,11 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 _HERE = nullcontext()
 
 
+@functools.cache
+def multiprocessors(device: int | None) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def copyable_by_tile(x: Tensor) -> Tensor:
     """``x``, or a copy whose layout the copy engine takes: dense rows, all on 16-byte borders."""
     strides = x.stride()
@@ -189,10 +194,14 @@ def _strides_by_tile(shape: Sequence[int], strides: _Strides, size: int) -> _Str
 
 def empty_like(x: Tensor) -> Tensor:
     """Room for a result that lies in memory as ``x`` does, heads or tokens first."""
+    return torch.empty_strided(x.shape, room_strides(x), dtype=x.dtype, device=x.device)
+
+
+def room_strides(x: Tensor) -> Block:
+    """The strides of :func:`empty_like`."""
     # sizes that the compiler does not know cannot be looked up
     strides_of = _dense_strides if type(x) is Tensor else _dense_strides.__wrapped__
-    strides = strides_of(x.shape, x.stride(1) < x.stride(2))
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    return strides_of(x.shape, x.stride(1) < x.stride(2))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -99,7 +99,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the coefficients."""
     *gradients, parts = _run_backward(
-        _path(q, mask, scale),
+        _path_back(q, k, v, mask, dropout_p, is_causal, scale),
         g,
         q,
         k,
@@ -122,6 +122,21 @@ def _path(q: Tensor, mask: Tensor | None, scale: float) -> ModuleType:
     return passes if short.why_not(q, mask, scale) else short
 
 
+def _path_back(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> ModuleType:
+    """Which way the gradient goes; the output and what is kept are the same on all of them."""
+    if twofold.serves(q, k, v, mask, dropout_p, is_causal, scale):
+        return twofold
+    return _path(q, mask, scale)
+
+
 def _run_forward(
     path: ModuleType, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, *rest: Any
 ) -> Any:
@@ -133,12 +148,12 @@ def _run_forward(
 
 
 def _run_backward(path: ModuleType, g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    u, kept, lse, coeffs, mask, seed, dropout_p, is_causal, scale = rest
+    u, out, lse, coeffs, mask, seed, dropout_p, is_causal, scale = rest
     options = Options(scale, is_causal, mask, dropout_p, seed)
     # hooks on saved tensors may give them back in another layout
-    g, q, k, v, u, kept = [copyable_by_tile(x) for x in (g, q, k, v, u, kept)]
+    g, q, k, v, u, out = [copyable_by_tile(x) for x in (g, q, k, v, u, out)]
     with on_device_of(q):
-        return path.backward(g, q, k, v, u, kept, lse, coeffs.contiguous(), options)
+        return path.backward(g, q, k, v, u, out, lse, coeffs.contiguous(), options)
 
 
 class _Filter(torch.autograd.Function):
@@ -164,15 +179,9 @@ class _Filter(torch.autograd.Function):
             out, u, lse = ready.forward(q, k, v, coeffs, mask, seed)
             ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
             return out
-        ctx.path = _path(q, mask, options[-1])
-        # what the backward pass has to be given beside U: the output, or W = A·U instead
-        if any(ctx.needs_input_grad) and twofold.serves(q, k, v, mask, *options):
-            ctx.path = twofold
-            out, u, lse, kept = _run_forward(twofold, q, k, v, coeffs, mask, seed, *options)
-        else:
-            out, u, lse = _run_forward(ctx.path, q, k, v, coeffs, mask, seed, *options)
-            kept = out
-        ctx.save_for_backward(q, k, v, u, kept, lse, coeffs, mask, seed)
+        ctx.path = _path_back(q, k, v, mask, *options)
+        out, u, lse = _run_forward(ctx.path, q, k, v, coeffs, mask, seed, *options)
+        ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
         return out
 
     @staticmethod

@@ -105,25 +105,14 @@ def _mask_layout(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    options: Options,
-    w: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``: the filter, ``A·V``, and each row's natural logsumexp ``(B, H, N)``.
-
-    ``w``, if given, takes ``A·U``.
-    """
+    """``(out, U, LSE)``: the filter, ``A·V``, and each row's natural logsumexp ``(B, H, N)``."""
     launches = _launches(problem_of(q, k, options))
     mask, seed = pointers(q, options)
     u, lse = _first_pass(launches, q, k, v, options)
     out = empty_like(q)
-    if w is None:
-        launches["combine"]((q, k, u, u, v, out, out), lse, coeffs, mask, seed)
-    else:
-        launches["combine and keep"]((q, k, u, u, v, out, w), lse, coeffs, mask, seed)
+    launches["combine"]((q, k, u, u, v, out), lse, coeffs, mask, seed)
     return out, u, lse
 
 
@@ -193,14 +182,15 @@ def cudnn_would_run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 
-# kernels, and constants of their own
-_KERNELS: dict[str, tuple[Kernel, tuple[bool, ...]]] = {
-    "attend": (Kernel(forward_kernels.attend), ()),
-    "combine": (Kernel(forward_kernels.combine), (False,)),
-    "combine and keep": (Kernel(forward_kernels.combine), (True,)),
-    "grad_first_pass": (Kernel(backward_kernels.grad_first_pass), ()),
-    "grad_keys": (Kernel(backward_kernels.grad_keys), ()),
-    "grad_queries": (Kernel(backward_kernels.grad_queries), ()),
+_KERNELS = {
+    each.fn.__name__: Kernel(each)
+    for each in (
+        forward_kernels.attend,
+        forward_kernels.combine,
+        backward_kernels.grad_first_pass,
+        backward_kernels.grad_keys,
+        backward_kernels.grad_queries,
+    )
 }
 
 
@@ -211,9 +201,9 @@ def _launches(problem: Problem) -> dict[str, Launch]:
 
 
 def _launch(name: str, problem: Problem) -> Launch:
-    kernel, own = _KERNELS[name]
+    kernel = _KERNELS[name]
     cut = tiles(
-        kernel.function.fn.__name__,
+        name,
         problem.head_dim,
         problem.length,
         problem.is_causal,
@@ -244,7 +234,6 @@ def _launch(name: str, problem: Problem) -> Launch:
             problem.is_causal,
             problem.mask_kind,
             problem.dropout_p > 0.0,
-            *own,
         ),
         num_warps=cut.warps,
     )

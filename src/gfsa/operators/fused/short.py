@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gfsa.operators.fused.kernel import Block, Kernel, Launch, empty_like
+from gfsa.operators.fused.kernel import Block, Kernel, Launch, empty_like, multiprocessors
 from gfsa.operators.fused.passes import (
     Options,
     Problem,
@@ -136,7 +136,7 @@ def forward_launch(problem: Problem) -> Launch:
     mask_b, _, mask_i, mask_j = problem.mask_strides
     return Launch(
         kernels().filter_short,
-        (min(total, at_once * _multiprocessors(problem.device)), 1, 1),
+        (min(total, at_once * multiprocessors(problem.device)), 1, 1),
         problem.variant,
         [cut.block] * 5,
         (
@@ -216,11 +216,6 @@ class _Kernels:
 @functools.cache
 def kernels() -> _Kernels:
     return _Kernels()
-
-
-@functools.cache
-def _multiprocessors(device: int | None) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -55,8 +55,6 @@ def why_not_worth_it(call: Call) -> str | None:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
     if head_dim > 64 and (call.attn_mask is not None or call.dropout_p):
         return "masks and dropout are not measured for head dims beyond 64"
-    if head_dim > 64 and length > 4096 and torch.compiler.is_compiling():
-        return "compiled, torch's kernels are faster for head dims beyond 64 and 4096 tokens"
     return None
 
 

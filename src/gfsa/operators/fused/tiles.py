@@ -8,10 +8,12 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # for kernels that are launched directly: compiled code must not depend on numbers that the launch
-# does not name, nor on where a tensor begins that the caller brings
+# does not name, nor on where a tensor begins that the caller brings or that is a part of another
 LIGHT = {
     "do_not_specialize": ["heads", "parts", "mask_b", "mask_h", "mask_i", "mask_j"],
-    "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in", "theta", "base", "basis"],
+    "do_not_specialize_on_alignment": [
+        *("coeffs", "dc_out", "mask", "seed_in", "theta", "base", "basis"),
+    ],
 }
 
 # kinds of mask, as compile-time numbers

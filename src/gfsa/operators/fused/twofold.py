@@ -1,29 +1,45 @@
 r"""The gradient by two of cuDNN's attention gradients, for long sequences of wide heads.
 
-With W = A·U, the filter is two attentions, ``W = attend(q, k, U)`` and ``U = attend(q, k, V)``:
+The filter is two attentions, ``U = attend(q, k, V)`` and ``W = attend(q, k, c2·U)``, where W is
+what the output has beside ``c0·V + c1·U``, so that nothing but U is kept for it:
 
 .. math::
-    (dq_2, dk_2, c_2 z) = \mathrm{attend}'(c_2 g;\, q, k, U, W), \qquad dU = c_1 g + c_2 z, \\
-    (dq_1, dk_1, A^\top dU) = \mathrm{attend}'(dU;\, q, k, V, U).
+    W = out - c_0 V - c_1 U, \\
+    (dq_2, dk_2, z) = \mathrm{attend}'(g;\, q, k, c_2 U, W), \qquad dU = c_1 g + c_2 z, \\
+    (dq_1, dk_1, A^\top dU) = \mathrm{attend}'(dU;\, q, k, V, U), \\
+    dc_0 = \sum \langle g, V\rangle, \quad dc_1 = \sum \langle g, U\rangle, \quad
+    dc_2 = \sum \langle z, U\rangle .
 
 That is ten matrix products instead of eight, but at head dim 128 cuDNN runs them faster than
-Triton's code can run eight. W is kept for it instead of the output.
+Triton's code can run eight. An attention's gradient takes its output for ``rowsum(g∘W)`` alone, so
+the error of W is that of plain attention: its output's rounding.
+
+The heads of all sequences go through this a few at a time: what is made on the way is then small
+beside the gradients, cuDNN's workspace included.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gfsa.operators.fused import elementwise, passes
-from gfsa.operators.fused.kernel import Kernel, Launch, empty_like
-from gfsa.operators.fused.passes import Options, Problem, cudnn_would_run, padded, problem_of
+from gfsa.operators.fused.kernel import Kernel, Launch, empty_like, multiprocessors, room_strides
+from gfsa.operators.fused.passes import Options, Problem, padded, problem_of
 
 SHORTEST = 2048
 ROWS = 64
+# rows that cuDNN's kernels take at a time, and how many such tiles keep a multiprocessor busy
+TILE = 128
+BUSY = 3.5
+
+forward = passes.forward
 
 
 def serves(
@@ -38,15 +54,7 @@ def serves(
     """Whether this way is the faster one, measured on an H200."""
     if q.shape[3] <= 64 or q.shape[2] < SHORTEST:
         return False
-    return cudnn_would_run(q, k, v, Options(scale, is_causal, mask, dropout_p))
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(out, U, LSE, W)``."""
-    w = empty_like(q)
-    return *passes.forward(q, k, v, coeffs, options, w), w
+    return passes.cudnn_would_run(q, k, v, Options(scale, is_causal, mask, dropout_p))
 
 
 def backward(
@@ -55,24 +63,78 @@ def backward(
     k: Tensor,
     v: Tensor,
     u: Tensor,
-    w: Tensor,
+    out: Tensor,
     lse: Tensor,
     coeffs: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`gfsa.operators.fused.passes.backward`, from W instead of the output."""
-    launches = _launches(problem_of(q, k, options))
-    dw = empty_like(q)
-    launches["scale"]((g, dw), coeffs)
-    dq2, dk2, du = _attention_gradient(dw, q, k, u, w, lse, options)
-    # memory is what this way costs: dU takes the place of z, and c2·g goes
-    del dw
-    launches["grad_first"]((g, du), coeffs)
-    dq, dk, dv = _attention_gradient(du, q, k, v, u, lse, options)
-    add_up = launches["add_up"]
-    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * add_up.grid[0])
-    add_up((g, v, u, w, dq2, dk2, dq, dk, dv), coeffs, dc)
+    """As :func:`gfsa.operators.fused.passes.backward`."""
+    problem = problem_of(q, k, options)
+    blocks = -(-problem.length // ROWS)
+    dc = lse.new_empty(problem.heads, 3, problem.batch * blocks)
+    cuts = pieces(problem.batch, problem.heads, problem.length, problem.device)
+    if len(cuts) == 1:
+        return *_piece([g, q, k, v, u, out], lse, coeffs, dc, None, problem, options), dc
+    gradients = [empty_like(x) for x in (q, k, v)]
+    for sequences, heads in cuts:
+        tensors = [x[sequences, heads] for x in (g, q, k, v, u, out)]
+        into = [x[sequences, heads] for x in gradients]
+        batch, number = tensors[0].shape[:2]
+        part = problem._replace(batch=batch, heads=number, key_heads=number)
+        dc_part = dc[heads, :, sequences.start * blocks :]
+        _piece(tensors, lse[sequences, heads], coeffs[heads], dc_part, into, part, options)
+    dq, dk, dv = gradients
     return dq, dk, dv, dc
+
+
+@functools.lru_cache(maxsize=1024)
+def pieces(
+    batch: int, heads: int, length: int, device: int | None
+) -> tuple[tuple[slice, slice], ...]:
+    """Sequences and heads to work through, as few at a time as still fill the GPU.
+
+    Either whole sequences or neighbouring heads of one, so that logsumexps lie in one piece.
+    """
+    tiles = -(-length // TILE)
+    least = math.ceil(BUSY * multiprocessors(device) / tiles)
+    if least > heads:
+        whole = slice(0, heads)
+        return tuple((cut, whole) for cut in _cuts(batch, -(-least // heads)))
+    return tuple((one, cut) for one in _cuts(batch, 1) for cut in _cuts(heads, least))
+
+
+def _cuts(total: int, least: int) -> list[slice]:
+    """``total`` in equal parts of ``least`` or a little more."""
+    parts = max(1, total // least)
+    ends = [total * part // parts for part in range(parts + 1)]
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def _piece(
+    tensors: Sequence[Tensor],
+    lse: Tensor,
+    coeffs: Tensor,
+    dc: Tensor,
+    into: Sequence[Tensor] | None,
+    problem: Problem,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for some of the heads, ``into`` what is given, else in place."""
+    g, q, k, v, u, out = tensors
+    launches = _launches(problem, dc.stride(1))
+    w, x = empty_like(q), empty_like(q)
+    launches["second_pass"]((out, v, u, w, x), coeffs)
+    dq2, dk2, du = _attention_gradient(g, q, k, x, w, lse, options)
+    # before more is made
+    del w, x
+    launches["grad_first"]((g, v, u, du), coeffs, dc)
+    first = _attention_gradient(du, q, k, v, u, lse, options)
+    if into is None:
+        pairs = zip(first, (q, k, v), strict=True)
+        into = [x if x.stride() == room_strides(like) else empty_like(like) for x, like in pairs]
+    dq, dk, dv = into
+    launches["add_up"]((g, *first, dq2, dk2, dq, dk, dv), coeffs)
+    return dq, dk, dv
 
 
 def _attention_gradient(
@@ -81,8 +143,10 @@ def _attention_gradient(
     length = q.shape[2]
     # without dropout nothing is random
     unused = torch.empty((), dtype=torch.int64, device=q.device)
+    # with the strides of a tensor of this shape, whatever it is a part of
+    lse = lse.reshape(-1).view(*q.shape[:3], 1)
     gradients: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        g, q, k, v, out, lse.unsqueeze(3), unused, unused, None, None, None, length, length, 0.0,
+        g, q, k, v, out, lse, unused, unused, None, None, None, length, length, 0.0,
         options.is_causal, scale=options.scale,
     )  # fmt: skip
     return gradients
@@ -90,14 +154,15 @@ def _attention_gradient(
 
 # kernels, and how many tensors each one takes
 _KERNELS = {
-    "scale": (Kernel(elementwise.scale), 2),
-    "grad_first": (Kernel(elementwise.grad_first), 2),
+    "second_pass": (Kernel(elementwise.second_pass), 5),
+    "grad_first": (Kernel(elementwise.grad_first), 4),
     "add_up": (Kernel(elementwise.add_up), 9),
 }
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(problem: Problem) -> dict[str, Launch]:
+def _launches(problem: Problem, parts: int) -> dict[str, Launch]:
+    """Each kernel over the rows of one piece, whose dc is a part of ``(H, 3, parts)``."""
     width = padded(problem.head_dim)
     return {
         name: Launch(
@@ -105,7 +170,7 @@ def _launches(problem: Problem) -> dict[str, Launch]:
             (-(-problem.length // ROWS), problem.batch * problem.heads, 1),
             problem.variant,
             [(1, 1, ROWS, width)] * tensors,
-            (problem.heads,),
+            (problem.heads, parts) if name == "grad_first" else (problem.heads,),
             (ROWS, width),
             num_warps=4,
         )

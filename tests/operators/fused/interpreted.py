@@ -193,12 +193,27 @@ def test_a_filter_learns_by_the_kernels(K: int, heads: int) -> None:
         assert error(mine, exact) <= 2e-6, name
 
 
-def test_few_and_many_parts_of_the_coefficients_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    constant = coefficients.Affine(torch.zeros(5, 3), torch.randn(2, 3))
+@pytest.mark.parametrize(("powers", "given"), [(3, 3), (2, 2), (2, 3)])
+def test_few_and_many_parts_of_the_coefficients_gradient(
+    powers: int, given: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of powers that a filter lacks are left out, whatever they hold."""
+    constant = coefficients.Affine(torch.zeros(5, powers), torch.randn(2, powers))
     for number in (1, 7, 1024, 2500):
-        parts = torch.randn(5, 3, number)
-        expected = parts.double().sum(2) @ constant.basis.double().T
+        parts = torch.randn(5, given, number)
+        expected = parts[:, :powers].double().sum(2) @ constant.basis.double().T
+        parts[:, powers:] = float("nan")
         assert error(coefficients.backward(parts, constant), expected) <= 1e-5
         with monkeypatch.context() as patch:
             patch.setattr(coefficients, "MOST_PARTS", 0)
             assert error(coefficients.backward(parts, constant), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("learned", [1, 3])
+@pytest.mark.parametrize("powers", [2, 3])
+def test_coefficients_of_powers_that_a_filter_lacks_are_zero(powers: int, learned: int) -> None:
+    theta, base, basis = (torch.randn(s) for s in ((5, learned), (5, powers), (learned, powers)))
+    coeffs = coefficients.forward(theta, coefficients.Affine(base, basis))
+    assert coeffs.shape == (5, 3)
+    assert error(coeffs[:, :powers], base.double() + theta.double() @ basis.double()) <= 1e-6
+    assert (coeffs[:, powers:] == 0).all()

@@ -23,6 +23,7 @@ from gfsa.operators.fused import (  # noqa: E402
     short,
     support,
     twofold,
+    weigh,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -90,17 +91,31 @@ def test_passes(name: str) -> None:
     assert "STACK:0 " in usage
 
 
-@pytest.mark.parametrize("name", ["second_pass", "grad_first", "add_up"])
-def test_steps_around_attention(name: str) -> None:
+@pytest.mark.parametrize("module", [twofold, weigh], ids=lambda module: module.__name__)
+def test_steps_around_attention(module: Any) -> None:
+    for name, (kernel, tensors) in module._KERNELS.items():
+        names = kernel.function.arg_names
+        described = {
+            argument: f"tensordesc<bf16[1, 1, {module.ROWS}, 128]>"
+            for argument in names
+            if argument.endswith("_rows")
+        }
+        assert len(described) == tensors
+        constants = {"BM": module.ROWS, "D": 128}
+        if "POWERS" in names:
+            constants["POWERS"] = 3
+        usage = compile_for_hopper(ASTSource, kernel.function, described, constants, 4)
+        print(name, usage)
+        assert "STACK:0 " in usage
+
+
+@pytest.mark.parametrize("name", ["fold", "unfold"])
+def test_coefficients(name: str) -> None:
     kernel = getattr(elementwise, name)
-    described = {
-        argument: f"tensordesc<bf16[1, 1, {twofold.ROWS}, 128]>"
-        for argument in kernel.arg_names
-        if argument.endswith("_rows")
-    }
-    assert len(described) == twofold._KERNELS[name][1]
-    constants = {"BM": twofold.ROWS, "D": 128}
-    usage = compile_for_hopper(ASTSource, kernel, described, constants, 4)
+    constants = {"L": 2, "LANES": 16, "ROWS": 16, "BLOCK": 1024, "POWERS": 2, "GIVEN": 3}
+    constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
+    pointers = dict.fromkeys(["theta", "base", "basis", "dc", "dtheta"], "*fp32")
+    usage = compile_for_hopper(ASTSource, kernel, pointers, constants, 4)
     print(name, usage)
     assert "STACK:0 " in usage
 

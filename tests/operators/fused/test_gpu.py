@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import gfsa
 from gfsa.functional import AttentionOperator, graph_filter_attention
-from gfsa.operators.fused import op, passes, short, support, twofold
+from gfsa.operators.fused import op, passes, short, support, twofold, weigh
 from gfsa.operators.fused.op import filter_attention
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 
@@ -151,6 +151,87 @@ def test_memory_of_wide_heads() -> None:
     one = q.numel() * q.element_size()
     print(f"above plain attention: {(ours - plain) / 2**20:.1f} MiB, U takes {one / 2**20:.0f}")
     assert ours - plain <= 1.1 * one
+
+
+ONCE = [
+    Problem(2, 4, 128, 64, dtype=BF16, device="cuda", projected=True),
+    Problem(2, 4, 197, 64, dtype=BF16, device="cuda", mask="keys"),
+    Problem(2, 4, 1024, 64, dtype=BF16, device="cuda", is_causal=True, projected=True),
+    Problem(2, 4, 300, 64, dtype=FP16, device="cuda", mask="full"),
+    Problem(2, 3, 2048, 128, dtype=FP16, device="cuda"),
+    Problem(2, 3, 513, 80, dtype=BF16, device="cuda", scale=-0.2),
+]
+
+
+@pytest.mark.parametrize("problem", ONCE, ids=str)
+def test_degree_one_as_exact_as_attention(problem: Problem) -> None:
+    torch.manual_seed(1)
+    q, k, v, coeffs, g = problem.tensors()
+    mask = problem.bool_mask()
+    results = []
+    for backend, dtype in (("fused", problem.dtype), ("dense", torch.float64)):
+        tokens = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        numbers = coeffs[:, :2].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        y = graph_filter_attention(
+            *tokens,
+            numbers,
+            mask,
+            is_causal=problem.is_causal,
+            scale=problem.scale,
+            backend=backend,
+        )
+        results.append([y.detach(), *torch.autograd.grad(y, [*tokens, numbers], g.to(dtype))])
+    floor = 0.2 * torch.finfo(problem.dtype).eps
+    plain = [2 * each + floor for each in attention_errors(problem)]
+    for name, most, mine, exact in zip(NAMES, [*plain, 5e-3], *results, strict=True):
+        assert torch.isfinite(mine).all(), name
+        assert error(mine, exact) <= most, name
+
+
+@pytest.mark.parametrize("length", [128, 1024])
+@pytest.mark.parametrize("untouched", [False, True], ids=["a filter", "at initialisation"])
+def test_degree_one_learns(length: int, untouched: bool) -> None:
+    """θ's gradient by the kernels, launched directly the second time, against torch's."""
+    layer = gfsa.GFSA(4, K=None, **({} if untouched else {"w0": 0.2, "w1": 0.7})).cuda()
+    problem = Problem(3, 4, length, 64, dtype=BF16, device="cuda", is_causal=True, projected=True)
+    q, k, v, _, g = problem.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
+    results = []
+    for backend in ("fused", "fused", "sdpa"):
+        y = layer(AttentionOperator(q, k, is_causal=True, backend=backend), v)
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
+    for name, first, again, other in zip(NAMES, *results, strict=True):
+        assert torch.equal(first, again), name
+        assert error(first, other) <= 0.02, name
+    if untouched and length > 256:
+        assert torch.equal(results[0][0], results[2][0])
+
+
+@pytest.mark.parametrize("length", [128, 1024])
+def test_degree_one_compiled(length: int) -> None:
+    """By name the kernels stay; auto leaves long sequences to the compiler. Both are right."""
+    q, k, v, coeffs, g = Problem(2, 4, length, 64, dtype=BF16, device="cuda").tensors()
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs[:, :2])]
+    for backend in ("fused", "auto"):
+
+        def step(*inputs: Tensor, backend: str = backend) -> Tensor:
+            return graph_filter_attention(*inputs, is_causal=True, backend=backend) * 2
+
+        y, z = step(*inputs), torch.compile(step, fullgraph=True)(*inputs)
+        assert error(y, z) <= 0.01
+        for name, a, b in zip(
+            NAMES[1:],
+            torch.autograd.grad(y, inputs, g),
+            torch.autograd.grad(z, inputs, g),
+            strict=True,
+        ):
+            assert error(a, b) <= 0.02, (backend, name)
+
+
+def test_degree_one_registration() -> None:
+    v, u = torch.randn(2, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
+    inputs = [x.requires_grad_() for x in (v, u, torch.randn(4, 2, device="cuda"))]
+    torch.library.opcheck(weigh.forward, tuple(inputs))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 9])

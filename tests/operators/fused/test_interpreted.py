@@ -12,10 +12,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_twofold.py"])
-def test_in_the_interpreter(file: str) -> None:
+@pytest.mark.parametrize("file", sorted(HERE.glob("interpreted*.py")), ids=lambda file: file.stem)
+def test_in_the_interpreter(file: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / file],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file],
         cwd=HERE.parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

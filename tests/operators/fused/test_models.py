@@ -63,10 +63,13 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(mask, expected)
 
 
-def test_a_compiled_model_keeps_the_kernels_in_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("K", [3, None])
+def test_a_compiled_model_keeps_the_kernels_in_its_graph(
+    K: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What auto chooses on a Hopper GPU, compiled: one operator a layer, forward and backward."""
     model = models()["bert"].train()
-    gfsa.plug(model)
+    gfsa.plug(model, K=K)
     found: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+import gfsa
 from gfsa.bench.host import nothing_launched
+from gfsa.functional import AttentionOperator
+from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.ready import Ready, ready_for
 
 BF16 = torch.bfloat16
@@ -79,3 +84,35 @@ def test_saved_tensors_in_another_layout_are_noticed() -> None:
         assert made.backward(out, *kept, mask, None) is not None
         assert made.backward(out, *kept, mask.contiguous(), None) is None
         assert made.backward(out.sum().expand(out.shape), *kept, mask, None) is None
+
+
+def test_a_filter_of_degree_one_takes_the_short_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second pass of weight zero; θ's gradient is that of its own two powers."""
+    q, layer = tokens(2, 4, 40, 64).requires_grad_(), gfsa.GFSA(4, K=None)
+    forward, seen = Ready.forward, []
+
+    def seeing(ready: Ready, *given: Any) -> Any:
+        seen.append(given[3].shape)
+        return forward(ready, *given)
+
+    monkeypatch.setattr(Ready, "forward", seeing)
+    with nothing_launched():
+        y = layer(AttentionOperator(q, q), q)
+        dq, dtheta = torch.autograd.grad(y, [q, layer.theta], torch.zeros_like(y))
+        polynomial = gfsa.graph_filter_attention(q, q, q, torch.tensor([0.1, 0.9]))
+    assert seen == [(4, 3), (4, 3)]
+    assert dq.shape == polynomial.shape == q.shape
+    assert dtheta.shape == layer.theta.shape
+
+
+def test_a_mask_broadcast_over_keys_is_laid_out_for_the_kernels() -> None:
+    """As compiled models of transformers make it where nothing is hidden."""
+    x, mask = tokens(2, 4, 40, 64), (torch.rand(2, 1, 40, 1) < 0.5).expand(2, 1, 40, 40)
+    laid_out = FusedOperator(x, x, mask).attn_mask
+    assert torch.equal(laid_out, mask)
+    with nothing_launched():
+        assert ready(x, x, x, mask) is None
+        assert isinstance(ready(x, x, x, laid_out), Ready)
+    # others are given on as they are
+    keys = torch.ones(2, 1, 1, 40, dtype=torch.bool).expand(2, 4, 40, 40)
+    assert FusedOperator(x, x, keys).attn_mask is keys

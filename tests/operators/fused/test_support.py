@@ -35,12 +35,17 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(
-    *shape: int, dtype: torch.dtype = torch.bfloat16, value_dim: int = 0, **options: object
+    *shape: int,
+    dtype: torch.dtype = torch.bfloat16,
+    value_dim: int = 0,
+    key_heads: int = 0,
+    **options: object,
 ) -> select.Call:
     q = OnHopper(*shape, dtype=dtype)
+    k = OnHopper(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype)
     v = OnHopper(*shape[:-1], value_dim or shape[-1], dtype=dtype)
     given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "degree": 2, **options}
-    return select.Call(q, q, v, **given)  # type: ignore[arg-type]
+    return select.Call(q, k, v, **given)  # type: ignore[arg-type]
 
 
 CAPABILITY = support.capability
@@ -56,7 +61,7 @@ KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (call(2, 4, 100, 64, degree=3), "degree 2, this one has 3"),
+        (call(2, 4, 100, 64, degree=3), "degree 1 and 2, this one has 3"),
         (call(2, 4, 100, 64, dtype=torch.float32), "bfloat16 and float16, not torch.float32"),
         (call(4, 100, 64), r"tokens \(B, H, N, D\), got 3"),
         (call(2, 4, 100, 64, value_dim=32), r"head dim \(64\), got 32"),
@@ -67,6 +72,7 @@ KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
         (call(2, 4, 300, 64, attn_mask=torch.zeros(300, 300)), "bool masks, not additive"),
         (call(2, 4, 100, 64, dropout_p=1.0), "less than everything"),
         (call(1, 1, 70000, 64, dropout_p=0.1), "65536 tokens at most with dropout"),
+        (call(2, 4, 300, 64, degree=1, key_heads=2), "as many heads of keys"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -94,6 +100,11 @@ def test_older_gpus_and_other_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
         call(2, 12, 300, 64, attn_mask=KEYS.expand(2, 12, 300, 300)),
         call(8, 12, 1024, 64, is_causal=True, dropout_p=0.1),
         call(2, 16, 8192, 128),
+        call(32, 12, 128, 64, degree=1),
+        call(8, 12, 1024, 64, is_causal=True, degree=1),
+        call(2, 16, 8192, 128, degree=1),
+        call(2, 4, 300, 128, dropout_p=0.1, degree=1),
+        call(2, 4, 300, 64, attn_mask=torch.ones(300, 300).bool(), degree=1),
     ],
 )
 def test_auto_takes_what_was_measured(made: select.Call) -> None:
@@ -170,11 +181,14 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "capability", CAPABILITY)
     monkeypatch.setattr(support, "_capability", lambda device: (9, 0))
 
-    def chosen(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        made = select.Call(q, q, q, mask, 0.0, False, 2)
+    def chosen(q: torch.Tensor, mask: torch.Tensor, degree: int = 2) -> torch.Tensor:
+        made = select.Call(q, q, q, mask, 0.0, False, degree)
         return q + 1 if select.choose("auto", made).backend == "fused" else q - 1
 
     q = torch.zeros(2, 1, 300, 16, dtype=torch.bfloat16)
     compiled = torch.compile(chosen, fullgraph=True, backend="eager")
     assert (compiled(q, KEYS) == 1).all()
     assert (compiled(q, torch.ones(300, 300, dtype=torch.bool)) == -1).all()
+    # the compiler combines two tensors in one kernel itself, unless all is one kernel already
+    assert (compiled(q, KEYS, 1) == -1).all()
+    assert (compiled(q[:, :, :100], KEYS[..., :100], 1) == 1).all()

@@ -1,4 +1,4 @@
-"""Graph-filter attention of degree two in own GPU kernels; importing this imports no Triton."""
+"""Filters of degree one and two in own GPU kernels; importing this imports no Triton."""
 
 from gfsa.operators.fused.support import why_not, why_not_worth_it
 

@@ -24,7 +24,12 @@ BLOCK = 1024
 
 
 class Affine(NamedTuple):
-    """What is constant in ``c = base + θ·basis``: ``(H, 3)`` and ``(L, 3)``, float32."""
+    """What is constant in ``c = base + θ·basis``, float32, for m+1 = 2 or 3 powers.
+
+    Args:
+        base: ``(H, m+1)``.
+        basis: ``(L, m+1)``.
+    """
 
     base: Tensor
     basis: Tensor
@@ -36,34 +41,39 @@ def takes(theta: Tensor, base: Tensor, basis: Tensor) -> bool:
 
 
 def forward(theta: Tensor, affine: Affine) -> Tensor:
-    """``c``, ``(H, 3)``."""
+    """``c``, ``(H, 3)`` whatever the degree."""
     heads, learned = theta.shape
-    coeffs = torch.empty_like(affine.base)
-    _fold(theta.device.index, heads, learned)((), theta, *affine, coeffs)
+    coeffs = theta.new_empty(heads, 3)
+    fold = _fold(theta.device.index, heads, learned, affine.base.shape[1])
+    fold((), theta, *affine, coeffs)
     return coeffs
 
 
 def backward(parts: Tensor, affine: Affine) -> Tensor:
-    """``dθ`` from the parts of dc, ``(H, 3, any number)``."""
-    heads, _, number = parts.shape
+    """``dθ`` from the parts of dc, ``(H, m+1 or more, any number)``."""
+    heads, given, number = parts.shape
     if number > MOST_PARTS:
         parts, number = parts.sum(2), 1
-    learned = affine.basis.shape[0]
+    learned, powers = affine.basis.shape
     dtheta = parts.new_empty(heads, learned)
-    _unfold(parts.device.index, heads, learned, number)((), parts, affine.basis, dtheta)
+    unfold = _unfold(parts.device.index, heads, learned, number, powers, given)
+    unfold((), parts, affine.basis, dtheta)
     return dtheta
 
 
 @functools.lru_cache(maxsize=1024)
-def _fold(device: int | None, heads: int, learned: int) -> Launch:
-    grid, rows = (1, 1, 1), padded(heads)
-    return Launch(_FOLD, grid, (device,), (), (heads,), (learned, rows), num_warps=1)
+def _fold(device: int | None, heads: int, learned: int, powers: int) -> Launch:
+    grid, constants = (1, 1, 1), (learned, padded(heads), powers)
+    return Launch(_FOLD, grid, (device,), (), (heads,), constants, num_warps=1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _unfold(device: int | None, heads: int, learned: int, parts: int) -> Launch:
-    grid, block = (heads, 1, 1), min(BLOCK, padded(parts))
-    return Launch(_UNFOLD, grid, (device,), (), (parts,), (learned, block), num_warps=4)
+def _unfold(
+    device: int | None, heads: int, learned: int, parts: int, powers: int, given: int
+) -> Launch:
+    grid = (heads, 1, 1)
+    constants = (learned, padded(learned), min(BLOCK, padded(parts)), powers, given)
+    return Launch(_UNFOLD, grid, (device,), (), (parts,), constants, num_warps=4)
 
 
 _FOLD = Kernel(elementwise.fold)

@@ -72,35 +72,75 @@ def add_up(
 
 
 @triton.jit(**LIGHT)
-def fold(theta, base, basis, coeffs, heads, L: tl.constexpr, ROWS: tl.constexpr):
-    """``c = base + θ·basis``, all heads in one program."""
-    h = tl.arange(0, ROWS)
-    there = h < heads
-    for power in tl.static_range(3):
-        moved = tl.zeros((ROWS,), tl.float32)
-        for learned in tl.static_range(L):
-            moved += tl.load(theta + h * L + learned, mask=there, other=0.0) * tl.load(
-                basis + learned * 3 + power
-            )
-        start = tl.load(base + h * 3 + power, mask=there, other=0.0)
-        tl.store(coeffs + h * 3 + power, start + moved, mask=there)
+def weigh(
+    v_rows, u_rows, out_rows, coeffs, heads,
+    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr,
+):  # fmt: skip
+    """``c0·V + c1·U``."""
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = tl.program_id(0) * BM
+    v = load_tile(v_rows, b, h, row, BM, D).to(tl.float32)
+    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+    out = tl.load(coeffs + h * POWERS) * v + tl.load(coeffs + h * POWERS + 1) * u
+    store_tile(out_rows, out, b, h, row, BM, D)
 
 
 @triton.jit(**LIGHT)
-def unfold(dc, basis, dtheta, parts, L: tl.constexpr, BLOCK: tl.constexpr):
-    """``dθ = dc·basisᵀ`` of one head, the parts of its dc added up first."""
+def grad_weigh(
+    g_rows, v_rows, u_rows, dv_rows, du_rows, coeffs, dc_out, heads,
+    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr,
+):  # fmt: skip
+    """``c0·g``, ``c1·g``, and these rows' part of the coefficients' gradients."""
+    block = tl.program_id(0)
+    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = block * BM
+    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+    v = load_tile(v_rows, b, h, row, BM, D).to(tl.float32)
+    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+    parts = tl.num_programs(1) // heads * tl.num_programs(0)
+    dc = dc_out + h * 2 * parts + b * tl.num_programs(0) + block
+    tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
+    tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
+    store_tile(dv_rows, tl.load(coeffs + h * POWERS) * g, b, h, row, BM, D)
+    store_tile(du_rows, tl.load(coeffs + h * POWERS + 1) * g, b, h, row, BM, D)
+
+
+@triton.jit(**LIGHT)
+def fold(
+    theta, base, basis, coeffs, heads,
+    L: tl.constexpr, ROWS: tl.constexpr, POWERS: tl.constexpr,
+):  # fmt: skip
+    """``c = base + θ·basis``, all heads in one program; powers that the filter lacks are zero."""
+    h = tl.arange(0, ROWS)
+    there = h < heads
+    for power in tl.static_range(3):
+        c = tl.zeros((ROWS,), tl.float32)
+        if power < POWERS:
+            for learned in tl.static_range(L):
+                c += tl.load(theta + h * L + learned, mask=there, other=0.0) * tl.load(
+                    basis + learned * POWERS + power
+                )
+            c += tl.load(base + h * POWERS + power, mask=there, other=0.0)
+        tl.store(coeffs + h * 3 + power, c, mask=there)
+
+
+@triton.jit(**LIGHT)
+def unfold(
+    dc, basis, dtheta, parts,
+    L: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    POWERS: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """``dθ = dc·basisᵀ`` of one head, the parts of its dc, of ``GIVEN`` powers, added up first."""
     h = tl.program_id(0)
-    dc += h.to(tl.int64) * 3 * parts
-    dc0 = tl.zeros((BLOCK,), tl.float32)
-    dc1 = tl.zeros((BLOCK,), tl.float32)
-    dc2 = tl.zeros((BLOCK,), tl.float32)
+    dc += h.to(tl.int64) * GIVEN * parts
+    power = tl.arange(0, 4)
+    total = tl.zeros((4, BLOCK), tl.float32)
     for start in range(0, parts, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        dc0 += tl.load(dc + at, mask=at < parts, other=0.0)
-        dc1 += tl.load(dc + parts + at, mask=at < parts, other=0.0)
-        dc2 += tl.load(dc + 2 * parts + at, mask=at < parts, other=0.0)
-    d0, d1, d2 = tl.sum(dc0, 0), tl.sum(dc1, 0), tl.sum(dc2, 0)
-    for learned in tl.static_range(L):
-        row = basis + learned * 3
-        total = d0 * tl.load(row) + d1 * tl.load(row + 1) + d2 * tl.load(row + 2)
-        tl.store(dtheta + h * L + learned, total)
+        there = (power < POWERS)[:, None] & (at < parts)[None, :]
+        total += tl.load(dc + power[:, None] * parts + at[None, :], mask=there, other=0.0)
+    learned = tl.arange(0, LANES)
+    there = (learned < L)[:, None] & (power < POWERS)[None, :]
+    rows = tl.load(basis + learned[:, None] * POWERS + power[None, :], mask=there, other=0.0)
+    dtheta_h = tl.sum(rows * tl.sum(total, 1)[None, :], 1)
+    tl.store(dtheta + h * L + learned, dtheta_h, mask=learned < L)

@@ -36,8 +36,8 @@ MOST_HEADS = 65535
 def why_not(call: Call) -> str | None:
     """The reason why the fused kernels cannot serve ``call``, or None if they can."""
     q, v = call.q, call.v
-    if call.degree != 2:
-        return f"the fused kernels are for filters of degree 2, this one has {call.degree}"
+    if call.degree not in (1, 2):
+        return f"the fused kernels are for filters of degree 1 and 2, this one has {call.degree}"
     return _why_not_here(q) or _why_not_tokens(q, v) or _why_not_options(call)
 
 
@@ -51,6 +51,11 @@ def why_not_worth_it(call: Call) -> str | None:
     major, minor = capability(call.q.device)
     if (major, minor) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
         return "the fused kernels are measured on Hopper GPUs with Triton 3.6 alone"
+    if call.degree == 1 and (length > 256 or head_dim > 64):
+        # beyond the short kernels the passes are torch's
+        if torch.compiler.is_compiling():
+            return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
+        return None
     if call.attn_mask is not None and not over_keys(call.attn_mask) and length > 256:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
     if head_dim > 64 and (call.attn_mask is not None or call.dropout_p):
@@ -124,6 +129,8 @@ def _why_not_tokens(q: Tensor, v: Tensor) -> str | None:
 
 
 def _why_not_options(call: Call) -> str | None:
+    if call.degree == 1 and call.k.shape[1] != call.q.shape[1]:
+        return "the fused kernels of degree 1 take as many heads of keys as of queries"
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return "the fused kernels take bool masks, not additive ones"
     if call.dropout_p >= 1.0:

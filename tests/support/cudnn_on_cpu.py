@@ -15,6 +15,10 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
+def _layout(x: Tensor) -> tuple[int, ...]:
+    return tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
+
+
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
     s = q.double() @ k.double().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -69,6 +73,8 @@ def _differentiate(
     assert lse.dtype == torch.float32
     # cuDNN is told the strides that a tensor of this shape has
     assert lse.stride() == torch.empty(lse.shape).stride()
+    # torch keeps cuDNN's plans by the layouts of q, k and v alone, so these have to follow from q's
+    assert _layout(out) == _layout(g) == _layout(torch.empty_like(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     a = (_scores(q, k, is_causal, scale) - lse.double()).exp()
     delta = (g.double() * out.double()).sum(-1, keepdim=True)

@@ -99,6 +99,7 @@ def test_any_layout(layout: str, pairs: int, monkeypatch: pytest.MonkeyPatch) ->
         q, k, v = torch.randn(2, 40, 3, 4, 72).permute(2, 0, 3, 1, 4)
     else:
         q, k, v = torch.randn(3, 4, 2, 40, 72).transpose(1, 2)
+    # a gradient in another layout than the tokens'
     coeffs, g = torch.randn(4, 3), torch.randn(2, 4, 40, 72)
     results = []
     for inputs in ([q, k, v, coeffs], [x.clone() for x in (q, k, v, coeffs)]):

@@ -109,13 +109,14 @@ def test_steps_around_attention(module: Any) -> None:
         assert "STACK:0 " in usage
 
 
-@pytest.mark.parametrize("name", ["fold", "unfold"])
+@pytest.mark.parametrize("name", ["fold", "unfold", "add_parts"])
 def test_coefficients(name: str) -> None:
     kernel = getattr(elementwise, name)
-    constants = {"L": 2, "LANES": 16, "ROWS": 16, "BLOCK": 1024, "POWERS": 2, "GIVEN": 3}
+    constants = {"L": 2, "LANES": 16, "ROWS": 16, "BLOCK": 4096, "POWERS": 2, "GIVEN": 3}
     constants = {each: value for each, value in constants.items() if each in kernel.arg_names}
-    pointers = dict.fromkeys(["theta", "base", "basis", "dc", "dtheta"], "*fp32")
-    usage = compile_for_hopper(ASTSource, kernel, pointers, constants, 4)
+    numbers = ["theta", "base", "basis", "dc", "dtheta", "parts_in", "total_out"]
+    pointers = dict.fromkeys(numbers, "*fp32")
+    usage = compile_for_hopper(ASTSource, kernel, pointers, constants, 8)
     print(name, usage)
     assert "STACK:0 " in usage
 

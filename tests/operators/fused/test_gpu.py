@@ -112,6 +112,20 @@ def test_wide_heads_piece_by_piece(problem: Problem) -> None:
     test_as_exact_as_attention(problem)
 
 
+@pytest.mark.usefixtures("_at_a_time")
+def test_wide_heads_in_mixed_layouts() -> None:
+    """Torch keeps cuDNN's plans by the layouts of q, k and v, whatever the gradient's is."""
+    q, k, v, coeffs, g = WIDE[1].tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    results = []
+    for gradient in (g, g.contiguous(), g):
+        y = filter_attention(*inputs, is_causal=True, scale=0.1)
+        results.append(torch.autograd.grad(y, inputs, gradient))
+    for other in results[1:]:
+        for name, x, y in zip(NAMES[1:], results[0], other, strict=True):
+            assert error(x, y) <= 1e-3, name
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("c2", [0.0, 1e-6, -1e-4, 0.01])
 def test_a_weak_second_pass_over_wide_heads(c2: float, dtype: torch.dtype) -> None:

@@ -18,9 +18,9 @@ from gfsa.operators.fused import elementwise
 from gfsa.operators.fused.kernel import Kernel, Launch
 from gfsa.operators.fused.passes import padded
 
-# as many partial sums of one head are added up by one program; more are torch's job
+# as many partial sums are added up by one program; more are torch's job
 MOST_PARTS = 16384
-BLOCK = 1024
+BLOCK = 4096
 
 
 class Affine(NamedTuple):
@@ -53,12 +53,29 @@ def backward(parts: Tensor, affine: Affine) -> Tensor:
     """``dθ`` from the parts of dc, ``(H, m+1 or more, any number)``."""
     heads, given, number = parts.shape
     if number > MOST_PARTS:
-        parts, number = parts.sum(2), 1
+        parts, number = total(parts), 1
     learned, powers = affine.basis.shape
     dtheta = parts.new_empty(heads, learned)
     unfold = _unfold(parts.device.index, heads, learned, number, powers, given)
     unfold((), parts, affine.basis, dtheta)
     return dtheta
+
+
+def total(parts: Tensor) -> Tensor:
+    """``dc`` from its parts, ``(H, m+1, any number)``."""
+    heads, powers, number = parts.shape
+    if number > MOST_PARTS:
+        return parts.sum(2)
+    dc = parts.new_empty(heads, powers)
+    # torch's own sum takes three times as long: a fifth of what attention on 128 tokens takes
+    _add_parts(parts.device.index, heads * powers, number)((), parts, dc)
+    return dc
+
+
+@functools.lru_cache(maxsize=1024)
+def _add_parts(device: int | None, sums: int, parts: int) -> Launch:
+    constants = (min(BLOCK, padded(parts)),)
+    return Launch(_ADD_PARTS, (sums, 1, 1), (device,), (), (parts,), constants, num_warps=4)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,8 +90,9 @@ def _unfold(
 ) -> Launch:
     grid = (heads, 1, 1)
     constants = (learned, padded(learned), min(BLOCK, padded(parts)), powers, given)
-    return Launch(_UNFOLD, grid, (device,), (), (parts,), constants, num_warps=4)
+    return Launch(_UNFOLD, grid, (device,), (), (parts,), constants, num_warps=8)
 
 
+_ADD_PARTS = Kernel(elementwise.add_parts)
 _FOLD = Kernel(elementwise.fold)
 _UNFOLD = Kernel(elementwise.unfold)

@@ -106,6 +106,18 @@ def grad_weigh(
 
 
 @triton.jit(**LIGHT)
+def add_parts(parts_in, total_out, parts, BLOCK: tl.constexpr):
+    """The sum of one row of parts."""
+    row = tl.program_id(0)
+    parts_in += row.to(tl.int64) * parts
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(parts_in + at, mask=at < parts, other=0.0)
+    tl.store(total_out + row, tl.sum(total, 0))
+
+
+@triton.jit(**LIGHT)
 def fold(
     theta, base, basis, coeffs, heads,
     L: tl.constexpr, ROWS: tl.constexpr, POWERS: tl.constexpr,

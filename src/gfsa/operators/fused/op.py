@@ -115,7 +115,7 @@ def _backward(
         scale,
     )
     dq, dk, dv = gradients
-    return dq, dk, dv, parts.sum(2)
+    return dq, dk, dv, coefficients.total(parts)
 
 
 def _path(q: Tensor, mask: Tensor | None, scale: float) -> ModuleType:
@@ -199,7 +199,9 @@ class _Filter(torch.autograd.Function):
         if gradients is None:
             gradients = _run_backward(ctx.path, g, *saved, *ctx.options)
         dq, dk, dv, parts = gradients
-        dnumbers = parts.sum(2) if affine is None else coefficients.backward(parts, affine)
+        dnumbers = (
+            coefficients.total(parts) if affine is None else coefficients.backward(parts, affine)
+        )
         return dq, dk, dv, dnumbers, None, None, None, None, None, None
 
     _backward_once = staticmethod(once_differentiable(_backward))

@@ -122,19 +122,33 @@ def _piece(
     """Gradients of q, k and v for some of the heads, ``into`` what is given, else in place."""
     g, q, k, v, u, out = tensors
     launches = _launches(problem, dc.stride(1))
-    w, x = empty_like(q), empty_like(q)
+    # as attention lays its output out for such queries
+    w, x = torch.empty_like(q), torch.empty_like(q)
+    strides = w.stride()
     launches["second_pass"]((out, v, u, w, x), coeffs)
-    dq2, dk2, du = _attention_gradient(g, q, k, x, w, lse, options)
+    dq2, dk2, du = _attention_gradient(_laid_out(g, strides), q, k, x, w, lse, options)
     # before more is made
     del w, x
     launches["grad_first"]((g, v, u, du), coeffs, dc)
-    first = _attention_gradient(du, q, k, v, u, lse, options)
+    first = _attention_gradient(du, q, k, v, _laid_out(u, strides), lse, options)
     if into is None:
         pairs = zip(first, (q, k, v), strict=True)
         into = [x if x.stride() == room_strides(like) else empty_like(like) for x, like in pairs]
     dq, dk, dv = into
     launches["add_up"]((g, *first, dq2, dk2, dq, dk, dv), coeffs)
     return dq, dk, dv
+
+
+def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """``x``, or a copy with these strides.
+
+    Torch finds cuDNN's plan for a gradient by the layouts of q, k and v; those of the output and
+    its gradient have to follow from them, or another layout's plan runs, in silence.
+    """
+    dims = zip(x.shape, x.stride(), strides, strict=True)
+    if all(size == 1 or mine == wanted for size, mine, wanted in dims):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _attention_gradient(

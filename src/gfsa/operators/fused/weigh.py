@@ -69,7 +69,7 @@ def _run_backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tens
 def _backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of v, u and the coefficients."""
     dv, du, parts = _run_backward(g, v, u, coeffs)
-    return dv, du, parts.sum(2)
+    return dv, du, coefficients.total(parts)
 
 
 class _Weigh(torch.autograd.Function):
@@ -87,7 +87,9 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         affine, (v, u, coeffs) = ctx.affine, ctx.saved_tensors
         dv, du, parts = _run_backward(g, v, u, coeffs)
-        dnumbers = parts.sum(2) if affine is None else coefficients.backward(parts, affine)
+        dnumbers = (
+            coefficients.total(parts) if affine is None else coefficients.backward(parts, affine)
+        )
         return dv, du, dnumbers, None
 
 

@@ -1,0 +1,48 @@
+"""Every kind of fused kernel once, forward and backward, on small tensors.
+
+compute-sanitizer --tool memcheck python benchmarks/sanitize.py
+
+``--tool racecheck`` watches shared memory in the same way. The tool comes with CUDA, and as the
+package nvidia-cuda-sanitizer-api.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gfsa import graph_filter_attention, which_backend
+
+# tokens, head dim, degree, causal, whether some keys are padding, dropout
+CASES = (
+    (100, 64, 2, False, True, 0.0),
+    (128, 64, 2, True, False, 0.1),
+    (197, 40, 2, False, False, 0.0),
+    (64, 64, 1, False, True, 0.0),
+    (300, 64, 2, True, False, 0.0),
+    (290, 32, 2, False, True, 0.1),
+    (2048, 128, 2, True, False, 0.0),
+    (300, 64, 1, True, False, 0.0),
+)
+
+
+def main() -> None:
+    for tokens, dim, degree, is_causal, padded, dropout_p in CASES:
+        q, k, v = (
+            torch.randn(2, 2, tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        )
+        coeffs = torch.randn(2, degree + 1, device="cuda", requires_grad=True)
+        mask = None
+        if padded:
+            mask = torch.ones(2, 1, 1, tokens, dtype=torch.bool, device="cuda")
+            mask[1, ..., tokens // 2 :] = False
+        arguments = (q, k, v, coeffs, mask, dropout_p, is_causal)
+        y = graph_filter_attention(*arguments)
+        y.backward(torch.randn_like(y))
+        torch.cuda.synchronize()
+        ran = which_backend(*arguments).backend
+        print(f"{tokens} tokens of {dim}, degree {degree}, {is_causal=}: {ran}")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from gfsa import graph_filter_attention, which_backend
+from gfsa.functional import graph_filter_attention, which_backend
 
 # tokens, head dim, degree, causal, whether some keys are padding, dropout
 CASES = (

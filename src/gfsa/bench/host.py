@@ -3,6 +3,8 @@
 ``python -m gfsa.bench.host`` needs no GPU. The tokens lie in the CPU's memory, the fused kernels
 take them for a Hopper GPU's, and everything runs but two C functions of Triton, which encode a
 tensor for the copy engine and launch, and autograd's change to the thread of a GPU.
+
+What a filter adds to a layer of a whole model is in :mod:`gfsa.bench.host_models`.
 """
 
 from __future__ import annotations
@@ -71,13 +73,15 @@ def microseconds(work: Callable[[], object]) -> float:
     """The least of several rounds: what disturbs a host only ever adds."""
     for _ in range(50):
         work()
-    rounds = []
-    for _ in range(ROUNDS):
-        start = time.thread_time()
-        for _ in range(REPEATS):
-            work()
-        rounds.append((time.thread_time() - start) / REPEATS * 1e6)
-    return min(rounds)
+    return min(microseconds_of(work, REPEATS) for _ in range(ROUNDS))
+
+
+def microseconds_of(work: Callable[[], object], repeats: int) -> float:
+    """CPU time of this thread, the mean of ``repeats`` calls."""
+    start = time.thread_time()
+    for _ in range(repeats):
+        work()
+    return (time.thread_time() - start) / repeats * 1e6
 
 
 def calls(length: int, causal: bool, mask: Tensor | None = None) -> dict[str, float]:
@@ -116,6 +120,9 @@ def main() -> None:
             ("1024 tokens, causal", calls(1024, True)),
         ):
             print(f"{name:26}", *(f"{what} {time:.0f} µs;" for what, time in found.items()))
+    from gfsa.bench import host_models
+
+    host_models.main()
 
 
 if __name__ == "__main__":

@@ -35,9 +35,11 @@ from gfsa.operators.fused.passes import Options, Problem, padded, problem_of
 
 SHORTEST = 2048
 ROWS = 64
-# rows that cuDNN's kernels take at a time, and how many such tiles keep a multiprocessor busy
+# rows that cuDNN's kernels take at a time, and how many such tiles keep a multiprocessor busy;
+# under a causal mask they are not alike, and the longest ones run on alone at a piece's end
 TILE = 128
 BUSY = 3.5
+BUSY_CAUSAL = 14.0
 
 forward = passes.forward
 
@@ -72,7 +74,7 @@ def backward(
     problem = problem_of(q, k, options)
     blocks = -(-problem.length // ROWS)
     dc = lse.new_empty(problem.heads, 3, problem.batch * blocks)
-    cuts = pieces(problem.batch, problem.heads, problem.length, problem.device)
+    cuts = pieces(problem.batch, problem.heads, problem.length, problem.is_causal, problem.device)
     if len(cuts) == 1:
         return *_piece([g, q, k, v, u, out], lse, coeffs, dc, None, problem, options), dc
     gradients = [empty_like(x) for x in (q, k, v)]
@@ -89,14 +91,15 @@ def backward(
 
 @functools.lru_cache(maxsize=1024)
 def pieces(
-    batch: int, heads: int, length: int, device: int | None
+    batch: int, heads: int, length: int, is_causal: bool, device: int | None
 ) -> tuple[tuple[slice, slice], ...]:
     """Sequences and heads to work through, as few at a time as still fill the GPU.
 
     Either whole sequences or neighbouring heads of one, so that logsumexps lie in one piece.
     """
     tiles = -(-length // TILE)
-    least = math.ceil(BUSY * multiprocessors(device) / tiles)
+    busy = BUSY_CAUSAL if is_causal else BUSY
+    least = math.ceil(busy * multiprocessors(device) / tiles)
     if least > heads:
         whole = slice(0, heads)
         return tuple((cut, whole) for cut in _cuts(batch, -(-least // heads)))

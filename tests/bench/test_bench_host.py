@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from gfsa.bench import host
+from gfsa.bench import host, host_models
 from gfsa.functional import which_backend
 
 
@@ -19,3 +19,32 @@ def test_everything_but_the_kernels_runs(monkeypatch: pytest.MonkeyPatch) -> Non
         found = [host.calls(40, False), host.calls(40, False, mask), host.calls(300, True)]
     assert which_backend(q, q, q, torch.ones(3)).backend == "sdpa"
     assert all(time > 0 for times in found for time in times.values())
+
+
+def test_what_a_filter_adds_to_a_layer_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(host_models, "REPEATS", 1)
+    monkeypatch.setattr(host_models, "ROUNDS", 1)
+    monkeypatch.setattr(host_models, "LAYERS", 2)
+    with host.nothing_launched():
+        training = host_models.training()
+    for found in (training, host_models.decoding(static=False), host_models.decoding(static=True)):
+        one, two = (found[name].added_to(found["plain"]) for name in ("degree 1", "degree 2"))
+        assert 0 < one.calls < 400
+        assert 0 < two.calls < 400
+    host_models.report("a model", found)
+    assert "degree 2 adds" in capsys.readouterr().out
+
+
+def test_calls_and_operators_are_counted() -> None:
+    x = torch.ones(2, 3)
+
+    def work() -> None:
+        len(repr(abs))
+        (x.t() + x.t()).sum()
+
+    # the function itself, len and repr; two calls of t, one of sum
+    assert host_models.count_calls(work) == 6 + 1  # and the call that ends the counting
+    assert host_models.count_operators(work) == 2

@@ -1,4 +1,4 @@
-"""What a filter adds to a layer of a whole model on the host: time, Python calls, torch's kernels.
+"""What a filter adds to a layer of a whole model on the host: time, Python calls, launches.
 
 Models of twelve narrow layers, so that what is measured is the host's part: a training step of
 BERT with nothing launched by the fused kernels, and one decoded token of GPT-2 with a filled cache.
@@ -36,32 +36,38 @@ class Cost:
     microseconds: float
     calls: float
     """Python functions and C functions called from Python."""
-    kernels: float
-    """Operators of torch that compute something: each is a launch on a GPU."""
+    operators: float | None = None
+    """Operators of torch that compute something: each is a launch on a GPU, at least."""
 
     def added_to(self, plain: Cost) -> Cost:
         """What a layer of this adds to a layer of ``plain``."""
+        operators = None
+        if self.operators is not None and plain.operators is not None:
+            operators = (self.operators - plain.operators) / LAYERS
         return Cost(
             (self.microseconds - plain.microseconds) / LAYERS,
             (self.calls - plain.calls) / LAYERS,
-            (self.kernels - plain.kernels) / LAYERS,
+            operators,
         )
 
     def __str__(self) -> str:
-        return (
-            f"{self.microseconds:.0f} µs, {self.calls:.1f} calls, {self.kernels:.1f} of torch's "
-            "operators"
-        )
+        seen = "" if self.operators is None else f", {self.operators:.0f} operators of torch"
+        return f"{self.microseconds:.0f} µs, {self.calls:.0f} calls{seen}"
 
 
-def measure(works: dict[str, Work]) -> dict[str, Cost]:
-    """What each of ``works`` costs; they take turns, so that a slow minute is everybody's."""
+def measure(works: dict[str, Work], operators: bool) -> dict[str, Cost]:
+    """What each of ``works`` costs; they take turns, so that a slow minute is everybody's.
+
+    Args:
+        operators: whether to count torch's operators as well; fused kernels go another way where
+            somebody counts.
+    """
     least = dict.fromkeys(works, float("inf"))
     for _ in range(ROUNDS):
         for name, work in works.items():
             least[name] = min(least[name], host.microseconds_of(work, REPEATS))
     return {
-        name: Cost(least[name], count_calls(work), count_kernels(work))
+        name: Cost(least[name], count_calls(work), count_operators(work) if operators else None)
         for name, work in works.items()
     }
 
@@ -82,23 +88,25 @@ def count_calls(work: Work) -> int:
     return calls
 
 
-def count_kernels(work: Work) -> int:
+def count_operators(work: Work) -> int:
     """How many of torch's operators compute something while ``work`` runs; views do not."""
     counter = _Counter()
     with counter:
         work()
-    return counter.kernels
+    return counter.operators
 
 
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.kernels = 0
+        self.operators = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        view = func.is_view or func._schema.name in ("aten::_unsafe_view", "aten::empty")
-        self.kernels += not view
+        self.operators += not (func.is_view or func._schema.name in _COMPUTE_NOTHING)
         return func(*args, **(kwargs or {}))
+
+
+_COMPUTE_NOTHING = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::empty_strided")
 
 
 def variants(plain: Any) -> dict[str, Any]:
@@ -126,16 +134,17 @@ def training() -> dict[str, Cost]:
     ids = torch.ones(1, TOKENS, dtype=torch.long)
 
     def step(model: Any) -> Work:
+        parameters = list(model.parameters())
+
         def work() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 out = model(ids).last_hidden_state
-            out.sum().backward()
-            model.zero_grad()
+            torch.autograd.grad(out.sum(), parameters, allow_unused=True)
 
         return work
 
     models = variants(BertModel(config, add_pooling_layer=False).train())
-    return measure({name: step(model) for name, model in models.items()})
+    return measure({name: step(model) for name, model in models.items()}, operators=False)
 
 
 def decoding(static: bool) -> dict[str, Cost]:
@@ -143,7 +152,14 @@ def decoding(static: bool) -> dict[str, Cost]:
     from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
 
     config = GPT2Config(
-        vocab_size=8, n_embd=16, n_layer=LAYERS, n_head=2, n_positions=2 * TOKENS, n_inner=8
+        vocab_size=8,
+        n_embd=16,
+        n_layer=LAYERS,
+        n_head=2,
+        n_positions=2 * TOKENS,
+        n_inner=8,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     ids = torch.ones(1, TOKENS, dtype=torch.long)
 
@@ -165,7 +181,7 @@ def decoding(static: bool) -> dict[str, Cost]:
         return work
 
     models = variants(GPT2LMHeadModel(config).bfloat16().eval())
-    return measure({name: step(model) for name, model in models.items()})
+    return measure({name: step(model) for name, model in models.items()}, operators=True)
 
 
 def rewind(cache: Any, static: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
+Compile = Literal["no", "model", "blocks"]
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -61,8 +62,8 @@ class TrainConfig:
     """Report the weights that were best on ``valid`` rather than the last ones."""
     log_every: int = 50
     """Steps between lines of the log."""
-    compile: bool = False
-    """torch.compile the model."""
+    compile: Compile = "no"
+    """torch.compile the ``model``, or the ``blocks`` it is a stack of, which takes less time."""
     graphs: bool = False
     """Replay whole training steps as CUDA graphs: small models are bound by launches."""
     deterministic: bool = False

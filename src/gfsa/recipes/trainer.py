@@ -20,6 +20,7 @@ import gfsa
 from gfsa.recipes.average import WeightAverage
 from gfsa.recipes.batches import EpochBatches, training_loader
 from gfsa.recipes.checkpoints import checkpoints, read_state, write_checkpoint
+from gfsa.recipes.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa.recipes.config import TrainConfig
 from gfsa.recipes.evaluate import evaluate
 from gfsa.recipes.folder import write_metrics
@@ -95,8 +96,10 @@ class Trainer:
             self.average = WeightAverage(task.model, config.ema)
             accelerator.register_for_checkpointing(self.average)
         self.model, self.optimiser = accelerator.prepare(task.model, optimiser)
-        if config.compile:
-            self.model.compile()
+        if config.compile == "model":
+            compile_model(self.model)
+        elif config.compile == "blocks":
+            compile_blocks(self.bare_model)
         make_step = GraphedStep if config.graphs else EagerStep
         self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
         self.position = _Position()
@@ -134,6 +137,8 @@ class Trainer:
             write_metrics(self.folder, self.history)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
+        # who looks into the model afterwards finds it as it was built
+        forget_compiled(self.bare_model)
         return self._outcome(test, valid)
 
     def _final_valid(self) -> dict[str, float] | None:

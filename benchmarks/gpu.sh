@@ -1,24 +1,38 @@
 #!/usr/bin/env bash
-# What results/kernels.md reports, on the GPU of this machine, unattended, in about five minutes:
-#   benchmarks/gpu.sh check     the kernels' tests, and beside them models compiled to warm up
-#   benchmarks/gpu.sh measure   every suite; rows go to $CSV
+# What results/kernels.md reports, on the GPU of this machine, unattended:
+#   benchmarks/gpu.sh check      what needs a GPU among the tests, and beside them models compiled
+#                                to warm up; two minutes and more
+#   benchmarks/gpu.sh measure    every suite; rows go to $CSV; five minutes
+#   benchmarks/gpu.sh sanitize   every kind of kernel under compute-sanitizer
 # GFSA_COMMIT names the commit where the files came without their history.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 CSV=${CSV:-results/bench.csv}
 # compiled code is kept between the two
 export TORCHINDUCTOR_FX_GRAPH_CACHE=1
-COMPILED=(--suite models --compile --variants gfsa --shapes 32x12x128x64)
+COMPILED=(--suite models --compile --variants gfsa)
+MODELS="32x12x128x64 256x6x197x64 8x12x1024x64:causal"
+TESTS="tests/operators/fused/test_gpu.py tests/operators/test_sdpa_cuda.py tests/baselines/test_baseline_cuda.py"
 SHORT=1024x6x64x64,32x12x128x64,256x6x197x64,32x12x256x64,32x12x512x64,8x12x1024x64:causal
 LONG=4x16x4096x64,2x16x8192x128,2x16x8192x128:causal
 PADDED=32x12x128x64:padded,32x12x256x64:padded,32x12x512x64:padded
 
 check() {
-  gfsa bench "${COMPILED[@]}" --rounds 1 --no-append >/dev/null &
-  local compiling=$! failed=0
-  pytest -n "${WORKERS:-8}" -p no:cacheprovider "$@" tests/operators/fused/test_gpu.py || failed=1
-  wait $compiling || failed=1
+  local failed=0 compiling=() model
+  for model in $MODELS; do
+    gfsa bench "${COMPILED[@]}" --shapes "$model" --rounds 1 --no-append >/dev/null &
+    compiling+=($!)
+  done
+  # shellcheck disable=SC2086
+  pytest -n "${WORKERS:-12}" -p no:cacheprovider "$@" $TESTS || failed=1
+  for model in "${compiling[@]}"; do wait "$model" || failed=1; done
   return $failed
+}
+
+sanitize() {
+  for tool in memcheck racecheck; do
+    compute-sanitizer --tool $tool --error-exitcode 1 python benchmarks/sanitize.py || return 1
+  done
 }
 
 bench() {
@@ -27,15 +41,15 @@ bench() {
 }
 
 measure() {
-  bench --suite ops --variants "gfsa,gfsa sdpa" --rounds 9 \
+  bench --suite ops --variants "gfsa degree 1,gfsa,gfsa sdpa" --rounds 9 \
     --shapes 32x12x128x64,256x6x197x64,32x12x256x64,8x12x1024x64:causal
-  bench --suite models --rounds 3
+  bench --suite models --rounds 15
   # three runs of each shape, one after the other
-  bench --suite ops --graphs --variants "gfsa,gfsa sdpa" --rounds 5 \
+  bench --suite ops --graphs --variants "gfsa degree 1,gfsa,gfsa sdpa" --rounds 5 \
     --shapes "$SHORT,$LONG,$SHORT,$LONG,$SHORT,$LONG,$PADDED"
-  bench "${COMPILED[@]}" --rounds 5
+  bench "${COMPILED[@]}" --shapes "${MODELS// /,}" --rounds 9
   bench --suite lengths --rounds 3
-  bench --suite decode --rounds 3
+  bench --suite decode --rounds 9
 }
 
 "$@"

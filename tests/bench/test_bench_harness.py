@@ -156,8 +156,9 @@ def test_a_shape_that_is_none_is_refused(text):
         Shape.parse(text)
 
 
-def test_the_command_is_kept_without_paths(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/some/where/gfsa", "bench", "--csv", "/a/b.csv", "--graphs"])
+@pytest.mark.parametrize("program", ["/some/where/gfsa", "/site-packages/gfsa/__main__.py"])
+def test_the_command_is_kept_without_paths(program, monkeypatch):
+    monkeypatch.setattr("sys.argv", [program, "bench", "--csv", "/a/b.csv", "--graphs"])
     assert small_rows()[0].command == "gfsa bench --graphs"
 
 

@@ -149,7 +149,9 @@ def _command(arguments: Sequence[str]) -> str:
     if "--csv" in kept:
         at = kept.index("--csv")
         del kept[at : at + 2]
-    return shlex.join([Path(arguments[0]).name, *kept])
+    # `python -m gfsa` is the same program
+    program = Path(arguments[0]).name.replace("__main__.py", "gfsa")
+    return shlex.join([program, *kept])
 
 
 def _ratio(timing: Timing | None, reference: Timing | None) -> float | None:

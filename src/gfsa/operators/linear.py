@@ -42,18 +42,18 @@ class LinearOperator(Operator):
         return (self.rows @ self._gather(x)).to(x.dtype)
 
     def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
-        columns = columns_of(coeffs)
-        y = columns[0] * v
+        identity, *columns = columns_of(coeffs)
+        if not columns:
+            return (identity * v).to(v.dtype)
+        content = self._gather(v)
+        # Horner, on d×d matrices
+        small = columns[-1] * content
         if len(columns) > 1:
-            content = self._gather(v)
-            # Horner, on d×d matrices
-            small = columns[-1] * content
-            if len(columns) > 2:
-                mixing = self._gather(self.rows)
-                for column in reversed(columns[1:-1]):
-                    small = mixing @ small + column * content
-            y = y + self.rows @ small
-        return y.to(v.dtype)
+            mixing = self._gather(self.rows)
+            for column in reversed(columns[:-1]):
+                small = mixing @ small + column * content
+        # one kernel over the tokens for the identity's part and the sum
+        return torch.addcmul(self.rows @ small, identity, v).to(v.dtype)
 
     def dense(self) -> Tensor:
         return self.rows @ self.columns.transpose(-2, -1)

@@ -14,6 +14,9 @@ Work = Callable[[], object]
 
 # a sample shorter than this is repeated until it is not: clocks and launches have their own noise
 SHORTEST_SAMPLE_MS = 10.0
+# and on a GPU so often at least, after one call that is not counted: what the host does for a step
+# is in its caches if the step before was of the same kind, as in training, and cold if not
+LEAST_CALLS = 4
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,13 @@ def interleaved(
     on_round: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
     """Time each of ``works`` once a round, in an order that rotates from round to round."""
-    sample = _cuda_sample if device.type == "cuda" else _cpu_sample
+    on_gpu = device.type == "cuda"
+    sample, least = (_cuda_sample, LEAST_CALLS) if on_gpu else (_cpu_sample, 1)
     repeats = []
     for work in works:
         # the first call pays for allocation and for choosing kernels; the second is counted
         sample(work, 1)
-        repeats.append(max(1, math.ceil(SHORTEST_SAMPLE_MS / max(sample(work, 1), 1e-4))))
+        repeats.append(max(least, math.ceil(SHORTEST_SAMPLE_MS / max(sample(work, 1), 1e-4))))
     samples: list[list[float]] = [[] for _ in works]
     for turn in range(rounds):
         for position in range(len(works)):
@@ -76,6 +80,7 @@ def _cpu_sample(work: Work, repeats: int) -> float:
 
 
 def _cuda_sample(work: Work, repeats: int) -> float:
+    work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):

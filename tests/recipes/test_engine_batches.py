@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from gfsa.recipes.batches import EpochBatches, SeededItems
+from gfsa.recipes.batches import EpochBatches, InOrder, SeededItems, evaluation_loader
+from gfsa.recipes.task import Split
 
 
 def test_an_epoch_has_every_example_once() -> None:
@@ -79,3 +81,11 @@ def test_random_items_depend_on_seed_epoch_and_index_alone() -> None:
     items.epoch = 1
     assert items[0] != first[0]
     assert SeededItems(_Noise(), seed=1)[0] != first[0]
+
+
+def test_there_are_no_more_readers_than_cores() -> None:
+    split = Split(_Noise(), collate=list)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    order = InOrder(6, 2)
+    assert evaluation_loader(split, order, 10**6).num_workers == cores
+    assert evaluation_loader(split, order, 0).num_workers == 0

@@ -5,6 +5,7 @@ So an interrupted run goes on in the middle of an epoch without reading what it 
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -123,7 +124,7 @@ def training_loader(
         split.dataset,
         batch_sampler=batches,
         collate_fn=split.collate,
-        num_workers=workers,
+        num_workers=_as_many_as_cores(workers),
         pin_memory=pin,
         # the loader draws a seed for its workers when an epoch begins
         generator=torch.Generator().manual_seed(batches.seed),
@@ -153,7 +154,13 @@ def evaluation_loader(
         split.dataset,
         batch_sampler=order,
         collate_fn=split.collate,
-        num_workers=workers,
+        num_workers=_as_many_as_cores(workers),
         pin_memory=pin,
         generator=torch.Generator().manual_seed(0),
     )
+
+
+def _as_many_as_cores(workers: int) -> int:
+    """More processes than cores only wait for each other; items do not depend on how many."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(workers, cores or 1)

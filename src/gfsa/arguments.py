@@ -23,15 +23,20 @@ def check_kinds(**tensors: Any) -> None:
             )
 
 
+_NUMBER = (float, int, torch.SymInt, torch.SymFloat)
+_YES_OR_NO = (bool, torch.SymBool)
+
+
 def check_options(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> None:
     """Numbers where numbers belong, yes or no where that belongs."""
-    number = (int, float, torch.SymInt, torch.SymFloat)
-    for name, value in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
-        if not isinstance(value, number):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(value, (bool, torch.SymBool)):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+    if not isinstance(dropout_p, _NUMBER):
+        raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
+    if not (scale is None or isinstance(scale, _NUMBER)):
+        raise TypeError(f"scale must be a number, got {scale!r}")
+    if not isinstance(is_causal, _YES_OR_NO):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    if not isinstance(enable_gqa, _YES_OR_NO):
+        raise TypeError(f"enable_gqa must be True or False, got {enable_gqa!r}")
 
 
 def check_tokens(

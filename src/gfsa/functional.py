@@ -316,10 +316,11 @@ def _remember(signature: tuple[Any, ...], choice: Choice) -> None:
 
 def _launches_are_short(*tokens: Tensor) -> bool:
     """Whether the host's time counts: on a GPU, outside of a compiler, which asks but once."""
-    if torch.compiler.is_compiling() or not tokens[0].is_cuda:
+    if not tokens[0].is_cuda or torch.compiler.is_compiling():
         return False
     # sizes of other kinds of tensors may be symbols
-    return all(type(x) in _PLAIN and not x.is_nested for x in tokens)
+    others = [x for x in tokens if type(x) not in _PLAIN or x.is_nested]
+    return not others
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -45,13 +45,13 @@ def _combine_jagged(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
 def columns_of(coeffs: Tensor) -> tuple[Tensor, ...]:
     """One column a power, ``(H, 1, 1)`` or ``(1, 1)``, to be multiplied with ``(..., H, N, D)``."""
     # never a scalar: torch would round it to the dtype of the tokens beside it
-    return tuple(column[..., None, None] for column in coeffs.unbind(-1))
+    return coeffs.view(*coeffs.shape, 1, 1).unbind(-3)
 
 
 def affine(theta: Tensor, base: Tensor, basis: Tensor) -> Tensor:
     """``base + θ·basis``: the coefficients of a filter from its learned numbers."""
     # a product and a sum rather than a matmul: those stay exact under autocast and TF32
-    moved: Tensor = (theta[:, :, None] * basis).sum(1)
+    moved: Tensor = (theta.unsqueeze(-1) * basis).sum(1)
     return base + moved
 
 

@@ -19,6 +19,8 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _has_autocast(device: str) -> bool:
+    if device in ("cuda", "cpu"):
+        return True
     # the compiler cannot trace the question, and compiles for no device without autocast
     return torch.compiler.is_compiling() or _autocast_is_available(device)
 
@@ -32,9 +34,8 @@ def autocast(*tensors: Any) -> Any:
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    if all(x is None or x.dtype == dtype for x in tensors):
-        return tensors
-    return tuple(
-        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in tensors
-    )
+    for place, x in enumerate(tensors):
+        if x is None or x.dtype in (dtype, torch.float64) or not x.dtype.is_floating_point:
+            continue
+        tensors = (*tensors[:place], x.to(dtype), *tensors[place + 1 :])
+    return tensors

@@ -128,9 +128,10 @@ def check_dropout_place(dropout_after: DropoutPlace) -> DropoutPlace:
 
 def repeat_heads(x: Tensor, like: Tensor) -> Tensor:
     """Give ``x`` as many heads as ``like`` by repeating each one (grouped-query attention)."""
-    if min(x.dim(), like.dim()) < 3 or x.shape[-3] >= like.shape[-3]:
+    mine, wanted = x.shape, like.shape
+    if len(mine) < 3 or len(wanted) < 3 or mine[-3] >= wanted[-3]:
         return x
-    return x.repeat_interleave(like.shape[-3] // x.shape[-3], dim=-3)
+    return x.repeat_interleave(wanted[-3] // mine[-3], dim=-3)
 
 
 def _softmax(scores: Tensor) -> Tensor:

@@ -62,14 +62,16 @@ class CachedOperator(Operator):
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         newest = _newest(self.layer, v, self.new)
-        tokens = [newest.repeat_interleave(self.heads // newest.shape[1], dim=1)]
-        everything = v
-        companions = _companions(self.layer, degree - 1, self.new)
-        for power in range(degree):
-            tokens.append(self.rows.apply(everything))
-            if power < degree - 1:
-                _refuse_another_past(self.layer, companions[power], self.new)
-                everything = _remember(companions[power], tokens[-1])[:, :, : self.keys]
+        if newest.shape[1] != self.heads:
+            newest = newest.repeat_interleave(self.heads // newest.shape[1], dim=1)
+        if degree == 0:
+            return [newest]
+        tokens = [newest, self.rows.apply(v)]
+        if degree > 1:
+            for companion in _companions(self.layer, degree - 1, self.new)[: degree - 1]:
+                _refuse_another_past(self.layer, companion, self.new)
+                everything = _remember(companion, tokens[-1], self.keys)
+                tokens.append(self.rows.apply(everything))
         return tokens
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
@@ -91,7 +93,7 @@ class _FurtherPowers(Operator):
         tokens = [v]
         companions = _companions(self.first.layer, degree, self.first.new)
         for companion in companions[:degree]:
-            everything = _remember(companion, tokens[-1])[:, :, : self.first.keys]
+            everything = _remember(companion, tokens[-1], self.first.keys)
             tokens.append(self.rows.apply(everything))
         return tokens
 
@@ -149,26 +151,41 @@ def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
 
 def _refuse_another_past(layer: Any, companion: Any, new: int) -> None:
     """The powers must belong to the very tokens whose keys and values the layer holds."""
-    lengths = layer.get_seq_length(), companion.get_seq_length()
+    held, known = layer.get_seq_length(), companion.get_seq_length()
     # a length on a GPU is not waited for; in a compiled graph there is nothing to read
-    if torch.compiler.is_compiling() or any(
-        isinstance(length, Tensor) and length.device.type != "cpu" for length in lengths
-    ):
+    if torch.compiler.is_compiling() or _is_elsewhere(held) or _is_elsewhere(known):
         return
-    held, known = int(lengths[0]), int(lengths[1])
     if known + new != held:
         raise ValueError(
-            f"the cache holds {held - new} earlier tokens, but the powers of {known}: an "
+            f"the cache holds {int(held) - new} earlier tokens, but the powers of {int(known)}: an "
             "unplugged model has used it in between, or the layer attends more than once a "
             "forward. Start from a new cache, or pass use_cache=False"
         )
+
+
+def _is_elsewhere(length: Any) -> bool:
+    return isinstance(length, Tensor) and length.device.type != "cpu"
+
+
+class _GrowingPowers(DynamicLayer):
+    """A layer that grows as a dynamic one does, with one of its two slots in use."""
+
+    keys: Any
+
+    def add(self, tokens: Tensor) -> Tensor:
+        """Take in the newest tokens; returns all of them."""
+        if not self.is_initialized:
+            return self.update(tokens, tokens[..., :0])[0]
+        everything = torch.cat([self.keys, tokens], dim=-2)
+        self.keys = everything
+        return everything
 
 
 def _alike(layer: Any) -> Any:
     """An empty cache layer of the same kind."""
     kind = type(layer)
     if kind is DynamicLayer:
-        return DynamicLayer()
+        return _GrowingPowers()
     if kind is DynamicSlidingWindowLayer:
         made = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
         made.record_past = layer.record_past
@@ -184,26 +201,37 @@ def _alike(layer: Any) -> Any:
     )
 
 
-def _remember(companion: Any, tokens: Tensor) -> Tensor:
-    """Add the newest tokens' power to the companion; returns it for all tokens."""
+def _remember(companion: Any, tokens: Tensor, keys: int) -> Tensor:
+    """Add the newest tokens' power to the companion; returns its first ``keys`` rows."""
     # an offloading cache has sent it away together with the keys
     companion.prefetch()
-    # the layer's second slot stays empty: a tensor without features
-    everything: Tensor = companion.update(tokens, tokens[..., :0])[0]
-    return everything
+    everything: Tensor
+    if type(companion) is _GrowingPowers:
+        everything = companion.add(tokens)
+    else:
+        # the layer's second slot stays empty: a tensor without features
+        everything = companion.update(tokens, tokens[..., :0])[0]
+    return everything if everything.shape[2] == keys else everything[:, :, :keys]
 
 
 def _newest(layer: Any, values: Tensor, new: int) -> Tensor:
     """The rows of ``values`` that belong to the newest tokens."""
-    static = isinstance(layer, StaticLayer)
+    if _fills_from_the_front(layer):
+        # where it stands is known on the device only
+        rows = torch.arange(new, device=values.device) + (layer.cumulative_length - new)
+        return values.index_select(2, rows)
+    return values.narrow(2, values.shape[2] - new, new)
+
+
+def _fills_from_the_front(layer: Any) -> bool:
+    """Whether a layer has room behind its newest tokens, as a static one has."""
+    # the usual kind first: to ask for others is slow
+    if type(layer) is DynamicLayer or not isinstance(layer, StaticLayer):
+        return False
     if isinstance(layer, StaticSlidingWindowLayer):
         # once the window is full it slides, and the newest come last
-        static = layer.cumulative_length_int <= layer.max_cache_len
-    if not static:
-        return values[:, :, values.shape[2] - new :]
-    # a static layer fills from the front; where it stands is known on the device only
-    rows = torch.arange(new, device=values.device) + (layer.cumulative_length - new)
-    return values.index_select(2, rows)
+        return bool(layer.cumulative_length_int <= layer.max_cache_len)
+    return True
 
 
 class _Follower:

@@ -23,13 +23,13 @@ from gfsa.plugs.adapter import Adapter
 from gfsa.plugs.crossing import REASON, Owners, crosses_by_design
 from gfsa.plugs.decoding import CachedOperator, layer_of
 from gfsa.plugs.tracer import TRACER, looks_like_attention
-from gfsa.plugs.transformers_maps import eager_function, operator_for
+from gfsa.plugs.transformers_maps import OperatorMaker, eager_function, operator_maker
 
 PREFIX = "gfsa|"
 _CACHE = "gfsa_cache"
 _CACHES = ("past_key_values", "layer_past")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-_CROSS_INPUTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+_CROSS_INPUTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
 
 
 class InterfaceAdapter(Adapter):
@@ -118,9 +118,13 @@ class _ConfigView:
     def __init__(self, config: Any) -> None:
         object.__setattr__(self, "real", config)
 
+    @property
+    def _attn_implementation(self) -> str:
+        implementation = self.real._attn_implementation
+        return _NAMES.get(implementation) or _register(implementation)
+
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.real, name)
-        return _registered_name(value) if name == "_attn_implementation" else value
+        return getattr(self.real, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.real, name, value)
@@ -132,11 +136,16 @@ class _ConfigView:
         return _ConfigView, (self.real,)
 
 
-def _registered_name(implementation: str | None) -> str:
+# by implementation, the name under which its filtered attention is registered; asked for in every
+# layer of every forward
+_NAMES: dict[str | None, str] = {}
+
+
+def _register(implementation: str | None) -> str:
     name = f"{PREFIX}{implementation or 'eager'}"
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        function = functools.partial(_filtered_attention, name.removeprefix(PREFIX))
-        ALL_ATTENTION_FUNCTIONS.register(name, function)
+    function = functools.partial(_filtered_attention, operator_maker(implementation or "eager"))
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    _NAMES[implementation] = name
     return name
 
 
@@ -145,23 +154,31 @@ class _CacheHandover:
 
     def __init__(self, module: nn.Module) -> None:
         self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        # how many arguments may come without a name before one of them is looked for here
+        wanted = _CROSS_INPUTS.union(_CACHES).intersection(self.positional)
+        self.others_first = min(map(self.positional.index, wanted), default=len(self.positional))
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-        for name in _CROSS_INPUTS:
-            if given.get(name) is not None:
+        given = kwargs
+        if len(args) > self.others_first:
+            given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        for name in _CROSS_INPUTS.intersection(given):
+            if given[name] is not None:
                 raise ValueError(
                     f"a {type(module).__name__} was plugged as self-attention but is given {name}: "
                     "cross-attention has no powers. Leave it out with plug(..., layers=...)"
                 )
-        cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
-        return None if cache is None else (args, {**kwargs, _CACHE: cache})
+        for name in _CACHES:
+            cache = given.get(name)
+            if cache is not None:
+                return args, {**kwargs, _CACHE: cache}
+        return None
 
 
 def _filtered_attention(
-    implementation: str,
+    operator_for: OperatorMaker,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -171,23 +188,10 @@ def _filtered_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a plugged module's attention calls instead of ``implementation``."""
-    if implementation.startswith("paged|"):
-        raise NotImplementedError(
-            "a plugged model cannot run with a paged cache (continuous batching): the base "
-            "function fills the cache itself. Use generate() with a dynamic or static cache"
-        )
+    """What a plugged module's attention calls instead of the implementation's own function."""
     cache = kwargs.pop(_CACHE, None)
     operator, value = operator_for(
-        implementation,
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        **kwargs,
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     operator = _with_past(module, operator, query, value, dropout, cache)
     y = module.gfsa(operator, value)
@@ -223,7 +227,7 @@ def _with_past(
 
 def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:
     """Whether somebody asked for attention maps: by keyword, by config, or by a recorder."""
-    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+    if kwargs.get("output_attentions") or getattr(module.config.real, "output_attentions", False):
         return True
     if torch.compiler.is_compiling():
         # who records cannot be asked while a graph is traced; transformers' recording hooks are
@@ -231,7 +235,7 @@ def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:
         hooks = module._forward_hooks.values()
         return any(hook.__module__ == _active_collector.__module__ for hook in hooks)
     recorded = _active_collector.get()
-    return recorded is not None and any("attentions" in name for name in recorded)
+    return bool(recorded) and any("attentions" in name for name in recorded)
 
 
 def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ together with the values as the operator wants them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,17 +18,28 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gfsa.functional import AttentionOperator
 from gfsa.operators import DenseOperator, FunctionOperator, Operator, SDPAOperator
 from gfsa.operators.base import take_heads
-from gfsa.operators.dense import repeat_heads
+from gfsa.operators.dense import DropoutPlace, repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
 
+OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 
-def operator_for(implementation: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """``(operator, value)`` for the attention that ``implementation`` would compute."""
+
+def operator_maker(implementation: str) -> OperatorMaker:
+    """The function that gives ``(operator, value)`` for what ``implementation`` would compute."""
     if implementation == "sdpa":
-        return _sdpa_operator(module, *args, **kwargs)
+        return _sdpa_operator
     if implementation == "eager":
-        return _eager_operator(module, *args, **kwargs)
-    return _any_operator(implementation, module, *args, **kwargs)
+        return _eager_operator
+    if implementation.startswith("paged|"):
+        return _refuse_paged
+    return functools.partial(_any_operator, implementation)
+
+
+def _refuse_paged(*args: Any, **kwargs: Any) -> tuple[Operator, Tensor]:
+    raise NotImplementedError(
+        "a plugged model cannot run with a paged cache (continuous batching): the base "
+        "function fills the cache itself. Use generate() with a dynamic or static cache"
+    )
 
 
 def _sdpa_operator(
@@ -60,13 +72,12 @@ def _sdpa_operator(
     if new != key.shape[2]:
         rows = SDPAOperator(query, key, attention_mask, dropout, False, scaling, grouped)
         return rows, value
-    after = module.gfsa.dropout_after
-    return (
-        AttentionOperator(
-            query, key, attention_mask, dropout, causal, scaling, grouped, dropout_after=after
-        ),
-        value,
+    # where nothing is dropped it does not matter where
+    after: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
+    operator = AttentionOperator(
+        query, key, attention_mask, dropout, causal, scaling, grouped, dropout_after=after
     )
+    return operator, value
 
 
 def _biased_mask(

@@ -37,7 +37,9 @@ class Affine(NamedTuple):
 
 def takes(theta: Tensor, base: Tensor, basis: Tensor) -> bool:
     """Whether these kernels can read the numbers as they are."""
-    return all(x.dtype == torch.float32 and x.is_contiguous() for x in (theta, base, basis))
+    if not theta.dtype == base.dtype == basis.dtype == torch.float32:
+        return False
+    return theta.is_contiguous() and base.is_contiguous() and basis.is_contiguous()
 
 
 def forward(theta: Tensor, affine: Affine) -> Tensor:

@@ -166,6 +166,15 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 _HERE = nullcontext()
 
 
+def launch_beside(x: Tensor, launch: Callable[..., None], *arguments: Any) -> None:
+    """Launch on the GPU of ``x``, without a context where that is the current one."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        launch(*arguments)
+        return
+    with torch.cuda.device_of(x):
+        launch(*arguments)
+
+
 @functools.cache
 def multiprocessors(device: int | None) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -41,7 +41,7 @@ def filter_attention(
     if must_be_seen(q):
         return forward(q, k, v, coeffs, *options)[0]
     if torch.is_grad_enabled():
-        return _Filter.apply(q, k, v, coeffs, None, *options)
+        return _Filter.apply(q, k, v, coeffs, mask, seed, (None, dropout_p, is_causal, scale))
     return _forward(q, k, v, coeffs, *options)[0]
 
 
@@ -50,7 +50,8 @@ def affine_filter_attention(
 ) -> Tensor:
     """The same with coefficients ``base + θ·basis``, and the gradient of θ, in eager mode."""
     if torch.is_grad_enabled():
-        return _Filter.apply(q, k, v, theta, affine, *options)
+        mask, seed, *others = options
+        return _Filter.apply(q, k, v, theta, mask, seed, (affine, *others))
     return _forward(q, k, v, coefficients.forward(theta, affine), *options)[0]
 
 
@@ -166,11 +167,12 @@ class _Filter(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         numbers: Tensor,
-        affine: Affine | None,
         mask: Tensor | None,
         seed: Tensor | None,
-        *options: Any,
+        others: tuple[Affine | None, float, bool, float],
     ) -> Tensor:
+        # what is no tensor comes as one argument: torch looks at each of them by itself
+        affine, options = others[0], others[1:]
         ctx.options, ctx.affine, ctx.ready = options, affine, None
         coeffs = numbers if affine is None else coefficients.forward(numbers, affine)
         ready = ready_for(q, k, v, mask, *options)
@@ -202,7 +204,7 @@ class _Filter(torch.autograd.Function):
         dnumbers = (
             coefficients.total(parts) if affine is None else coefficients.backward(parts, affine)
         )
-        return dq, dk, dv, dnumbers, None, None, None, None, None, None
+        return dq, dk, dv, dnumbers, None, None, None
 
     _backward_once = staticmethod(once_differentiable(_backward))
 

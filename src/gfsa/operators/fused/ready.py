@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused import short
-from gfsa.operators.fused.kernel import copyable_by_tile, empty_like, on_device_of
+from gfsa.operators.fused.kernel import copyable_by_tile, empty_like, launch_beside
 from gfsa.operators.fused.passes import Options, problem_of
 
 
@@ -54,11 +54,10 @@ class Ready:
             q if seed is None else seed,
             self.zero,
         )
-        with on_device_of(q):
-            if self.direct is not None:
-                self.direct(tensors, pointers)
-                return out, u, lse
-            self.launch(tensors, *pointers)
+        if self.direct is not None:
+            launch_beside(q, self.direct, tensors, pointers)
+            return out, u, lse
+        launch_beside(q, self.launch, tensors, *pointers)
         self.direct = self.launch.direct.get(tuple([x.stride() for x in tensors]))
         return out, u, lse
 
@@ -87,15 +86,16 @@ class Ready:
         dk = torch.empty_strided(shape, of_keys, dtype=dtype, device=device)
         dv = torch.empty_strided(shape, of_values, dtype=dtype, device=device)
         parts = torch.empty(self.parts, dtype=torch.float32, device=device)
-        with on_device_of(q):
-            self.launch_back(
-                (*given, dq, dk, dv),
-                lse,
-                parts,
-                coeffs,
-                q if mask is None else mask.view(torch.uint8),
-                q if seed is None else seed,
-            )
+        launch_beside(
+            q,
+            self.launch_back,
+            (*given, dq, dk, dv),
+            lse,
+            parts,
+            coeffs,
+            q if mask is None else mask.view(torch.uint8),
+            q if seed is None else seed,
+        )
         return dq, dk, dv, parts
 
     def _takes(self, given: tuple[Tensor, ...]) -> bool:
@@ -105,7 +105,10 @@ class Ready:
             if any(copyable_by_tile(x) is not x for x in given):
                 return False
             self.copyable.add(strides)
-        return all(x.data_ptr() % 16 == 0 for x in given)
+        places = 0
+        for x in given:
+            places |= x.data_ptr()
+        return places % 16 == 0
 
 
 # False where the short kernels do not serve, or not without copies

@@ -65,6 +65,9 @@ class GraphFilter(nn.Module):
     #: whether this process has some of the heads only (tensor parallel)
     heads_are_sharded = False
 
+    #: whether the k-th learned number moves the k-th coefficient alone
+    basis_is_diagonal = False
+
     def __init__(
         self,
         num_heads: int,
@@ -88,6 +91,7 @@ class GraphFilter(nn.Module):
         self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
         self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
         self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
+        self.basis_is_diagonal = _is_diagonal(self._exact_basis)
         device = torch.get_default_device()
         self.register_buffer("base", self._exact_base.to(device, torch.float32), persistent=False)
         self.register_buffer("basis", self._exact_basis.to(device, torch.float32), persistent=False)
@@ -102,7 +106,12 @@ class GraphFilter(nn.Module):
     def coefficients(self) -> Tensor:
         """``(heads, degree+1)`` in float32 (float64 in a float64 model), differentiable in θ."""
         theta = self._learned()
-        return self.base if theta is None else affine(theta, self.base, self.basis)
+        if theta is None:
+            return self.base
+        if self.basis_is_diagonal:
+            # one kernel instead of three, which counts where single tokens are decoded
+            return torch.addcmul(self.base, theta, self.basis.diagonal(dim1=-2, dim2=-1))
+        return affine(theta, self.base, self.basis)
 
     def _learned(self) -> Tensor | None:
         """θ as this process uses it."""
@@ -120,12 +129,15 @@ class GraphFilter(nn.Module):
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
-        # a filter with coefficients of another kind says so by a method of its own
-        if getattr(self.coefficients, "__func__", None) is GraphFilter.coefficients:
+        if operator.makes_coefficients and self._has_plain_coefficients():
             theta = self._learned()
             if theta is not None:
                 return operator.affine(theta, self.base, self.basis, v)
         return operator.polynomial(self.coefficients(), v)
+
+    def _has_plain_coefficients(self) -> bool:
+        # a filter with coefficients of another kind says so by a method of its own
+        return getattr(self.coefficients, "__func__", None) is GraphFilter.coefficients
 
     def map(self, operator: DenseOperator) -> Tensor:
         """``H``, the map that takes A's place, ``(..., H, N, N)``; for looking at it."""
@@ -392,6 +404,11 @@ def read_description(state: Tensor) -> dict[str, Any]:
     if not isinstance(description, dict):
         raise ValueError(f"the description of a filter is damaged: {description!r:.80}")
     return description
+
+
+def _is_diagonal(basis: Tensor) -> bool:
+    learned, powers = basis.shape
+    return learned == powers and bool((basis == basis.diagonal().diag()).all())
 
 
 def _monomial(k: int, degree: int) -> Tensor:

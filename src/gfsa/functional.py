@@ -76,6 +76,9 @@ class AttentionOperator(Operator):
     as in :class:`~gfsa.operators.DenseOperator`.
     """
 
+    # some of the kernels do
+    makes_coefficients = True
+
     def __init__(
         self,
         q: Tensor,

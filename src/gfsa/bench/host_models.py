@@ -106,7 +106,13 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_COMPUTE_NOTHING = ("aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::empty_strided")
+_COMPUTE_NOTHING = (
+    "aten::_unsafe_view",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+)
 
 
 def variants(plain: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def combine(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
+def combine(coeffs: Tensor, powers: Sequence[Tensor], in_one_go: bool = False) -> Tensor:
     r"""Weigh the powers of one operator, head by head.
 
     .. math:: y_h = \sum_k c_{h,k}\,u_{k,h} \qquad u_k = A^k v
@@ -21,14 +21,18 @@ def combine(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
     Args:
         coeffs: ``(H, m+1)`` or ``(m+1,)``.
         powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
+        in_one_go: let the kernel that adds the last term round the sum as well: a launch less,
+            for plain tensors of one shape that nobody differentiates or traces.
     """
     if powers[-1].is_nested:
         return _combine_jagged(coeffs, powers)
     columns = columns_of(coeffs)
     total = columns[0] * powers[0]
-    for column, power in zip(columns[1:], powers[1:], strict=True):
+    last = len(columns) - 1
+    for place in range(1, last + 1):
         # one kernel a term, and torch promotes: a float32 sum of bfloat16 tokens
-        total = torch.addcmul(total, column, power)
+        room = torch.empty_like(powers[last]) if in_one_go and place == last else None
+        total = torch.addcmul(total, columns[place], powers[place], out=room)
     return total.to(powers[-1].dtype)
 
 
@@ -60,6 +64,9 @@ class Operator(ABC):
 
     Nobody but :class:`~gfsa.operators.dense.DenseOperator` has to build the n×n matrix.
     """
+
+    #: whether :meth:`affine` can do better than a filter that makes its coefficients first
+    makes_coefficients = False
 
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:

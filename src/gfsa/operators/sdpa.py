@@ -115,9 +115,8 @@ def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: i
 
 
 def as_additive(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask (True takes part) as numbers to add to the scores: 0 and -inf."""
-    zeros = torch.zeros(attn_mask.shape, dtype=dtype, device=attn_mask.device)
-    return zeros.masked_fill(~attn_mask, -math.inf)
+    """A bool mask (True takes part) as numbers to add to the scores: log 1 = 0, log 0 = -inf."""
+    return attn_mask.to(dtype).log()
 
 
 def _with_causal(attn_mask: Tensor, length: int) -> Tensor:

@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 )
 
 from gfsa.operators import Operator
+from gfsa.operators.base import combine
 
 # what a cache does to its layers besides filling them
 _FOLLOWED = (
@@ -59,6 +60,12 @@ class CachedOperator(Operator):
 
     def apply(self, x: Tensor) -> Tensor:
         return self.rows.apply(x)
+
+    def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
+        powers = self.powers(v, coeffs.shape[-1] - 1)
+        # the work on one token takes no time, launching it does
+        plain = type(v) is Tensor and not torch.is_grad_enabled()
+        return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         newest = _newest(self.layer, v, self.new)
@@ -218,7 +225,9 @@ def _newest(layer: Any, values: Tensor, new: int) -> Tensor:
     """The rows of ``values`` that belong to the newest tokens."""
     if _fills_from_the_front(layer):
         # where it stands is known on the device only
-        rows = torch.arange(new, device=values.device) + (layer.cumulative_length - new)
+        rows = (layer.cumulative_length - new).view(1)
+        if new > 1:
+            rows = rows + torch.arange(new, device=values.device)
         return values.index_select(2, rows)
     return values.narrow(2, values.shape[2] - new, new)
 

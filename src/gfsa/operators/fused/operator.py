@@ -29,6 +29,8 @@ class FusedOperator(Operator):
     Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
     """
 
+    makes_coefficients = True
+
     def __init__(
         self,
         q: Tensor,

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import gfsa
-from gfsa.recipes.compiling import compile_blocks, forget_compiled
+from gfsa.recipes.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa.recipes.methods import MethodConfig
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
 from support.toy_recipe import ToyConfig
 
 # traced and differentiated as ever; code for the CPU would take half a minute to make
-COMPILE = functools.partialmethod(nn.Module.compile, backend="aot_eager")
+COMPILE = functools.partial(torch.compile, backend="aot_eager")
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,31 @@ def test_blocks_share_their_code() -> None:
     assert seen == [1]
 
 
+def test_classes_of_torch_are_compiled_too() -> None:
+    """The compiler passes over their frames, and would leave a plain model as it is in silence."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    compile_blocks(model, backend="aot_eager")
+    model(torch.randn(2, 5, 16))
+    assert counters["stats"]["unique_graphs"] in (1, 2)
+    counters.clear()
+    whole = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compile_model(whole, backend="aot_eager")
+    whole(torch.randn(2, 4))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_runs_before_it_leave_a_run_its_limit() -> None:
+    """One process trains one model after another; all share the code of a block's class."""
+    for _ in range(4):
+        model = nn.Sequential(*(Scaled(number) for number in torch.randint(10**6, (3,)).tolist()))
+        counters.clear()
+        compile_blocks(model, backend="aot_eager")
+        with torch._dynamo.config.patch(recompile_limit=4):
+            model(torch.randn(2, 4))
+        assert counters["stats"]["unique_graphs"] == 3
+
+
 class Scaled(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -86,7 +111,7 @@ def test_a_model_without_blocks_says_so() -> None:
 def test_a_compiled_run_learns_the_same(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nn.Module, "compile", COMPILE)
+    monkeypatch.setattr(torch, "compile", COMPILE)
 
     def row(name: str, **settings: Any) -> Row:
         config = ToyConfig(lens=True, **settings)

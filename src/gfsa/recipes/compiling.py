@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import _dynamo as dynamo
 from torch import nn
 
 
 def compile_model(model: nn.Module, **options: Any) -> None:
     """Compile ``model`` in place, as one."""
-    model.compile(**options)
+    _compile([model], options)
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> int:
@@ -29,8 +31,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
     # beyond its limit the compiler would leave blocks as they are; each has its code for training
     # and for evaluation, for one shape of batches and for any
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 4 * len(blocks))
-    for block in blocks:
-        block.compile(**options)
+    _compile(blocks, options)
     return len(blocks)
 
 
@@ -38,6 +39,27 @@ def forget_compiled(model: nn.Module) -> None:
     """Let ``model`` run as it is written again, so that hooks in it are called."""
     for module in model.modules():
         module._compiled_call_impl = None
+
+
+def _compile(modules: Iterable[nn.Module], options: dict[str, Any]) -> None:
+    # what earlier runs of this process compiled counts against the limit, and whichever of their
+    # shapes differed would be taken for variable in this one: each begins as if it were alone
+    dynamo.reset()
+    for module in modules:
+        module._compiled_call_impl = torch.compile(_call_of(module), **options)
+
+
+def _call_of(module: nn.Module) -> Any:
+    """What ``module.compile()`` compiles, in a function of ours.
+
+    The compiler passes over frames of ``torch.nn``'s own code, and with them, in silence, over a
+    module of its classes (a ``TransformerEncoderLayer``, a ``Sequential``), unless ours is around.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return call
 
 
 def _stacks(module: nn.Module) -> list[list[nn.Module]]:

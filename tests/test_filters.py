@@ -13,6 +13,8 @@ import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
 from gfsa.filters import read_description
 from gfsa.operators import DenseOperator
+from gfsa.operators.base import affine
+from gfsa.plugs.partial import PartialPolynomial
 from support.attention import Dispatched
 
 EVERY = {
@@ -482,3 +484,25 @@ REFUSED = {
 def test_refuses(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("made", "diagonal"),
+    [
+        (GFSA(4, K=None, lr_multiplier=3.0), True),
+        (Polynomial(4, degree=3, lr_multiplier=0.5), True),
+        (PartialPolynomial(4, degree=2, high=[1, 3]), True),
+        (GFSA(4), False),
+        (GFSA(4, K=None, learn=("w0",), w1=0.5), False),
+    ],
+)
+def test_coefficients_that_move_one_by_one(made: GraphFilter, diagonal: bool) -> None:
+    """In one kernel or in three, the coefficients and θ's gradient are the same."""
+    made = shift(copy.deepcopy(made).double())
+    assert made.basis_is_diagonal is diagonal
+    assert made.theta is not None
+    found, expected = made.coefficients(), affine(made.theta, made.base, made.basis)
+    torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
+    g = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(c, made.theta, g)[0] for c in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-15, atol=1e-15)

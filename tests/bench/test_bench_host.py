@@ -38,6 +38,18 @@ def test_what_a_filter_adds_to_a_layer_is_counted(
     assert "degree 2 adds" in capsys.readouterr().out
 
 
+def test_a_decoded_token_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(host_models, "REPEATS", 1)
+    monkeypatch.setattr(host_models, "ROUNDS", 1)
+    found = host_models.decoding(static=False)
+    one, two = (found[name].added_to(found["plain"]) for name in ("degree 1", "degree 2"))
+    # the coefficients, a product, and a sum that is rounded as well
+    assert one.operators == 3
+    # two more for the coefficients, the power kept, the second pass, and another sum
+    assert two.operators == 8
+
+
 def test_calls_and_operators_are_counted() -> None:
     x = torch.ones(2, 3)
 

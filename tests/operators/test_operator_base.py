@@ -55,3 +55,22 @@ def test_precision_in_which_sums_are_kept() -> None:
     assert at_least_float32(torch.bfloat16) == torch.float32
     assert at_least_float32(torch.float16) == torch.float32
     assert at_least_float32(torch.float64) == torch.float64
+
+
+@pytest.mark.parametrize("powers", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_in_one_go_is_the_same_sum(dtype: torch.dtype, powers: int) -> None:
+    coeffs = torch.randn(2, powers)
+    tokens = [torch.randn(3, 2, 1, 4, dtype=dtype) for _ in range(powers)]
+    kept = [power.clone() for power in tokens]
+    total = combine(coeffs, tokens, in_one_go=True)
+    assert total.dtype == dtype
+    assert torch.equal(total, combine(coeffs, tokens))
+    # nothing that was given is written to
+    assert all(map(torch.equal, tokens, kept))
+
+
+def test_a_constant_in_one_go() -> None:
+    tokens = torch.randn(2, 3, dtype=torch.bfloat16)
+    total = combine(torch.tensor([2.0]), [tokens], in_one_go=True)
+    assert torch.equal(total, 2 * tokens)

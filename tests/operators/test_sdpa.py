@@ -143,5 +143,7 @@ def test_a_bool_mask_as_numbers_to_add(dtype: torch.dtype) -> None:
     mask = torch.rand(3, 5, 5) < 0.6
     additive = as_additive(mask, dtype)
     assert additive.dtype == dtype
+    assert (additive[mask] == 0).all()
+    assert (additive[~mask] == -torch.inf).all()
     y = SDPAOperator(q, k, additive).apply(v)
     torch.testing.assert_close(y, SDPAOperator(q, k, mask).apply(v))

@@ -322,3 +322,66 @@ def test_attention_maps_while_decoding_are_refused() -> None:
         cache = model(prompt()["input_ids"], output_attentions=True).past_key_values
         with pytest.raises(ValueError, match="use_cache=False"):
             model(torch.tensor([[3], [4]]), past_key_values=cache, output_attentions=True)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("K", [None, 3])
+def test_decoding_is_the_dense_filter_in_double_precision(K: int | None, cache: str) -> None:
+    model, ids = plugged("gpt2", K=K).double(), prompt()["input_ids"]
+    kept: Any = (
+        transformers.DynamicCache(config=model.config)
+        if cache == "dynamic"
+        else transformers.StaticCache(config=model.config, max_cache_len=16)
+    )
+    with torch.no_grad():
+        decoded = [model(ids[:, :4], past_key_values=kept).logits]
+        for token in ids[:, 4:].split(1, dim=1):
+            position = torch.full_like(token, decoded[0].shape[1] + len(decoded) - 1)
+            decoded.append(model(token, past_key_values=kept, position_ids=position).logits)
+        # the model's own maps, multiplied as they are
+        model.set_attn_implementation("eager")
+        expected = model(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(decoded, 1), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_decoded_token_can_be_differentiated() -> None:
+    """Sums that are rounded where they are made are for those who want no gradient."""
+    model, ids = plugged("gpt2", K=None), prompt()["input_ids"]
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache)
+        expected = model(ids, use_cache=False).logits[:, -1:]
+    logits = model(ids[:, 6:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    logits.sum().backward()
+    assert all(made.theta.grad.abs().sum() > 0 for made in gfsa.filters_of(model).values())
+
+
+def test_a_growing_cache_keeps_powers_and_nothing_beside_them() -> None:
+    model, ids = plugged("gpt2"), prompt()["input_ids"]
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, 5:6], past_key_values=cache)
+    for layer in cache.layers:
+        (powers,) = layer.gfsa_powers
+        assert powers.keys.shape == layer.values.shape
+        assert powers.values.numel() == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_cache_may_come_without_its_name(name: str) -> None:
+    model, ids = plugged(name), prompt()["input_ids"]
+    seen: list[Any] = []
+    attention = next(m for m in model.modules() if hasattr(m, "gfsa"))
+    handover = next(
+        hook for hook in attention._forward_pre_hooks.values() if hasattr(hook, "positional")
+    )
+    cache = transformers.DynamicCache(config=model.config)
+    place = handover.positional.index("past_key_values")
+    args = (ids,) * place + (cache,)
+    seen.append(handover(attention, args, {}))
+    seen.append(handover(attention, args[:1], {"past_key_values": cache}))
+    assert all(kwargs["gfsa_cache"] is cache for _, kwargs in seen)
+    assert handover(attention, args[:1], {"past_key_values": None}) is None
+    assert handover(attention, args[:1], {"encoder_hidden_states": None}) is None

@@ -392,6 +392,9 @@ def test_self_attention_given_other_tokens_is_an_error() -> None:
     x = torch.randn(1, 5, 32, dtype=torch.float64)
     with pytest.raises(ValueError, match="key_value_states: cross-attention has no powers"):
         attention(x, key_value_states=x)
+    with pytest.raises(ValueError, match="key_value_states: cross-attention has no powers"):
+        attention(x, x)
+    attention(x, None)
 
 
 def test_dropout_after_the_filter() -> None:

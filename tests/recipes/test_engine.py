@@ -186,6 +186,9 @@ def test_a_finished_run_is_neither_repeated_nor_overwritten(tmp_path: Path) -> N
     with pytest.raises(FileExistsError, match="--resume"):
         carry_out(run(tmp_path))
     assert carry_out(run(tmp_path, resume=True)) == row
+    (run(tmp_path).folder / "row.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"row\.json is of another version"):
+        carry_out(run(tmp_path, resume=True))
 
 
 def test_going_on_with_other_settings_is_refused(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import gfsa.recipes
+import gfsa.recipes.row
 from gfsa.cli import build
 from gfsa.recipes.config import TrainConfig, override, parse, settings_of
 from gfsa.recipes.plan import Request, numbers_of, read_plan
-from gfsa.recipes.row import read_rows
+from gfsa.recipes.row import Row, read_rows
 
 TOY = "support.toy_recipe"
 
@@ -89,6 +89,56 @@ def test_a_table_of_another_kind_is_refused_before_training(tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_damaged_table_is_found_before_training(tmp_path: Path) -> None:
+    table = tmp_path / "results" / "toy.csv"
+    words = [TOY, "--set", "epochs=1", "--seeds"]
+    assert train(tmp_path, *words, "0")[0] == 0
+    whole = table.read_bytes()
+    # the system went down while a row was written
+    table.write_bytes(whole[:-30] + whole.splitlines(keepends=True)[1])
+    for more in ([], ["--missing"]):
+        code, output = train(tmp_path, *words, "1", *more)
+        assert code == 2
+        assert "line 2: expected" in output
+    assert not list((tmp_path / "runs").rglob("seed-1"))
+    table.write_bytes(b"\xff\xfe")
+    code, output = train(tmp_path, *words, "1")
+    assert code == 2
+    assert "toy.csv is not CSV" in " ".join(output.replace("│", " ").split())
+
+
+def test_an_empty_table_gets_its_header(tmp_path: Path) -> None:
+    table = tmp_path / "results" / "toy.csv"
+    table.parent.mkdir()
+    # the system went down before the first row was written
+    table.touch()
+    assert train(tmp_path, TOY, "--set", "epochs=1", "--missing")[0] == 0
+    assert len(read_rows(table)) == 1
+
+
+def test_a_row_that_cannot_be_added_does_not_take_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "results" / "toy.csv"
+    append = gfsa.recipes.row.append_rows
+
+    def full_once(path: Path, rows: list[Row]) -> None:
+        if rows[0].seed == 0:
+            raise OSError("No space left on device")
+        append(path, rows)
+
+    monkeypatch.setattr(gfsa.recipes.row, "append_rows", full_once)
+    words = [TOY, "--set", "epochs=1", "--seeds", "0,1"]
+    code, output = train(tmp_path, *words)
+    assert code == 1
+    assert "1 of 2 runs done" in output
+    assert "row.json, --resume adds it: No space left" in " ".join(output.split())
+    assert [row.seed for row in read_rows(table)] == [1]
+    monkeypatch.undo()
+    assert train(tmp_path, *words, "--resume")[0] == 0
+    assert sorted(row.seed for row in read_rows(table)) == [0, 1]
+
+
 def test_a_method_without_the_option_is_run_once(tmp_path: Path) -> None:
     words = [TOY, "--method", "plain,gfsa", "--each", "filter_lr=1e-3,1e-2", "--set", "epochs=1"]
     code, output = train(tmp_path, *words)
@@ -122,6 +172,13 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--plan", "x.txt"], "--plan"),
         (["--plan", "/nowhere/x.txt"], "No such file"),
         ([TOY, "--set", "batch_size=0"], "batch_size must be above 0"),
+        ([TOY, "--set", "clip=nan"], "clip must be finite"),
+        ([TOY, "--set", "min_lr=inf"], "min_lr must be finite"),
+        ([TOY, "--each", "lr=1,2", "--each", "lr=3"], "lr given twice"),
+        ([TOY, "--each", "lr=1,2", "--set", "lr=3"], "lr given twice"),
+        ([TOY, "--method", "gfsa", "--K", "2", "--set", "K=4"], "K is given by --K and by --set"),
+        (["--plan", "x.txt", "--seeds", "0-4"], "--seeds would change nothing beside --plan"),
+        (["--plan", "x.txt", "--method", "gfsa", "--set", "lr=1"], "--method, --set would change"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, words: list[str], told: str) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def train(
+    context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="glue, causal_lm, code, image, graph …")] = "",
     method: Annotated[str, typer.Option(help="plain, gfsa, gfsa-even …, by commas.")] = "plain",
     K: Annotated[str, typer.Option("--K", help="Order of the filter: 3, or 2-10 for all.")] = "",
@@ -75,6 +76,8 @@ def train(
 
     if bool(recipe) == (plan is not None):
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
+    if plan is not None:
+        _refuse_beside_a_plan(context)
     places: dict[str, Any] = {
         "data_dir": data_dir,
         "out": out,
@@ -101,10 +104,12 @@ def train(
         runs = list({run.folder: run for run in runs}.values())
         for name in {run.key().recipe for run in runs}:
             check_table(results / f"{name}.csv")
+        # reads every row: a damaged table is found now, not when there is a row to add
+        lacked = lacking(runs, results)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
-        runs = lacking(runs, results)
+        runs = lacked
         if not runs:
             console.print(f"{results} has all of these runs")
             return
@@ -112,6 +117,20 @@ def train(
     failed = _carry_out(console, runs, jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
+
+
+def _refuse_beside_a_plan(context: typer.Context) -> None:
+    flags = {"method": "--method", "K": "--K", "seeds": "--seeds", "setting": "--set"}
+    given = [
+        flag
+        for name, flag in (flags | {"each": "--each"}).items()
+        if (source := context.get_parameter_source(name)) and source.name != "DEFAULT"
+    ]
+    if given:
+        raise typer.BadParameter(
+            f"{', '.join(given)} would change nothing beside --plan, whose lines say it all; "
+            "write it into the plan (a line that begins with common is for all below)"
+        )
 
 
 def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
@@ -127,13 +146,19 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
     failed = 0
     with (one_at_a_time if jobs == 1 else many)(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
-            run, row = finished.run, finished.row
+            run, row, error = finished.run, finished.row, finished.error
             if row is not None and write:
-                # a run whose row did not get here, for whatever reason, is not lost
-                append_rows(results / f"{row.recipe}.csv", [row] if lacking([run], results) else [])
-            if row is None or finished.error:
+                try:
+                    # a run whose row did not get here, for whatever reason, is not lost
+                    lost = [row] if lacking([run], results) else []
+                    append_rows(results / f"{row.recipe}.csv", lost)
+                except (ValueError, OSError) as reason:
+                    # nor does it take the others along
+                    kept = f"its row is in {run.folder / 'row.json'}, --resume adds it: {reason}"
+                    error = f"{error}; {kept}" if error else kept
+            if row is None or error:
                 failed += 1
-                console.print(f"failed: {run}: {finished.error}", style="red", markup=False)
+                console.print(f"failed: {run}: {error}", style="red", markup=False)
             else:
                 was_there = "was there: " if run in done else ""
                 console.print(f"{was_there}{run}: {row.metric} {row.test:.4f}", highlight=False)

@@ -87,8 +87,10 @@ class TrainConfig:
                 raise ValueError(f"{name} must be above 0 and finite, got {value}")
         at_least_zero = ("max_steps", "eval_batch_size", "weight_decay", "clip", "workers")
         for name in (*at_least_zero, "patience", "checkpoint_every", "min_lr", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            value = getattr(self, name)
+            # no number is not below 0 either
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
         for name in ("warmup", "ema", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")

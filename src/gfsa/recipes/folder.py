@@ -125,4 +125,9 @@ def write_row(folder: Path, row: Row) -> None:
 def read_row(folder: Path) -> Row | None:
     """The result of a finished run, or None."""
     path = folder / "row.json"
-    return Row(**read_json(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return Row(**read_json(path))
+    except TypeError as error:
+        raise ValueError(f"{path} is of another version, delete its folder: {error}") from error

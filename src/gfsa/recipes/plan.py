@@ -61,6 +61,13 @@ class Request:
 
     def _runs_of_each(self, **places: Any) -> list[Run]:
         names = [name for name, _ in self.each]
+        given = [*names, *dict(self.settings)]
+        twice = sorted({name for name in given if given.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"{', '.join(twice)} given twice, by --each or by --each and --set: give all "
+                "values to one --each, by commas"
+            )
         runs: list[Run] = []
         for values in itertools.product(*(text.split(",") for _, text in self.each)):
             chosen = tuple(zip(names, (value.strip() for value in values), strict=True))
@@ -79,6 +86,8 @@ class Request:
 
     def _check_used(self, for_method: dict[str, str]) -> None:
         uses = {option for name in self.methods for option in find_method(name).uses}
+        if self.orders and "K" in for_method:
+            raise ValueError("K is given by --K and by --set K=…; leave one of them out")
         unused = [*(name for name in for_method if name not in uses)]
         if self.orders and "K" not in uses:
             unused.append("K")
@@ -130,7 +139,7 @@ def _lines_of(path: Path) -> list[tuple[int, Request]]:
 def _parse(recipe: str, rest: list[str]) -> Request:
     request: dict[str, Any] = {}
     settings: dict[str, str] = {}
-    each: dict[str, str] = {}
+    each: list[tuple[str, str]] = []
     while rest:
         flag = rest.pop(0)
         if not rest:
@@ -145,10 +154,10 @@ def _parse(recipe: str, rest: list[str]) -> Request:
         elif flag == "--set":
             settings |= [setting_of(value)]
         elif flag == "--each":
-            each |= [setting_of(value)]
+            each.append(setting_of(value))
         else:
             raise ValueError(f"a plan knows --method, --K, --seeds, --set and --each, got {flag!r}")
-    return Request(recipe, settings=tuple(settings.items()), each=tuple(each.items()), **request)
+    return Request(recipe, settings=tuple(settings.items()), each=tuple(each), **request)
 
 
 def lacking(runs: Sequence[Run], results: Path) -> list[Run]:
@@ -157,7 +166,8 @@ def lacking(runs: Sequence[Run], results: Path) -> list[Run]:
     known = {
         Key(row.recipe, row.task, row.method, row.options, row.settings, row.seed)
         for path in tables
-        if path.exists()
+        # who is to add the first row begins with an empty file
+        if path.exists() and path.stat().st_size
         for row in read_rows(path)
     }
     return [run for run in runs if run.key() not in known]

@@ -63,7 +63,10 @@ def check_table(path: Path) -> None:
         return
     names = [field.name for field in fields(Row)]
     with path.open(newline="") as file:
-        header = next(csv.reader(file))
+        try:
+            header = next(csv.reader(file))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not CSV: {error}; move it away first") from error
     if header != names:
         raise ValueError(
             f"{path} has other columns than this version writes; "

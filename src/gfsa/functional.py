@@ -91,7 +91,8 @@ class AttentionOperator(Operator):
         backend: Backend = "auto",
         dropout_after: DropoutPlace = "attention",
     ) -> None:
-        check_kinds(q=q, k=k, attn_mask=attn_mask)
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and attn_mask is None):
+            check_kinds(q=q, k=k, attn_mask=attn_mask)
         check_options(dropout_p, is_causal, scale, enable_gqa)
         self.q, self.k, self.attn_mask = autocast(q, k, attn_mask)
         self.dropout_p = dropout_p

@@ -116,3 +116,19 @@ def test_a_mask_broadcast_over_keys_is_laid_out_for_the_kernels() -> None:
     # others are given on as they are
     keys = torch.ones(2, 1, 1, 40, dtype=torch.bool).expand(2, 4, 40, 40)
     assert FusedOperator(x, x, keys).attn_mask is keys
+
+
+def test_the_way_back_is_settled_for_each_layout() -> None:
+    x, coeffs = tokens(2, 4, 40, 64), torch.ones(4, 3)
+    other_layout = tokens(2, 40, 4, 64).transpose(1, 2)
+    with nothing_launched():
+        made = ready(x, x, x)
+        assert made is not None
+        out, u, lse = made.forward(x, x, x, coeffs, None)
+        for g in (x, other_layout, x):
+            assert made.backward(g, x, x, x, u, out, lse, coeffs, None, None) is not None
+        settled = {strides[-1]: launch for strides, launch in made.direct_back.items()}
+    assert settled.keys() == {x.stride(), other_layout.stride()}
+    for g_strides, launch in settled.items():
+        # what the copy engine is told of g, the sixth tensor
+        assert launch.tiles[5][1][5] == g_strides

@@ -35,8 +35,8 @@ class Ready:
         self.goes_back = problem.group == 1
         self.mask_strides = None if options.mask is None else options.mask.stride()
         self.key_strides = [empty_like(x).stride() for x in (k, v)]
-        # strides of tensors that the copy engine takes as they are
-        self.copyable: set[tuple[Any, ...]] = set()
+        # by strides of tensors that the copy engine takes as they are
+        self.direct_back: dict[tuple[Any, ...], Callable[..., None] | None] = {}
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, seed: Any = None
@@ -76,7 +76,8 @@ class Ready:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """As :func:`gfsa.operators.fused.passes.backward`; None if that has to do it."""
         given = (q, k, v, u, out, g)
-        if not self.goes_back or not self._takes(given):
+        strides = tuple([x.stride() for x in given])
+        if not self.goes_back or not self._takes(given, strides):
             return None
         if mask is not None and mask.stride() != self.mask_strides:
             return None
@@ -86,25 +87,29 @@ class Ready:
         dk = torch.empty_strided(shape, of_keys, dtype=dtype, device=device)
         dv = torch.empty_strided(shape, of_values, dtype=dtype, device=device)
         parts = torch.empty(self.parts, dtype=torch.float32, device=device)
-        launch_beside(
-            q,
-            self.launch_back,
-            (*given, dq, dk, dv),
+        tensors = (*given, dq, dk, dv)
+        pointers = (
             lse,
             parts,
             coeffs,
             q if mask is None else mask.view(torch.uint8),
             q if seed is None else seed,
         )
+        direct = self.direct_back[strides]
+        if direct is not None:
+            launch_beside(q, direct, tensors, pointers)
+            return dq, dk, dv, parts
+        launch_beside(q, self.launch_back, tensors, *pointers)
+        everything = tuple([x.stride() for x in tensors])
+        self.direct_back[strides] = self.launch_back.direct.get(everything)
         return dq, dk, dv, parts
 
-    def _takes(self, given: tuple[Tensor, ...]) -> bool:
+    def _takes(self, given: tuple[Tensor, ...], strides: tuple[Any, ...]) -> bool:
         """Whether the copy engine takes these; hooks may give saved tensors back laid out anew."""
-        strides = tuple([x.stride() for x in given])
-        if strides not in self.copyable:
+        if strides not in self.direct_back:
             if any(copyable_by_tile(x) is not x for x in given):
                 return False
-            self.copyable.add(strides)
+            self.direct_back[strides] = None
         places = 0
         for x in given:
             places |= x.data_ptr()

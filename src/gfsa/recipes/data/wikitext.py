@@ -23,7 +23,7 @@ SOURCES = {
     ),
     "ptb": DataSource(
         "Penn Treebank",
-        "ptb.{train,valid,test}.txt, here, in ptb/ or in penn-treebank/",
+        "ptb.{train,valid,test}.txt, here, in ptb/, penn-treebank/ or simple-examples/data/",
         "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz",
     ),
 }

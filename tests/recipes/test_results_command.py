@@ -142,6 +142,7 @@ def test_filters(folder):
         (("--task", "rte"), "no task with 'rte' in its name; there are cola minilm, zinc gps"),
         (("--method", "gfsa,nope"), "no run of method nope; there are contranorm, gfsa, plain"),
         (("--write", "--task", "zinc"), "--write makes the whole page"),
+        (("--write", "--plot", "/elsewhere/x.svg"), "--plot has to lie in"),
         (("--plot", "x.jpeg2"), "cannot write .jpeg2; endings that work: "),
         (("--dir", "/nowhere"), "there is no folder /nowhere"),
     ],

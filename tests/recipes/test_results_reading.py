@@ -41,6 +41,12 @@ def test_an_empty_file(folder):
         read_folder(folder)
 
 
+def test_a_table_of_a_recipe_with_nothing_known_in_it(folder):
+    (folder / "glue.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"glue\.csv.*not CSV"):
+        read_folder(folder)
+
+
 def test_missing_and_unknown_columns(folder):
     names = [name for name in COLUMNS if name != "moved"] + ["mood"]
     (folder / "broken.csv").write_text(",".join(names) + "\n")

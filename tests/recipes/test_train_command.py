@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,11 @@ def test_a_method_without_the_option_is_run_once(tmp_path: Path) -> None:
 
 def test_models_of_the_same_name_are_two_models() -> None:
     from gfsa.recipes.glue import GlueConfig
+    from gfsa.recipes.run import Run
 
+    blank = Run(recipe="glue", config=GlueConfig(model="my models/bert", task="rte"))
+    words = shlex.split(blank.command)
+    assert words[-4:] == ["--set", "task=rte", "--set", "model=my models/bert"]
     assert settings_of(GlueConfig(model="minilm")) == ""
     assert settings_of(GlueConfig(model="a/bert")) != settings_of(GlueConfig(model="b/bert"))
 

@@ -57,7 +57,8 @@ class TrainConfig:
     eval_every: float = 1.0
     """Epochs between evaluations of ``valid``."""
     patience: int = 0
-    """Evaluations without improvement of ``valid`` before stopping; 0 never stops early."""
+    """Evaluations without improvement of ``valid`` before stopping, at the best weights (as
+    ``best``); 0 never stops early."""
     best: bool = False
     """Report the weights that were best on ``valid`` rather than the last ones."""
     log_every: int = 50

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -97,7 +98,8 @@ class Run:
         words = ["gfsa train", self.recipe, "--method", self.method, "--seeds", self.config.seed]
         options = options_of(find_method(self.method), self.options)
         changed = changed_settings(self.config) | options
-        pairs = as_text(changed).split()
+        # one by one: there may be blanks in a value
+        pairs = [shlex.quote(as_text({name: value})) for name, value in changed.items()]
         return " ".join(map(str, words)) + "".join(f" --set {pair}" for pair in pairs)
 
     @property

@@ -72,6 +72,10 @@ def _results(
     from gfsa.recipes.results.reading import read_folder
     from gfsa.recipes.results.tables import make_tables
 
+    if write and plot is not None and not plot.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"--write links to the figure, so --plot has to lie in {folder}, got {plot}"
+        )
     every = make_tables(read_folder(folder))
     shown = _chosen(every, *filters)
     blocks = page(shown, every, paper)

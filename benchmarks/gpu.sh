@@ -35,8 +35,10 @@ sanitize() {
   done
 }
 
+# one suite that fails does not keep the others from being measured
+FAILED=0
 bench() {
-  gfsa bench --csv "$CSV" "$@" || echo "failed: gfsa bench $*"
+  gfsa bench --csv "$CSV" "$@" || { echo "failed: gfsa bench $*"; FAILED=1; }
   echo "$SECONDS s"
 }
 
@@ -50,6 +52,13 @@ measure() {
   bench "${COMPILED[@]}" --shapes "${MODELS// /,}" --rounds 9
   bench --suite lengths --rounds 3
   bench --suite decode --rounds 9
+  return $FAILED
 }
 
-"$@"
+case "${1:-}" in
+  check | measure | sanitize) "$@" ;;
+  *)
+    echo "benchmarks/gpu.sh check | measure | sanitize, got '${1:-}'" >&2
+    exit 2
+    ;;
+esac

@@ -27,6 +27,9 @@ def main() -> None:
     models, example = {}, None
     for text in arguments.runs:
         name, _, folder = text.partition("=")
+        if not folder or "/" in name:
+            # folders of runs have a sign of equality in them too
+            parser.error(f"expected name=folder, such as gfsa={text}")
         task = trained_task(Path(folder), arguments.data_dir, device)
         models[name] = task.model
         example = task.example() if example is None else example

@@ -36,7 +36,7 @@ def main() -> None:
     report = gfsa.diagnose(models, to_device(example, device), progress=False)
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
     report.to_html(arguments.page)
-    print(report.table())
+    report.table()
 
 
 if __name__ == "__main__":

@@ -140,6 +140,14 @@ def test_a_row_that_cannot_be_added_does_not_take_the_others_along(
     assert sorted(row.seed for row in read_rows(table)) == [0, 1]
 
 
+def test_runs_of_other_settings_are_told_apart(tmp_path: Path) -> None:
+    code, output = train(tmp_path, TOY, "--each", "lr=1e-3,1e-2", "--set", "epochs=1")
+    assert code == 0
+    assert "toy plain seed 0 lr=0.001: accuracy" in output
+    # the recipe's own
+    assert "toy plain seed 0: accuracy" in output
+
+
 def test_a_method_without_the_option_is_run_once(tmp_path: Path) -> None:
     words = [TOY, "--method", "plain,gfsa", "--each", "filter_lr=1e-3,1e-2", "--set", "epochs=1"]
     code, output = train(tmp_path, *words)

@@ -143,7 +143,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
     done = [run for run in runs if run.resume and (run.folder / "row.json").exists()]
     if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise typer.BadParameter("--jobs is for one process; accelerate launch has started several")
-    failed = 0
+    failed, names = 0, _names(runs)
     with (one_at_a_time if jobs == 1 else many)(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, error = finished.run, finished.row, finished.error
@@ -158,13 +158,26 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
                     error = f"{error}; {kept}" if error else kept
             if row is None or error:
                 failed += 1
-                console.print(f"failed: {run}: {error}", style="red", markup=False)
+                told = f"failed: {names[run.folder]}: {error}"
+                console.print(told, style="red", markup=False)
             else:
                 was_there = "was there: " if run in done else ""
-                console.print(f"{was_there}{run}: {row.metric} {row.test:.4f}", highlight=False)
+                told = f"{was_there}{names[run.folder]}: {row.metric} {row.test:.4f}"
+                console.print(told, highlight=False, markup=False)
             advance()
     console.print(f"{len(runs) - failed} of {len(runs)} runs done; gfsa results shows the tables")
     return failed
+
+
+def _names(runs: list[Run]) -> dict[Path, str]:
+    """What each run is called: itself, and the settings that not all of them have."""
+    settings = {run.folder: run.key().settings.split() for run in runs}
+    shared = set.intersection(*map(set, settings.values()))
+    own = {
+        folder: " ".join(word for word in words if word not in shared)
+        for folder, words in settings.items()
+    }
+    return {run.folder: f"{run} {own[run.folder]}".rstrip() for run in runs}
 
 
 def _print_config(console: Console, run: Run) -> None:

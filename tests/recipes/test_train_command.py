@@ -90,6 +90,17 @@ def test_a_table_of_another_kind_is_refused_before_training(tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_that_is_run_again_has_its_new_row(tmp_path: Path) -> None:
+    """On another machine, say, or after a change: the latest row counts."""
+    words = [TOY, "--set", "epochs=1"]
+    assert train(tmp_path, *words)[0] == 0
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert train(tmp_path, *words)[0] == 0
+    first, second = read_rows(tmp_path / "results" / "toy.csv")
+    assert first.test == second.test
+    assert first.date <= second.date
+
+
 def test_a_damaged_table_is_found_before_training(tmp_path: Path) -> None:
     table = tmp_path / "results" / "toy.csv"
     words = [TOY, "--set", "epochs=1", "--seeds"]

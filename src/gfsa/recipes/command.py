@@ -140,7 +140,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
     from gfsa.recipes.row import append_rows
     from gfsa.recipes.together import carry_out_all
 
-    done = [run for run in runs if run.resume and (run.folder / "row.json").exists()]
+    done = {run.folder for run in runs if run.resume and (run.folder / "row.json").exists()}
     if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise typer.BadParameter("--jobs is for one process; accelerate launch has started several")
     failed, names = 0, _names(runs)
@@ -149,9 +149,10 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
             run, row, error = finished.run, finished.row, finished.error
             if row is not None and write:
                 try:
-                    # a run whose row did not get here, for whatever reason, is not lost
-                    lost = [row] if lacking([run], results) else []
-                    append_rows(results / f"{row.recipe}.csv", lost)
+                    # of several rows of one run the latest counts; one that was finished before
+                    # has its row here, unless that did not get here for whatever reason
+                    if run.folder not in done or lacking([run], results):
+                        append_rows(results / f"{row.recipe}.csv", [row])
                 except (ValueError, OSError) as reason:
                     # nor does it take the others along
                     kept = f"its row is in {run.folder / 'row.json'}, --resume adds it: {reason}"
@@ -161,7 +162,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 told = f"failed: {names[run.folder]}: {error}"
                 console.print(told, style="red", markup=False)
             else:
-                was_there = "was there: " if run in done else ""
+                was_there = "was there: " if run.folder in done else ""
                 told = f"{was_there}{names[run.folder]}: {row.metric} {row.test:.4f}"
                 console.print(told, highlight=False, markup=False)
             advance()

@@ -1,16 +1,19 @@
 """The harness: memory it can prove, ratios it computes, rows it keeps."""
 
 import csv
+import dataclasses
 import time
 
 import pytest
 import torch
+from rich.console import Console
 
 from gfsa.bench.case import Case, Setting, Shape, Variant
-from gfsa.bench.harness import COLUMNS, append, measure
+from gfsa.bench.harness import COLUMNS, append, check_table, measure
 from gfsa.bench.memory import MIB, peak_mib
 from gfsa.bench.report import against_published, scaling, table
-from gfsa.bench.suites import suite_called
+from gfsa.bench.run import run_suite
+from gfsa.bench.suites import SUITES, suite_called
 from gfsa.bench.timing import Timing, interleaved
 
 CPU = Setting(torch.device("cpu"), torch.float32)
@@ -129,6 +132,32 @@ def test_csv_of_another_version_is_not_mixed_with(tmp_path):
     with pytest.raises(ValueError, match="other columns"):
         append(small_rows(), path)
     assert path.read_text() == "date,speed\n"
+
+
+def test_a_line_that_was_cut_short_costs_no_row(tmp_path):
+    path = tmp_path / "bench.csv"
+    rows = small_rows()
+    append(rows, path)
+    path.write_text(path.read_text()[:-7])
+    append(rows, path)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 1 + 2 * len(rows)
+    assert len(next(csv.reader(lines[-1:]))) == len(COLUMNS)
+
+
+def test_where_rows_cannot_go_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    def built(*_):
+        raise AssertionError("began to measure")
+
+    monkeypatch.setitem(SUITES, "ops", dataclasses.replace(SUITES["ops"], build=built))
+    (tmp_path / "old.csv").write_text("date,speed\n")
+    for name, complaint in (("old.csv", "other columns"), ("", "is a folder")):
+        with pytest.raises(ValueError, match=complaint):
+            run_suite("ops", "cpu", "float32", [], 1, False, False, [], tmp_path / name, Console())
+    # root may write everywhere
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="cannot be written to"):
+        check_table(tmp_path / "new.csv")
 
 
 def test_reports_are_computed_from_the_rows():

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gfsa.bench import report
 from gfsa.bench.case import Setting, Shape, only
-from gfsa.bench.harness import Row, append, measure
+from gfsa.bench.harness import Row, append, check_table, measure
 from gfsa.bench.suites import suite_called
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -40,7 +40,13 @@ def run_suite(
     suite = suite_called(name)
     if compiled and not suite.compiles:
         raise ValueError(f"the suite {name} has nothing to compile; --compile is for models")
+    if csv is not None:
+        # before minutes of measuring
+        check_table(csv)
     setting = Setting(_device(device), _dtype(dtype), compiled)
+    if setting.device.type == "cuda":
+        # graphs and events are made on the current one
+        torch.cuda.set_device(setting.device.index or 0)
     wanted = [Shape.parse(text) for text in shapes or suite.shapes(setting.device)]
     cases = []
     with Progress(

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import gfsa
 from gfsa.bench.host import nothing_launched
 from gfsa.functional import AttentionOperator
+from gfsa.operators.fused import coefficients
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.ready import Ready, ready_for
 
@@ -132,3 +133,15 @@ def test_the_way_back_is_settled_for_each_layout() -> None:
     for g_strides, launch in settled.items():
         # what the copy engine is told of g, the sixth tensor
         assert launch.tiles[5][1][5] == g_strides
+
+
+def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's layers may lie on another GPU than the current one."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(coefficients, "launch_beside", lambda x, *_: seen.append(x))
+    theta, parts = torch.zeros(4, 2), torch.zeros(4, 3, 8)
+    constant = coefficients.Affine(torch.zeros(4, 3), torch.zeros(2, 3))
+    coefficients.forward(theta, constant)
+    coefficients.backward(parts, constant)
+    coefficients.total(parts)
+    assert [x is y for x, y in zip(seen, (theta, parts, parts), strict=True)] == [True] * 3

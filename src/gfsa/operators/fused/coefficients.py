@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused import elementwise
-from gfsa.operators.fused.kernel import Kernel, Launch
+from gfsa.operators.fused.kernel import Kernel, Launch, launch_beside
 from gfsa.operators.fused.passes import padded
 
 # as many partial sums are added up by one program; more are torch's job
@@ -47,7 +47,7 @@ def forward(theta: Tensor, affine: Affine) -> Tensor:
     heads, learned = theta.shape
     coeffs = theta.new_empty(heads, 3)
     fold = _fold(theta.device.index, heads, learned, affine.base.shape[1])
-    fold((), theta, *affine, coeffs)
+    launch_beside(theta, fold, (), theta, *affine, coeffs)
     return coeffs
 
 
@@ -59,7 +59,7 @@ def backward(parts: Tensor, affine: Affine) -> Tensor:
     learned, powers = affine.basis.shape
     dtheta = parts.new_empty(heads, learned)
     unfold = _unfold(parts.device.index, heads, learned, number, powers, given)
-    unfold((), parts, affine.basis, dtheta)
+    launch_beside(parts, unfold, (), parts, affine.basis, dtheta)
     return dtheta
 
 
@@ -70,7 +70,8 @@ def total(parts: Tensor) -> Tensor:
         return parts.sum(2)
     dc = parts.new_empty(heads, powers)
     # torch's own sum takes three times as long: a fifth of what attention on 128 tokens takes
-    _add_parts(parts.device.index, heads * powers, number)((), parts, dc)
+    add = _add_parts(parts.device.index, heads * powers, number)
+    launch_beside(parts, add, (), parts, dc)
     return dc
 
 

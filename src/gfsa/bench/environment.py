@@ -38,7 +38,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that gfsa runs from, ``-dirty`` if it was edited; else empty.
+    """The commit of the checkout that gfsa runs from, ``-dirty`` if code was edited; else empty.
 
     ``GFSA_COMMIT`` in the environment says it where the files were copied without their history.
     """
@@ -49,11 +49,13 @@ def commit() -> str:
     # an installed copy may lie inside somebody else's repository
     if package.parent.name != "src" or not (repository / ".git").exists():
         return ""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip()
+    named = _git(repository, "describe", "--always", "--exclude=*")
+    # rows that an earlier measurement added to a table are no edits of what is measured
+    edited = _git(repository, "diff", "--name-only", "HEAD", "--", "src", "benchmarks")
+    return f"{named}-dirty" if named and edited else named
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    command = ["git", *arguments]
+    ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    return ran.stdout.strip()

@@ -192,6 +192,9 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--method", "degree1", "--K", "4"], "has an option K"),
         ([TOY, "--set", "seed=3"], "--seeds"),
         ([TOY, "--seeds", "a-b"], "0-4"),
+        ([TOY, "--seeds", "4-0"], "0-4"),
+        ([TOY, "--seeds", "0-999999999"], "at most 10000 numbers"),
+        ([TOY, "--set", "epochs=1e308"], "epochs must be at most 1e+09"),
         ([], "--list"),
         ([TOY, "--plan", "x.txt"], "--plan"),
         (["--plan", "/nowhere/x.txt"], "No such file"),
@@ -207,6 +210,26 @@ def test_models_of_the_same_name_are_two_models() -> None:
 )
 def test_what_is_wrong_is_said(tmp_path: Path, words: list[str], told: str) -> None:
     code, output = train(tmp_path, *words)
+    assert code == 2
+    assert told in " ".join(output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("RECIPE = 3", "it is not a gfsa.recipes.task.Recipe: got int"),
+        ("def", "cannot be imported: invalid syntax"),
+        ("from gfsa import nothing", "cannot be imported: cannot import name 'nothing'"),
+    ],
+)
+def test_a_broken_module_of_ones_own_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
+) -> None:
+    package = tmp_path / f"broken{abs(hash(text))}"
+    package.mkdir()
+    (package / "mine.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, output = train(tmp_path, f"{package.name}.mine")
     assert code == 2
     assert told in " ".join(output.replace("│", " ").split())
 

@@ -32,11 +32,19 @@ def find_recipe(name: str) -> Recipe:
         )
     module = RECIPES.get(name, name)
     try:
-        recipe: Recipe = import_module(module).RECIPE
+        found = import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(f"there is no module {error.name!r} with a recipe") from error
-    except AttributeError as error:
-        raise ValueError(f"the module {module} has no RECIPE") from error
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(f"the module {module} cannot be imported: {error}") from error
+    from gfsa.recipes.task import Recipe
+
+    recipe = getattr(found, "RECIPE", None)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"the module {module} has no RECIPE, or it is not a gfsa.recipes.task.Recipe: "
+            f"got {type(recipe).__name__}"
+        )
     return recipe

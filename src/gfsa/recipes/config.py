@@ -16,6 +16,9 @@ Compile = Literal["no", "model", "blocks"]
 
 AnyConfig = TypeVar("AnyConfig")
 
+# more than anybody trains; beyond it steps cannot be counted
+_MOST_EPOCHS = 1e9
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -86,6 +89,8 @@ class TrainConfig:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be above 0 and finite, got {value}")
+        if self.epochs > _MOST_EPOCHS:
+            raise ValueError(f"epochs must be at most {_MOST_EPOCHS:g}, got {self.epochs:g}")
         at_least_zero = ("max_steps", "eval_batch_size", "weight_decay", "clip", "workers")
         for name in (*at_least_zero, "patience", "checkpoint_every", "min_lr", "seed"):
             value = getattr(self, name)

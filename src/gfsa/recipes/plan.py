@@ -16,6 +16,9 @@ from gfsa.recipes.methods import METHODS, MethodConfig, find_method
 from gfsa.recipes.row import read_rows
 from gfsa.recipes.run import Key, Run
 
+# more runs than anybody means
+_MOST_NUMBERS = 10_000
+
 
 @dataclass(frozen=True)
 class Request:
@@ -182,16 +185,21 @@ def names_of(text: str) -> tuple[str, ...]:
 
 def numbers_of(flag: str, text: str) -> tuple[int, ...]:
     """``0-4`` or ``0,1,2``, or a mixture."""
-    numbers: list[int] = []
     try:
-        for part in text.split(","):
-            first, dash, last = part.strip().partition("-")
-            numbers += range(int(first), int(last) + 1) if dash else [int(first)]
+        ranges = [_range_of(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{flag} takes numbers such as 0,1,2 or 0-4, got {text!r}") from None
-    if not numbers:
+        ranges = []
+    if not any(map(len, ranges)):
         raise ValueError(f"{flag} takes numbers such as 0,1,2 or 0-4, got {text!r}")
-    return tuple(dict.fromkeys(numbers))
+    if sum(map(len, ranges)) > _MOST_NUMBERS:
+        raise ValueError(f"{flag} takes at most {_MOST_NUMBERS} numbers, got {text!r}")
+    return tuple(dict.fromkeys(number for each in ranges for number in each))
+
+
+def _range_of(text: str) -> range:
+    """``3``, or ``0-4``."""
+    first, dash, last = text.strip().partition("-")
+    return range(int(first), int(last if dash else first) + 1)
 
 
 def setting_of(text: str) -> tuple[str, str]:

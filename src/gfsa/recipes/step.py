@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,13 @@ class GraphedStep:
             )
         if shape not in self._graphs:
             if shape not in self._seen or len(self._graphs) >= _MOST_GRAPHS:
+                if len(self._graphs) >= _MOST_GRAPHS:
+                    # python shows a warning of one place once
+                    warnings.warn(
+                        f"batches have come in more than {_MOST_GRAPHS} shapes: those of further "
+                        "ones are not replayed from graphs; pad them to fewer (pad_to_multiple)",
+                        stacklevel=2,
+                    )
                 self._seen.add(shape)
                 return self._eagerly(batch)
             self._graphs[shape] = self._capture(batch)

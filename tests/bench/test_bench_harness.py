@@ -9,12 +9,13 @@ import torch
 from rich.console import Console
 
 from gfsa.bench.case import Case, Setting, Shape, Variant
-from gfsa.bench.harness import COLUMNS, append, check_table, measure
+from gfsa.bench.harness import COLUMNS, append, measure
 from gfsa.bench.memory import MIB, peak_mib
 from gfsa.bench.report import against_published, scaling, table
 from gfsa.bench.run import run_suite
 from gfsa.bench.suites import SUITES, suite_called
 from gfsa.bench.timing import Timing, interleaved
+from gfsa.tables import check_table
 
 CPU = Setting(torch.device("cpu"), torch.float32)
 
@@ -157,7 +158,7 @@ def test_where_rows_cannot_go_is_told_before_anything_is_measured(tmp_path, monk
     # root may write everywhere
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ValueError, match="cannot be written to"):
-        check_table(tmp_path / "new.csv")
+        check_table(tmp_path / "new.csv", COLUMNS)
 
 
 def test_reports_are_computed_from_the_rows():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import os
 import platform
 import shlex
 import sys
@@ -20,6 +18,7 @@ from gfsa.bench.case import Case, Setting
 from gfsa.bench.environment import commit, device_name, version_of
 from gfsa.bench.memory import peak_mib
 from gfsa.bench.timing import Timing, Work, captured, interleaved
+from gfsa.tables import append_lines
 
 
 @dataclass(frozen=True)
@@ -126,39 +125,8 @@ def measure(
 
 def append(rows: Sequence[Row], path: Path) -> None:
     """Add ``rows`` to the CSV file at ``path``, made with a header if it is not there."""
-    check_table(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                # a write was cut short: what follows begins a line of its own
-                file.write(b"\n")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if not size:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _text(value) for name, value in asdict(row).items()})
-
-
-def check_table(path: Path) -> None:
-    """Raise ValueError if rows cannot be added to ``path``, which need not be there."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file with --csv")
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if not os.access(existing, os.W_OK):
-        raise ValueError(f"{existing} cannot be written to; name another file with --csv")
-    if not path.exists():
-        return
-    with path.open(newline="") as file:
-        header = tuple(next(csv.reader(file), ()))
-    if header and header != COLUMNS:
-        raise ValueError(
-            f"{path} has other columns than this version writes: expected {COLUMNS}, "
-            f"got {header}; name another file with --csv"
-        )
+    lines = [{name: _text(value) for name, value in asdict(row).items()} for row in rows]
+    append_lines(path, COLUMNS, lines, end="\n")
 
 
 def _command(arguments: Sequence[str]) -> str:

@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gfsa.bench import report
 from gfsa.bench.case import Setting, Shape, only
-from gfsa.bench.harness import Row, append, check_table, measure
+from gfsa.bench.harness import COLUMNS, Row, append, measure
 from gfsa.bench.suites import suite_called
+from gfsa.tables import check_table
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -42,7 +43,7 @@ def run_suite(
         raise ValueError(f"the suite {name} has nothing to compile; --compile is for models")
     if csv is not None:
         # before minutes of measuring
-        check_table(csv)
+        check_table(csv, COLUMNS)
     setting = Setting(_device(device), _dtype(dtype), compiled)
     if setting.device.type == "cuda":
         # graphs and events are made on the current one

@@ -72,7 +72,7 @@ def train(
         runs_of_plan,
         setting_of,
     )
-    from gfsa.recipes.row import check_table
+    from gfsa.recipes.row import check_rows_fit
 
     if bool(recipe) == (plan is not None):
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
@@ -103,7 +103,7 @@ def train(
             runs = request.runs(**places)
         runs = list({run.folder: run for run in runs}.values())
         for name in {run.key().recipe for run in runs}:
-            check_table(results / f"{name}.csv")
+            check_rows_fit(results / f"{name}.csv")
         # reads every row: a damaged table is found now, not when there is a row to add
         lacked = lacking(runs, results)
     except (ValueError, OSError) as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gfsa.recipes.locks import locked
+from gfsa.tables import append_lines, check_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,45 +56,23 @@ class Row:
     command: str = ""
 
 
-def check_table(path: Path) -> None:
+_COLUMNS = [field.name for field in fields(Row)]
+
+
+def check_rows_fit(path: Path) -> None:
     """Raise ValueError if rows cannot be added to ``path``."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    names = [field.name for field in fields(Row)]
-    with path.open(newline="") as file:
-        try:
-            header = next(csv.reader(file))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not CSV: {error}; move it away first") from error
-    if header != names:
-        raise ValueError(
-            f"{path} has other columns than this version writes; "
-            f"expected {', '.join(names)}, got {', '.join(header)}; move it away first"
-        )
+    check_table(path, _COLUMNS)
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
     """Add rows to a table, with a header if it is new; several processes may do so."""
-    with locked(path, wait=True):
-        check_table(path)
-        with path.open("a+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    # a write was cut short: what follows begins a line of its own
-                    file.write(b"\r\n")
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            if not size:
-                writer.writeheader()
-            for row in rows:
-                writer.writerow({k: "" if v is None else v for k, v in asdict(row).items()})
+    lines = [{k: "" if v is None else v for k, v in asdict(row).items()} for row in rows]
+    append_lines(path, _COLUMNS, lines, end="\r\n")
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a table, typed; ValueError names the file, the line and the column at fault."""
-    names = [field.name for field in fields(Row)]
+    names = _COLUMNS
     rows = []
     with path.open(newline="") as file:
         reader = csv.reader(file, strict=True)

@@ -23,6 +23,7 @@ from torch import nn
 import gfsa
 from gfsa._version import __version__
 from gfsa.bench.environment import commit, device_name
+from gfsa.locks import locked
 from gfsa.recipes import find_recipe
 from gfsa.recipes.config import HARMLESS, TrainConfig, as_text, changed_settings, settings_of
 from gfsa.recipes.folder import (
@@ -35,7 +36,6 @@ from gfsa.recipes.folder import (
     write_json,
     write_row,
 )
-from gfsa.recipes.locks import locked
 from gfsa.recipes.methods import MethodConfig, added_parameters, find_method, options_of
 from gfsa.recipes.randomness import seed_everything
 from gfsa.recipes.row import Row

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
 import gfsa
+from support.counting import Counting
 from support.training import (
     MODELS,
     batch_for,
@@ -19,17 +19,6 @@ from support.training import (
     randomise,
 )
 from support.zoo import VOCABULARY
-
-
-class Counting:
-    """A compiler backend that runs the graph as it is and counts how often it was asked."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
 
 
 class TestCompile:

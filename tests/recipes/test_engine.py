@@ -19,9 +19,9 @@ import torch
 from accelerate import Accelerator
 
 import gfsa.recipes
+from gfsa.locks import locked
 from gfsa.recipes.checkpoints import checkpoints
 from gfsa.recipes.evaluate import evaluate
-from gfsa.recipes.locks import locked
 from gfsa.recipes.methods import METHODS, MethodConfig
 from gfsa.recipes.reload import trained_task
 from gfsa.recipes.row import Row, append_rows, read_rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 import gfsa
 from gfsa.functional import AttentionOperator
 from gfsa.plugs.partial import PartialPolynomial
+from support.counting import Counting
 from support.matrix import Matrix
 from support.subjects import DIM, HEADS, SUBJECTS, Op, first
 
@@ -28,17 +28,6 @@ FILTERS = {
     "Laplacian": lambda: gfsa.Laplacian(HEADS),
     "PageRank": lambda: gfsa.PageRank(HEADS),
 }
-
-
-class Counting:
-    """A compiler backend that runs a graph as it is and counts how many it was given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
 
 
 @pytest.fixture(autouse=True)

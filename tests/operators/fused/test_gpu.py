@@ -217,7 +217,9 @@ def test_degree_one_learns(length: int, untouched: bool) -> None:
         y = layer(AttentionOperator(q, k, is_causal=True, backend=backend), v)
         results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
     for name, first, again, other in zip(NAMES, *results, strict=True):
-        assert error(first, again) <= 2e-3, name
+        # cuDNN's gradient, which longer sequences take for their tokens, adds up in any order
+        by_cudnn = length > 256 and name in ("dq", "dk", "dv")
+        assert error(first, again) <= 2e-3 if by_cudnn else torch.equal(first, again), name
         assert error(first, other) <= 0.02, name
     if untouched and length > 256:
         assert torch.equal(results[0][0], results[2][0])

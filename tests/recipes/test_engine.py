@@ -92,6 +92,25 @@ def test_methods_begin_as_the_same_model(tmp_path: Path) -> None:
     assert metrics(plain)[0]["loss"] == metrics(filtered)[0]["loss"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_tensor_cores_multiply_where_asked_and_afterwards_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    matmul, seen = torch.backends.cuda.matmul, []
+    loss = ToyTask.loss
+
+    def noting(self: ToyTask, *args: Any) -> torch.Tensor:
+        seen.append(matmul.allow_tf32)
+        return loss(self, *args)
+
+    monkeypatch.setattr(ToyTask, "loss", noting)
+    before = matmul.allow_tf32
+    row = carry_out(run(tmp_path, max_steps=2, precision=precision))
+    assert row.precision == precision
+    assert set(seen) == {precision == "tf32" or before}
+    assert matmul.allow_tf32 == before
+
+
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "gfsa"])
 def test_every_method_trains(tmp_path: Path, method: str) -> None:
     one = dataclasses.replace(run(tmp_path, method, epochs=1), options=MethodConfig())

@@ -187,7 +187,7 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--set", "epoch=3"], "did you mean epochs"),
         ([TOY, "--set", "epochs=many"], "epochs must be of type float"),
         ([TOY, "--set", "epochs"], "key=value"),
-        ([TOY, "--set", "precision=int8"], "fp32, bf16, fp16"),
+        ([TOY, "--set", "precision=int8"], "fp32, tf32, bf16, fp16"),
         ([TOY, "--set", "K=4"], "has an option K"),
         ([TOY, "--method", "degree1", "--K", "4"], "has an option K"),
         ([TOY, "--set", "seed=3"], "--seeds"),

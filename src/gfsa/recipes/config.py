@@ -10,7 +10,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
 Compile = Literal["no", "model", "blocks"]
 
@@ -49,6 +49,7 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient; 0 for none."""
     precision: Precision = "fp32"
+    """``tf32`` keeps 32 bits, but lets tensor cores round what they multiply to 19 of them."""
     ema: float = 0.0
     """Decay of an average of the weights that is evaluated in their stead; 0 for none."""
     group_by_length: bool = False
@@ -106,7 +107,7 @@ class TrainConfig:
                 "equal batches"
             )
         if self.graphs and (self.accumulate > 1 or self.precision == "fp16"):
-            raise ValueError("graphs=true captures one batch a step in fp32 or bf16")
+            raise ValueError("graphs=true captures one batch a step in fp32, tf32 or bf16")
 
     def label(self) -> str:
         """What is trained, for tables: the data set, or the data set and the model."""

@@ -142,7 +142,7 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
         write_config(folder, _as_data(run, accelerator.num_processes), run.resume)
         write_json(folder / "environment.json", environment(accelerator.device))
     accelerator.wait_for_everyone()
-    with _determinism(config.deterministic):
+    with _determinism(config.deterministic), _tensor_cores(config.precision == "tf32"):
         seed_everything(config.seed)
         task = _build(run)
         added = find_method(run.method).apply(task.model, run.options)
@@ -215,7 +215,7 @@ def _accelerator(run: Run) -> Accelerator:
     precision = run.config.precision
     return Accelerator(
         cpu=run.device == "cpu",
-        mixed_precision="no" if precision == "fp32" else precision,
+        mixed_precision="no" if precision in ("fp32", "tf32") else precision,
         gradient_accumulation_steps=run.config.accumulate,
     )
 
@@ -231,6 +231,19 @@ def _determinism(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def _tensor_cores(wanted: bool) -> Iterator[None]:
+    """Let them multiply 32-bit numbers; otherwise torch's settings stay what they are."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    if wanted:
+        matmul.allow_tf32 = cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def _as_data(run: Run, processes: int) -> dict[str, Any]:

@@ -98,8 +98,7 @@ WIDE = [
 def _at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """How many heads of all sequences the gradient of wide heads takes at a time."""
     twofold.pieces.cache_clear()
-    for name in ("BUSY", "BUSY_CAUSAL"):
-        monkeypatch.setattr(twofold, name, request.param * 16.0)
+    monkeypatch.setattr(twofold, "BUSY", request.param * 16.0)
     monkeypatch.setattr(twofold, "multiprocessors", lambda device: 1)
     yield
     twofold.pieces.cache_clear()

@@ -21,8 +21,10 @@ beside the gradients, cuDNN's workspace included.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -35,11 +37,10 @@ from gfsa.operators.fused.passes import Options, Problem, padded, problem_of
 
 SHORTEST = 2048
 ROWS = 64
-# rows that cuDNN's kernels take at a time, and how many such tiles keep a multiprocessor busy;
-# under a causal mask they are not alike, and the longest ones run on alone at a piece's end
+# rows that cuDNN's kernels take at a time, and how many such tiles of a piece keep a multiprocessor
+# busy beside those of the next piece, which runs at the same time
 TILE = 128
-BUSY = 3.5
-BUSY_CAUSAL = 14.0
+BUSY = 1.75
 
 forward = passes.forward
 
@@ -74,36 +75,59 @@ def backward(
     problem = problem_of(q, k, options)
     blocks = -(-problem.length // ROWS)
     dc = lse.new_empty(problem.heads, 3, problem.batch * blocks)
-    cuts = pieces(problem.batch, problem.heads, problem.length, problem.is_causal, problem.device)
+    cuts = pieces(problem.batch, problem.heads, problem.length, problem.device)
     if len(cuts) == 1:
         return *_piece([g, q, k, v, u, out], lse, coeffs, dc, None, problem, options), dc
     gradients = [empty_like(x) for x in (q, k, v)]
-    for sequences, heads in cuts:
+    for stream, (sequences, heads) in zip(_by_turns(q), cuts, strict=False):
         tensors = [x[sequences, heads] for x in (g, q, k, v, u, out)]
         into = [x[sequences, heads] for x in gradients]
         batch, number = tensors[0].shape[:2]
         part = problem._replace(batch=batch, heads=number, key_heads=number)
         dc_part = dc[heads, :, sequences.start * blocks :]
-        _piece(tensors, lse[sequences, heads], coeffs[heads], dc_part, into, part, options)
+        with stream:
+            _piece(tensors, lse[sequences, heads], coeffs[heads], dc_part, into, part, options)
+    _join(q)
     dq, dk, dv = gradients
     return dq, dk, dv, dc
 
 
 @functools.lru_cache(maxsize=1024)
 def pieces(
-    batch: int, heads: int, length: int, is_causal: bool, device: int | None
+    batch: int, heads: int, length: int, device: int | None
 ) -> tuple[tuple[slice, slice], ...]:
     """Sequences and heads to work through, as few at a time as still fill the GPU.
 
     Either whole sequences or neighbouring heads of one, so that logsumexps lie in one piece.
     """
     tiles = -(-length // TILE)
-    busy = BUSY_CAUSAL if is_causal else BUSY
-    least = math.ceil(busy * multiprocessors(device) / tiles)
+    least = math.ceil(BUSY * multiprocessors(device) / tiles)
     if least > heads:
         whole = slice(0, heads)
         return tuple((cut, whole) for cut in _cuts(batch, -(-least // heads)))
     return tuple((one, cut) for one in _cuts(batch, 1) for cut in _cuts(heads, least))
+
+
+def _by_turns(q: Tensor) -> Iterator[AbstractContextManager[Any]]:
+    """This stream and one beside it, for ever: where a piece runs out of tiles, the next has some.
+
+    What is made in a stream is given back to it, so each has its room for one piece.
+    """
+    if not q.is_cuda:
+        yield from itertools.repeat(nullcontext())
+    beside = _beside(q.device)
+    beside.wait_stream(torch.cuda.current_stream(q.device))
+    yield from itertools.cycle((nullcontext(), torch.cuda.stream(beside)))
+
+
+def _join(q: Tensor) -> None:
+    if q.is_cuda:
+        torch.cuda.current_stream(q.device).wait_stream(_beside(q.device))
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _cuts(total: int, least: int) -> list[slice]:

@@ -107,7 +107,7 @@ def test_a_variant_without_a_backward_has_none_in_its_row(tmp_path):
 
 def test_graphs_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match="graphs are for CUDA"):
-        measure(Case("one", []), "ops", CPU, rounds=1, graphs=True)
+        Setting(torch.device("cpu"), torch.float32, graphs=True)
 
 
 def small_rows():

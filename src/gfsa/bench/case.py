@@ -52,6 +52,12 @@ class Setting:
     device: torch.device
     dtype: torch.dtype
     compiled: bool = False
+    graphs: bool = False
+    """Whether replays of CUDA graphs are timed instead of launches."""
+
+    def __post_init__(self) -> None:
+        if self.graphs and self.device.type != "cuda":
+            raise ValueError(f"graphs are for CUDA, got the device {self.device}")
 
     def randn(self, *shape: int) -> Tensor:
         # drawn on the CPU: the same numbers on every device

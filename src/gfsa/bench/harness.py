@@ -63,23 +63,18 @@ def measure(
     suite: str,
     setting: Setting,
     rounds: int,
-    graphs: bool = False,
     on_round: Callable[[], None] = lambda: None,
 ) -> list[Row]:
     """A row for each variant of ``case``.
 
     Args:
         rounds: how often each variant is timed; medians are reported.
-        graphs: time replays of CUDA graphs instead of launches (CUDA only).
         on_round: called after each round, twice as often as there are rounds: the forward has its
             rounds, then forward+backward.
     """
-    if graphs and setting.device.type != "cuda":
-        raise ValueError(f"graphs are for CUDA, got the device {setting.device}")
-
     def timed(works: Sequence[Work | None]) -> list[Timing | None]:
         there = [work for work in works if work is not None]
-        ready = [captured(work) for work in there] if graphs else there
+        ready = [captured(work) for work in there] if setting.graphs else there
         timings = iter(interleaved(ready, rounds, setting.device, on_round))
         return [None if work is None else next(timings) for work in works]
 
@@ -99,7 +94,7 @@ def measure(
         "suite": suite,
         "shape": case.shape,
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "timing": "graph" if graphs else "compiled" if setting.compiled else "eager",
+        "timing": "graph" if setting.graphs else "compiled" if setting.compiled else "eager",
         "rounds": rounds,
     }
     rows = []

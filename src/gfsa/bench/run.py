@@ -44,7 +44,7 @@ def run_suite(
     if csv is not None:
         # before minutes of measuring
         check_table(csv, COLUMNS)
-    setting = Setting(_device(device), _dtype(dtype), compiled)
+    setting = Setting(_device(device), _dtype(dtype), compiled, graphs)
     if setting.device.type == "cuda":
         # graphs and events are made on the current one
         torch.cuda.set_device(setting.device.index or 0)
@@ -63,7 +63,7 @@ def run_suite(
             progress.update(task, description=f"{name} {shape}")
             torch.manual_seed(0)
             case = only(suite.build(shape, setting), variants)
-            rows = measure(case, name, setting, rounds, graphs, lambda: progress.advance(task))
+            rows = measure(case, name, setting, rounds, lambda: progress.advance(task))
             cases.append(rows)
             console.print(report.table(rows))
             if csv is not None:

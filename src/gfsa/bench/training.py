@@ -89,7 +89,8 @@ def _model(shape: Shape, setting: Setting) -> tuple[Any, dict[str, Any]]:
 
 
 def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Setting) -> Variant:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    # in a graph the number of steps must be counted on the GPU
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, capturable=setting.graphs)
     device = setting.device.type
     # autocast knows no float32; there the step runs as it is
     low = setting.dtype in (torch.bfloat16, torch.float16)

@@ -72,6 +72,7 @@ def measure(
         on_round: called after each round, twice as often as there are rounds: the forward has its
             rounds, then forward+backward.
     """
+
     def timed(works: Sequence[Work | None]) -> list[Timing | None]:
         there = [work for work in works if work is not None]
         ready = [captured(work) for work in there] if setting.graphs else there

@@ -163,3 +163,32 @@ def test_refuses_cross_attention() -> None:
     q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)
     with pytest.raises(ValueError, match="cross-attention has no powers"):
         linear_graph_filter_attention(q, k, k, torch.ones(3))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("learning", ["q", "k", "v", "coeffs", "qv"])
+def test_gradients_of_some_are_those_of_all(degree: int, learning: str) -> None:
+    given = {name: tokens(2, 3, 7, 4) for name in "qkv"}
+    given["coeffs"] = torch.randn(degree + 1, dtype=torch.float64)
+    names = ["q", "v"] if learning == "qv" else [learning]
+
+    def gradients(wanted: list[str]) -> list[torch.Tensor]:
+        leaves = {n: x.clone().requires_grad_(n in wanted) for n, x in given.items()}
+        linear_graph_filter_attention(**leaves).square().sum().backward()
+        return [leaves[name].grad for name in names]
+
+    for some, every in zip(gradients(names), gradients(list(given)), strict=True):
+        torch.testing.assert_close(some, every)
+
+
+def test_transforms_of_functions() -> None:
+    q, k, v, coeffs = tokens(4, 2, 6, 3), tokens(2, 6, 3), tokens(2, 6, 3), torch.randn(2, 3)
+
+    def loss(q, coeffs):
+        return linear_graph_filter_attention(q, k, v, coeffs).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, (0, 1)), (0, None))(q, coeffs.double())
+    for place, one in enumerate(q):
+        leaves = one.clone().requires_grad_(), coeffs.double().requires_grad_()
+        expected = torch.autograd.grad(loss(*leaves), leaves)
+        torch.testing.assert_close((found[0][place], found[1][place]), expected)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.base import Operator, at_least_float32, columns_of
+from gfsa.operators.linear_gradient import polynomial
 
 
 class LinearOperator(Operator):
@@ -27,36 +28,32 @@ class LinearOperator(Operator):
     """
 
     def __init__(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> None:
-        dtype = at_least_float32(q.dtype)
-        self.rows = q.to(dtype).softmax(-1)
-        k = k.to(dtype)
+        self.rows = _full_precision(q).softmax(-1)
+        k = _full_precision(k)
         if key_padding_mask is not None:
             padding = key_padding_mask[..., None, :, None]
             # a finite fill and a second mask: a sequence of padding alone gives zeros, not NaN
-            k = k.masked_fill(padding, torch.finfo(dtype).min)
+            k = k.masked_fill(padding, torch.finfo(k.dtype).min)
             self.columns = k.softmax(-2).masked_fill(padding, 0.0)
         else:
             self.columns = k.softmax(-2)
 
     def apply(self, x: Tensor) -> Tensor:
-        return (self.rows @ self._gather(x)).to(x.dtype)
+        content = self.columns.transpose(-2, -1) @ _full_precision(x)
+        return (self.rows @ content).to(x.dtype)
 
     def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
-        identity, *columns = columns_of(coeffs)
-        if not columns:
-            return (identity * v).to(v.dtype)
-        content = self._gather(v)
-        # Horner, on d×d matrices
-        small = columns[-1] * content
-        if len(columns) > 1:
-            mixing = self._gather(self.rows)
-            for column in reversed(columns[:-1]):
-                small = mixing @ small + column * content
-        # one kernel over the tokens for the identity's part and the sum
-        return torch.addcmul(self.rows @ small, identity, v).to(v.dtype)
+        if coeffs.shape[-1] == 1:
+            return (columns_of(coeffs)[0] * v).to(v.dtype)
+        full = _full_precision(v)
+        return polynomial(self.rows, self.columns, full, coeffs.to(full.dtype)).to(v.dtype)
 
     def dense(self) -> Tensor:
         return self.rows @ self.columns.transpose(-2, -1)
 
-    def _gather(self, x: Tensor) -> Tensor:
-        return self.columns.transpose(-2, -1) @ x.to(self.columns.dtype)
+
+def _full_precision(x: Tensor) -> Tensor:
+    """In float32 at least, and in memory as its shape says: products would copy it for that."""
+    # a cast brings it into order on its way; where there is none, nothing is done by it
+    cast = x.to(at_least_float32(x.dtype), memory_format=torch.contiguous_format)
+    return cast.contiguous()

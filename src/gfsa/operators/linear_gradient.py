@@ -1,0 +1,123 @@
+"""The polynomial of a map of low rank and its gradient, with few passes over the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gfsa.operators.base import columns_of
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def polynomial(rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+    r""":math:`Y = c_0 V + R\,T`, where :math:`T = \sum_{k \ge 1} c_k M^{k-1} S`.
+
+    For :math:`A = R\,C^\top` with the small matrices :math:`S = C^\top V`, :math:`M = C^\top R`.
+
+    Args:
+        rows, columns: R and C, ``(..., H, N, D)``, in memory in that order.
+        v: ``(..., H, N, E)``, likewise; all in the dtype of the result.
+        coeffs: ``(H, m+1)`` or ``(m+1,)`` with m > 0.
+    """
+    if torch.is_grad_enabled() and _may_go_alone(v):
+        return _Polynomial.apply(rows, columns, v, coeffs)
+    content, mixing = _small(rows, columns, v, coeffs)
+    total = _nested(content, mixing, columns_of(coeffs))[0]
+    return torch.addcmul(rows @ total, columns_of(coeffs)[0], v)
+
+
+def _may_go_alone(v: Tensor) -> bool:
+    # compilers fuse what is written out, and transforms of functions want to see it
+    is_seen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return type(v) in _PLAIN and not is_seen
+
+
+def _small(
+    rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """S, and M if there is a power that needs it."""
+    gather = columns.transpose(-2, -1)
+    return gather @ v, gather @ rows if coeffs.shape[-1] > 2 else None
+
+
+def _nested(content: Tensor, mixing: Tensor | None, coeffs: Sequence[Tensor]) -> list[Tensor]:
+    """Horner's sums, the whole one first: ``h_j = c_(j+1)·S + M·h_(j+1)``, so T is h_0."""
+    sums = [coeffs[-1] * content]
+    for column in reversed(coeffs[1:-1]):
+        assert mixing is not None
+        sums.insert(0, torch.addcmul(mixing @ sums[0], column, content))
+    return sums
+
+
+class _Polynomial(torch.autograd.Function):
+    r"""Autograd would pass over the tokens once for each product, and once more to add it up.
+
+    With :math:`\dot T = R^\top \dot Y`, and :math:`\dot S, \dot M` from it by Horner backwards,
+
+    .. math:: \dot R = \dot Y T^\top + C \dot M, \quad
+              \dot C = V \dot S^\top + R \dot M^\top, \quad
+              \dot V = c_0 \dot Y + C \dot S
+
+    where products add themselves to what is there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+        content, mixing = _small(rows, columns, v, coeffs)
+        weights = columns_of(coeffs)
+        ctx.save_for_backward(rows, columns, v, coeffs, content, mixing)
+        return _add_product(weights[0] * v, rows, _nested(content, mixing, weights)[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        rows, columns, v, coeffs, content, mixing = ctx.saved_tensors
+        wants_rows, wants_columns, wants_v, wants_coeffs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            # whoever differentiates once more has to see where these come from
+            content, mixing = _small(rows, columns, v, coeffs)
+        g = g.contiguous()
+        weights = columns_of(coeffs)
+        sums = _nested(content, mixing, weights)
+        dsum, dcontent, dmixing = rows.transpose(-2, -1) @ g, None, None
+        dcoeffs = [_inner(g, v)] if wants_coeffs else []
+        for place, weight in enumerate(weights[1:]):
+            if wants_coeffs:
+                dcoeffs.append((dsum * content).sum((-2, -1)))
+            dcontent = _sum(dcontent, weight * dsum)
+            if place + 1 < len(sums):
+                assert mixing is not None
+                dmixing = _sum(dmixing, dsum @ sums[place + 1].transpose(-2, -1))
+                dsum = mixing.transpose(-2, -1) @ dsum
+        assert dcontent is not None
+        drows = dcolumns = dv = dc = None
+        if wants_rows:
+            drows = _add_product(g @ sums[0].transpose(-2, -1), columns, dmixing)
+        if wants_columns:
+            back = None if dmixing is None else dmixing.transpose(-2, -1)
+            dcolumns = _add_product(v @ dcontent.transpose(-2, -1), rows, back)
+        if wants_v:
+            dv = _add_product(weights[0] * g, columns, dcontent)
+        if wants_coeffs:
+            dc = torch.stack(dcoeffs, -1).sum_to_size(coeffs.shape)
+        return drows, dcolumns, dv, dc
+
+
+def _add_product(total: Tensor, x: Tensor, small: Tensor | None) -> Tensor:
+    """``total + x @ small`` in the place of ``total``, which nobody else has."""
+    if small is None:
+        return total
+    flat = total.flatten(0, -3).baddbmm_(x.flatten(0, -3), small.flatten(0, -3))
+    return flat.view(total.shape)
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """``Σ x∘y`` of each head of each sequence, as the trace of a product: x and y are read once."""
+    return (x.transpose(-2, -1) @ y).diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _sum(x: Tensor | None, y: Tensor) -> Tensor:
+    return y if x is None else x + y

@@ -84,6 +84,25 @@ class TestCompile:
             model(**batch)
         assert backend.graphs > 0
 
+    @pytest.mark.parametrize("how", ["wrapper", "in place"])
+    def test_blocks_are_compiled_once(self, how: str) -> None:
+        model, batch = plugged("bert", layers=2), batch_for("bert")
+        backend = Counting()
+        layers = model.bert.encoder.layer
+        for place, layer in enumerate(layers):
+            if how == "in place":
+                layer.compile(backend=backend)
+            else:
+                layers[place] = torch.compile(layer, backend=backend)
+        counts = []
+        with torch.no_grad():
+            for _ in range(3):
+                model(**batch)
+                counts.append(backend.graphs)
+        # what the first forward checks is no reason to compile again in the second
+        assert counts[0] > 0
+        assert counts == counts[:1] * 3
+
     def test_inductor(self) -> None:
         # one small model: the C++ compiler takes the time, with or without filters
         config = configuration("bert")

@@ -59,9 +59,8 @@ class Watch:
         # a compiled graph is traced, not run: what it leaves out cannot be seen from in here
         if torch.compiler.is_compiling():
             return
-        if _has_compiled_parts(model):
-            for name in list(self.events):
-                self.forget(name)
+        if compiled := _compiled_parts(model):
+            self._leave_to_the_compiler(compiled)
             return
         telling = "ran" if model.training else "reached"
         missing = [
@@ -77,6 +76,19 @@ class Watch:
                 "took a path that gfsa does not see. gfsa.unplug(model), or leave these layers "
                 "out with plug(..., layers=...)"
             )
+
+
+    def _leave_to_the_compiler(self, compiled: list[str]) -> None:
+        """Look no further; hooks in compiled code are nothing there, and stay.
+
+        Without them it would be other code, to be compiled once more in the next forward.
+        """
+        self.last.remove()
+        for name in list(self.events):
+            if any(name == part or name.startswith(part + "." if part else "") for part in compiled):
+                del self.events[name]
+            else:
+                self.forget(name)
 
 
 class _Note:
@@ -122,11 +134,12 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def _has_compiled_parts(model: nn.Module) -> bool:
-    """Whether torch.compile was given a module of the model, or the forward of one."""
-    return any(
-        hasattr(m, "_orig_mod")
+def _compiled_parts(model: nn.Module) -> list[str]:
+    """The modules that torch.compile was given, or the forward of which it was given."""
+    return [
+        name
+        for name, m in model.named_modules()
+        if hasattr(m, "_orig_mod")
         or m._compiled_call_impl is not None
         or hasattr(m.forward, "_torchdynamo_orig_callable")
-        for m in model.modules()
-    )
+    ]

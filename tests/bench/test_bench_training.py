@@ -61,3 +61,13 @@ def test_pictures_are_not_padded() -> None:
     setting = Setting(torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="not padded"):
         training.training_step(Shape.parse("1x2x197x4:padded"), setting)
+
+
+def test_graphs_hold_what_runs_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stream is captured, transformers makes masks that it leaves out otherwise."""
+    from transformers.utils import import_utils
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert import_utils.is_tracing()
+    with training._no_masks_for_graphs():
+        assert not import_utils.is_tracing()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 from unittest import mock
 
@@ -95,10 +95,12 @@ def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Se
     # autocast knows no float32; there the step runs as it is
     low = setting.dtype in (torch.bfloat16, torch.float16)
     served = _Served(way)
+    whole = setting.graphs and "attention_mask" not in batch
+    uncaptured = _no_masks_for_graphs if whole else nullcontext
     called = model
 
     def loss() -> Any:
-        with torch.autocast(device, setting.dtype if low else None, enabled=low):
+        with torch.autocast(device, setting.dtype if low else None, enabled=low), uncaptured():
             return called(**batch).loss
 
     def forward() -> object:
@@ -116,6 +118,16 @@ def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Se
     if setting.compiled:
         called = torch.compile(model)
     return Variant(name, ran, forward, step)
+
+
+def _no_masks_for_graphs() -> AbstractContextManager[Any]:
+    """Let transformers take a capture for a call like any other.
+
+    For batches without padding it would make masks of ones there, which it leaves out otherwise
+    and with which torch has no fast attention: not the computation that is asked about.
+    """
+    place = "transformers.utils.import_utils.is_cuda_stream_capturing"
+    return mock.patch(place, return_value=False)
 
 
 class _Served:

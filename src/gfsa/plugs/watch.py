@@ -77,7 +77,6 @@ class Watch:
                 "out with plug(..., layers=...)"
             )
 
-
     def _leave_to_the_compiler(self, compiled: list[str]) -> None:
         """Look no further; hooks in compiled code are nothing there, and stay.
 
@@ -85,7 +84,9 @@ class Watch:
         """
         self.last.remove()
         for name in list(self.events):
-            if any(name == part or name.startswith(part + "." if part else "") for part in compiled):
+            if any(
+                name == part or name.startswith(part + "." if part else "") for part in compiled
+            ):
                 del self.events[name]
             else:
                 self.forget(name)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from gfsa.bench import training
+from gfsa.bench import compiling, training
 from gfsa.bench.case import Setting, Shape
+from support.counting import Counting
 
 pytest.importorskip("transformers")
 
@@ -55,6 +56,24 @@ def test_compiled_models_leave_out_the_published_form(monkeypatch: pytest.Monkey
     case = training.training_step(Shape.parse("1x2x8x4"), setting)
     names = [variant.name for variant in case.variants]
     assert names == ["plain", "gfsa", "gfsa even layers", "gfsa sdpa"]
+
+
+def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of several shapes share functions, of which the compiler keeps few graphs."""
+    monkeypatch.setattr(training, "LAYERS", 2)
+    monkeypatch.setattr(compiling, "GRAPHS", 1)
+    compiler, counting = torch.compile, Counting()
+    monkeypatch.setattr(torch, "compile", lambda model: compiler(model, backend=counting))
+    setting = Setting(torch.device("cpu"), torch.float32, compiled=True)
+    for text in ("1x2x8x4", "1x2x8x4:causal"):
+        with compiling.compiling():
+            case = training.training_step(Shape.parse(text), setting)
+            before = counting.graphs
+            case.variants[0].forward()
+            assert counting.graphs > before
+            # a graph too many is an error, not a model that runs as it is
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                case.variants[0].step()
 
 
 def test_pictures_are_not_padded() -> None:

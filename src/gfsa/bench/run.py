@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gfsa.bench import report
 from gfsa.bench.case import Setting, Shape, only
+from gfsa.bench.compiling import compiling
 from gfsa.bench.harness import COLUMNS, Row, append, measure
 from gfsa.bench.suites import suite_called
 from gfsa.tables import check_table
@@ -62,8 +64,9 @@ def run_suite(
         for shape in wanted:
             progress.update(task, description=f"{name} {shape}")
             torch.manual_seed(0)
-            case = only(suite.build(shape, setting), variants)
-            rows = measure(case, name, setting, rounds, lambda: progress.advance(task))
+            with compiling() if compiled else nullcontext():
+                case = only(suite.build(shape, setting), variants)
+                rows = measure(case, name, setting, rounds, lambda: progress.advance(task))
             cases.append(rows)
             console.print(report.table(rows))
             if csv is not None:

@@ -92,7 +92,7 @@ def test_methods_begin_as_the_same_model(tmp_path: Path) -> None:
     assert metrics(plain)[0]["loss"] == metrics(filtered)[0]["loss"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_tensor_cores_multiply_where_asked_and_afterwards_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_tensor_cores_multiply_where_asked_and_afterwards_as_before(
     before = matmul.allow_tf32
     row = carry_out(run(tmp_path, max_steps=2, precision=precision))
     assert row.precision == precision
-    assert set(seen) == {precision == "tf32" or before}
+    assert set(seen) == {precision != "fp32" or before}
     assert matmul.allow_tf32 == before
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import Operator, at_least_float32, columns_of
-from gfsa.operators.linear_gradient import polynomial
+from gfsa.operators.base import Operator, columns_of
+from gfsa.operators.linear_gradient import full_precision, polynomial
 
 
 class LinearOperator(Operator):
@@ -28,8 +28,8 @@ class LinearOperator(Operator):
     """
 
     def __init__(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None) -> None:
-        self.rows = _full_precision(q).softmax(-1)
-        k = _full_precision(k)
+        self.rows = full_precision(q).softmax(-1)
+        k = full_precision(k)
         if key_padding_mask is not None:
             padding = key_padding_mask[..., None, :, None]
             # a finite fill and a second mask: a sequence of padding alone gives zeros, not NaN
@@ -39,21 +39,13 @@ class LinearOperator(Operator):
             self.columns = k.softmax(-2)
 
     def apply(self, x: Tensor) -> Tensor:
-        content = self.columns.transpose(-2, -1) @ _full_precision(x)
+        content = self.columns.transpose(-2, -1) @ full_precision(x)
         return (self.rows @ content).to(x.dtype)
 
     def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
         if coeffs.shape[-1] == 1:
             return (columns_of(coeffs)[0] * v).to(v.dtype)
-        full = _full_precision(v)
-        return polynomial(self.rows, self.columns, full, coeffs.to(full.dtype)).to(v.dtype)
+        return polynomial(self.rows, self.columns, v, coeffs.to(self.rows.dtype))
 
     def dense(self) -> Tensor:
         return self.rows @ self.columns.transpose(-2, -1)
-
-
-def _full_precision(x: Tensor) -> Tensor:
-    """In float32 at least, and in memory as its shape says: products would copy it for that."""
-    # a cast brings it into order on its way; where there is none, nothing is done by it
-    cast = x.to(at_least_float32(x.dtype), memory_format=torch.contiguous_format)
-    return cast.contiguous()

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import columns_of
+from gfsa.operators.base import at_least_float32, columns_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """In float32 at least, and in memory as its shape says: products would copy it for that."""
+    # a cast brings it into order on its way; where there is none, nothing is done by it
+    cast = x.to(at_least_float32(x.dtype), memory_format=torch.contiguous_format)
+    return cast.contiguous()
 
 
 def polynomial(rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
@@ -19,15 +26,17 @@ def polynomial(rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> Tens
     For :math:`A = R\,C^\top` with the small matrices :math:`S = C^\top V`, :math:`M = C^\top R`.
 
     Args:
-        rows, columns: R and C, ``(..., H, N, D)``, in memory in that order.
-        v: ``(..., H, N, E)``, likewise; all in the dtype of the result.
-        coeffs: ``(H, m+1)`` or ``(m+1,)`` with m > 0.
+        rows, columns: R and C, ``(..., H, N, D)``, in full precision.
+        v: ``(..., H, N, E)``, in the dtype of the result.
+        coeffs: ``(H, m+1)`` or ``(m+1,)`` with m > 0, in the dtype of R.
     """
+    full = full_precision(v)
     if torch.is_grad_enabled() and _may_go_alone(v):
-        return _Polynomial.apply(rows, columns, v, coeffs)
-    content, mixing = _small(rows, columns, v, coeffs)
-    total = _nested(content, mixing, columns_of(coeffs))[0]
-    return torch.addcmul(rows @ total, columns_of(coeffs)[0], v)
+        return _Polynomial.apply(rows, columns, full, coeffs, v.detach())
+    weights = columns_of(coeffs)
+    content, mixing = _small(rows, columns, full, weights)
+    total = rows @ _nested(content, mixing, weights)[0]
+    return torch.addcmul(total, weights[0], full).to(v.dtype)
 
 
 def _may_go_alone(v: Tensor) -> bool:
@@ -37,19 +46,19 @@ def _may_go_alone(v: Tensor) -> bool:
 
 
 def _small(
-    rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor
+    rows: Tensor, columns: Tensor, v: Tensor, weights: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """S, and M if there is a power that needs it."""
     gather = columns.transpose(-2, -1)
-    return gather @ v, gather @ rows if coeffs.shape[-1] > 2 else None
+    return gather @ v, gather @ rows if len(weights) > 2 else None
 
 
-def _nested(content: Tensor, mixing: Tensor | None, coeffs: Sequence[Tensor]) -> list[Tensor]:
+def _nested(content: Tensor, mixing: Tensor | None, weights: Sequence[Tensor]) -> list[Tensor]:
     """Horner's sums, the whole one first: ``h_j = c_(j+1)·S + M·h_(j+1)``, so T is h_0."""
-    sums = [coeffs[-1] * content]
-    for column in reversed(coeffs[1:-1]):
+    sums = [weights[-1] * content]
+    for weight in reversed(weights[1:-1]):
         assert mixing is not None
-        sums.insert(0, torch.addcmul(mixing @ sums[0], column, content))
+        sums.insert(0, torch.addcmul(mixing @ sums[0], weight, content))
     return sums
 
 
@@ -62,25 +71,30 @@ class _Polynomial(torch.autograd.Function):
               \dot C = V \dot S^\top + R \dot M^\top, \quad
               \dot V = c_0 \dot Y + C \dot S
 
-    where products add themselves to what is there.
+    where products add themselves to what is there. ``rounded`` is V as it came, which is less to
+    read, and the result is rounded to its dtype as it is added up.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        content, mixing = _small(rows, columns, v, coeffs)
+    def forward(
+        ctx: Any, rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor, rounded: Tensor
+    ) -> Tensor:
         weights = columns_of(coeffs)
+        content, mixing = _small(rows, columns, v, weights)
         ctx.save_for_backward(rows, columns, v, coeffs, content, mixing)
-        return _add_product(weights[0] * v, rows, _nested(content, mixing, weights)[0])
+        total = rows @ _nested(content, mixing, weights)[0]
+        room = torch.empty_like(total, dtype=rounded.dtype)
+        return torch.addcmul(total, weights[0], rounded, out=room)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, rounded: Tensor) -> tuple[Tensor | None, ...]:
         rows, columns, v, coeffs, content, mixing = ctx.saved_tensors
-        wants_rows, wants_columns, wants_v, wants_coeffs = ctx.needs_input_grad
+        wants_rows, wants_columns, wants_v, wants_coeffs, _ = ctx.needs_input_grad
+        weights = columns_of(coeffs)
         if torch.is_grad_enabled():
             # whoever differentiates once more has to see where these come from
-            content, mixing = _small(rows, columns, v, coeffs)
-        g = g.contiguous()
-        weights = columns_of(coeffs)
+            content, mixing = _small(rows, columns, v, weights)
+        g = full_precision(rounded)
         sums = _nested(content, mixing, weights)
         dsum, dcontent, dmixing = rows.transpose(-2, -1) @ g, None, None
         dcoeffs = [_inner(g, v)] if wants_coeffs else []
@@ -100,10 +114,10 @@ class _Polynomial(torch.autograd.Function):
             back = None if dmixing is None else dmixing.transpose(-2, -1)
             dcolumns = _add_product(v @ dcontent.transpose(-2, -1), rows, back)
         if wants_v:
-            dv = _add_product(weights[0] * g, columns, dcontent)
+            dv = (columns @ dcontent).addcmul_(weights[0], rounded)
         if wants_coeffs:
             dc = torch.stack(dcoeffs, -1).sum_to_size(coeffs.shape)
-        return drows, dcolumns, dv, dc
+        return drows, dcolumns, dv, dc, None
 
 
 def _add_product(total: Tensor, x: Tensor, small: Tensor | None) -> Tensor:

@@ -142,7 +142,7 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
         write_config(folder, _as_data(run, accelerator.num_processes), run.resume)
         write_json(folder / "environment.json", environment(accelerator.device))
     accelerator.wait_for_everyone()
-    with _determinism(config.deterministic), _tensor_cores(config.precision == "tf32"):
+    with _determinism(config.deterministic), _tensor_cores(config.precision != "fp32"):
         seed_everything(config.seed)
         task = _build(run)
         added = find_method(run.method).apply(task.model, run.options)

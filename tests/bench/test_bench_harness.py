@@ -108,6 +108,8 @@ def test_a_variant_without_a_backward_has_none_in_its_row(tmp_path):
 def test_graphs_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match="graphs are for CUDA"):
         Setting(torch.device("cpu"), torch.float32, graphs=True)
+    with pytest.raises(ValueError, match="choose one"):
+        Setting(torch.device("cuda"), torch.float32, compiled=True, graphs=True)
 
 
 def small_rows():

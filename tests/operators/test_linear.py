@@ -192,3 +192,50 @@ def test_transforms_of_functions() -> None:
         leaves = one.clone().requires_grad_(), coeffs.double().requires_grad_()
         expected = torch.autograd.grad(loss(*leaves), leaves)
         torch.testing.assert_close((found[0][place], found[1][place]), expected)
+
+
+def test_autocast_around_the_backward_too() -> None:
+    q, k, v = (tokens(2, 3, 9, 4, dtype=torch.float32).requires_grad_() for _ in range(3))
+    coeffs = torch.randn(3, 3, requires_grad=True)
+    leaves = (q, k, v, coeffs)
+
+    def gradients(inside: bool) -> tuple[torch.Tensor, ...]:
+        operator = LinearOperator(q, k)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            y = operator.polynomial(coeffs, v)
+            return torch.autograd.grad(y.square().sum(), leaves)
+
+    for within, without in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(within, without)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (2, 1, 3)])
+def test_shapes_that_are_broadcast(batch: tuple[int, ...]) -> None:
+    """No heads at all, one map for several values, several maps for one."""
+    options = {"dtype": torch.float64, "requires_grad": True}
+    q, k = (torch.randn(*batch, 7, 4, **options) for _ in range(2))
+    v = torch.randn(*((2, 3) if batch else ()), 7, 5, **options)
+    coeffs = torch.randn(4, **options)
+    operator = LinearOperator(q, k)
+    y = operator.polynomial(coeffs, v)
+    expected = DenseOperator(operator.dense()).polynomial(coeffs, v)
+    torch.testing.assert_close(y, expected)
+    leaves = (q, k, v, coeffs)
+    found = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.square().sum(), leaves))
+
+
+def test_forward_mode_and_gradients_of_many_results() -> None:
+    q, k, v = (tokens(2, 2, 5, 3) for _ in range(3))
+    coeffs = torch.randn(2, 3, dtype=torch.float64)
+
+    def attend(q, coeffs):
+        return linear_graph_filter_attention(q, k, v, coeffs).sum(-1)
+
+    by_rows = torch.autograd.functional.jacobian(attend, (q, coeffs))
+    at_once = torch.autograd.functional.jacobian(attend, (q, coeffs), vectorize=True)
+    forward = torch.autograd.functional.jacobian(
+        attend, (q, coeffs), vectorize=True, strategy="forward-mode"
+    )
+    torch.testing.assert_close(at_once, by_rows)
+    torch.testing.assert_close(forward, by_rows)

@@ -102,6 +102,15 @@ class TestCompile:
         # what the first forward checks is no reason to compile again in the second
         assert counts[0] > 0
         assert counts == counts[:1] * 3
+        # nor is what a copy does that is not compiled
+        if how == "in place":
+            other = copy.deepcopy(model)
+            for layer in other.bert.encoder.layer:
+                layer._compiled_call_impl = None
+            with torch.no_grad():
+                other(**batch)
+                model(**batch)
+            assert backend.graphs == counts[0]
 
     def test_inductor(self) -> None:
         # one small model: the C++ compiler takes the time, with or without filters

@@ -92,23 +92,28 @@ def test_methods_begin_as_the_same_model(tmp_path: Path) -> None:
     assert metrics(plain)[0]["loss"] == metrics(filtered)[0]["loss"]
 
 
+@pytest.mark.parametrize("before", ["highest", "medium"])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_tensor_cores_multiply_where_asked_and_afterwards_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, before: str
 ) -> None:
-    matmul, seen = torch.backends.cuda.matmul, []
+    seen = set()
     loss = ToyTask.loss
 
     def noting(self: ToyTask, *args: Any) -> torch.Tensor:
-        seen.append(matmul.allow_tf32)
+        seen.add(torch.get_float32_matmul_precision())
         return loss(self, *args)
 
     monkeypatch.setattr(ToyTask, "loss", noting)
-    before = matmul.allow_tf32
-    row = carry_out(run(tmp_path, max_steps=2, precision=precision))
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before)
+    try:
+        row = carry_out(run(tmp_path, max_steps=2, precision=precision))
+        assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(usual)
     assert row.precision == precision
-    assert set(seen) == {precision != "fp32" or before}
-    assert matmul.allow_tf32 == before
+    assert seen == {"high" if precision == "tf32" else before}
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "gfsa"])

@@ -58,6 +58,8 @@ class Setting:
     def __post_init__(self) -> None:
         if self.graphs and self.device.type != "cuda":
             raise ValueError(f"graphs are for CUDA, got the device {self.device}")
+        if self.graphs and self.compiled:
+            raise ValueError("--graphs and --compile are two ways to time a model; choose one")
 
     def randn(self, *shape: int) -> Tensor:
         # drawn on the CPU: the same numbers on every device

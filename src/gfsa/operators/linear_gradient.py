@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gfsa.operators.base import at_least_float32, columns_of
+from gfsa.operators.casting import no_autocast
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -31,18 +34,26 @@ def polynomial(rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> Tens
         coeffs: ``(H, m+1)`` or ``(m+1,)`` with m > 0, in the dtype of R.
     """
     full = full_precision(v)
-    if torch.is_grad_enabled() and _may_go_alone(v):
-        return _Polynomial.apply(rows, columns, full, coeffs, v.detach())
-    weights = columns_of(coeffs)
-    content, mixing = _small(rows, columns, full, weights)
-    total = rows @ _nested(content, mixing, weights)[0]
-    return torch.addcmul(total, weights[0], full).to(v.dtype)
+    with no_autocast(v.device):
+        if torch.is_grad_enabled() and _may_go_alone(rows, columns, full, coeffs):
+            return _Polynomial.apply(rows, columns, full, coeffs, v.detach())
+        weights = columns_of(coeffs)
+        content, mixing = _small(rows, columns, full, weights)
+        total = rows @ _nested(content, mixing, weights)[0]
+        return torch.addcmul(total, weights[0], full).to(v.dtype)
 
 
-def _may_go_alone(v: Tensor) -> bool:
-    # compilers fuse what is written out, and transforms of functions want to see it
-    is_seen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return type(v) in _PLAIN and not is_seen
+def _may_go_alone(rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> bool:
+    """Whether these are plain tensors, none of them broadcast, at which nobody looks."""
+    if torch.compiler.is_compiling() or type(v) not in _PLAIN:
+        # compilers fuse what is written out
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        # and derivatives of other kinds are those of each operation
+        return False
+    batch = rows.shape[:-2]
+    heads = coeffs.shape[:-1] in ((), batch[-1:])
+    return len(batch) > 0 and heads and batch == columns.shape[:-2] == v.shape[:-2]
 
 
 def _small(
@@ -88,6 +99,12 @@ class _Polynomial(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, rounded: Tensor) -> tuple[Tensor | None, ...]:
+        # who calls backward within autocast wants the gradient of what ran without it
+        with no_autocast(rounded.device):
+            return _Polynomial._gradients(ctx, rounded)
+
+    @staticmethod
+    def _gradients(ctx: Any, rounded: Tensor) -> tuple[Tensor | None, ...]:
         rows, columns, v, coeffs, content, mixing = ctx.saved_tensors
         wants_rows, wants_columns, wants_v, wants_coeffs, _ = ctx.needs_input_grad
         weights = columns_of(coeffs)
@@ -114,7 +131,7 @@ class _Polynomial(torch.autograd.Function):
             back = None if dmixing is None else dmixing.transpose(-2, -1)
             dcolumns = _add_product(v @ dcontent.transpose(-2, -1), rows, back)
         if wants_v:
-            dv = (columns @ dcontent).addcmul_(weights[0], rounded)
+            dv = torch.addcmul(columns @ dcontent, weights[0], rounded)
         if wants_coeffs:
             dc = torch.stack(dcoeffs, -1).sum_to_size(coeffs.shape)
         return drows, dcolumns, dv, dc, None
@@ -124,8 +141,9 @@ def _add_product(total: Tensor, x: Tensor, small: Tensor | None) -> Tensor:
     """``total + x @ small`` in the place of ``total``, which nobody else has."""
     if small is None:
         return total
-    flat = total.flatten(0, -3).baddbmm_(x.flatten(0, -3), small.flatten(0, -3))
-    return flat.view(total.shape)
+    batches = math.prod(total.shape[:-2])
+    flat = [y.reshape(batches, *y.shape[-2:]) for y in (total, x, small)]
+    return flat[0].baddbmm_(*flat[1:]).reshape(total.shape)
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:

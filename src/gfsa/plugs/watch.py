@@ -95,18 +95,21 @@ class Watch:
 class _Note:
     """A hook that tells a watch that something happened to a layer."""
 
-    def __init__(self, watch: Watch, name: str, event: Event) -> None:
+    def __init__(self, watch: Watch | None, name: str, event: Event) -> None:
         self.watch = watch
         self.name = name
         self.event = event
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if self.watch is not None and not torch.compiler.is_compiling():
             self.watch.note(self.name, self.event)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Note:
         # a copy of the model has a watch of its own; a copy of a filter that takes the filter's
         # place (peft) tells the watch of the model that it is in
+        if self.watch is None or self.name not in self.watch.events:
+            # it is there for compiled code alone, and what a copy does is nobody's business
+            return _Note(None, self.name, self.event)
         return _Note(memo.get(id(self.watch), self.watch), self.name, self.event)
 
 
@@ -121,7 +124,7 @@ def watch_first_forward(
 def stop_watching(made: GraphFilter) -> None:
     """Forget the check of one filter that has not been called yet."""
     for hook in list(made._forward_hooks.values()):
-        if isinstance(hook, _Note):
+        if isinstance(hook, _Note) and hook.watch is not None:
             hook.watch.forget(hook.name)
 
 

@@ -49,8 +49,7 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient; 0 for none."""
     precision: Precision = "fp32"
-    """``tf32`` keeps 32 bits, but lets tensor cores round what they multiply to 19 of them; so do
-    ``bf16`` and ``fp16`` where they keep 32."""
+    """``tf32`` keeps 32 bits, but lets tensor cores round what they multiply to 19 of them."""
     ema: float = 0.0
     """Decay of an average of the weights that is evaluated in their stead; 0 for none."""
     group_by_length: bool = False

@@ -142,7 +142,7 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
         write_config(folder, _as_data(run, accelerator.num_processes), run.resume)
         write_json(folder / "environment.json", environment(accelerator.device))
     accelerator.wait_for_everyone()
-    with _determinism(config.deterministic), _tensor_cores(config.precision != "fp32"):
+    with _determinism(config.deterministic), _tensor_cores(config.precision == "tf32"):
         seed_everything(config.seed)
         task = _build(run)
         added = find_method(run.method).apply(task.model, run.options)
@@ -235,15 +235,16 @@ def _determinism(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tensor_cores(wanted: bool) -> Iterator[None]:
-    """Let them multiply 32-bit numbers; otherwise torch's settings stay what they are."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    if wanted:
-        matmul.allow_tf32 = cudnn.allow_tf32 = True
+    """Let them multiply 32-bit numbers; unless that is wanted torch's settings are not touched."""
+    if not wanted:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        torch.set_float32_matmul_precision(before)
 
 
 def _as_data(run: Run, processes: int) -> dict[str, Any]:

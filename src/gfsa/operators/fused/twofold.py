@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -79,15 +79,15 @@ def backward(
     if len(cuts) == 1:
         return *_piece([g, q, k, v, u, out], lse, coeffs, dc, None, problem, options), dc
     gradients = [empty_like(x) for x in (q, k, v)]
-    for stream, (sequences, heads) in zip(_by_turns(q), cuts, strict=False):
-        tensors = [x[sequences, heads] for x in (g, q, k, v, u, out)]
-        into = [x[sequences, heads] for x in gradients]
-        batch, number = tensors[0].shape[:2]
-        part = problem._replace(batch=batch, heads=number, key_heads=number)
-        dc_part = dc[heads, :, sequences.start * blocks :]
-        with stream:
-            _piece(tensors, lse[sequences, heads], coeffs[heads], dc_part, into, part, options)
-    _join(q)
+    with _two_streams(q) as streams:
+        for stream, (sequences, heads) in zip(streams, cuts, strict=False):
+            tensors = [x[sequences, heads] for x in (g, q, k, v, u, out)]
+            into = [x[sequences, heads] for x in gradients]
+            batch, number = tensors[0].shape[:2]
+            part = problem._replace(batch=batch, heads=number, key_heads=number)
+            dc_part = dc[heads, :, sequences.start * blocks :]
+            with stream:
+                _piece(tensors, lse[sequences, heads], coeffs[heads], dc_part, into, part, options)
     dq, dk, dv = gradients
     return dq, dk, dv, dc
 
@@ -108,26 +108,29 @@ def pieces(
     return tuple((one, cut) for one in _cuts(batch, 1) for cut in _cuts(heads, least))
 
 
-def _by_turns(q: Tensor) -> Iterator[AbstractContextManager[Any]]:
-    """This stream and one beside it, for ever: where a piece runs out of tiles, the next has some.
+@contextmanager
+def _two_streams(q: Tensor) -> Iterator[Iterator[AbstractContextManager[Any]]]:
+    """This stream and one beside it by turns: where a piece runs out of tiles, the next has some.
 
     What is made in a stream is given back to it, so each has its room for one piece.
     """
     if not q.is_cuda:
-        yield from itertools.repeat(nullcontext())
-    beside = _beside(q.device)
-    beside.wait_stream(torch.cuda.current_stream(q.device))
-    yield from itertools.cycle((nullcontext(), torch.cuda.stream(beside)))
+        yield itertools.repeat(nullcontext())
+        return
+    here = torch.cuda.current_stream(q.device)
+    beside = _beside(here)
+    beside.wait_stream(here)
+    try:
+        yield itertools.cycle((nullcontext(), torch.cuda.stream(beside)))
+    finally:
+        # after a failure too: whoever catches it may write where that stream still reads
+        here.wait_stream(beside)
 
 
-def _join(q: Tensor) -> None:
-    if q.is_cuda:
-        torch.cuda.current_stream(q.device).wait_stream(_beside(q.device))
-
-
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+@functools.lru_cache(maxsize=64)
+def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for each: a stream that is captured has none of another thread's work beside it."""
+    return torch.cuda.Stream(stream.device)
 
 
 def _cuts(total: int, least: int) -> list[slice]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,13 +32,15 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="name=folder of a run with lens.json or model.pt")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     arguments = parser.parse_args()
-    report = LensReport({})
+    report, example = LensReport({}), None
     for text in arguments.runs:
         name, _, folder = text.partition("=")
         if not folder or "/" in name:
             # folders of runs have a sign of equality in them too
             parser.error(f"expected name=folder, such as gfsa={text}")
-        one = reading(Path(folder), arguments.data_dir)
+        if name in report.models:
+            parser.error(f"two runs are called {name}")
+        one, example = reading(Path(folder), arguments.data_dir, example)
         (found,) = one.models.values()
         report.models[name] = dataclasses.replace(found, name=name)
         report.created = one.created
@@ -47,13 +50,14 @@ def main() -> None:
     report.table()
 
 
-def reading(folder: Path, data_dir: Path) -> LensReport:
-    """What a run saw of itself at its end, or what is seen of it now."""
+def reading(folder: Path, data_dir: Path, example: Any) -> tuple[LensReport, Any]:
+    """What a run saw of itself at its end, or what is seen of it now, on one example for all."""
     if (folder / "lens.json").exists():
-        return LensReport.from_json(folder / "lens.json")
+        return LensReport.from_json(folder / "lens.json"), example
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     task = trained_task(folder, data_dir, device)
-    return gfsa.diagnose(task.model, to_device(task.example(), device), progress=False)
+    example = task.example() if example is None else example
+    return gfsa.diagnose(task.model, to_device(example, device), progress=False), example
 
 
 def _check_alike(models: list[ModelReading]) -> None:

@@ -248,7 +248,10 @@ def test_the_planned_experiments_are_runs() -> None:
     }
     # what is compared differs in the method alone
     assert len({settings_of(run.config) for run in runs}) == 1
-    assert {run.config.seed for run in runs} == {0, 1, 2}
+    # three seeds of everything, and more of the question itself
+    for method in {run.method for run in runs}:
+        more = {3, 4} if method in ("plain", "gfsa", "degree1") else set()
+        assert {run.config.seed for run in runs if run.method == method} == {0, 1, 2} | more
     contranorm = {run.key().options for run in runs if run.method == "contranorm"}
     assert contranorm == {"strength=0.01 form=vit"}
 

@@ -15,6 +15,7 @@ from torch_geometric.nn import GPSConv
 
 import gfsa
 from gfsa.models import GraphormerCollator, GraphViT, GraphViTCollator
+from gfsa.recipes.compiling import compile_blocks
 from gfsa.recipes.config import override, settings_of
 from gfsa.recipes.data.graph_sets import DataName, read_graphs
 from gfsa.recipes.graph import recipe as graph
@@ -27,6 +28,7 @@ from gfsa.recipes.plan import read_plan
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
 from gfsa.recipes.tree import signature_of
+from support.counting import Counting
 from support.graph_files import (
     labels,
     separate,
@@ -374,6 +376,16 @@ def test_the_loss_never_asks_the_device(data: Path, model: str, method: str) -> 
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         loss = task.loss(task.model, {name: fake.from_tensor(t) for name, t in batch.items()})
         loss.backward()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_compiles_into_one_graph(data: Path, model: str) -> None:
+    task = made(data, "moltox21", model)
+    gfsa.plug(task.model)
+    batch = items(task).__getitems__([0, 1, 2])
+    torch._dynamo.reset()
+    compile_blocks(task.model, backend=Counting(), fullgraph=True)
+    task.loss(task.model, batch).backward()
 
 
 @pytest.mark.parametrize("model", MODELS)

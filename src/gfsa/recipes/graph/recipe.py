@@ -23,7 +23,7 @@ from gfsa.recipes.data.graph_sets import METRICS, SOURCES, DataName, read_graphs
 from gfsa.recipes.data.graphs import TEST, TRAIN, VALID, GraphSet
 from gfsa.recipes.graph.batches import DenseItems, GraphItems, PairItems, PatchItems, Tensors
 from gfsa.recipes.graph.models import build_model
-from gfsa.recipes.graph.settings import FOLLOWING, FromPaper, marked, paper_settings
+from gfsa.recipes.graph.settings import FOLLOWING, FromPaper, marked, paper_settings, unmarked
 from gfsa.recipes.task import Recipe, Split, Task, as_it_is
 
 ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
@@ -100,6 +100,11 @@ class GraphConfig(TrainConfig):
     def usual(self) -> GraphConfig:
         """What follows from this model and data set; these two themselves as in other recipes."""
         return GraphConfig(**paper_settings(self.model, self.data))
+
+    def plain(self) -> GraphConfig:
+        """The same with values of ordinary types; compilers stop at any other."""
+        values = {name: unmarked(getattr(self, name)) for name in FOLLOWING}
+        return dataclasses.replace(self, **values)
 
     def check(self) -> None:
         super().check()
@@ -221,7 +226,7 @@ def build(config: GraphConfig, data_dir: Path) -> GraphTask:
         name: kind(graphs, features, _in_order(graphs, which), config.pad_to_multiple)
         for name, which in (("train", TRAIN), ("valid", VALID), ("test", TEST))
     }
-    return GraphTask(build_model(config, graphs), graphs, items)
+    return GraphTask(build_model(config.plain(), graphs), graphs, items)
 
 
 def _in_order(graphs: GraphSet, which: int) -> Tensor:

@@ -35,10 +35,20 @@ class _Bool(int, FromPaper):
     __str__ = __repr__
 
 
+_MARKED: dict[type, Any] = {bool: _Bool, int: _Int, float: _Float, str: _Str}
+
+
 def marked(value: Any) -> Any:
     """The same value, known to come from here."""
-    kinds = {bool: _Bool, int: _Int, float: _Float, str: _Str}
-    return kinds[type(value)](value)
+    return _MARKED[type(value)](value)
+
+
+def unmarked(value: Any) -> Any:
+    """The same value as anybody's."""
+    for kind, mark in _MARKED.items():
+        if isinstance(value, mark):
+            return kind(value)
+    return value
 
 
 Settings = dict[str, Any]

@@ -63,7 +63,7 @@ def _nowhere(direct: Any, launch: Any, tensors: Any) -> Any:
     made.tiles = []
     for x, block in zip(tensors, launch.blocks, strict=True):
         about = (3, 2, 10, block, tuple(x.shape), x.stride(), 0)
-        made.tiles.append((len(made.arguments), about))
+        made.tiles.append((len(made.arguments), about, {}))
         made.arguments += [None, *x.shape, *x.stride()]
     made.settled = (*launch.numbers, *launch.constants)
     return made

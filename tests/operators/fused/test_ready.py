@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import gfsa
 from gfsa.bench.host import nothing_launched
 from gfsa.functional import AttentionOperator
-from gfsa.operators.fused import coefficients
+from gfsa.operators.fused import coefficients, kernel
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.ready import Ready, ready_for
 
@@ -133,6 +133,28 @@ def test_the_way_back_is_settled_for_each_layout() -> None:
     for g_strides, launch in settled.items():
         # what the copy engine is told of g, the sixth tensor
         assert launch.tiles[5][1][5] == g_strides
+
+
+def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_MOST_DESCRIBED", 4)
+    coeffs, asked, launched = torch.ones(4, 3), [], []
+    with nothing_launched():
+        made = ready(*[tokens(2, 4, 40, 64)] * 3)
+        assert made is not None
+        made.forward(*[tokens(2, 4, 40, 64)] * 3, coeffs, None)
+        launch = made.direct
+        assert launch is not None
+        monkeypatch.setattr(launch, "encode", lambda at, *_: asked.append(at) or f"at {at}")
+        monkeypatch.setattr(launch, "c_launcher", lambda *given: launched.append(given))
+        places = [tokens(2, 4, 40, 64) for _ in range(9)]
+        for q in [*places, *places[::-1]]:
+            made.forward(q, places[0], places[0], coeffs, None)
+            assert launched[-1][launch.tiles[0][0]] == f"at {q.data_ptr()}"
+    first, keys = launch.tiles[0][2], launch.tiles[1][2]
+    assert 0 < len(first) <= 4
+    assert keys[places[0].data_ptr()] == f"at {places[0].data_ptr()}"
+    # keys and values stay where they are, and are described once
+    assert asked.count(places[0].data_ptr()) <= 2 + 2
 
 
 def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,9 @@ Grid = tuple[int, int, int]
 Block = tuple[int, int, int, int]
 _Strides = tuple[int, ...]
 
+# descriptors of one argument of one kernel: as many as layers of deep models, and 128 bytes each
+_MOST_DESCRIBED = 512
+
 
 class Kernel:
     """A Triton kernel.
@@ -129,8 +132,9 @@ class _Direct:
             compiled.packed_metadata,
             *(None, None, None),
         ]
-        # where a tensor's descriptor goes, and what the copy engine is told of it
-        self.tiles: list[tuple[int, tuple[Any, ...]]] = []
+        # where a tensor's descriptor goes, what the copy engine is told of it, and descriptors by
+        # address: a step of training finds its tensors where the step before had them
+        self.tiles: list[tuple[int, tuple[Any, ...], dict[int, Any]]] = []
         for about, x in zip(around["tensordesc_meta"], tensors, strict=True):
             shape, strides = tuple(x.shape), x.stride()
             box = (
@@ -139,16 +143,21 @@ class _Direct:
                 TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]],
                 about["block_size"],
             )
-            self.tiles.append((len(self.arguments), (*box, shape, strides, 0)))
+            self.tiles.append((len(self.arguments), (*box, shape, strides, 0), {}))
             self.arguments += [None, *shape, *strides]
         self.settled = (*launch.numbers, *launch.constants)
 
     def __call__(self, tensors: Sequence[Tensor], pointers: Sequence[Tensor]) -> None:
         arguments = self.arguments.copy()
         arguments[3] = self.stream(pointers[0].device.index)
-        encode = self.encode
-        for (place, about), x in zip(self.tiles, tensors, strict=True):
-            arguments[place] = encode(x.data_ptr(), *about)
+        for (place, about, known), x in zip(self.tiles, tensors, strict=True):
+            address = x.data_ptr()
+            described = known.get(address)
+            if described is None:
+                if len(known) >= _MOST_DESCRIBED:
+                    known.clear()
+                described = known[address] = self.encode(address, *about)
+            arguments[place] = described
         self.c_launcher(*arguments, *[x.data_ptr() for x in pointers], *self.settled)
 
 

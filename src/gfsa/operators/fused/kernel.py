@@ -17,8 +17,9 @@ Grid = tuple[int, int, int]
 Block = tuple[int, int, int, int]
 _Strides = tuple[int, ...]
 
-# descriptors of one argument of one kernel: as many as layers of deep models, and 128 bytes each
-_MOST_DESCRIBED = 512
+# descriptors of one argument of one launch: a deep model has one a layer, and there may be thousands
+# of launches, for as many lengths
+_MOST_DESCRIBED = 64
 
 
 class Kernel:

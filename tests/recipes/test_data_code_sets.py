@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gfsa.recipes.data.code_sets import read_code_set
+from support.hub import HubPart, fake_hub
 from support.tiny_texts import sentence, write, write_clones, write_devign
 
 unofficial = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
@@ -63,6 +64,47 @@ def test_missing_files(tmp_path: Path) -> None:
         pytest.raises(FileNotFoundError, match=r"test.txt, test_sampled.txt"),
     ):
         read_code_set(tmp_path, "bigclonebench")
+
+
+@pytest.mark.filterwarnings("ignore:.*results are not those of the official")
+def test_without_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(repository: str, split: str) -> HubPart:
+        if "defect" in repository:
+            functions = [f"int {split}( )  {{ {i} }}" for i in range(4)]
+            return HubPart(id=[0, 1, 2, 3], func=functions, target=[True, False, True, False])
+        pairs = {"id1": [7, 8, 7], "func1": ["a", "b", "a"], "id2": [8, 9, 9]}
+        return HubPart(**pairs, func2=["b", f"c {split}", "c"], label=[True, False, True])
+
+    asked = fake_hub(monkeypatch, load)
+    with pytest.warns(UserWarning, match="is taken from google/code_x_glue_cc_defect"):
+        devign = read_code_set(tmp_path, "devign")
+    repository = "google/code_x_glue_cc_defect_detection"
+    assert asked == [(repository, part) for part in ("train", "validation", "test")]
+    assert devign.code[0] == "int train( ) { 0 }"
+    assert devign.parts["valid"].functions.tolist() == [[4], [5], [6], [7]]
+    assert devign.parts["test"].labels.tolist() == [1, 0, 1, 0]
+    with pytest.warns(UserWarning, match="is taken from google/code_x_glue_cc_clone"):
+        clones = read_code_set(tmp_path, "bigclonebench")
+    # a function is kept once, whichever pairs it is in
+    assert clones.code == ["a", "b", "c train"]
+    assert clones.parts["test"].functions.tolist() == [[0, 1], [1, 2], [0, 2]]
+    assert clones.parts["test"].labels.tolist() == [1, 0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*results are not those of the official")
+@pytest.mark.filterwarnings("ignore:.*is taken from google")
+def test_the_hub_is_checked_as_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = [-1, *[0] * 199]
+    fake_hub(
+        monkeypatch,
+        lambda *which: HubPart(id=list(range(200)), func=["f ( )"] * 200, target=labels),
+    )
+    with pytest.warns(UserWarning, match="train: 1 of 200 rows cannot be used; line 1: expected"):
+        assert len(read_code_set(tmp_path, "devign").parts["train"].labels) == 199
+    read_code_set.cache_clear()
+    fake_hub(monkeypatch, lambda *which: HubPart(func=["f ( )"]))
+    with pytest.raises(ValueError, match="should have the columns id, func, target, it has func"):
+        read_code_set(tmp_path, "devign")
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gfsa.recipes.data.glue import TASKS, read_glue
+from support.hub import HubPart, fake_hub
 from support.tiny_texts import glue_label, glue_rows, sentence, write, write_glue
 
 unofficial = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
@@ -86,20 +87,10 @@ HUB: dict[str, tuple[tuple[str, ...], list[Any]]] = {
 }
 
 
-class HubPart(dict[str, list[Any]]):
-    """As much of a ``datasets.Dataset`` as is used: columns by name."""
-
-    @property
-    def column_names(self) -> list[str]:
-        return list(self)
-
-
 def hub(monkeypatch: pytest.MonkeyPatch, bad: int = 0, rows: int = 6) -> list[tuple[str, ...]]:
-    """A package ``datasets`` without a network; gives a list of what it will be asked for."""
-    asked: list[tuple[str, ...]] = []
+    """The hub's GLUE; gives a list of what it will be asked for."""
 
-    def load_dataset(repository: str, name: str, split: str) -> HubPart:
-        asked.append((repository, name, split))
+    def load(repository: str, name: str, split: str) -> HubPart:
         columns, labels = HUB[name]
         texts = {
             column: [f" {split} {sentence(i + 100 * at)}" for i in range(rows)]
@@ -108,8 +99,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, bad: int = 0, rows: int = 6) -> list[tu
         answers = [-1] * bad + [labels[i % len(labels)] for i in range(bad, rows)]
         return HubPart(**texts, label=answers, idx=list(range(rows)))
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    return asked
+    return fake_hub(monkeypatch, load)
 
 
 @unofficial

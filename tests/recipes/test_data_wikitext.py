@@ -10,6 +10,7 @@ import pytest
 
 from gfsa.recipes.bpe import gpt2_tokenizer, token_ids, train_tokenizer
 from gfsa.recipes.data.wikitext import count_words, read_corpus
+from support.hub import HubPart, fake_hub
 from support.tiny_texts import corpus, sentence, write
 
 unofficial = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
@@ -51,6 +52,24 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
     write(tmp_path / "ptb.train.txt", "")
     with pytest.raises(ValueError, match="is empty"):
         read_corpus(tmp_path, "ptb", "train")
+
+
+@unofficial
+@pytest.mark.parametrize("name", ["wikitext-2", "wikitext-103"])
+def test_without_files_the_hub_is_asked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [" = Title = \n", "", " No it was n't Black Monday \n"]
+    asked = fake_hub(monkeypatch, lambda *which: HubPart(text=texts))
+    with pytest.warns(UserWarning, match="is taken from Salesforce/wikitext on the hub"):
+        lines = read_corpus(tmp_path, name, "valid")
+    assert asked == [("Salesforce/wikitext", f"{name}-v1", "validation")]
+    assert lines == (" = Title = \n", "\n", " No it was n't Black Monday \n")
+    # three, none and six words, and the ends of three lines
+    assert count_words(lines) == 12
+    fake_hub(monkeypatch, lambda *which: HubPart(sentence=texts))
+    with pytest.raises(ValueError, match="should have the columns text, it has sentence"):
+        read_corpus(tmp_path, name, "test")
 
 
 def test_a_learned_tokenizer_is_the_same_each_time() -> None:

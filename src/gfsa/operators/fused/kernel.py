@@ -17,8 +17,8 @@ Grid = tuple[int, int, int]
 Block = tuple[int, int, int, int]
 _Strides = tuple[int, ...]
 
-# descriptors of one argument of one launch: a deep model has one a layer, and there may be thousands
-# of launches, for as many lengths
+# descriptors of one argument of one launch: a deep model has one a layer, and there may be
+# thousands of launches, for as many lengths
 _MOST_DESCRIBED = 64
 
 

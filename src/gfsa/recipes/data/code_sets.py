@@ -1,4 +1,7 @@
-"""Code data sets in the form of CodeXGLUE: Devign's defects and BigCloneBench's clones."""
+"""Code data sets in the form of CodeXGLUE: Devign's defects and BigCloneBench's clones.
+
+Where there are no files and the package ``datasets`` is installed, they come from the hub.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gfsa.recipes.data.hub import columns_of, fetch
 from gfsa.recipes.data.text_files import BadRows, check_count, find_file, read_lines
 from gfsa.recipes.task import DataSource
 
@@ -29,6 +33,16 @@ SOURCES = {
     ),
 }
 PARTS = ("train", "valid", "test")
+_ON_HUB = ("train", "validation", "test")
+_REPOSITORIES = {
+    "devign": "google/code_x_glue_cc_defect_detection",
+    "bigclonebench": "google/code_x_glue_cc_clone_detection_big_clone_bench",
+}
+# functions of an example by the columns of their ids and texts, and the column of the label
+_COLUMNS = {
+    "devign": ((("id", "func"),), "target"),
+    "bigclonebench": ((("id1", "func1"), ("id2", "func2")), "label"),
+}
 _FOLDERS = {
     "devign": ("", "devign", "Devign", "Defect-detection/dataset"),
     "bigclonebench": ("", "bigclonebench", "Clone-detection-BigCloneBench/dataset"),
@@ -59,6 +73,11 @@ class CodeSet:
 @lru_cache(maxsize=2)
 def read_code_set(data_dir: Path, name: str) -> CodeSet:
     """``devign`` (one function an example) or ``bigclonebench`` (two)."""
+    first = "function.json" if name == "devign" else "data.jsonl"
+    try:
+        _find(data_dir, name, first)
+    except FileNotFoundError as missing:
+        return _from_hub(name, missing)
     return _read_devign(data_dir) if name == "devign" else _read_clones(data_dir)
 
 
@@ -131,6 +150,37 @@ def _read_clones(data_dir: Path) -> CodeSet:
         check_count(path, len(rows), _ROWS["bigclonebench" + sampled][at])
         table = np.array(rows)
         parts[part] = CodePart(table[:, :2], table[:, 2])
+    return CodeSet(code, parts)
+
+
+def _from_hub(name: str, missing: FileNotFoundError) -> CodeSet:
+    functions, label = _COLUMNS[name]
+    place: dict[Any, int] = {}
+    code: list[str] = []
+    parts = {}
+    found = fetch(_REPOSITORIES[name], None, _ON_HUB, missing)
+    for part, (where, one), official in zip(PARTS, found, _ROWS[name], strict=True):
+        names = [column for pair in functions for column in pair]
+        *columns, labels = columns_of(where, one, *names, label)
+        bad, rows = BadRows(where), []
+        for number, (*fields, target) in enumerate(zip(*columns, labels, strict=True), 1):
+            texts = fields[1::2]
+            if target not in (0, 1) or not all(isinstance(text, str) for text in texts):
+                bad.add(number, f"expected code and a {label} of 0 or 1, got {target!r}")
+                continue
+            places = []
+            for key, text in zip(fields[::2], texts, strict=True):
+                # functions of Devign are numbered in each part anew
+                known = (part, key) if name == "devign" else key
+                if known not in place:
+                    place[known] = len(code)
+                    code.append(_one_line(text))
+                places.append(place[known])
+            rows.append((*places, int(target)))
+        bad.report(len(rows))
+        check_count(where, len(rows), official)
+        table = np.array(rows, np.int64)
+        parts[part] = CodePart(table[:, :-1], table[:, -1])
     return CodeSet(code, parts)
 
 

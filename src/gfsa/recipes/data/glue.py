@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gfsa.recipes.data.glue_hub import fetch
+from gfsa.recipes.data.hub import fetch
 from gfsa.recipes.data.text_files import BadRows, check_count, find_file, read_lines
 from gfsa.recipes.task import DataSource
 
@@ -21,6 +21,7 @@ SOURCE = DataSource(
     "CoLA/train.tsv, CoLA/dev.tsv and so on for SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
     "https://gluebenchmark.com/tasks",
 )
+_REPOSITORY = "nyu-mll/glue"
 _FOLDERS = ("", "glue", "GLUE", "glue_data")
 
 
@@ -172,7 +173,7 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
         dev = find_file(data_dir, task.dev_names(), SOURCE, _FOLDERS)
     except FileNotFoundError as missing:
         parts = "train", task.dev.replace("dev", "validation")
-        of_train, of_dev = fetch(name.split("-")[0], parts, missing)
+        of_train, of_dev = fetch(_REPOSITORY, name.split("-")[0], parts, missing)
         return (
             _from_hub(*of_train, task, task.train_rows),
             _from_hub(*of_dev, task, task.dev_rows),

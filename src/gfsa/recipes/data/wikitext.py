@@ -1,14 +1,19 @@
-"""WikiText-2, WikiText-103 and the Penn Treebank from their official files."""
+"""WikiText-2, WikiText-103 and the Penn Treebank from their official files.
+
+Where there are none and the package ``datasets`` is installed, WikiText comes from the hub.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
 
+from gfsa.recipes.data.hub import columns_of, fetch
 from gfsa.recipes.data.text_files import check_count, find_file, read_lines
 from gfsa.recipes.task import DataSource
 
-_WIKITEXT = "https://huggingface.co/datasets/Salesforce/wikitext"
+_REPOSITORY = "Salesforce/wikitext"
+_WIKITEXT = f"https://huggingface.co/datasets/{_REPOSITORY}"
 SOURCES = {
     "wikitext-2": DataSource(
         "WikiText-2",
@@ -28,6 +33,7 @@ SOURCES = {
     ),
 }
 PARTS = ("train", "valid", "test")
+_ON_HUB = {"valid": "validation"}
 _FOLDERS = {
     "wikitext-2": ("", "wikitext-2", "wikitext-2-raw"),
     "wikitext-103": ("", "wikitext-103", "wikitext-103-raw"),
@@ -47,11 +53,25 @@ def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
     names = [f"ptb.{part}.txt"]
     if name != "ptb":
         names = [f"wiki.{part}.tokens", f"wiki.{part}.raw", f"{part}.txt"]
-    path = find_file(data_dir, names, SOURCES[name], _FOLDERS[name])
+    try:
+        path = find_file(data_dir, names, SOURCES[name], _FOLDERS[name])
+    except FileNotFoundError as missing:
+        if name == "ptb":
+            raise
+        return _from_hub(name, part, missing)
     lines = tuple(line + "\n" for line in read_lines(path))
     # the raw files keep the words that the others replace by <unk>, and count differently
     if not path.name.startswith(f"wiki.{part}.raw"):
         check_count(path, count_words(lines), _WORDS[name][PARTS.index(part)], "words")
+    return lines
+
+
+def _from_hub(name: str, part: str, missing: FileNotFoundError) -> tuple[str, ...]:
+    ((where, found),) = fetch(_REPOSITORY, f"{name}-v1", [_ON_HUB.get(part, part)], missing)
+    (texts,) = columns_of(where, found, "text")
+    # empty lines have lost their line feed there
+    lines = tuple(text.rstrip("\n") + "\n" for text in texts)
+    check_count(where, count_words(lines), _WORDS[name][PARTS.index(part)], "words")
     return lines
 
 

@@ -1,0 +1,30 @@
+"""A package ``datasets`` without a network."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class HubPart(dict[str, list[Any]]):
+    """As much of a ``datasets.Dataset`` as is used: columns by name."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self)
+
+
+def fake_hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> list[tuple[str, ...]]:
+    """``load`` in the place of ``load_dataset``; gives a list of what it will be asked for."""
+    asked: list[tuple[str, ...]] = []
+
+    def load_dataset(*which: str, split: str) -> Any:
+        asked.append((*which, split))
+        return load(*which, split)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked

@@ -17,7 +17,7 @@ from gfsa.arguments import (
     in_full_precision,
 )
 from gfsa.operators import DenseOperator, LinearOperator, Operator, SDPAOperator
-from gfsa.operators.base import take_heads, worth_taking_apart
+from gfsa.operators.base import PLAIN, take_heads, worth_taking_apart
 from gfsa.operators.casting import autocast, no_autocast
 from gfsa.operators.dense import DropoutPlace, check_dropout_place, repeat_heads
 from gfsa.operators.select import Backend, Call, Choice, choose
@@ -323,8 +323,5 @@ def _launches_are_short(*tokens: Tensor) -> bool:
     if not tokens[0].is_cuda or torch.compiler.is_compiling():
         return False
     # sizes of other kinds of tensors may be symbols
-    others = [x for x in tokens if type(x) not in _PLAIN or x.is_nested]
+    others = [x for x in tokens if type(x) not in PLAIN or x.is_nested]
     return not others
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)

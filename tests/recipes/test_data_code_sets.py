@@ -71,9 +71,10 @@ def test_without_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
     def load(repository: str, split: str) -> HubPart:
         if "defect" in repository:
             functions = [f"int {split}( )  {{ {i} }}" for i in range(4)]
-            return HubPart(id=[0, 1, 2, 3], func=functions, target=[True, False, True, False])
-        pairs = {"id1": [7, 8, 7], "func1": ["a", "b", "a"], "id2": [8, 9, 9]}
-        return HubPart(**pairs, func2=["b", f"c {split}", "c"], label=[True, False, True])
+            return HubPart(func=functions, target=[True, False, True, False], project=["p"] * 4)
+        ids = {"id1": [7, 8, 7], "id2": [8, 9, 9]}
+        texts = {"func1": ["a", "b", "a"], "func2": ["b", f"c {split}", f"c  {split}"]}
+        return HubPart(**ids, **texts, label=[True, False, True])
 
     asked = fake_hub(monkeypatch, load)
     with pytest.warns(UserWarning, match="is taken from google/code_x_glue_cc_defect"):
@@ -86,8 +87,9 @@ def test_without_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match="is taken from google/code_x_glue_cc_clone"):
         clones = read_code_set(tmp_path, "bigclonebench")
     # a function is kept once, whichever pairs it is in
-    assert clones.code == ["a", "b", "c train"]
-    assert clones.parts["test"].functions.tolist() == [[0, 1], [1, 2], [0, 2]]
+    assert clones.code == ["a", "b", "c train", "c validation", "c test"]
+    assert clones.parts["train"].functions.tolist() == [[0, 1], [1, 2], [0, 2]]
+    assert clones.parts["test"].functions.tolist() == [[0, 1], [1, 4], [0, 4]]
     assert clones.parts["test"].labels.tolist() == [1, 0, 1]
 
 
@@ -97,13 +99,13 @@ def test_the_hub_is_checked_as_files_are(tmp_path: Path, monkeypatch: pytest.Mon
     labels = [-1, *[0] * 199]
     fake_hub(
         monkeypatch,
-        lambda *which: HubPart(id=list(range(200)), func=["f ( )"] * 200, target=labels),
+        lambda *which: HubPart(func=["f ( )"] * 200, target=labels),
     )
     with pytest.warns(UserWarning, match="train: 1 of 200 rows cannot be used; line 1: expected"):
         assert len(read_code_set(tmp_path, "devign").parts["train"].labels) == 199
     read_code_set.cache_clear()
     fake_hub(monkeypatch, lambda *which: HubPart(func=["f ( )"]))
-    with pytest.raises(ValueError, match="should have the columns id, func, target, it has func"):
+    with pytest.raises(ValueError, match="should have the columns func, target, it has func"):
         read_code_set(tmp_path, "devign")
 
 

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Kinds of tensors that have values, and sizes that are numbers."""
+
+
 def combine(coeffs: Tensor, powers: Sequence[Tensor], in_one_go: bool = False) -> Tensor:
     r"""Weigh the powers of one operator, head by head.
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gfsa.operators.base import at_least_float32, columns_of
+from gfsa.operators.base import PLAIN, at_least_float32, columns_of
 from gfsa.operators.casting import no_autocast
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def full_precision(x: Tensor) -> Tensor:
@@ -45,7 +43,7 @@ def polynomial(rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> Tens
 
 def _may_go_alone(rows: Tensor, columns: Tensor, v: Tensor, coeffs: Tensor) -> bool:
     """Whether these are plain tensors, none of them broadcast, at which nobody looks."""
-    if torch.compiler.is_compiling() or type(v) not in _PLAIN:
+    if torch.compiler.is_compiling() or type(v) not in PLAIN:
         # compilers fuse what is written out
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:

@@ -84,9 +84,7 @@ class Watch:
         """
         self.last.remove()
         for name in list(self.events):
-            if any(
-                name == part or name.startswith(part + "." if part else "") for part in compiled
-            ):
+            if any(part == "" or f"{name}.".startswith(f"{part}.") for part in compiled):
                 del self.events[name]
             else:
                 self.forget(name)

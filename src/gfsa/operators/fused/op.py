@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from gfsa.operators.base import PLAIN
 from gfsa.operators.fused import coefficients, passes, short, twofold
 from gfsa.operators.fused.coefficients import Affine
 from gfsa.operators.fused.kernel import copyable_by_tile, empty_like, on_device_of
@@ -57,10 +58,7 @@ def affine_filter_attention(
 
 def must_be_seen(q: Tensor) -> bool:
     """Whether somebody looks at what runs, so that it has to be a registered operator."""
-    return torch.compiler.is_compiling() or type(q) not in _PLAIN or is_in_torch_dispatch_mode()
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+    return torch.compiler.is_compiling() or type(q) not in PLAIN or is_in_torch_dispatch_mode()
 
 
 def _forward(

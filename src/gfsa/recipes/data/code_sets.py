@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gfsa.recipes.data.hub import columns_of, fetch
+from gfsa.recipes.data import hub
 from gfsa.recipes.data.text_files import BadRows, check_count, find_file, read_lines
 from gfsa.recipes.task import DataSource
 
@@ -33,16 +33,12 @@ SOURCES = {
     ),
 }
 PARTS = ("train", "valid", "test")
-_ON_HUB = ("train", "validation", "test")
 _REPOSITORIES = {
     "devign": "google/code_x_glue_cc_defect_detection",
     "bigclonebench": "google/code_x_glue_cc_clone_detection_big_clone_bench",
 }
-# functions of an example by the columns of their ids and texts, and the column of the label
-_COLUMNS = {
-    "devign": ((("id", "func"),), "target"),
-    "bigclonebench": ((("id1", "func1"), ("id2", "func2")), "label"),
-}
+# there: the code of an example, and its label
+_COLUMNS = {"devign": (["func"], "target"), "bigclonebench": (["func1", "func2"], "label")}
 _FOLDERS = {
     "devign": ("", "devign", "Devign", "Defect-detection/dataset"),
     "bigclonebench": ("", "bigclonebench", "Clone-detection-BigCloneBench/dataset"),
@@ -155,33 +151,24 @@ def _read_clones(data_dir: Path) -> CodeSet:
 
 def _from_hub(name: str, missing: FileNotFoundError) -> CodeSet:
     functions, label = _COLUMNS[name]
-    place: dict[Any, int] = {}
-    code: list[str] = []
+    place: dict[str, int] = {}
     parts = {}
-    found = fetch(_REPOSITORIES[name], None, _ON_HUB, missing)
+    found = hub.fetch(_REPOSITORIES[name], None, [hub.PARTS[part] for part in PARTS], missing)
     for part, (where, one), official in zip(PARTS, found, _ROWS[name], strict=True):
-        names = [column for pair in functions for column in pair]
-        *columns, labels = columns_of(where, one, *names, label)
+        *columns, labels = hub.columns_of(where, one, *functions, label)
         bad, rows = BadRows(where), []
-        for number, (*fields, target) in enumerate(zip(*columns, labels, strict=True), 1):
-            texts = fields[1::2]
+        for number, (*texts, target) in enumerate(zip(*columns, labels, strict=True), 1):
             if target not in (0, 1) or not all(isinstance(text, str) for text in texts):
                 bad.add(number, f"expected code and a {label} of 0 or 1, got {target!r}")
                 continue
-            places = []
-            for key, text in zip(fields[::2], texts, strict=True):
-                # functions of Devign are numbered in each part anew
-                known = (part, key) if name == "devign" else key
-                if known not in place:
-                    place[known] = len(code)
-                    code.append(_one_line(text))
-                places.append(place[known])
+            # pairs repeat their functions: each is kept once
+            places = [place.setdefault(_one_line(text), len(place)) for text in texts]
             rows.append((*places, int(target)))
         bad.report(len(rows))
         check_count(where, len(rows), official)
         table = np.array(rows, np.int64)
         parts[part] = CodePart(table[:, :-1], table[:, -1])
-    return CodeSet(code, parts)
+    return CodeSet(list(place), parts)
 
 
 def _find(data_dir: Path, name: str, *files: str) -> Path:

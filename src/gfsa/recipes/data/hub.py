@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+PARTS = {"train": "train", "valid": "validation", "test": "test"}
+"""What the hub calls the parts of a data set."""
+
 
 def fetch(
     repository: str, name: str | None, parts: Sequence[str], missing: FileNotFoundError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from gfsa.recipes.data.hub import columns_of, fetch
+from gfsa.recipes.data import hub
 from gfsa.recipes.data.text_files import check_count, find_file, read_lines
 from gfsa.recipes.task import DataSource
 
@@ -33,7 +33,6 @@ SOURCES = {
     ),
 }
 PARTS = ("train", "valid", "test")
-_ON_HUB = {"valid": "validation"}
 _FOLDERS = {
     "wikitext-2": ("", "wikitext-2", "wikitext-2-raw"),
     "wikitext-103": ("", "wikitext-103", "wikitext-103-raw"),
@@ -67,8 +66,8 @@ def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
 
 
 def _from_hub(name: str, part: str, missing: FileNotFoundError) -> tuple[str, ...]:
-    ((where, found),) = fetch(_REPOSITORY, f"{name}-v1", [_ON_HUB.get(part, part)], missing)
-    (texts,) = columns_of(where, found, "text")
+    ((where, found),) = hub.fetch(_REPOSITORY, f"{name}-v1", [hub.PARTS[part]], missing)
+    (texts,) = hub.columns_of(where, found, "text")
     # empty lines have lost their line feed there
     lines = tuple(text.rstrip("\n") + "\n" for text in texts)
     check_count(where, count_words(lines), _WORDS[name][PARTS.index(part)], "words")

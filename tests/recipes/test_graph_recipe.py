@@ -16,15 +16,12 @@ from torch_geometric.nn import GPSConv
 import gfsa
 from gfsa.models import GraphormerCollator, GraphViT, GraphViTCollator
 from gfsa.recipes.compiling import compile_blocks
-from gfsa.recipes.config import override, settings_of
-from gfsa.recipes.data.graph_sets import DataName, read_graphs
+from gfsa.recipes.data.graph_sets import read_graphs
 from gfsa.recipes.graph import recipe as graph
 from gfsa.recipes.graph.batches import GraphItems
 from gfsa.recipes.graph.norm import MaskedBatchNorm, mask_norms, real_rows
 from gfsa.recipes.graph.recipe import GraphConfig, GraphTask, ModelName, build
-from gfsa.recipes.graph.settings import paper_settings
 from gfsa.recipes.methods import MethodConfig
-from gfsa.recipes.plan import read_plan
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
 from gfsa.recipes.tree import signature_of
@@ -107,74 +104,6 @@ def run(folder: Path, one: GraphConfig, method: str = "plain", out: str = "runs"
         out=folder.parent / out,
         device="cpu",
     )
-
-
-# settings
-
-
-def test_settings_follow_the_model_and_the_data() -> None:
-    slim = GraphConfig()
-    assert (slim.lr, slim.batch_size, slim.epochs, slim.warmup) == (2e-4, 256, 10_000, 0.1)
-    gps = override(slim, {"model": "gps"})
-    assert (gps.lr, gps.batch_size, gps.depth, gps.width, gps.heads) == (1e-3, 32, 10, 64, 4)
-    assert (gps.encoding, gps.encoding_size, gps.local, gps.pooling) == ("walk", 20, "gine", "sum")
-    peptides = override(gps, {"data": "peptides-func"})
-    assert (peptides.encoding, peptides.width, peptides.depth) == ("laplacian", 96, 4)
-    assert (gps.group_by_length, peptides.group_by_length) == (False, True)
-
-
-def test_what_is_given_stays_even_if_it_is_the_default_of_another_model() -> None:
-    given = override(GraphConfig(), {"lr": "0.0002", "model": "gps"})
-    assert given.lr == 2e-4
-    assert override(given, {"data": "molhiv"}).lr == 2e-4
-    assert override(GraphConfig(model="gps"), {"group_by_length": "true"}).group_by_length is True
-
-
-def test_the_table_tells_what_was_given_and_nothing_else() -> None:
-    gps = GraphConfig(model="gps", data="molhiv")
-    assert gps.label() == "molhiv gps"
-    assert settings_of(gps) == ""
-    assert settings_of(override(gps, {"epochs": "3", "seed": "4"})) == "epochs=3.0"
-    # what another model has by default is worth telling, what this one has is not
-    for name, told in (("gps", "group_by_length=True"), ("graphormer", "")):
-        given = override(GraphConfig(), {"group_by_length": "true", "model": name})
-        assert settings_of(given) == told
-
-
-def test_the_command_of_a_row_is_its_run() -> None:
-    given = {"model": "graph-vit", "data": "molhiv", "group_by_length": "true", "lr": "0.0002"}
-    one = Run(recipe="graph", config=override(GraphConfig(), given))
-    settings = dict(word.split("=") for word in one.command.split() if "=" in word)
-    assert settings == {**given, "group_by_length": "True"}
-    assert override(GraphConfig(), settings) == one.config
-
-
-@pytest.mark.parametrize(("data", "model"), list(itertools.product(get_args(DataName), MODELS)))
-def test_every_model_has_settings_for_every_data_set(data: str, model: str) -> None:
-    chosen = GraphConfig(data=data, model=model)  # type: ignore[arg-type]
-    chosen.check()
-    for name, value in paper_settings(model, data).items():
-        assert getattr(chosen, name) == value
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": 3}, "width 80 must be a multiple of heads 3"),
-        ({"depth": 0}, "depth must be at least 1, got 0"),
-        ({"attention_dropout": 1.0}, "attention_dropout must lie in"),
-        ({"encoding": "walk"}, "graphormer has encodings of its own"),
-        ({"model": "gps", "encoding_size": 0}, "needs an encoding_size above 0"),
-        ({"model": "gps", "encoding_width": 64}, "encoding_width must lie between 0 and width 64"),
-        ({"model": "graph-vit", "encoding": "laplacian"}, "laplacian is GPS's"),
-        ({"model": "graph-vit", "gnn_depth": 0}, "needs a gnn_depth above 0"),
-        ({"patch_hops": -1}, "patch_hops must not be negative"),
-        ({"lr": 0.0}, "lr must be above 0"),
-    ],
-)
-def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GraphConfig(**settings).check()
 
 
 # batches
@@ -542,20 +471,3 @@ def test_what_is_worked_out_is_shared_by_processes(
         items(task).__getitems__([0, 1]) for task in (before, after)
     ]
     assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
-
-
-def test_the_planned_experiments_are_runs() -> None:
-    plan = Path(__file__).parents[2] / "results" / "plans" / "graph.txt"
-    runs = [run for request in read_plan(plan) for run in request.runs()]
-    compared: dict[str, set[str]] = {}
-    for one in runs:
-        compared.setdefault(one.config.label(), set()).add(settings_of(one.config))
-    assert set(compared) == {
-        "zinc graphormer-slim",
-        "zinc gps",
-        "peptides-func gps",
-        "peptides-func graph-vit",
-        "molhiv graph-vit",
-    }
-    # what is compared differs in the method alone
-    assert all(len(settings) == 1 for settings in compared.values())

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 PLAIN = (Tensor, torch.nn.Parameter)
 """Kinds of tensors that have values, and sizes that are numbers."""
 

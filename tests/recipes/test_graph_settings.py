@@ -1,4 +1,4 @@
-"""The graph recipe's settings: the papers' for each model and data set, and what is given instead."""
+"""The graph recipe's settings: the papers' for each model and data set, and what is given."""
 
 from __future__ import annotations
 

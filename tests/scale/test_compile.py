@@ -11,6 +11,7 @@ from torch import Tensor
 
 import gfsa
 from gfsa.functional import AttentionOperator
+from gfsa.plugs import transformers as plugged_transformers
 from gfsa.plugs.partial import PartialPolynomial
 from support.counting import Counting
 from support.matrix import Matrix
@@ -53,6 +54,47 @@ def test_one_graph_for_all_sizes(name: str, matrix: Matrix) -> None:
     assert counting.graphs == 2
     matrix("compile, one graph", name)
     matrix("compile, new shapes", name)
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT"])
+@torch.no_grad()
+def test_a_second_call_is_no_new_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process that plugs for the first time, where nothing has been registered yet."""
+    monkeypatch.setattr(plugged_transformers, "_NAMES", {})
+    subject, counting = SUBJECTS[name], Counting()
+    compiled = torch.compile(subject.plugged(), fullgraph=True, backend=counting)
+    for _ in range(3):
+        compiled(**subject.inputs(2, 6))
+    assert counting.graphs == 1
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-2"])
+def test_blocks_share_a_graph_that_has_no_mask(name: str) -> None:
+    """Of a whole model transformers writes out masks that it leaves out otherwise."""
+    subject = SUBJECTS[name]
+    model, masks = subject.plugged(), Masks()
+    if hasattr(model.config, "use_cache"):
+        # every layer of a cache is another one
+        model.config.use_cache = False
+    inputs = {"input_ids": subject.inputs(2, 6)["input_ids"]}
+    expected = first(model(**inputs))
+    for block in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+        block.compile(fullgraph=True, backend=masks)
+    torch.testing.assert_close(first(model(**inputs)), expected, rtol=0, atol=1e-6)
+    # two passes of one block, whose graph serves the others
+    assert masks.seen == [None, None]
+
+
+class Masks:
+    """A compiler backend that looks at the masks of attention."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: object) -> object:
+        attention = [n for n in graph.graph.nodes if "scaled_dot" in str(n.target)]
+        self.seen += [n.kwargs.get("attn_mask") for n in attention]
+        return graph.forward
 
 
 @pytest.mark.slow

@@ -69,8 +69,10 @@ class InterfaceAdapter(Adapter):
         module.config = _ConfigView(module.config)
         handle = module.register_forward_pre_hook(_CacheHandover(module), with_kwargs=True)
         module.__dict__["_gfsa_handle"] = handle
-        # looked up here, not in a forward that may be traced
+        # looked up and registered here, not in a forward that may be traced: what a traced call
+        # changes makes the next one another
         module.__dict__["_gfsa_eager"] = eager_function(type(module))
+        _filtered_name(module.config.real._attn_implementation)
 
     def remove(self, module: Any) -> None:
         module.__dict__.pop("_gfsa_handle").remove()
@@ -120,8 +122,7 @@ class _ConfigView:
 
     @property
     def _attn_implementation(self) -> str:
-        implementation = self.real._attn_implementation
-        return _NAMES.get(implementation) or _register(implementation)
+        return _filtered_name(self.real._attn_implementation)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -139,6 +140,10 @@ class _ConfigView:
 # by implementation, the name under which its filtered attention is registered; asked for in every
 # layer of every forward
 _NAMES: dict[str | None, str] = {}
+
+
+def _filtered_name(implementation: str | None) -> str:
+    return _NAMES.get(implementation) or _register(implementation)
 
 
 def _register(implementation: str | None) -> str:

@@ -146,6 +146,8 @@ def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPat
         assert launch is not None
         monkeypatch.setattr(launch, "encode", lambda at, *_: asked.append(at) or f"at {at}")
         monkeypatch.setattr(launch, "c_launcher", lambda *given: launched.append(given))
+        for _, _, known in launch.tiles:
+            known.clear()
         places = [tokens(2, 4, 40, 64) for _ in range(9)]
         for q in [*places, *places[::-1]]:
             made.forward(q, places[0], places[0], coeffs, None)

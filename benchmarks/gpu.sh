@@ -11,6 +11,7 @@ CSV=${CSV:-results/bench.csv}
 # compiled code is kept between the two
 export TORCHINDUCTOR_FX_GRAPH_CACHE=1
 COMPILED=(--suite models --compile --variants gfsa)
+BLOCKS=(--suite models --compile-blocks --variants gfsa)
 MODELS="32x12x128x64 256x6x197x64 8x12x1024x64:causal"
 TESTS="tests/operators/fused/test_gpu.py tests/operators/test_sdpa_cuda.py tests/baselines/test_baseline_cuda.py"
 SHORT=1024x6x64x64,32x12x128x64,256x6x197x64,32x12x256x64,32x12x512x64,8x12x1024x64:causal
@@ -52,6 +53,7 @@ measure() {
   bench --suite ops --graphs --variants "gfsa degree 1,gfsa,gfsa sdpa" --rounds 5 \
     --shapes "$SHORT,$LONG,$SHORT,$LONG,$SHORT,$LONG,$PADDED"
   bench "${COMPILED[@]}" --shapes "${MODELS// /,}" --rounds 9
+  bench "${BLOCKS[@]}" --shapes "${MODELS// /,}" --rounds 9
   bench --suite models --graphs --variants "gfsa,gfsa even layers" --shapes "${MODELS// /,}" --rounds 9
   bench --suite lengths --rounds 3
   bench --suite decode --rounds 9

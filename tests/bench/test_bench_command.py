@@ -70,6 +70,7 @@ def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
         (["--device", "meta"], "cpu and cuda"),
         (["--graphs", "--shapes", "1x1x8x4"], "graphs are for CUDA"),
         (["--compile"], "nothing to compile"),
+        (["--suite", "models", "--compile", "--compile-blocks"], "whole models"),
         (["--variants", "plain,fast", "--shapes", "1x1x8x4"], "expected variants of plain, gfsa"),
         (["--suite", "decode", "--shapes", "1x1x8x4:padded"], "sequences of one length"),
     ],

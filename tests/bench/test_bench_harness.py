@@ -109,7 +109,7 @@ def test_graphs_are_refused_on_a_cpu():
     with pytest.raises(ValueError, match="graphs are for CUDA"):
         Setting(torch.device("cpu"), torch.float32, graphs=True)
     with pytest.raises(ValueError, match="choose one"):
-        Setting(torch.device("cuda"), torch.float32, compiled=True, graphs=True)
+        Setting(torch.device("cuda"), torch.float32, compiled="model", graphs=True)
 
 
 def small_rows():

@@ -5,6 +5,7 @@ import torch
 
 from gfsa.bench import compiling, training
 from gfsa.bench.case import Setting, Shape
+from gfsa.operators import select
 from support.counting import Counting
 
 pytest.importorskip("transformers")
@@ -51,8 +52,8 @@ def test_the_published_form_gives_the_same_loss(monkeypatch: pytest.MonkeyPatch)
 
 def test_compiled_models_leave_out_the_published_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "LAYERS", 2)
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    setting = Setting(torch.device("cpu"), torch.float32, compiled=True)
+    monkeypatch.setattr(torch, "compile", lambda model, backend="inductor": model)
+    setting = Setting(torch.device("cpu"), torch.float32, compiled="model")
     case = training.training_step(Shape.parse("1x2x8x4"), setting)
     names = [variant.name for variant in case.variants]
     assert names == ["plain", "gfsa", "gfsa even layers", "gfsa sdpa"]
@@ -63,8 +64,10 @@ def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(training, "LAYERS", 2)
     monkeypatch.setattr(compiling, "GRAPHS", 1)
     compiler, counting = torch.compile, Counting()
-    monkeypatch.setattr(torch, "compile", lambda model: compiler(model, backend=counting))
-    setting = Setting(torch.device("cpu"), torch.float32, compiled=True)
+    monkeypatch.setattr(
+        torch, "compile", lambda model, backend=counting: compiler(model, backend=backend)
+    )
+    setting = Setting(torch.device("cpu"), torch.float32, compiled="model")
     for text in ("1x2x8x4", "1x2x8x4:causal"):
         with compiling.compiling():
             case = training.training_step(Shape.parse(text), setting)
@@ -74,6 +77,39 @@ def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) 
             # a graph too many is an error, not a model that runs as it is
             with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
                 case.variants[0].step()
+
+
+def test_what_ran_is_what_the_compiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole model it sees a mask that transformers leaves out otherwise."""
+
+    def by_mask(backend: select.Backend, call: select.Call) -> select.Choice:
+        return chosen("dense" if call.attn_mask is None else "sdpa", call)
+
+    chosen = select.choose
+    monkeypatch.setattr(training, "LAYERS", 2)
+    monkeypatch.setattr(training.select, "choose", by_mask)
+    monkeypatch.setattr(training.functional, "choose", by_mask)
+    ran = {}
+    for compiled in (None, "model", "blocks"):
+        setting = Setting(torch.device("cpu"), torch.float32, compiled=compiled)
+        ran[compiled] = training.training_step(Shape.parse("1x2x8x4"), setting).variants[1].backend
+    assert ran == {None: "dense", "model": "sdpa", "blocks": "dense"}
+
+
+def test_blocks_are_compiled_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LAYERS", 3)
+    compiler, counting = torch.compile, Counting()
+    monkeypatch.setattr(torch, "compile", lambda call: compiler(call, backend=counting))
+    setting = Setting(torch.device("cpu"), torch.float32, compiled="blocks")
+    with compiling.compiling():
+        case = training.training_step(Shape.parse("1x2x8x4"), setting)
+        plain = case.variants[0]
+        first = plain.forward()
+        assert counting.graphs == 1
+        plain.step()
+        assert counting.graphs == 2
+        assert not torch.equal(plain.forward(), first)
+        assert counting.graphs == 2
 
 
 def test_pictures_are_not_padded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,13 +46,17 @@ class Shape:
         return torch.arange(self.tokens) < lengths[:, None]
 
 
+Compiled = Literal["model", "blocks"]
+"""What of a model is compiled: all of it as one, or each of the blocks it is a stack of."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """Where and in which precision a case runs."""
 
     device: torch.device
     dtype: torch.dtype
-    compiled: bool = False
+    compiled: Compiled | None = None
     graphs: bool = False
     """Whether replays of CUDA graphs are timed instead of launches."""
 
@@ -60,6 +65,12 @@ class Setting:
             raise ValueError(f"graphs are for CUDA, got the device {self.device}")
         if self.graphs and self.compiled:
             raise ValueError("--graphs and --compile are two ways to time a model; choose one")
+
+    @property
+    def timing(self) -> str:
+        """What is timed, in a word or two."""
+        compiled = {None: "eager", "model": "compiled", "blocks": "compiled blocks"}
+        return "graph" if self.graphs else compiled[self.compiled]
 
     def randn(self, *shape: int) -> Tensor:
         # drawn on the CPU: the same numbers on every device

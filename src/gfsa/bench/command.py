@@ -28,6 +28,9 @@ def bench(
     compiled: Annotated[
         bool, typer.Option("--compile", help="The suite models: compile each model.")
     ] = False,
+    blocks: Annotated[
+        bool, typer.Option("--compile-blocks", help="Likewise, its blocks instead of the whole.")
+    ] = False,
     variants: Annotated[
         str, typer.Option(help="Some variants only, by name, separated by commas.")
     ] = "",
@@ -40,6 +43,8 @@ def bench(
 
     from gfsa.bench.run import run_suite
 
+    if compiled and blocks:
+        raise typer.BadParameter("--compile compiles whole models, --compile-blocks their blocks")
     on = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     precision = dtype if dtype != "auto" else ("bfloat16" if on.startswith("cuda") else "float32")
     try:
@@ -50,7 +55,7 @@ def bench(
             shapes=[text for text in shapes.split(",") if text],
             rounds=rounds,
             graphs=graphs,
-            compiled=compiled,
+            compiled="blocks" if blocks else "model" if compiled else None,
             variants=[name.strip() for name in variants.split(",") if name.strip()],
             csv=csv if append else None,
             console=Console(),

@@ -95,7 +95,7 @@ def measure(
         "suite": suite,
         "shape": case.shape,
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "timing": "graph" if setting.graphs else "compiled" if setting.compiled else "eager",
+        "timing": setting.timing,
         "rounds": rounds,
     }
     rows = []

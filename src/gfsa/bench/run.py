@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gfsa.bench import report
-from gfsa.bench.case import Setting, Shape, only
+from gfsa.bench.case import Compiled, Setting, Shape, only
 from gfsa.bench.compiling import compiling
 from gfsa.bench.harness import COLUMNS, Row, append, measure
 from gfsa.bench.suites import suite_called
@@ -27,7 +27,7 @@ def run_suite(
     shapes: Sequence[str],
     rounds: int,
     graphs: bool,
-    compiled: bool,
+    compiled: Compiled | None,
     variants: Sequence[str],
     csv: Path | None,
     console: Console,
@@ -36,7 +36,7 @@ def run_suite(
 
     Args:
         shapes: as text, see :class:`~gfsa.bench.case.Shape`; empty for the suite's own.
-        compiled: measure compiled models; for suites that have models to compile.
+        compiled: what of a model to compile, for suites that have models.
         variants: names of those to measure, the first of a case always among them; empty for all.
         csv: rows are added to this file after each case; ``None`` keeps nothing.
     """

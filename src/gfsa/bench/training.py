@@ -16,6 +16,7 @@ from gfsa.bench.case import Case, Setting, Shape, Variant
 from gfsa.bench.published import published_attention
 from gfsa.operators import select
 from gfsa.plugs import plug
+from gfsa.recipes.compiling import compile_blocks
 
 LAYERS = 12
 # a picture of 224 pixels in patches of 16, and the class token
@@ -59,6 +60,8 @@ def _model(shape: Shape, setting: Setting) -> tuple[Any, dict[str, Any]]:
             n_head=shape.heads,
             n_positions=shape.tokens,
             attn_pdrop=0.0,
+            # training needs none, and each layer of one is another to the compiler
+            use_cache=False,
         )
         model: Any = transformers.GPT2LMHeadModel(config)
         ids = torch.randint(config.vocab_size, (shape.batch, shape.tokens)).to(device)
@@ -114,9 +117,18 @@ def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Se
         optimizer.zero_grad(set_to_none=True)
         return None
 
-    ran = _backend_of(loss) if way == "auto" else "torch" if way == "published" else way
-    if setting.compiled:
+    ran: str = "torch" if way == "published" else way
+    if way == "auto" and setting.compiled == "model":
+        # traced, transformers makes masks that it leaves out otherwise, so that others may serve
+        called = torch.compile(model, backend="eager")
+        ran, called = _backend_of(loss), model
+        torch._dynamo.reset()
+    elif way == "auto":
+        ran = _backend_of(loss)
+    if setting.compiled == "model":
         called = torch.compile(model)
+    elif setting.compiled == "blocks":
+        compile_blocks(model)
     return Variant(name, ran, forward, step)
 
 

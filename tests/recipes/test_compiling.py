@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import gfsa
+from gfsa.models.encoder import Attention, Encoder
 from gfsa.recipes.compiling import compile_blocks, compile_model, forget_compiled
-from gfsa.recipes.methods import MethodConfig
+from gfsa.recipes.methods import MethodConfig, find_method
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
 from support.toy_recipe import ToyConfig
@@ -105,6 +106,54 @@ def test_a_model_without_blocks_says_so() -> None:
         compile_blocks(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="a Sequential has none"):
         compile_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+METHODS = ["plain", "gfsa", "degree1", "attnscale", "featscale", "contranorm", "neutreno"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_of_compiled_pictures(method: str) -> None:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_patch16_224", img_size=32, patch_size=8, depth=3)
+    find_method(method).apply(model, MethodConfig(form="vit"))
+    same_gradients(model, torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.parametrize("attention", ["softmax", "efficient", "linformer"])
+def test_gradients_of_compiled_sequences(attention: Attention) -> None:
+    torch.manual_seed(0)
+    model = Encoder(
+        vocabulary=9,
+        num_classes=3,
+        max_length=12,
+        attention=attention,
+        dim=16,
+        depth=3,
+        num_heads=2,
+        ffn_dim=16,
+        dropout=0.0,
+        projected=4,
+    )
+    if attention != "linformer":
+        gfsa.plug(model)
+    same_gradients(model, torch.randint(9, (2, 12)))
+
+
+def same_gradients(model: nn.Module, x: Tensor) -> None:
+    """What is learned starts at zero here and there: everything is moved away from it first."""
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            compile_blocks(model, backend="aot_eager")
+        model.zero_grad()
+        model(x).square().sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in found[0].items():
+        assert gradient.any(), name
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", ["model", "blocks"])

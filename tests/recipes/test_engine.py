@@ -274,6 +274,13 @@ def test_augmentation_is_the_same_for_every_method(
     assert len(set(seen["plain"])) == 12
 
 
+def test_filters_that_never_move_are_noticed(tmp_path: Path) -> None:
+    still = dataclasses.replace(run(tmp_path), options=MethodConfig(filter_lr=0.0))
+    with pytest.warns(UserWarning, match=r"no filter has moved in \d+ steps"):
+        row = carry_out(still)
+    assert row.moved == 0.0
+
+
 def test_divergence_is_an_error_and_a_result(tmp_path: Path) -> None:
     one = run(tmp_path, explode_at=3)
     with pytest.raises(DivergedError, match="smaller lr") as caught:

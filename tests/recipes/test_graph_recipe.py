@@ -25,7 +25,6 @@ from gfsa.recipes.methods import MethodConfig
 from gfsa.recipes.row import Row
 from gfsa.recipes.run import Run, carry_out
 from gfsa.recipes.tree import signature_of
-from support.counting import Counting
 from support.graph_files import (
     labels,
     separate,
@@ -307,14 +306,25 @@ def test_the_loss_never_asks_the_device(data: Path, model: str, method: str) -> 
         loss.backward()
 
 
+@pytest.mark.parametrize("local", ["gine", "gated"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_block_compiles_into_one_graph(data: Path, model: str) -> None:
-    task = made(data, "moltox21", model)
-    gfsa.plug(task.model)
+def test_a_block_compiles_into_one_graph(data: Path, model: str, local: str) -> None:
+    """And has the gradient that it has without."""
+    task = made(data, "moltox21", model, local=local, **STILL)
+    gfsa.plug(task.model, wK=0.2)
     batch = items(task).__getitems__([0, 1, 2])
+
+    def gradients() -> dict[str, Tensor]:
+        task.model.zero_grad()
+        task.loss(task.model, batch).backward()
+        return {name: p.grad.clone() for name, p in task.model.named_parameters()}
+
+    expected = gradients()
+    assert sum(gradient.any() for gradient in expected.values()) > len(expected) / 2
     torch._dynamo.reset()
-    compile_blocks(task.model, backend=Counting(), fullgraph=True)
-    task.loss(task.model, batch).backward()
+    compile_blocks(task.model, backend="aot_eager", fullgraph=True)
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -126,6 +126,12 @@ class Trainer:
         try:
             self._train(log, progress)
             self._take_memory()
+            if self._moved() == 0.0:
+                warnings.warn(
+                    f"no filter has moved in {self.position.step} steps: their learning rate is "
+                    "0, or no gradient reaches them; the row says nothing about filters",
+                    stacklevel=2,
+                )
             if self._best is not None:
                 self.judged.load_state_dict(self._best)
             valid = self._final_valid()

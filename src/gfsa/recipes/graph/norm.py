@@ -36,8 +36,9 @@ class _Normalise(torch.autograd.Function):
         centred = x - mean
         variance = rows.share @ centred.square()
         rsigma = torch.rsqrt(variance + eps)
-        normed = centred.mul_(rsigma)
-        y = torch.addcmul(bias, normed, weight).masked_fill_(rows.padding, 0.0)
+        # nothing in place here: compiled, what was written to in place has a gradient of zero
+        normed = centred * rsigma
+        y = torch.addcmul(bias, normed, weight).masked_fill(rows.padding, 0.0)
         ctx.save_for_backward(normed, rsigma, weight, rows.share, rows.padding)
         ctx.mark_non_differentiable(mean, variance)
         ctx.set_materialize_grads(False)

@@ -92,12 +92,16 @@ def test_memory_over_a_thousand_steps(name: str, matrix: Matrix) -> None:
             optimizer.step()
 
     steps(100)
-    tensors, resident = living_tensors(), resident_bytes()
-    steps(1000)
-    # fewer is what other tests of this process let go in the meantime
-    assert living_tensors() <= tensors
-    # the allocator's own ups and downs; a leak of one row a step would be more
-    assert resident_bytes() - resident < 4 * 2**20
+    tensors, growth = living_tensors(), []
+    for _ in range(3):
+        resident = resident_bytes()
+        steps(1000)
+        # fewer is what other tests of this process let go in the meantime
+        assert living_tensors() <= tensors
+        growth.append(resident_bytes() - resident)
+    # the allocator has its ups and downs, more so after other tests: a leak grows every time, and
+    # of one row a step it would be more
+    assert min(growth) < 4 * 2**20
     matrix("memory", name)
 
 

@@ -23,6 +23,8 @@ check() {
   for model in $MODELS; do
     gfsa bench "${COMPILED[@]}" --shapes "$model" --rounds 1 --no-append >/dev/null &
     compiling+=($!)
+    gfsa bench "${BLOCKS[@]}" --shapes "$model" --rounds 1 --no-append >/dev/null &
+    compiling+=($!)
   done
   # shellcheck disable=SC2086
   pytest -n "${WORKERS:-12}" -p no:cacheprovider "$@" $TESTS || failed=1

@@ -96,19 +96,24 @@ def test_what_ran_is_what_the_compiler_saw(monkeypatch: pytest.MonkeyPatch) -> N
     assert ran == {None: "dense", "model": "sdpa", "blocks": "dense"}
 
 
-def test_blocks_are_compiled_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", [0, 1])
+@pytest.mark.parametrize("text", ["1x2x8x4", "1x2x8x4:causal"])
+def test_blocks_are_compiled_by_themselves(
+    text: str, variant: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training, "LAYERS", 3)
     compiler, counting = torch.compile, Counting()
     monkeypatch.setattr(torch, "compile", lambda call: compiler(call, backend=counting))
     setting = Setting(torch.device("cpu"), torch.float32, compiled="blocks")
+    assert setting.timing == "compiled blocks"
     with compiling.compiling():
-        case = training.training_step(Shape.parse("1x2x8x4"), setting)
-        plain = case.variants[0]
-        first = plain.forward()
+        case = training.training_step(Shape.parse(text), setting)
+        model = case.variants[variant]
+        first = model.forward()
         assert counting.graphs == 1
-        plain.step()
+        model.step()
         assert counting.graphs == 2
-        assert not torch.equal(plain.forward(), first)
+        assert not torch.equal(model.forward(), first)
         assert counting.graphs == 2
 
 

@@ -274,9 +274,13 @@ def test_augmentation_is_the_same_for_every_method(
     assert len(set(seen["plain"])) == 12
 
 
+@pytest.mark.filterwarnings("error:.*no filter has moved")
 def test_filters_that_never_move_are_noticed(tmp_path: Path) -> None:
+    moving = carry_out(run(tmp_path / "moving", epochs=1))
+    assert moving.moved
+    assert carry_out(run(tmp_path / "plain", "plain", epochs=1)).moved is None
     still = dataclasses.replace(run(tmp_path), options=MethodConfig(filter_lr=0.0))
-    with pytest.warns(UserWarning, match=r"no filter has moved in \d+ steps"):
+    with pytest.warns(UserWarning, match=r"seed-0: no filter has moved in \d+ steps"):
         row = carry_out(still)
     assert row.moved == 0.0
 

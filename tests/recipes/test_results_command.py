@@ -117,6 +117,16 @@ def test_summary_gives_no_best_of_several(folder):
     assert line[3:] == ["4", "−9.9 to +1.1", "+2.35 … +3.77", "1 better, 1 worse"]
 
 
+def test_summary_compares_with_the_same_options(folder):
+    line = cells(
+        text_of(folder, "--paper"),
+        "glue: cola minilm, matthews",
+        "22.7M parameters, 5 epochs",
+        "gfsa K=4",
+    )
+    assert line[5] == "+2.77"
+
+
 def test_paper(folder):
     text = text_of(folder, "--paper")
     assert cells(text, "gfsa K=4")[-1] == "+2.77"

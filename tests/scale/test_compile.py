@@ -60,6 +60,7 @@ def test_one_graph_for_all_sizes(name: str, matrix: Matrix) -> None:
 @torch.no_grad()
 def test_a_second_call_is_no_new_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a process that plugs for the first time, where nothing has been registered yet."""
+    assert set(plugged_transformers._NAMES) >= {"sdpa", "eager"}
     monkeypatch.setattr(plugged_transformers, "_NAMES", {})
     subject, counting = SUBJECTS[name], Counting()
     compiled = torch.compile(subject.plugged(), fullgraph=True, backend=counting)
@@ -68,21 +69,26 @@ def test_a_second_call_is_no_new_graph(name: str, monkeypatch: pytest.MonkeyPatc
     assert counting.graphs == 1
 
 
-@pytest.mark.parametrize("name", ["BERT", "GPT-2"])
-def test_blocks_share_a_graph_that_has_no_mask(name: str) -> None:
-    """Of a whole model transformers writes out masks that it leaves out otherwise."""
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "ViT"])
+def test_a_whole_model_has_masks_and_its_blocks_have_none(name: str) -> None:
+    """While it is traced, transformers writes out masks that it leaves out otherwise."""
     subject = SUBJECTS[name]
-    model, masks = subject.plugged(), Masks()
+    model, whole, alone = subject.plugged(), Masks(), Masks()
     if hasattr(model.config, "use_cache"):
         # every layer of a cache is another one
         model.config.use_cache = False
-    inputs = {"input_ids": subject.inputs(2, 6)["input_ids"]}
+    inputs = {k: v for k, v in subject.inputs(2, 6).items() if k != "attention_mask"}
     expected = first(model(**inputs))
+    y = first(torch.compile(model, fullgraph=True, backend=whole)(**inputs))
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-6)
+    assert whole.seen
+    assert None not in whole.seen
+    torch.compiler.reset()
     for block in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
-        block.compile(fullgraph=True, backend=masks)
+        block.compile(fullgraph=True, backend=alone)
     torch.testing.assert_close(first(model(**inputs)), expected, rtol=0, atol=1e-6)
     # two passes of one block, whose graph serves the others
-    assert masks.seen == [None, None]
+    assert alone.seen == [None, None]
 
 
 class Masks:

@@ -60,8 +60,8 @@ def _model(shape: Shape, setting: Setting) -> tuple[Any, dict[str, Any]]:
             n_head=shape.heads,
             n_positions=shape.tokens,
             attn_pdrop=0.0,
-            # training needs none, and each layer of one is another to the compiler
-            use_cache=False,
+            # each layer of a cache is another one to the compiler
+            use_cache=setting.compiled != "blocks",
         )
         model: Any = transformers.GPT2LMHeadModel(config)
         ids = torch.randint(config.vocab_size, (shape.batch, shape.tokens)).to(device)

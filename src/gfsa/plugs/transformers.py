@@ -253,3 +253,8 @@ def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:
     inner = operator.rows if isinstance(operator, CachedOperator) else operator
     dense = inner if isinstance(inner, DenseOperator) else DenseOperator(inner.dense())
     return module.gfsa.map(dense).to(value.dtype)
+
+
+# also for models that come plugged out of a file, or change their attention afterwards
+for _each in ("sdpa", "eager"):
+    _register(_each)

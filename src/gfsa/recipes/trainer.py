@@ -126,10 +126,11 @@ class Trainer:
         try:
             self._train(log, progress)
             self._take_memory()
-            if self._moved() == 0.0:
+            if self._moved() == 0.0 and self.accelerator.is_main_process:
                 warnings.warn(
-                    f"no filter has moved in {self.position.step} steps: their learning rate is "
-                    "0, or no gradient reaches them; the row says nothing about filters",
+                    f"{self.folder}: no filter has moved in {self.position.step} steps: their "
+                    "learning rate is 0, or no gradient reaches them; the row says nothing about "
+                    "filters",
                     stacklevel=2,
                 )
             if self._best is not None:

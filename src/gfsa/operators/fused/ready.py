@@ -1,4 +1,4 @@
-"""The short kernels in eager mode: what the host does for calls of one signature, done once.
+"""The short kernels: what the host does for calls of one signature, done once.
 
 Around kernels of some ten microseconds every Python call counts: a forward here looks its
 signature up, makes room for three tensors and launches.

@@ -36,7 +36,8 @@ class _Normalise(torch.autograd.Function):
         centred = x - mean
         variance = rows.share @ centred.square()
         rsigma = torch.rsqrt(variance + eps)
-        # nothing in place here: compiled, what was written to in place has a gradient of zero
+        # nothing in place here: compiled by torch 2.11, a result written to in place has a gradient
+        # of zero
         normed = centred * rsigma
         y = torch.addcmul(bias, normed, weight).masked_fill(rows.padding, 0.0)
         ctx.save_for_backward(normed, rsigma, weight, rows.share, rows.padding)

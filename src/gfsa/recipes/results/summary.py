@@ -22,7 +22,6 @@ def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
     rows = []
     for table, title in zip(tables, titles(tables), strict=True):
         scale = scale_of(table)
-        match = counterpart(table.recipe, table.task) if paper else None
         for method, group in groupby(table.lines, key=lambda line: line.method):
             lines = list(group)
             if method == "plain" and table.plain is not None:
@@ -30,7 +29,10 @@ def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
             row = [_task(table, title), _scale(table), _name(method, lines), _seeds(lines)]
             row += [_measured(lines, scale), _verdict(lines)]
             if paper:
-                row.insert(5, NONE if match is None else paper_difference(match, method))
+                # with the very options of ours where there is one choice of them
+                options = lines[0].options if len(lines) == 1 else ""
+                match = counterpart(table.recipe, table.task, [options])
+                row.insert(5, NONE if match is None else paper_difference(match, method, options))
             rows.append(row)
     return Grid(columns, rows, ("task", "scale here", "method", "verdict"))
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import gfsa
 from gfsa.bench.host import nothing_launched
 from gfsa.functional import AttentionOperator
-from gfsa.operators.fused import coefficients, kernel, op
+from gfsa.operators.fused import coefficients, kernel
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.ready import Ready, ready_for
 
@@ -157,37 +157,6 @@ def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPat
     assert keys[places[0].data_ptr()] == f"at {places[0].data_ptr()}"
     # keys and values stay where they are, and are described once
     assert asked.count(places[0].data_ptr()) <= 2 + 2
-
-
-def test_the_registered_gradient_takes_what_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def backward(self: Ready, *given: Tensor | None) -> None:
-        seen.update(zip(names, given, strict=True))
-
-    names = ("g", "q", "k", "v", "u", "out", "lse", "coeffs", "mask", "seed")
-    q, k, v, g, u, out = (tokens(2, 4, 40, 64) for _ in range(6))
-    given = dict(zip(names, (g, q, k, v, u, out, torch.ones(2, 4, 40)), strict=False))
-    given |= {"coeffs": torch.ones(4, 3), "mask": None, "seed": None}
-    with nothing_launched():
-        taken = op._backward(*given.values(), 0.0, False, 0.125)
-        monkeypatch.setattr(Ready, "backward", backward)
-        longer = op._backward(*given.values(), 0.0, False, 0.125)
-    assert seen == {name: Same(x) for name, x in given.items()}
-    # what is not ready for some layout goes the longer way
-    assert [x.shape for x in taken] == [x.shape for x in longer] == [*[q.shape] * 3, (4, 3)]
-
-
-class Same:
-    """Equal to one thing alone."""
-
-    def __init__(self, what: Any) -> None:
-        self.what = what
-
-    def __eq__(self, other: object) -> bool:
-        return other is self.what
-
-    __hash__ = None
 
 
 def test_descriptors_are_kept_where_nothing_is_launched() -> None:

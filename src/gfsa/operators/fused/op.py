@@ -97,15 +97,23 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the coefficients."""
-    options = (dropout_p, is_causal, scale)
-    found = None
-    ready = ready_for(q, k, v, mask, *options)
-    if ready is not None:
-        found = ready.backward(g, q, k, v, u, out, lse, coeffs.contiguous(), mask, seed)
-    if found is None:
-        path = _path_back(q, k, v, mask, *options)
-        found = _run_backward(path, g, q, k, v, u, out, lse, coeffs, mask, seed, *options)
-    dq, dk, dv, parts = found
+    *gradients, parts = _run_backward(
+        _path_back(q, k, v, mask, dropout_p, is_causal, scale),
+        g,
+        q,
+        k,
+        v,
+        u,
+        out,
+        lse,
+        coeffs,
+        mask,
+        seed,
+        dropout_p,
+        is_causal,
+        scale,
+    )
+    dq, dk, dv = gradients
     return dq, dk, dv, coefficients.total(parts)
 
 

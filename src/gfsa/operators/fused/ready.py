@@ -1,4 +1,4 @@
-"""The short kernels: what the host does for calls of one signature, done once.
+"""The short kernels in eager mode: what the host does for calls of one signature, done once.
 
 Around kernels of some ten microseconds every Python call counts: a forward here looks its
 signature up, makes room for three tensors and launches.
@@ -23,7 +23,7 @@ class Ready:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
         problem = problem_of(q, k, options)
         self.launch = short.forward_launch(problem)
-        self.shape, self.rows, self.strides = q.shape, q.shape[:3], empty_like(q).stride()
+        self.shape, self.strides = q.shape, empty_like(q).stride()
         self.dtype, self.device = q.dtype, q.device
         self.zero = short.zero(q.device)
         # past the look at strides, which are the signature's
@@ -45,7 +45,7 @@ class Ready:
         shape, strides, dtype, device = self.shape, self.strides, self.dtype, self.device
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         u = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        lse = torch.empty(self.rows, dtype=torch.float32, device=device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
         tensors = (q, k, v, u, out)
         pointers = (
             lse,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -113,7 +114,6 @@ METHODS = ["plain", "gfsa", "degree1", "attnscale", "featscale", "contranorm", "
 
 @pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_compiled_pictures(method: str) -> None:
-    timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model("deit_tiny_patch16_224", img_size=32, patch_size=8, depth=3)
     find_method(method).apply(model, MethodConfig(form="vit"))

@@ -100,7 +100,7 @@ def test_memory_over_a_thousand_steps(name: str, matrix: Matrix) -> None:
         assert living_tensors() <= tensors
         growth.append(resident_bytes() - resident)
     # the allocator has its ups and downs, more so after other tests: a leak grows every time, and
-    # of one row a step it would be more
+    # of 5 kB a step, which is no tensor of these, it would be more
     assert min(growth) < 4 * 2**20
     matrix("memory", name)
 

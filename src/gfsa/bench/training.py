@@ -118,14 +118,14 @@ def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Se
         return None
 
     ran: str = "torch" if way == "published" else way
-    if way == "auto" and setting.compiled == "model":
-        # traced, transformers makes masks that it leaves out otherwise, so that others may serve
-        called = torch.compile(model, backend="eager")
-        ran, called = _backend_of(loss), model
-        torch._dynamo.reset()
-    elif way == "auto":
+    if way == "auto":
+        if setting.compiled == "model":
+            # traced, transformers makes masks that it leaves out otherwise: others may serve then
+            called = torch.compile(model, backend="eager")
         ran = _backend_of(loss)
     if setting.compiled == "model":
+        # and forget what was traced to look at it
+        torch._dynamo.reset()
         called = torch.compile(model)
     elif setting.compiled == "blocks":
         compile_blocks(model)

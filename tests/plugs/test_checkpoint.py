@@ -196,6 +196,30 @@ def test_damaged_folders_change_nothing(damage: str, saved: Path) -> None:
     assert torch.equal(output(model), expected)
 
 
+def test_a_deeper_model_is_another_backbone(tmp_path: Path) -> None:
+    def encoder(depth: int) -> torch.nn.Module:
+        layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        return torch.nn.TransformerEncoder(layer, depth).eval()
+
+    model = encoder(2)
+    gfsa.plug(model, layers=[1])
+    gfsa.save(model, tmp_path)
+    deeper = encoder(3)
+    with pytest.raises(
+        ValueError,
+        match=r"another backbone: TransformerEncoder has 3 layers layers\.\*\.self_attn, the "
+        r"filters were saved from a TransformerEncoder with 2 layers layers\.\*\.self_attn",
+    ):
+        gfsa.load(deeper, tmp_path)
+    assert not gfsa.filters_of(deeper)
+    # of versions that did not say
+    description = json.loads((tmp_path / "filters.json").read_text())
+    del description["layers"]
+    (tmp_path / "filters.json").write_text(json.dumps(description))
+    gfsa.load(deeper, tmp_path)
+    assert list(gfsa.filters_of(deeper)) == ["layers.0.self_attn"]
+
+
 def test_a_huge_file_is_not_read(saved: Path) -> None:
     with (saved / "filters.safetensors").open("r+b") as file:
         file.truncate(100 * 2**20)

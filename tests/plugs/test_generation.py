@@ -266,6 +266,50 @@ def test_a_cache_used_by_an_unplugged_model_in_between_is_refused(kind: str) -> 
             model(ids[:, 5:], past_key_values=cache)
 
 
+@pytest.fixture(params=["Gemma3n", "Gemma4"])
+def sharing(request: pytest.FixtureRequest) -> Any:
+    """Four layers of two kinds, the last two of which look at keys and values of the first two."""
+    config = getattr(transformers, f"{request.param}TextConfig")(
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=6,
+        num_kv_shared_layers=2,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
+    gfsa.plug(model)
+    with torch.no_grad():
+        for made in gfsa.filters_of(model).values():
+            made.theta.normal_(std=0.3)
+        model.get_output_embeddings().weight.mul_(20)
+    return model
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_layers_that_share_keys_have_powers_of_their_own(
+    sharing: Any, cache: str, padding: str | None
+) -> None:
+    without = generate(sharing, prompt(padding), use_cache=False)
+    options = {} if cache == "dynamic" else {"cache_implementation": cache, "disable_compile": True}
+    found = generate(sharing, prompt(padding), **options)
+    agree(found, without)
+    layers = found.past_key_values.layers
+    assert [sorted(layer.gfsa_powers) for layer in layers] == [[0, 2], [1, 3]]
+    agree(
+        generate(sharing, prompt(padding), num_beams=3, **options),
+        generate(sharing, prompt(padding), num_beams=3, use_cache=False),
+    )
+
+
 def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
     config = transformers.DiffLlamaConfig(
         vocab_size=VOCABULARY,
@@ -364,7 +408,7 @@ def test_a_growing_cache_keeps_powers_and_nothing_beside_them() -> None:
         model(ids[:, :5], past_key_values=cache)
         model(ids[:, 5:6], past_key_values=cache)
     for layer in cache.layers:
-        (powers,) = layer.gfsa_powers
+        ((powers,),) = layer.gfsa_powers.values()
         assert powers.keys.shape == layer.values.shape
         assert powers.values.numel() == 0
 

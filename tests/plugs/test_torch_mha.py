@@ -297,3 +297,60 @@ def test_lora_on_a_plugged_layer():
         torch.testing.assert_close(lora(x), expected, rtol=0, atol=1e-6)
         disturb(lora)
         assert not torch.allclose(lora(x), expected)
+
+
+class _Attends(nn.Module):
+    """Gives its attention a query and a key as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(E, H, batch_first=True)
+
+    def forward(self, query, key):
+        return self.mha(query, key, key, need_weights=False)[0]
+
+
+def _attends():
+    model = _Attends().eval()
+    gfsa.plug(model, wK=0.2)
+    return model, torch.randn(B, N, E)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_cross_attention_of_equal_length_is_refused(whole):
+    model, x = _attends()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=whole)
+    with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+        compiled(x, torch.randn_like(x))
+    with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+        torch.export.export(model, (x, torch.randn_like(x)))
+
+
+def test_compiled_self_attention_needs_no_forward_before():
+    model, x = _attends()
+    expected = copy.deepcopy(model)(x, x)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x), expected)
+    torch.testing.assert_close(torch.export.export(model, (x, x)).module()(x, x), expected)
+
+
+def test_compiled_self_attention_by_copies_needs_one_forward_before():
+    model, x = _attends()
+    expected = model(x, x.clone())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x.clone()), expected)
+    gfsa.unplug(model)
+    assert not [name for name in model.mha.__dict__ if "gfsa" in name]
+
+
+def test_not_a_number_is_no_other_token():
+    model, x = _attends()
+    x[0, 0, 0] = float("nan")
+    assert model(x, x.clone())[0].isnan().any()
+    other = x.clone()
+    other[1, 0, 0] += 1
+    with pytest.raises(ValueError, match="other values"):
+        model(x, other)

@@ -136,3 +136,38 @@ def test_prefix_tuning_is_refused(name: str, task: str, training: bool) -> None:
     model = peft.get_peft_model(plugged(name), config).train(training)
     with pytest.raises(ValueError, match=r"prefix tuning.* cannot be combined with a filter"):
         model(**batch_for(name))
+
+
+def test_lora_inside_torchs_attention_comes_before_the_filters() -> None:
+    """peft merges its weights for the call, and the plugged module under it is called as ever."""
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        model: Any = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        config = peft.LoraConfig(target_modules=["self_attn"], r=2, init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    model, expected = adapted(), adapted()(x)
+    gfsa.plug(model)
+    torch.testing.assert_close(model(x), expected)
+    model(x).square().sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert len([name for name in trained if name.endswith("gfsa.theta")]) == 2
+    assert any("lora_A" in name for name in trained)
+    with torch.no_grad():
+        for made in gfsa.filters_of(model).values():
+            made.theta.normal_(std=0.3)
+    filtered = model.eval()(x)
+    assert (filtered - expected).abs().max() > 1e-3
+    torch.testing.assert_close(model.merge_and_unload()(x), filtered)
+
+
+def test_lora_inside_torchs_attention_after_the_filters_is_refused_by_peft() -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model: Any = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    gfsa.plug(model)
+    config = peft.LoraConfig(target_modules=["self_attn"], modules_to_save=["gfsa"])
+    with pytest.raises(ValueError, match="ModulesToSaveWrapper"):
+        peft.get_peft_model(model, config)

@@ -85,6 +85,8 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
         {"__class__.__init__": d["filters"].pop(LAYER)}
     ),
     "another backbone": lambda d: d["filters"][LAYER].update(backbone={"class": "X"}),
+    "depths that are none": lambda d: d.update(layers=[HUGE]),
+    "no depths": lambda d: d.update(layers=None),
 }
 
 

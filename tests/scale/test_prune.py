@@ -207,9 +207,9 @@ def test_decoding_keeps_the_powers_of_high_heads_alone(name: str, cache: str | N
         **options,
     )
     assert torch.equal(found.sequences, without)
-    companions = [getattr(layer, "gfsa_powers", []) for layer in found.past_key_values.layers]
-    assert [len(each) for each in companions] == [1, 0]
-    assert companions[0][0].keys.shape[1] == len(HIGH[0])
+    companions = [getattr(layer, "gfsa_powers", {}) for layer in found.past_key_values.layers]
+    assert [len(each.get(at, [])) for at, each in enumerate(companions)] == [1, 0]
+    assert companions[0][0][0].keys.shape[1] == len(HIGH[0])
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ it is what to read for the training step, whose time moves by some 40 µs a laye
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,7 +199,8 @@ def rewind(cache: Any, static: bool) -> None:
         cache.crop(-1)
         return
     for layer in cache.layers:
-        for each in (layer, *getattr(layer, "gfsa_powers", ())):
+        companions = getattr(layer, "gfsa_powers", {}).values()
+        for each in (layer, *itertools.chain(*companions)):
             each.cumulative_length.fill_(TOKENS)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
             }
             for name, socket in sockets_of(model).items()
         },
+        "layers": _depths(model, [canonical_name(model, name) for name in sockets_of(model)]),
     }
 
 
@@ -203,7 +206,38 @@ def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list
                 "gfsa.unplug(model) first"
             )
         plans.append(_Plan(name, saved, module, adapter, made))
+    _check_depths(model, description, [plan.saved for plan in plans], source)
     return plans
+
+
+def _depths(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
+    """How many layers there are, filtered or not, where filtered ones are: ``h.*.attn`` 12."""
+    places = Counter(_place(canonical_name(model, name)) for name, _ in model.named_modules())
+    return {place: places[place] for place in sorted({_place(name) for name in plugged})}
+
+
+def _place(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _check_depths(
+    model: nn.Module, description: Mapping[str, Any], plugged: Iterable[str], source: str
+) -> None:
+    """A deeper model has every layer of a shallow one, and is another backbone all the same."""
+    found = _depths(model, plugged)
+    # files of older versions do not say
+    saved = description.get("layers", found)
+    if saved != found:
+        raise ValueError(
+            f"{source} belongs to another backbone: {type(model).__name__} has {_counted(found)}, "
+            f"the filters were saved from a {description.get('model')} with {_counted(saved)}"
+        )
+
+
+def _counted(places: Any) -> str:
+    if not isinstance(places, dict):
+        return repr(places)[:80]
+    return ", ".join(f"{count} layers {place}" for place, count in places.items())
 
 
 def _entries(description: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:

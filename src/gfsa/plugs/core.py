@@ -12,6 +12,7 @@ from torch import nn
 from gfsa.filters import GFSA, GraphFilter, Power
 from gfsa.operators.dense import DropoutPlace
 from gfsa.plugs.adapter import CHILD, Adapter, Unknown, find_adapter
+from gfsa.plugs.crossing import forget_tokens
 from gfsa.plugs.layers import Layers, select_layers
 from gfsa.plugs.presets import preset_for
 from gfsa.plugs.watch import stop_watching, watch_first_forward
@@ -300,6 +301,7 @@ def detach(socket: Socket) -> None:
     socket.adapter.remove(socket.module)
     delattr(socket.module, CHILD)
     del socket.module.__dict__["_gfsa_adapter"]
+    forget_tokens(socket.module)
 
 
 def _candidates(

@@ -23,6 +23,9 @@ _ATTRIBUTES = {
     "encoder_attention",
 }
 
+# in the __dict__ of a module that was given its tokens twice, in two tensors
+_GIVEN_COPIES = "_gfsa_given_copies"
+
 # layers whose only attention looks at another sequence
 _CROSSING_LAYERS = {("ConformerDecoderLayer", "mha_layer")}
 
@@ -50,21 +53,44 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Raise unless ``query`` and ``key`` hold the same tokens.
 
     The same tensor does, and so does another view of it or an equal copy (``mha(norm(x), norm(x),
-    norm(x))``). Values cannot be compared while a graph is being compiled; there the shapes decide.
+    norm(x))``). Values cannot be compared while a graph is compiled or captured; a copy passes
+    there if an earlier forward has shown that this module is given equal ones.
     """
-    if query is key:
+    if query is key or (query.is_meta and query.shape == key.shape):
         return
-    if query.shape[:-1] == key.shape[:-1]:
-        if torch.compiler.is_compiling() or _same_memory(query, key) or torch.equal(query, key):
-            return
-        got = "key is not query: equal lengths, but other values"
-    else:
+    if query.shape[:-1] != key.shape[:-1]:
         got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+    elif _values_out_of_reach(query):
+        if _GIVEN_COPIES in module.__dict__:
+            return
+        raise ValueError(
+            f"{type(module).__name__} was plugged as self-attention, but its key is another tensor "
+            "than its query, and whether they hold the same tokens cannot be told while a graph "
+            "is compiled or captured. Pass the same tensor for both, run one forward without "
+            "torch.compile first, or, if this is cross-attention, leave this layer out with "
+            "gfsa.plug(model, layers=...)"
+        )
+    elif _same_memory(query, key) or _same_values(query, key):
+        module.__dict__[_GIVEN_COPIES] = True
+        return
+    else:
+        got = "key is not query: equal lengths, but other values"
     raise ValueError(
         f"{type(module).__name__} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
         "gfsa.plug(model, layers=...)"
     )
+
+
+def forget_tokens(module: nn.Module) -> None:
+    """Leave nothing on a module that is unplugged."""
+    module.__dict__.pop(_GIVEN_COPIES, None)
+
+
+def _values_out_of_reach(x: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _same_memory(query: Tensor, key: Tensor) -> bool:
@@ -75,3 +101,11 @@ def _same_memory(query: Tensor, key: Tensor) -> bool:
         and query.stride() == key.stride()
         and query.data_ptr() == key.data_ptr()
     )
+
+
+def _same_values(query: Tensor, key: Tensor) -> bool:
+    if torch.equal(query, key):
+        return True
+    # a model that diverges has NaNs in the same places, and is still self-attention
+    both_nan = query.isnan() & key.isnan()
+    return bool(both_nan.any()) and bool(((query == key) | both_nan).all())

@@ -5,12 +5,15 @@ change when a token is added. A layer of a transformers cache therefore gets com
 cache layers of its own kind, one for each power that is needed again, that hold ``A^k·v`` in the
 same rows as the layer holds keys and values. Whatever happens to the layer (beams reordered,
 tokens cropped, a window sliding, a static buffer) happens to its companions.
+
+Some models let late layers look at the keys and values of an earlier one (Gemma 3n). Their maps are
+their own, and so are their powers: the one cache layer has companions for each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +42,13 @@ _FOLLOWED = (
 )
 
 
+class Place(NamedTuple):
+    """A layer of a cache, and the number of the module that looks at it."""
+
+    layer: Any
+    owner: int
+
+
 class CachedOperator(Operator):
     r"""The rows of A for the newest tokens, with the powers of all earlier ones at hand.
 
@@ -46,14 +56,14 @@ class CachedOperator(Operator):
 
     Args:
         rows: an operator whose ``apply`` takes all tokens and gives the new ones.
-        layer: the layer of the cache, which has just taken in the new keys and values.
+        place: the layer of the cache, which has just taken in the new keys and values.
         new: how many tokens are new.
         keys: how many of the cache's rows ``rows`` looks at.
     """
 
-    def __init__(self, rows: Operator, layer: Any, new: int, heads: int, keys: int) -> None:
+    def __init__(self, rows: Operator, place: Place, new: int, heads: int, keys: int) -> None:
         self.rows = rows
-        self.layer = layer
+        self.place = place
         self.new = new
         self.heads = heads
         self.keys = keys
@@ -68,15 +78,15 @@ class CachedOperator(Operator):
         return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        newest = _newest(self.layer, v, self.new)
+        newest = _newest(self.place.layer, v, self.new)
         if newest.shape[1] != self.heads:
             newest = newest.repeat_interleave(self.heads // newest.shape[1], dim=1)
         if degree == 0:
             return [newest]
         tokens = [newest, self.rows.apply(v)]
         if degree > 1:
-            for companion in _companions(self.layer, degree - 1, self.new)[: degree - 1]:
-                _refuse_another_past(self.layer, companion, self.new)
+            for companion in _companions(self.place, degree - 1, self.new)[: degree - 1]:
+                _refuse_another_past(self.place.layer, companion, self.new)
                 everything = _remember(companion, tokens[-1], self.keys)
                 tokens.append(self.rows.apply(everything))
         return tokens
@@ -98,15 +108,15 @@ class _FurtherPowers(Operator):
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         tokens = [v]
-        companions = _companions(self.first.layer, degree, self.first.new)
+        companions = _companions(self.first.place, degree, self.first.new)
         for companion in companions[:degree]:
             everything = _remember(companion, tokens[-1], self.first.keys)
             tokens.append(self.rows.apply(everything))
         return tokens
 
 
-def layer_of(cache: Any, index: int) -> Any:
-    """The cache's layer for a self-attention module; refuses caches that cannot hold powers."""
+def place_in(cache: Any, module: Any) -> Place:
+    """Where the cache keeps what a module looks at; refuses caches that cannot hold powers."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
@@ -114,25 +124,37 @@ def layer_of(cache: Any, index: int) -> Any:
             f"a plugged model decodes with a transformers Cache, got {type(cache).__name__}; "
             "pass use_cache=False, or a DynamicCache or StaticCache"
         )
-    if index >= len(cache.layers):
+    index: int = module.layer_idx
+    source = _source_of(module) if getattr(module, "is_kv_shared_layer", False) else index
+    if source is None or source >= len(cache.layers):
         raise ValueError(
             f"layer {index} has no place in the cache: its keys and values are those of another "
             "layer. Pass use_cache=False"
         )
-    return cache.layers[index]
+    return Place(cache.layers[source], index)
 
 
-def _companions(layer: Any, count: int, new: int) -> list[Any]:
+def _source_of(module: Any) -> int | None:
+    """The layer whose keys and values a sharing one looks at: the last of its kind with its own."""
+    kinds = module.config.layer_types
+    own = len(kinds) - module.config.num_kv_shared_layers
+    alike = [i for i, kind in enumerate(kinds[:own]) if kind == kinds[module.layer_idx]]
+    return alike[-1] if alike else None
+
+
+def _companions(place: Place, count: int, new: int) -> list[Any]:
     if count < 1:
         return []
-    companions: list[Any] | None = getattr(layer, "gfsa_powers", None)
-    if companions is None:
-        _refuse_a_past_without_powers(layer, new)
-        companions = [_alike(layer) for _ in range(count)]
-        layer.gfsa_powers = companions
+    layer = place.layer
+    if not hasattr(layer, "gfsa_powers"):
+        layer.gfsa_powers = {}
         for name in _FOLLOWED:
             if hasattr(layer, name):
                 setattr(layer, name, _Follower(layer, name))
+    companions: list[Any] | None = layer.gfsa_powers.get(place.owner)
+    if companions is None:
+        _refuse_a_past_without_powers(layer, new)
+        companions = layer.gfsa_powers[place.owner] = [_alike(layer) for _ in range(count)]
     elif len(companions) < count:
         raise ValueError(
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
@@ -247,6 +269,7 @@ class _Follower:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = getattr(type(self.layer), self.name)(self.layer, *args, **kwargs)
-        for companion in self.layer.gfsa_powers:
-            getattr(companion, self.name)(*args, **kwargs)
+        for companions in self.layer.gfsa_powers.values():
+            for companion in companions:
+                getattr(companion, self.name)(*args, **kwargs)
         return result

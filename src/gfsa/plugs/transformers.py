@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import _active_collector
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import Adapter
 from gfsa.plugs.crossing import REASON, Owners, crosses_by_design
-from gfsa.plugs.decoding import CachedOperator, layer_of
+from gfsa.plugs.decoding import CachedOperator, place_in
 from gfsa.plugs.tracer import TRACER, looks_like_attention
 from gfsa.plugs.transformers_maps import OperatorMaker, eager_function, operator_maker
 
@@ -226,8 +226,8 @@ def _with_past(
             "mask (or is the prefix of prefix tuning, which cannot be combined with a filter: it "
             "has keys but no queries). Call model.eval(), or pass use_cache=False"
         )
-    layer = layer_of(cache, module.layer_idx)
-    return CachedOperator(operator, layer, new, query.shape[1], keys)
+    place = place_in(cache, module)
+    return CachedOperator(operator, place, new, query.shape[1], keys)
 
 
 def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:

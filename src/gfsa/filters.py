@@ -23,6 +23,8 @@ from gfsa.operators.dense import DropoutPlace, check_dropout_place
 
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")
+# ordinary attention
+_UNMODIFIED = {"w0": 0.0, "w1": 1.0, "wK": 0.0}
 
 # beyond these nothing is meant: a filter from a file must not be able to ask for all memory
 _MOST_HEADS = 65536
@@ -243,47 +245,26 @@ class GFSA(GraphFilter):
         _check_multiplier(lr_multiplier)
         if power not in ("extrapolated", "exact"):
             raise ValueError(f"power must be 'extrapolated' or 'exact', got {power!r}")
-        if isinstance(learn, str):
-            learn = (learn,)
-        if not isinstance(learn, Iterable):
-            raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r}")
-        learn = tuple(learn)
-        unknown = [name for name in learn if name not in NAMES]
-        if unknown or len(set(learn)) != len(learn):
-            raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r}")
-        values = {
-            "w0": _per_head("w0", w0, num_heads),
-            "w1": _per_head("w1", w1, num_heads),
-            "wK": _per_head("wK", wK, num_heads),
-        }
+        given = {"w0": w0, "w1": w1, "wK": wK}
+        values = {name: _per_head(name, value, num_heads) for name, value in given.items()}
+        learn = _in_order(learn)
         if K is None:
             if bool(values["wK"].any()):
                 raise ValueError(f"K=None leaves no high-order term, but wK={wK!r} was given")
             if "wK" in learn and learn != NAMES:
                 raise ValueError(f"K=None leaves no wK to learn, but learn={learn!r}")
             learn = tuple(name for name in learn if name != "wK")
-        learn = tuple(name for name in NAMES if name in learn)
 
         # a high-order term that is fixed at zero is not there: no pass is spent on it
-        high = K is not None and ("wK" in learn or bool(values["wK"].any()))
-        degree = 1 if not high else (2 if power == "extrapolated" else K)
-        assert degree is not None
-        terms = {"w0": _monomial(0, degree), "w1": _monomial(1, degree)}
-        if high and power == "extrapolated":
-            assert K is not None
-            terms["wK"] = (2 - K) * _monomial(1, degree) + (K - 1) * _monomial(2, degree)
-        elif high:
-            terms["wK"] = _monomial(degree, degree)
-
-        # θ counts from the unmodified model, w = (0, 1, 0)
-        unmodified = {"w0": 0.0, "w1": 1.0, "wK": 0.0}
-        base = torch.zeros(num_heads, degree + 1, dtype=torch.float64, device="cpu")
-        for name, polynomial in terms.items():
-            if name in learn:
-                base += unmodified[name] * polynomial
-            else:
-                base += values[name][:, None] * polynomial
-        theta = [(values[name] - unmodified[name]) / lr_multiplier for name in learn]
+        high = "wK" in learn or bool(values["wK"].any())
+        terms = _terms(K if high else None, power)
+        # θ counts from the unmodified model
+        base = sum(
+            (_UNMODIFIED[name] if name in learn else values[name][:, None]) * term
+            for name, term in terms.items()
+        )
+        assert isinstance(base, Tensor)
+        theta = [(values[name] - _UNMODIFIED[name]) / lr_multiplier for name in learn]
         super().__init__(
             num_heads,
             base,
@@ -302,7 +283,7 @@ class GFSA(GraphFilter):
         for column, name in enumerate(self.learn):
             assert self.theta is not None
             theta = self.theta.detach()[:, column].double().cpu()
-            current[name] = (1.0 if name == "w1" else 0.0) + self.lr_multiplier * theta
+            current[name] = _UNMODIFIED[name] + self.lr_multiplier * theta
         return current
 
     def config(self) -> dict[str, Any]:
@@ -315,6 +296,25 @@ class GFSA(GraphFilter):
             # what is learned starts from θ; only fixed values have to be written down
             **{name: _as_number(self._values[name]) for name in NAMES if name not in self.learn},
         }
+
+
+def _in_order(learn: Any) -> tuple[str, ...]:
+    """Names of what is learned, checked, in the order of :data:`NAMES`."""
+    names = (learn,) if isinstance(learn, str) else learn
+    names = tuple(names) if isinstance(names, Iterable) else (names,)
+    if any(name not in NAMES for name in names) or len(set(names)) != len(names):
+        raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r}")
+    return tuple(name for name in NAMES if name in names)
+
+
+def _terms(K: int | None, power: Power) -> dict[str, Tensor]:
+    """What w0, w1 and wK are factors of: polynomials of A, as coefficients of its powers."""
+    if K is None:
+        return {"w0": _monomial(0, 1), "w1": _monomial(1, 1)}
+    if power == "exact":
+        return {"w0": _monomial(0, K), "w1": _monomial(1, K), "wK": _monomial(K, K)}
+    one, a, a_squared = (_monomial(k, 2) for k in range(3))
+    return {"w0": one, "w1": a, "wK": a + (K - 1) * (a_squared - a)}
 
 
 class Polynomial(GraphFilter):

@@ -22,6 +22,20 @@ CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
 
 
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
+"""What people call the number of heads."""
+
+
+def heads_of(*places: object) -> int | None:
+    """The number of heads that a module (or its config) says it has, or None if none says."""
+    for place in places:
+        for name in HEADS:
+            heads = getattr(place, name, None)
+            if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
+                return heads
+    return None
+
+
 class Adapter(ABC):
     """Knows one kind of attention module."""
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gfsa.plugs.adapter import Adapter
+from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.crossing import REASON, Owners, crosses_by_design
 from gfsa.plugs.tracing import Trace, TraceError
 
 __all__ = ["KNOWN_TRACER", "TRACER", "UNKNOWN", "TraceError", "looks_like_attention"]
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads", "n_head", "nhead", "num_head")
 _NAMED = re.compile(r"att(entio)?n|mha\b|msa\b|xca\b", re.IGNORECASE)
 _PROJECTIONS = {
     "qkv", "to_qkv", "qkv_proj", "in_proj", "wqkv", "query_key_value", "c_attn",
@@ -40,15 +39,6 @@ _WITHOUT_MAP = {
 def looks_like_attention(module: nn.Module) -> bool:
     """Whether ``module`` is an innermost module that seems to compute attention."""
     return _seems(module) and not any(_seems(m) for m in module.modules() if m is not module)
-
-
-def heads_of(module: nn.Module) -> int | None:
-    """The number of heads a module says it has, or None if it does not say."""
-    for name in _HEADS:
-        heads = getattr(module, name, None)
-        if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
-            return heads
-    return None
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -118,7 +108,7 @@ class TracerAdapter(Adapter):
         if against is None and heads_of(module) is None:
             return (
                 f"{type(module).__name__} does not say how many heads it has "
-                f"({', '.join(_HEADS)}); gfsa.register_adapter can"
+                f"({', '.join(HEADS)}); gfsa.register_adapter can"
             )
         return against
 

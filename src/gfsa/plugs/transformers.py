@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
 from gfsa.operators import DenseOperator, Operator
-from gfsa.plugs.adapter import Adapter
+from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.crossing import REASON, Owners, crosses_by_design
 from gfsa.plugs.decoding import CachedOperator, place_in
 from gfsa.plugs.tracer import TRACER, looks_like_attention
@@ -28,7 +28,6 @@ from gfsa.plugs.transformers_maps import OperatorMaker, eager_function, operator
 PREFIX = "gfsa|"
 _CACHE = "gfsa_cache"
 _CACHES = ("past_key_values", "layer_past")
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 _CROSS_INPUTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
 
 
@@ -38,14 +37,12 @@ class InterfaceAdapter(Adapter):
     how = "attention interface"
 
     def num_heads(self, module: Any) -> int:
-        for place in (module, module.config):
-            for name in _HEADS:
-                heads = getattr(place, name, None)
-                if isinstance(heads, int):
-                    return heads
+        heads = heads_of(module, module.config)
+        if heads is not None:
+            return heads
         raise ValueError(
             f"cannot tell how many heads {type(module).__name__} has: neither it nor its config "
-            f"has one of {', '.join(_HEADS)}; gfsa.register_adapter an adapter that knows"
+            f"has one of {', '.join(HEADS)}; gfsa.register_adapter an adapter that knows"
         )
 
     def refusal(self, name: str, module: Any) -> str | None:

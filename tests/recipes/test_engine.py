@@ -26,7 +26,7 @@ from gfsa.recipes.methods import METHODS, MethodConfig
 from gfsa.recipes.reload import trained_task
 from gfsa.recipes.row import Row, append_rows, read_rows
 from gfsa.recipes.run import DivergedError, Run, carry_out
-from support.toy_recipe import ToyConfig, ToyModel, ToyTask
+from support.toy_recipe import ToyConfig, ToyModel, ToyTask, write_toy
 
 
 def run(out: Path, method: str = "gfsa", resume: bool = False, **settings: Any) -> Run:
@@ -61,7 +61,7 @@ def test_a_run_leaves_its_folder_and_learns(tmp_path: Path) -> None:
     assert row.added == 12
     assert row.steps == 20 * 6
     names = {path.name for path in one.folder.iterdir()}
-    assert {"config.json", "environment.json", "metrics.jsonl", "row.json"} <= names
+    assert {"config.json", "environment.json", "data.json", "metrics.jsonl", "row.json"} <= names
     assert {"filters", "lens.html", "lens.json", "model.pt", "tensorboard"} <= names
     assert "checkpoints" not in names
     assert metrics(one)[-1]["test/accuracy"] == row.test
@@ -226,6 +226,94 @@ def test_going_on_with_other_settings_is_refused(tmp_path: Path) -> None:
         carry_out(run(tmp_path, resume=True, log_every=7))
 
 
+def interrupted(one: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that is all but done, to be gone on with."""
+    with monkeypatch.context() as patch:
+        patch.setattr("gfsa.recipes.trainer.Trainer._final_valid", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(one)
+    return dataclasses.replace(one, resume=True)
+
+
+def test_a_run_notes_its_data_and_where_it_lay_in_its_folder_alone(tmp_path: Path) -> None:
+    data = write_toy(tmp_path / "data", 0)
+    one = dataclasses.replace(run(tmp_path / "runs"), data_dir=data)
+    row = carry_out(one)
+    assert row.data.startswith("44+20+30 ")
+    assert json.loads((one.folder / "data.json").read_text()) == {
+        "data": row.data,
+        "data_dir": str(data.resolve()),
+    }
+    assert str(data) not in (one.folder / "row.json").read_text()
+
+
+def test_methods_and_seeds_agree_on_the_data_and_other_data_is_other(tmp_path: Path) -> None:
+    def data(method: str, seed: int, data_dir: Path) -> str:
+        one = run(tmp_path / data_dir.name, method, seed=seed, max_steps=1)
+        return carry_out(dataclasses.replace(one, data_dir=data_dir)).data
+
+    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
+    same_data = {data(method, seed, first) for method in ("plain", "gfsa") for seed in (0, 1)}
+    assert len(same_data) == 1
+    assert data("plain", 0, second) not in same_data
+
+
+def test_going_on_with_other_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
+    one = dataclasses.replace(run(tmp_path / "runs"), data_dir=first)
+    cut = interrupted(one, monkeypatch)
+    with pytest.raises(ValueError, match=r"begun on other data, from .*/a \(as many examples, "):
+        carry_out(dataclasses.replace(cut, data_dir=second))
+    # what was refused has changed nothing, and where the same data lies is no matter
+    moved = write_toy(tmp_path / "c", 0)
+    assert carry_out(dataclasses.replace(cut, data_dir=moved)).steps == 12
+
+
+def test_other_data_may_be_taken_before_anything_is_trained(tmp_path: Path) -> None:
+    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
+    one = run(tmp_path / "runs", batch_size=1000, drop_last=True)
+    # it ends after the data is read: there is no batch of so many
+    with pytest.raises(ValueError, match="make no batch"):
+        carry_out(dataclasses.replace(one, data_dir=first))
+    with pytest.raises(ValueError, match="make no batch"):
+        carry_out(dataclasses.replace(one, data_dir=second, resume=True))
+
+
+def test_a_finished_run_is_handed_out_for_its_own_data_alone(tmp_path: Path) -> None:
+    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
+    one = dataclasses.replace(run(tmp_path / "runs"), data_dir=first)
+    row = carry_out(one)
+    again = dataclasses.replace(one, resume=True)
+    with pytest.raises(ValueError, match=r"finished run on other data, from .*; use another --out"):
+        carry_out(dataclasses.replace(again, data_dir=second))
+    assert carry_out(dataclasses.replace(again, data_dir=write_toy(tmp_path / "c", 0))) == row
+    # where it lay it is not read again, and need not be there any more
+    (first / "first_seed.txt").write_text("not a number")
+    assert carry_out(again) == row
+    (second / "first_seed.txt").write_text("no number")
+    with pytest.raises(ValueError, match=r"cannot be seen, give --data-dir .*/a or .*'no number'"):
+        carry_out(dataclasses.replace(again, data_dir=second))
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_of_a_version_that_did_not_note_its_data_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    one = run(tmp_path / "runs")
+    if finished:
+        carry_out(one)
+        old = json.loads((one.folder / "row.json").read_text())
+        del old["data"]
+        (one.folder / "row.json").write_text(json.dumps(old))
+    else:
+        interrupted(one, monkeypatch)
+    (one.folder / "data.json").unlink()
+    row = carry_out(dataclasses.replace(one, resume=True, data_dir=write_toy(tmp_path / "b", 5)))
+    assert (row.data == "") == finished
+
+
 def test_early_stopping_reports_the_best_weights(tmp_path: Path) -> None:
     one = run(tmp_path, epochs=60, patience=3, lr=3e-2)
     row = carry_out(one)
@@ -372,6 +460,106 @@ def test_many_may_add_rows(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert read_rows(table) == [row] * 160
+
+
+def without_data(table: Path) -> bytes:
+    """Make a table one of a version that had no such column; gives what is in it now."""
+    lines = table.read_bytes().splitlines()
+    old = b"".join(line.rpartition(b",")[0] + b"\r\n" for line in lines)
+    table.write_bytes(old)
+    return old
+
+
+def test_a_table_of_an_earlier_version_gets_the_new_column_and_keeps_its_rows(
+    tmp_path: Path,
+) -> None:
+    row = carry_out(run(tmp_path, max_steps=1))
+    old_row = dataclasses.replace(row, data="", command='gfsa train "a, b"\n--set c=d')
+    table = tmp_path / "toy.csv"
+    append_rows(table, [old_row, old_row])
+    table.chmod(0o640)
+    old = table.read_bytes()
+    head, _, rest = old.partition(b",data\r\n")
+    old = head + b"\r\n" + rest.replace(b",\r\n", b"\r\n")
+    table.write_bytes(old)
+    assert read_rows(table) == [old_row, old_row]
+    # reading changes nothing
+    assert table.read_bytes() == old
+    append_rows(table, [row])
+    assert read_rows(table) == [old_row, old_row, row]
+    assert table.read_bytes().startswith(head + b",data\r\n" + rest)
+    assert b"\n" not in table.read_bytes().replace(b"\r\n", b"").replace(b"\n--set", b"")
+    assert table.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["toy.csv"]
+
+
+@pytest.mark.parametrize("name", ["glue", "image", "graph", "speech", "lra", "code", "causal_lm"])
+def test_the_tables_of_this_repository_can_be_added_to(tmp_path: Path, name: str) -> None:
+    ours = Path(__file__).parents[2] / "results" / f"{name}.csv"
+    table = tmp_path / ours.name
+    table.write_bytes(ours.read_bytes())
+    rows = read_rows(ours)
+    new = dataclasses.replace(rows[0], data="1+2+3 aaaaaaaa")
+    append_rows(table, [new])
+    assert read_rows(table) == [*rows, new]
+    assert ours.read_bytes().count(b"\r\n") + 1 == table.read_bytes().count(b"\r\n")
+
+
+def test_a_damaged_table_of_an_earlier_version_is_left_as_it_is(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path, max_steps=1))
+    table = tmp_path / "toy.csv"
+    append_rows(table, [row])
+    table.write_bytes(without_data(table) + b"toy,toy\r\n")
+    damaged = table.read_bytes()
+    with pytest.raises(ValueError, match=r"toy\.csv, row 3: expected \d+ columns, got 2"):
+        append_rows(table, [row])
+    assert table.read_bytes() == damaged
+
+
+def test_many_may_add_rows_to_a_table_of_an_earlier_version(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path, max_steps=1))
+    table = tmp_path / "toy.csv"
+    append_rows(table, [row] * 500)
+    without_data(table)
+    start = threading.Barrier(8)
+
+    def add() -> None:
+        start.wait()
+        for _ in range(5):
+            append_rows(table, [row])
+
+    threads = [threading.Thread(target=add) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [one.data for one in read_rows(table)] == [""] * 500 + [row.data] * 40
+
+
+def test_who_waited_for_a_file_locks_the_one_that_took_its_place(tmp_path: Path) -> None:
+    path, other = tmp_path / "file", tmp_path / "other"
+    waiting, done, held = threading.Event(), threading.Event(), threading.Event()
+
+    def wait_for_it() -> None:
+        waiting.set()
+        with locked(path, wait=True):
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=wait_for_it)
+    with locked(path, wait=True):
+        thread.start()
+        waiting.wait()
+        time.sleep(0.2)
+        other.touch()
+        other.replace(path)
+    assert held.wait(10)
+    try:
+        with pytest.raises(BlockingIOError), locked(path, wait=False):
+            pass
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_bad_settings_are_refused_before_anything_is_read() -> None:

@@ -17,6 +17,7 @@ import gfsa
 from gfsa.models import GraphormerCollator, GraphViT, GraphViTCollator
 from gfsa.recipes.compiling import compile_blocks
 from gfsa.recipes.data.graph_sets import read_graphs
+from gfsa.recipes.fingerprint import fingerprint
 from gfsa.recipes.graph import recipe as graph
 from gfsa.recipes.graph.batches import GraphItems
 from gfsa.recipes.graph.norm import MaskedBatchNorm, mask_norms, real_rows
@@ -481,3 +482,28 @@ def test_what_is_worked_out_is_shared_by_processes(
         items(task).__getitems__([0, 1]) for task in (before, after)
     ]
     assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
+
+
+def test_graphs_are_named_by_what_was_read_and_not_by_what_is_worked_out(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(*which: str, **settings: Any) -> str:
+        read_graphs.cache_clear()
+        graph._worked_out.cache_clear()
+        return fingerprint(made(data, *which, **settings))
+
+    first = found("zinc", "gps", encoding="laplacian", encoding_size=4)
+    assert first == found("zinc", "graphormer-slim") == found("zinc", "graph-vit")
+    # another machine gives eigenvectors another sign
+    encode = graph.laplacian_encoding
+
+    def turned(*arguments: Any) -> dict[str, torch.Tensor]:
+        return {name: -values for name, values in encode(*arguments).items()}
+
+    monkeypatch.setattr(graph, "laplacian_encoding", turned)
+    assert found("zinc", "gps", encoding="laplacian", encoding_size=4) == first
+    file = data / "zinc12k" / "zinc12k_graphs.npz"
+    with np.load(file) as arrays:
+        changed = {**arrays, "y": arrays["y"] + 1}
+    np.savez(file, **changed)
+    assert found("zinc", "graphormer-slim") != first

@@ -106,6 +106,30 @@ def test_titles_tell_apart_what_differs_and_no_more():
     ]
 
 
+A, B = "9+1+2 aaaaaaaa", "9+1+2 bbbbbbbb"
+
+
+def test_other_data_has_its_own_title_line_panel_and_record(tmp_path):
+    made = [*rows("plain", [50, 51, 52], data=A), *rows("gfsa", [51, 53, 54], data=A)]
+    made += [*rows("plain", [10, 11, 12], data=B), *rows("gfsa", [9, 9, 11], data=B)]
+    made += rows("plain", [1, 2], settings="lr=1", data=A)
+    append_rows(tmp_path / "glue.csv", made)
+    text = text_of(tmp_path, "--plot", tmp_path / "d.svg", "--csv", tmp_path / "lines.csv")
+    for data, difference in ((A, "+1.7"), (B, "−1.3")):
+        title = f"cola minilm (otherwise, data {data})"
+        assert f"### {title}\n" in text
+        line = cells(text, f"glue: {title}, matthews", "22.7M parameters, 5 epochs", "gfsa")
+        assert line[4].startswith(difference)
+        assert f"not compared with these, which are on {data} (" in text
+        assert data in " ".join((tmp_path / "d.svg").read_text().split())
+    # these settings ran on one
+    assert "### cola minilm (lr=1)\n" in text
+    with (tmp_path / "lines.csv").open(newline="") as file:
+        found = [(line["data"], line["method"], line["mean"]) for line in csv.DictReader(file)]
+    assert (B, "plain", "11.0") in found
+    assert (A, "plain", "51.0") in found
+
+
 def test_summary_gives_no_best_of_several(folder):
     append_rows(folder / "glue.csv", rows("gfsa", [30.0, 31.0, 32.5, 33.0], options="K=9"))
     line = cells(

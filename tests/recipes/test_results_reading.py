@@ -66,7 +66,7 @@ def test_a_line_cut_short(folder):
 def test_a_line_cut_within_quotes(folder):
     append_rows(folder / "runs.csv", [row("x", command='gfsa train "a, b"')])
     path = folder / "runs.csv"
-    path.write_text(path.read_text().rstrip()[:-3])
+    path.write_text(path.read_text().rstrip()[:-4])
     with pytest.raises(ValueError, match=r"runs\.csv, after line 5: not CSV"):
         read_folder(folder)
 

@@ -102,6 +102,76 @@ def test_a_failed_run_is_told_and_not_averaged():
     assert any("seed 1 ended without a finite number" in note for note in notes_of(table))
 
 
+A, B = "9+1+2 aaaaaaaa", "9+1+2 bbbbbbbb"
+
+
+def tables_by_data(made):
+    return {table.data: table for table in make_tables(latest(made))}
+
+
+def test_runs_on_other_data_are_neither_paired_nor_averaged():
+    made = [*rows("plain", [50, 51], data=A), *rows("plain", [10, 11], data=B)]
+    made += rows("gfsa", [13, 15], data=B)
+    tables = tables_by_data(made)
+    assert list(tables) == [A, B]
+    assert [line.name for line in tables[A].lines] == ["plain"]
+    assert line_of(tables[A], "plain").mean == 50.5
+    assert line_of(tables[B], "plain").mean == 10.5
+    assert line_of(tables[B], "gfsa").difference.values == (3, 4)
+    assert not tables[A].replaced + tables[B].replaced
+    (note,) = notes_of(tables[A])
+    assert note.startswith("Runs on other data have tables of their own")
+    assert A in note
+
+
+def test_a_method_on_other_data_than_plain_has_no_difference():
+    made = [*rows("plain", [50, 51], data=A), *rows("gfsa", [10, 11], data=B)]
+    gfsa = tables_by_data(made)[B]
+    assert line_of(gfsa, "gfsa").difference is None
+    assert "No run of plain with these settings: no difference can be given." in notes_of(gfsa)
+
+
+def test_other_data_of_another_task_is_no_matter():
+    made = [*rows("plain", [50, 51], data=A), *rows("plain", [1, 2], data=B, task="rte minilm")]
+    assert [table.data for table in make_tables(latest(made))] == [None, None]
+
+
+def test_rows_that_do_not_say_go_with_any_and_it_is_said():
+    made = [*rows("plain", [50, 51]), *rows("gfsa", [52, 54], data=A)]
+    table = table_of(made)
+    assert table.data is None
+    assert line_of(table, "gfsa").difference.values == (2, 3)
+    assert notes_of(table) == [
+        "2 of 4 rows are of a version that did not note the data; they are taken to be on that of "
+        "the others."
+    ]
+
+
+def test_rows_that_do_not_say_stay_together_where_there_are_several_data():
+    made = [*rows("plain", [50, 51]), *rows("gfsa", [51, 53])]
+    made += [row("plain", 0, 10, data=A), *rows("gfsa", [13, 60], data=A)]
+    made += rows("plain", [70, 70, 70], data=B)
+    tables = tables_by_data(made)
+    assert list(tables) == ["", A, B]
+    assert line_of(tables[""], "gfsa").difference.values == (1, 2)
+    # of plain it lends the seed that is lacking, and no other
+    assert line_of(tables[A], "plain").values == {0: 10, 1: 51}
+    assert line_of(tables[A], "gfsa").difference.values == (3, 9)
+    assert line_of(tables[B], "plain").values == {0: 70, 1: 70, 2: 70}
+    assert any("did not note the data, and there are later" in n for n in notes_of(tables[""]))
+    assert any(note.startswith("1 of 4 rows are of a version") for note in notes_of(tables[A]))
+
+
+def test_a_later_row_takes_the_place_of_one_that_may_be_on_the_same_data():
+    old, new = row("plain", 0, 50), row("plain", 0, 60, date="2026-11-16", data=A)
+    table = table_of([old, new])
+    assert table.rows == [new]
+    assert table.replaced == (old,)
+    # and leaves those on other data in theirs
+    tables = tables_by_data([new, row("plain", 0, 70, date="2026-11-17", data=B)])
+    assert [one.rows[0].test for one in tables.values()] == [60, 70]
+
+
 def test_times_only_from_runs_alone_on_the_same_device():
     made = [
         *rows("plain", [1, 2], seconds_per_step=0.1),

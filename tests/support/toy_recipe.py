@@ -15,6 +15,8 @@ from torch.utils.data import Dataset
 from gfsa.recipes.config import TrainConfig
 from gfsa.recipes.task import DataSource, Recipe, Split, Task, as_it_is
 
+FILE = "first_seed.txt"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToyConfig(TrainConfig):
@@ -59,13 +61,13 @@ class ToyModel(nn.Module):
 class ToyTask(Task):
     metric = "accuracy"
 
-    def __init__(self, config: ToyConfig) -> None:
+    def __init__(self, config: ToyConfig, first_seed: int = 0) -> None:
         self.config = config
         self.model = ToyModel(config.dropout)
         sizes = {"train": config.examples, "valid": 20, "test": 30}
         self.splits = {
             name: Split(ToyData(size, seed), as_it_is, lengths=[i % 7 for i in range(size)])
-            for seed, (name, size) in enumerate(sizes.items())
+            for seed, (name, size) in enumerate(sizes.items(), start=first_seed)
         }
         self.steps = 0
 
@@ -91,7 +93,16 @@ class ToyTask(Task):
 
 
 def build(config: ToyConfig, data_dir: Path) -> Task:
-    return ToyTask(config)
+    """Other numbers if there is a file that says so."""
+    file = data_dir / FILE
+    return ToyTask(config, int(file.read_text()) if file.exists() else 0)
+
+
+def write_toy(data_dir: Path, first_seed: int) -> Path:
+    """Data of its own."""
+    data_dir.mkdir(parents=True)
+    (data_dir / FILE).write_text(str(first_seed))
+    return data_dir
 
 
 RECIPE = Recipe("toy", "a toy", ToyConfig, build, (DataSource("numbers", "none", "nowhere"),))

@@ -6,7 +6,6 @@ So an interrupted run goes on in the middle of an epoch without reading what it 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from gfsa.recipes.randomness import drawing_apart
 from gfsa.recipes.task import Split
 
 # batches whose examples are sorted by length together
@@ -101,17 +101,9 @@ class SeededItems(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
-        states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
         own = int(np.random.SeedSequence((self.seed, self.epoch, index)).generate_state(1)[0])
-        random.seed(own)
-        np.random.seed(own)
-        torch.random.default_generator.manual_seed(own)
-        try:
+        with drawing_apart(own):
             return self.dataset[index]
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.random.set_rng_state(states[2])
 
 
 def training_loader(

@@ -114,9 +114,25 @@ def train(
             console.print(f"{results} has all of these runs")
             return
     _print_config(console, runs[0])
+    runs = _told_of_other_data(runs, results)
     failed = _carry_out(console, runs, jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
+
+
+def _told_of_other_data(runs: list[Run], results: Path) -> list[Run]:
+    """One run of each experiment looks whether there are rows on other data: once is enough."""
+    import dataclasses
+
+    first: dict[tuple[str, str, str], Run] = {}
+    for run in runs:
+        if not (run.resume and (run.folder / "row.json").exists()):
+            key = run.key()
+            first.setdefault((key.recipe, key.task, key.settings), run)
+    looking = {run.folder for run in first.values()}
+    return [
+        dataclasses.replace(run, results=results if run.folder in looking else None) for run in runs
+    ]
 
 
 def _refuse_beside_a_plan(context: typer.Context) -> None:
@@ -135,9 +151,8 @@ def _refuse_beside_a_plan(context: typer.Context) -> None:
 
 def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
     """Run everything, add each row as it comes, and give the number of runs that failed."""
-    from gfsa.recipes.plan import lacking
     from gfsa.recipes.progress import many, one_at_a_time
-    from gfsa.recipes.row import append_rows
+    from gfsa.recipes.row import append_rows, has_row
     from gfsa.recipes.together import carry_out_all
 
     done = {run.folder for run in runs if run.resume and (run.folder / "row.json").exists()}
@@ -151,8 +166,9 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 try:
                     # of several rows of one run the latest counts; one that was finished before
                     # has its row here, unless that did not get here for whatever reason
-                    if run.folder not in done or lacking([run], results):
-                        append_rows(results / f"{row.recipe}.csv", [row])
+                    table = results / f"{row.recipe}.csv"
+                    if run.folder not in done or not has_row(table, row):
+                        append_rows(table, [row])
                 except (ValueError, OSError) as reason:
                     # nor does it take the others along
                     kept = f"its row is in {run.folder / 'row.json'}, --resume adds it: {reason}"

@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
@@ -58,8 +59,7 @@ def write_json(path: Path, data: Any) -> None:
 def write_config(folder: Path, config: dict[str, Any], resume: bool) -> None:
     """Note what is run, or check that an interrupted run is asked to go on as it began."""
     path = folder / "config.json"
-    begun = (folder / "row.json").exists() or checkpoints(folder / "checkpoints")
-    if not path.exists() or not begun:
+    if not path.exists() or not is_begun(folder):
         write_json(path, config)
         return
     if not resume:
@@ -72,6 +72,36 @@ def write_config(folder: Path, config: dict[str, Any], resume: bool) -> None:
         raise ValueError(
             f"{folder} was begun with other settings ({', '.join(differing)}); use another --out"
         )
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether there is anything of a run to go on with."""
+    return (folder / "row.json").exists() or bool(checkpoints(folder / "checkpoints"))
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run is trained and measured on, and where that lay."""
+
+    data: str
+    """As in its row."""
+    data_dir: str
+    """The whole path: it stays in the run's folder, rows are for others to see."""
+
+
+def write_data(folder: Path, data: RunData) -> None:
+    write_json(folder / "data.json", dataclasses.asdict(data))
+
+
+def read_data(folder: Path) -> RunData | None:
+    """What a run began with; None if it is of a version that did not write it down."""
+    path = folder / "data.json"
+    if not path.exists():
+        return None
+    try:
+        return RunData(**read_json(path))
+    except TypeError as error:
+        raise ValueError(f"{path} is of another version, delete its folder: {error}") from error
 
 
 def differences(folder: Path, config: dict[str, Any], ignored: Sequence[str] = ()) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gfsa.recipes.batches import SeededItems
-from gfsa.recipes.config import Schedule, TrainConfig
+from gfsa.recipes.config import Schedule, TrainConfig, as_text
 from gfsa.recipes.data import cifar, image_folder
 from gfsa.recipes.data.image_items import MemoryImages, Subset, Transformed, stack
 from gfsa.recipes.task import Recipe, Split, Task, as_it_is
@@ -46,7 +49,8 @@ class ImageConfig(TrainConfig):
     depth: int = 0
     """Layers; 0: the model's own."""
     image_size: int = 0
-    """Side of the model's input; 0: 224 for folders, 32 for CIFAR."""
+    """Side of the model's input; 0: 32 for CIFAR; for folders 224, or what timm has for another
+    model than those four."""
     patch_size: int = 0
     """0: the model's own; for CIFAR 4 (2 for Swin, whose windows then have 4×4 tokens)."""
     holdout: float = 0.1
@@ -104,13 +108,40 @@ class ImageConfig(TrainConfig):
                 f"got {self.holdout}"
             )
 
-    def label(self) -> str:
-        data = "imagenet-style" if self.dataset == "folder" else self.dataset
+    def label(self, folder: str = "folder") -> str:
+        """``folder``: what to call images in folders, of which the settings know no name."""
+        data = folder if self.dataset == "folder" else self.dataset
         return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        unused["group_by_length"] = "every image has the same size"
+        if self.dataset == "folder":
+            unused["augment"] = "images in folders are always augmented by the workers"
+        if self.on_device:
+            unused["auto_augment"] = "augment=workers alone has timm's policies"
+        if not (self.mixup and self.cutmix):
+            unused["switch"] = "it is between mixup and cutmix, one of which is 0"
+        return unused
+
+    def sketch(self) -> nn.Module | None:
+        if find_spec("timm") is None:
+            return None
+        try:
+            return _tried_model(self, "meta")
+        except ValueError:
+            # some models cannot be made without numbers; those that cannot be made at all say so
+            return _tried_model(self, "cpu")
 
     @property
     def size(self) -> int:
-        return self.image_size or (224 if self.dataset == "folder" else cifar.SIDE)
+        if self.dataset != "folder":
+            return self.image_size or cifar.SIDE
+        return self.image_size or _own_size(self.timm_name)
+
+    @property
+    def timm_name(self) -> str:
+        return MODELS.get(self.model, self.model)
 
     @property
     def on_device(self) -> bool:
@@ -122,13 +153,13 @@ class ImageConfig(TrainConfig):
 
     def model_arguments(self) -> dict[str, Any]:
         """What timm is told beside the model's name."""
-        arguments: dict[str, Any] = {
-            "img_size": self.size,
-            "drop_path_rate": self.drop_path,
-            "drop_rate": 0.0,
-            "attn_drop_rate": 0.0,
-            "proj_drop_rate": self.dropout,
-        }
+        # Swin would drop paths by itself
+        arguments: dict[str, Any] = {"drop_path_rate": self.drop_path}
+        # what changes nothing is not said: not every model knows these words
+        if self.size != _own_size(self.timm_name):
+            arguments["img_size"] = self.size
+        if self.dropout:
+            arguments["proj_drop_rate"] = self.dropout
         if self.depth:
             arguments["depth"] = self.depth
         if self.patch_size:
@@ -188,20 +219,69 @@ class ImageTask(Task):
         images: Tensor = self.pipeline.inputs(split.collate(fetch(indices))["images"])
         return images
 
+    def identity(self, split: str, index: int) -> Any:
+        """The image as it was read, whatever transforms make of it."""
+        dataset = self.splits[split].dataset
+        if isinstance(dataset, SeededItems):
+            dataset = dataset.dataset
+        return dataset.source(index)  # type: ignore[attr-defined]
+
 
 def build(config: ImageConfig, data_dir: Path) -> ImageTask:
     """Read the images, make the model."""
-    import timm
-
     read = _folder_parts if config.dataset == "folder" else _cifar_parts
     parts, num_classes = read(config, Path(data_dir))
-    name = MODELS.get(config.model, config.model)
+    model = make_model(config, num_classes)
+    splits = {part: _split(config, part, dataset) for part, dataset in parts.items()}
+    return ImageTask(model, splits, num_classes, _pipeline(config, num_classes))
+
+
+# what timm calls our settings
+_SETTING = {"img_size": "image_size", "drop_path_rate": "drop_path", "proj_drop_rate": "dropout"}
+
+
+def make_model(config: ImageConfig, num_classes: int) -> nn.Module:
+    """timm's model with fresh weights."""
+    import timm
+
+    name, arguments = config.timm_name, config.model_arguments()
     if not timm.is_model(name):
         known = ", ".join(MODELS)
         raise ValueError(f"timm has no model {name!r}; short names here: {known}")
-    model = timm.create_model(name, num_classes=num_classes, **config.model_arguments())
-    splits = {part: _split(config, part, dataset) for part, dataset in parts.items()}
-    return ImageTask(model, splits, num_classes, _pipeline(config, num_classes))
+    try:
+        model: nn.Module = timm.create_model(name, num_classes=num_classes, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        told = as_text({_SETTING.get(key, key): value for key, value in arguments.items()})
+        small = f" (sizes that are not set follow {config.dataset})"
+        raise ValueError(
+            f"timm cannot make {name} with {told}{small if config.dataset != 'folder' else ''}: "
+            f"{error}; change these settings, or take a model that has them"
+        ) from error
+    return model
+
+
+def _own_size(name: str) -> int:
+    """Side of the images that a model of timm's is made for."""
+    if find_spec("timm") is None:
+        return 224
+    from timm.models import get_pretrained_cfg
+
+    found = get_pretrained_cfg(name)
+    return 224 if found is None else int(found.input_size[-1])
+
+
+def _tried_model(config: ImageConfig, device: str) -> nn.Module:
+    """The model on a device, known to take an image; torch's generator is left as it was."""
+    with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
+        model = make_model(config, num_classes=2).eval()
+        try:
+            model(torch.zeros(1, 3, config.size, config.size))
+        except Exception as error:
+            raise ValueError(
+                f"{config.timm_name} cannot take images of image_size={config.size} ({error}); "
+                f"its own is {_own_size(config.timm_name)}"
+            ) from error
+    return model
 
 
 def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]], int]:
@@ -288,6 +368,13 @@ def _pipeline(config: ImageConfig, num_classes: int) -> Any:
     return OnHost(num_classes, mixup, config.smoothing)
 
 
+def label(config: ImageConfig, data_dir: Path) -> str:
+    """Data set and model; a folder of images goes by its own name, ``folder=flowers``."""
+    # as it was typed, not where links lead; a blank would end the name
+    name = re.sub(r"\s+", "_", Path(os.path.abspath(data_dir)).name)
+    return config.label(f"folder={name}")
+
+
 RECIPE = Recipe(
     name="image",
     title="Image classification from scratch: DeiT, CaiT, Swin",
@@ -295,4 +382,5 @@ RECIPE = Recipe(
     build=build,
     sources=(image_folder.SOURCE, *cifar.SOURCES),
     extra="timm",
+    label=label,
 )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gfsa.tables import append_lines, check_table
+from gfsa.tables import append_lines, check_table, fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +54,48 @@ class Row:
     commit: str = ""
     date: str = ""
     command: str = ""
+    data: str = ""
+    """What was trained and measured on, ``45000+5000+10000 3fa2c1d0``: examples in train, valid
+    and test, and a hash of some of them; empty in rows of earlier versions."""
 
 
 _COLUMNS = [field.name for field in fields(Row)]
+# tables of earlier versions lack these; their rows have nothing to say there
+_ADDED = ("data",)
+
+
+def same_data(one: Row, other: Row) -> bool:
+    """Whether two rows may be on the same data: one that does not say goes with any."""
+    return not one.data or not other.data or one.data == other.data
 
 
 def check_rows_fit(path: Path) -> None:
     """Raise ValueError if rows cannot be added to ``path``."""
-    check_table(path, _COLUMNS)
+    check_table(path, _COLUMNS, _ADDED)
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
     """Add rows to a table, with a header if it is new; several processes may do so."""
     lines = [{k: "" if v is None else v for k, v in asdict(row).items()} for row in rows]
-    append_lines(path, _COLUMNS, lines, end="\r\n")
+    append_lines(path, _COLUMNS, lines, end="\r\n", added=_ADDED)
+
+
+def rows_of_experiment(path: Path, recipe: str, task: str, settings: str) -> list[Row]:
+    """The rows that a run with these is compared with; none if there is no table yet."""
+    # who is to add the first row begins with an empty file
+    if not path.exists() or not path.stat().st_size:
+        return []
+    wanted = (recipe, task, settings)
+    return [row for row in read_rows(path) if (row.recipe, row.task, row.settings) == wanted]
+
+
+def has_row(path: Path, row: Row) -> bool:
+    """Whether a table has a row of this very run, on the same data."""
+    this = (row.method, row.options, row.seed)
+    return any(
+        (other.method, other.options, other.seed) == this and same_data(row, other)
+        for other in rows_of_experiment(path, row.recipe, row.task, row.settings)
+    )
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -78,7 +106,7 @@ def read_rows(path: Path) -> list[Row]:
         reader = csv.reader(file, strict=True)
         try:
             header = next(reader, [])
-            if header != names:
+            if not fits(header, names, _ADDED):
                 missing = [name for name in names if name not in header]
                 unknown = [name for name in header if name not in names]
                 raise ValueError(
@@ -88,12 +116,12 @@ def read_rows(path: Path) -> list[Row]:
                 )
             for line in reader:
                 where = f"{path}, line {reader.line_num}"
-                if len(line) != len(names):
+                if len(line) != len(header):
                     raise ValueError(
-                        f"{where}: expected {len(names)} columns, got {len(line)}; the file is "
+                        f"{where}: expected {len(header)} columns, got {len(line)}; the file is "
                         "damaged (a write cut short, or an edit): repair or remove the line"
                     )
-                rows.append(Row(**_typed(dict(zip(names, line, strict=True)), where)))
+                rows.append(Row(**_typed(dict(zip(header, line, strict=True)), where)))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, after line {reader.line_num}: not CSV: {error}") from error
     return rows
@@ -102,7 +130,7 @@ def read_rows(path: Path) -> list[Row]:
 def _typed(line: dict[str, str], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field in fields(Row):
-        text, kind = line[field.name], str(field.type)
+        text, kind = line.get(field.name, ""), str(field.type)
         try:
             if kind.endswith("| None") and text == "":
                 values[field.name] = None

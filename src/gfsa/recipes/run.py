@@ -26,19 +26,25 @@ from gfsa.bench.environment import commit, device_name
 from gfsa.locks import locked
 from gfsa.recipes import find_recipe
 from gfsa.recipes.config import HARMLESS, TrainConfig, as_text, changed_settings, settings_of
+from gfsa.recipes.devices import check_device
+from gfsa.recipes.fingerprint import difference, fingerprint
 from gfsa.recipes.folder import (
+    RunData,
     differences,
     environment,
+    is_begun,
     now,
+    read_data,
     read_row,
     run_folder,
     write_config,
+    write_data,
     write_json,
     write_row,
 )
 from gfsa.recipes.methods import MethodConfig, added_parameters, find_method, options_of
 from gfsa.recipes.randomness import seed_everything
-from gfsa.recipes.row import Row
+from gfsa.recipes.row import Row, rows_of_experiment
 from gfsa.recipes.task import Task
 from gfsa.recipes.trainer import Outcome, Trainer
 from gfsa.recipes.tree import to_device
@@ -71,6 +77,8 @@ class Run:
     device: str = "auto"
     resume: bool = False
     jobs: int = 1
+    results: Path | None = None
+    """Where its row goes; if there are rows on other data there, a warning says so."""
 
     def check(self) -> None:
         """Everything that can be wrong before any data is read."""
@@ -83,9 +91,10 @@ class Run:
 
     def key(self) -> Key:
         """What tells this run from every other."""
+        recipe = find_recipe(self.recipe)
         return Key(
-            recipe=find_recipe(self.recipe).name,
-            task=self.config.label(),
+            recipe=recipe.name,
+            task=recipe.label_of(self.config, self.data_dir),
             method=self.method,
             options=self.told_options,
             settings=settings_of(self.config),
@@ -131,6 +140,7 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     finished = read_row(run.folder)
     if finished is not None and run.resume:
         _check_finished(run, accelerator.num_processes)
+        _check_finished_data(run)
         return finished
     with _one_at_a_time(run.folder) if accelerator.is_main_process else nullcontext():
         return _carry_out(run, accelerator, progress)
@@ -145,6 +155,7 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
     with _determinism(config.deterministic), _tensor_cores(config.precision == "tf32"):
         seed_everything(config.seed)
         task = _build(run)
+        data = _note_data(run, task, accelerator)
         added = find_method(run.method).apply(task.model, run.options)
         # every method goes on from the same state, whatever it drew to begin with, and every
         # process drops other units than its neighbours
@@ -154,11 +165,11 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
         try:
             outcome = trainer.fit(run.resume, progress)
         except FloatingPointError as error:
-            row = _row(run, task, added, trainer.failure(), accelerator)
+            row = _row(run, task, data, added, trainer.failure(), accelerator)
             if accelerator.is_main_process:
                 write_row(folder, row)
             raise DivergedError(str(error), row) from error
-        row = _row(run, task, added, outcome, accelerator)
+        row = _row(run, task, data, added, outcome, accelerator)
         if accelerator.is_main_process:
             _keep(task, trainer.bare_model, folder, config, run)
             write_row(folder, row)
@@ -194,6 +205,66 @@ def _check_finished(run: Run, processes: int) -> None:
             )
 
 
+def _check_finished_data(run: Run) -> None:
+    """Nor for other data; what lies where it lay is taken for the same without being read."""
+    noted, place = read_data(run.folder), str(run.data_dir.resolve())
+    if noted is None or noted.data_dir == place:
+        return
+    seed_everything(run.config.seed)
+    try:
+        found = fingerprint(_build(run))
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{run.folder} holds a finished run on the data in {noted.data_dir}; whether that in "
+            f"{place} is the same cannot be seen, give --data-dir {noted.data_dir} or use another "
+            f"--out: {error}"
+        ) from error
+    if found != noted.data:
+        raise ValueError(
+            f"{run.folder} holds a finished run on other data, from {noted.data_dir} "
+            f"({difference(noted.data, found)}); use another --out"
+        )
+
+
+def _note_data(run: Run, task: Task, accelerator: Accelerator) -> str:
+    """Write down what it runs on; an interrupted run goes on with what it began with."""
+    data = fingerprint(task)
+    noted = read_data(run.folder) if run.resume and is_begun(run.folder) else None
+    if noted is not None and noted.data != data:
+        raise ValueError(
+            f"{run.folder} was begun on other data, from {noted.data_dir} "
+            f"({difference(noted.data, data)}); give it that data, or use another --out"
+        )
+    # every process has compared before one of them writes
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_data(run.folder, RunData(data, str(run.data_dir.resolve())))
+        _tell_of_other_data(run, data)
+    return data
+
+
+def _tell_of_other_data(run: Run, data: str) -> None:
+    """Warn, before hours of training, that the rows in the table are not comparable with it."""
+    if run.results is None:
+        return
+    key = run.key()
+    path = run.results / f"{key.recipe}.csv"
+    seeds: dict[str, set[int]] = {}
+    # for a warning's sake no run ends; who adds to the table says what is wrong with it
+    with contextlib.suppress(ValueError, OSError):
+        for row in rows_of_experiment(path, key.recipe, key.task, key.settings):
+            if row.data not in ("", data):
+                name = f"{row.method} {row.options}".strip()
+                seeds.setdefault(f"{name} on {row.data}, seed ", set()).add(row.seed)
+    if seeds:
+        told = "; ".join(name + ", ".join(map(str, sorted(of))) for name, of in seeds.items())
+        warnings.warn(
+            f"{run} runs on data {data}, and {path} has rows of the same experiment on other data "
+            f"({told}): they are not compared with each other",
+            stacklevel=2,
+        )
+
+
 def _build(run: Run) -> Task:
     recipe = find_recipe(run.recipe)
     try:
@@ -208,10 +279,7 @@ def _build(run: Run) -> Task:
 def _accelerator(run: Run) -> Accelerator:
     # accelerate remembers the precision of the last run in this process
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
-    if run.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {run.device!r}")
-    if run.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch finds no GPU here")
+    check_device(run.device)
     precision = run.config.precision
     return Accelerator(
         cpu=run.device == "cpu",
@@ -257,7 +325,9 @@ def _as_data(run: Run, processes: int) -> dict[str, Any]:
     }
 
 
-def _row(run: Run, task: Task, added: int, outcome: Outcome, accelerator: Accelerator) -> Row:
+def _row(
+    run: Run, task: Task, data: str, added: int, outcome: Outcome, accelerator: Accelerator
+) -> Row:
     metric = task.metric
     others = {name: round(v, 6) for name, v in outcome.test.items() if name != metric}
     return Row(
@@ -284,6 +354,7 @@ def _row(run: Run, task: Task, added: int, outcome: Outcome, accelerator: Accele
         commit=commit(),
         date=now(),
         command=run.command,
+        data=data,
     )
 
 

@@ -82,6 +82,21 @@ class Task(ABC):
         """Inputs for the lens: what ``gfsa.diagnose(model, inputs)`` takes. None for no page."""
         return None
 
+    def identity(self, split: str, index: int) -> Any:
+        """What tells an example from those of other data; :mod:`~gfsa.recipes.fingerprint` asks.
+
+        Numbers, text, bytes or tensors, in any dict, list, tuple or dataclass; the same in every
+        run on this data, whatever seed and machine. So where items are worked out (a spectrum,
+        eigenvectors), which machines round differently, it is better what they were worked out
+        from. By default the item itself, and of ``train``, whose items may be augmented, nothing:
+        its size counts alone.
+        """
+        if split == "train":
+            return None
+        dataset = self.splits[split].dataset
+        fetch = getattr(dataset, "__getitems__", None)
+        return dataset[index] if fetch is None else fetch([index])
+
 
 @dataclass(frozen=True)
 class DataSource:
@@ -106,3 +121,9 @@ class Recipe:
     sources: tuple[DataSource, ...] = field(default=())
     extra: str = "train"
     """The extra of the package that installs what it imports."""
+    label: Callable[[Any, Path], str] | None = None
+    """``label(config, data_dir)``, for data that goes by its folder's name."""
+
+    def label_of(self, config: TrainConfig, data_dir: Path) -> str:
+        """What tables call a run's task: the config's label, unless the recipe knows more."""
+        return config.label() if self.label is None else self.label(config, data_dir)

@@ -7,7 +7,9 @@ One file, ``an4_mfcc.npz``, with ``feat_*``, all frames of a set one after the o
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Sequence
 from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +76,11 @@ def _part(path: Path, arrays: dict[str, np.ndarray], part: str) -> Utterances:
         )
     ends = np.cumsum(frames)
     starts = ends - frames
+    # now: what follows makes them mean 0 and variance 1 in place
+    hashes = [
+        sha256(features[start:end].tobytes()).digest()
+        for start, end in zip(starts, ends, strict=True)
+    ]
     all_features = torch.from_numpy(features).float()
     kept, malformed = [], []
     for i, (text, start, end) in enumerate(zip(texts, starts, ends, strict=True)):
@@ -98,8 +105,13 @@ def _part(path: Path, arrays: dict[str, np.ndarray], part: str) -> Utterances:
         frames=frames,
         features=partial(_cut, all_features, starts, ends),
         size=features.shape[1],
+        source=partial(_one_of, hashes),
     )
     return whole.take(kept) if malformed else whole
+
+
+def _one_of(hashes: Sequence[bytes], i: int) -> bytes:
+    return hashes[i]
 
 
 def _cut(features: Tensor, starts: np.ndarray, ends: np.ndarray, i: int) -> Tensor:

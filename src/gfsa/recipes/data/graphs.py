@@ -84,6 +84,15 @@ class GraphSet:
         """The numbers of the graphs of one split."""
         return (self.split == which).nonzero().flatten()
 
+    def source(self, number: int) -> dict[str, Tensor]:
+        """One graph as it was read; edges with real numbers are worked out from its nodes."""
+        first, edge = int(self.first_node[number]), int(self.first_edge[number])
+        read = {"x": self.x[first : first + int(self.nodes[number])], "y": self.y[number]}
+        if not self.edge_attr.is_floating_point():
+            edges = slice(edge, edge + int(self.edges[number]))
+            read |= {"edge_index": self.edge_index[:, edges], "edge_attr": self.edge_attr[edges]}
+        return read
+
     def only(self, keep: Tensor) -> GraphSet:
         """The graphs where ``keep``, ``(G,)``, is True."""
         chosen = keep.nonzero().flatten()

@@ -87,3 +87,7 @@ class FolderImages(Dataset[Any]):
             raise ValueError(
                 f"{path} is no readable image: {error}; replace or delete it"
             ) from error
+
+    def source(self, index: int) -> tuple[bytes, int]:
+        """The file and the label: how it is decoded depends on the machine's libraries."""
+        return self.listing.paths[index].read_bytes(), self.listing.labels[index]

@@ -36,6 +36,11 @@ class MemoryImages(Dataset[Any]):
             "labels": self.images.labels.index_select(0, at),
         }
 
+    def source(self, index: int) -> Any:
+        """Pixels and label, whatever becomes of them."""
+        at = self.indices[index]
+        return self.images.pixels[at], int(self.images.labels[at])
+
 
 class Subset(Dataset[Any]):
     """Items of a dataset by index. (torch's own would hand on ``__getitems__``.)"""
@@ -48,6 +53,9 @@ class Subset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[self.indices[index]]
+
+    def source(self, index: int) -> Any:
+        return self.dataset.source(self.indices[index])  # type: ignore[attr-defined]
 
 
 class Transformed(Dataset[Any]):
@@ -62,6 +70,10 @@ class Transformed(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image, label = self.dataset[index]
         return self.transform(image), label
+
+    def source(self, index: int) -> Any:
+        """The image before its transform."""
+        return self.dataset.source(index)  # type: ignore[attr-defined]
 
 
 def stack(items: Sequence[tuple[Tensor, int]]) -> dict[str, Tensor]:

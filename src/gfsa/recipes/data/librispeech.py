@@ -81,6 +81,7 @@ def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> Utterances:
         frames=np.array([samples // _HOP + 1 for *_, samples in entries]),
         features=partial(_features, paths, mels),
         size=mels,
+        source=partial(_file, paths),
     )
 
 
@@ -107,6 +108,10 @@ def _find(data_dir: Path, name: str) -> Path:
         f"LibriSpeech {name} was not found: looked for the folders "
         f"{' and '.join(map(str, looked))}. {SOURCE.where}"
     )
+
+
+def _file(paths: list[Path], i: int) -> bytes:
+    return paths[i].read_bytes()
 
 
 def _features(paths: list[Path], mels: int, i: int) -> Tensor:

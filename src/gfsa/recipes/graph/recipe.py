@@ -23,7 +23,12 @@ from gfsa.recipes.data.graph_sets import METRICS, SOURCES, DataName, read_graphs
 from gfsa.recipes.data.graphs import TEST, TRAIN, VALID, GraphSet
 from gfsa.recipes.graph.batches import DenseItems, GraphItems, PairItems, PatchItems, Tensors
 from gfsa.recipes.graph.models import build_model
-from gfsa.recipes.graph.settings import FOLLOWING, FromPaper, marked, paper_settings, unmarked
+from gfsa.recipes.graph.settings import (
+    FOLLOWING,
+    NOT_GIVEN,
+    paper_settings,
+    unread_settings,
+)
 from gfsa.recipes.task import Recipe, Split, Task, as_it_is
 
 ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
@@ -34,77 +39,79 @@ _CACHE_VERSION = 1
 _LENS_GRAPHS = 32
 
 
-_FOLLOWS: dict[str, Any] = {
-    name: marked(value) for name, value in paper_settings("graphormer-slim", "zinc").items()
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig(TrainConfig):
-    """Settings that are not given follow the model and the data set, as in the papers."""
+    """Settings that are not given follow the model and the data set, as in the papers.
+
+    They are settled when a config is made: ``dataclasses.replace`` with another model keeps the
+    first one's, so make a new config instead.
+    """
 
     in_label = ("data", "model")
 
     data: DataName = "zinc"
     model: ModelName = "graphormer-slim"
 
-    epochs: float = _FOLLOWS["epochs"]
-    batch_size: int = _FOLLOWS["batch_size"]
-    lr: float = _FOLLOWS["lr"]
-    weight_decay: float = _FOLLOWS["weight_decay"]
-    schedule: Schedule = _FOLLOWS["schedule"]
-    warmup: float = _FOLLOWS["warmup"]
-    clip: float = _FOLLOWS["clip"]
-    group_by_length: bool = _FOLLOWS["group_by_length"]
+    epochs: float = NOT_GIVEN
+    batch_size: int = NOT_GIVEN
+    lr: float = NOT_GIVEN
+    weight_decay: float = NOT_GIVEN
+    schedule: Schedule = NOT_GIVEN
+    warmup: float = NOT_GIVEN
+    clip: float = NOT_GIVEN
+    group_by_length: bool = NOT_GIVEN
     best: bool = True
 
-    depth: int = _FOLLOWS["depth"]
+    depth: int = NOT_GIVEN
     """Attention layers."""
-    width: int = _FOLLOWS["width"]
-    heads: int = _FOLLOWS["heads"]
-    ffn_width: int = _FOLLOWS["ffn_width"]
+    width: int = NOT_GIVEN
+    heads: int = NOT_GIVEN
+    ffn_width: int = NOT_GIVEN
     """Inside Graphormer's MLPs; those of GPS and Graph-ViT are twice as wide as the rest."""
-    gnn_depth: int = _FOLLOWS["gnn_depth"]
+    gnn_depth: int = NOT_GIVEN
     """Graph-ViT: GINE layers within patches."""
-    dropout: float = _FOLLOWS["dropout"]
+    dropout: float = NOT_GIVEN
     """On the branches of the layers; of Graph-ViT, within patches."""
-    mlp_dropout: float = _FOLLOWS["mlp_dropout"]
+    mlp_dropout: float = NOT_GIVEN
     """Graphormer: inside the MLPs; GPS and Graph-ViT have no other than ``dropout`` there."""
-    attention_dropout: float = _FOLLOWS["attention_dropout"]
+    attention_dropout: float = NOT_GIVEN
     """On entries of A; of Graph-ViT, on everything between patches."""
-    local: Literal["gine", "gated"] = _FOLLOWS["local"]
+    local: Literal["gine", "gated"] = NOT_GIVEN
     """GPS: its message passing."""
-    encoding: Encoding = _FOLLOWS["encoding"]
+    encoding: Encoding = NOT_GIVEN
     """GPS and Graph-ViT (not laplacian there): where a node is in its graph."""
-    encoding_size: int = _FOLLOWS["encoding_size"]
+    encoding_size: int = NOT_GIVEN
     """Random-walk steps or eigenvectors."""
-    encoding_width: int = _FOLLOWS["encoding_width"]
+    encoding_width: int = NOT_GIVEN
     """GPS: how much of the width is the encoding's."""
-    pooling: Literal["sum", "mean"] = _FOLLOWS["pooling"]
+    pooling: Literal["sum", "mean"] = NOT_GIVEN
     """GPS: of nodes to a graph."""
     patches: int = 32
     """Graph-ViT: at most so many a graph."""
     patch_hops: int = 1
     """Graph-ViT: each patch takes in its neighbours up to this far."""
-    patch_walk_steps: int = _FOLLOWS["patch_walk_steps"]
+    patch_walk_steps: int = NOT_GIVEN
     """Graph-ViT: random-walk steps that say where a patch is."""
-    pad_to_multiple: int = _FOLLOWS["pad_to_multiple"]
+    pad_to_multiple: int = NOT_GIVEN
     """Graphs are padded to a multiple of this many nodes, so that batches have few shapes."""
 
     def __post_init__(self) -> None:
         paper = paper_settings(self.model, self.data)
         for name in FOLLOWING:
-            if isinstance(getattr(self, name), FromPaper):
-                object.__setattr__(self, name, marked(paper[name]))
+            if getattr(self, name) is NOT_GIVEN:
+                # a frozen dataclass has no other way to finish itself
+                object.__setattr__(self, name, paper[name])
 
     def usual(self) -> GraphConfig:
         """What follows from this model and data set; these two themselves as in other recipes."""
         return GraphConfig(**paper_settings(self.model, self.data))
 
-    def plain(self) -> GraphConfig:
-        """The same with values of ordinary types; compilers stop at any other."""
-        values = {name: unmarked(getattr(self, name)) for name in FOLLOWING}
-        return dataclasses.replace(self, **values)
+    def unused(self) -> dict[str, str]:
+        unused = super().unused() | unread_settings(self.model)
+        if self.encoding == "none":
+            for name in ("encoding_size", "encoding_width"):
+                unused.setdefault(name, "encoding=none has no size")
+        return unused
 
     def check(self) -> None:
         super().check()
@@ -194,6 +201,11 @@ class GraphTask(Task):
         batch = self.splits["valid"].dataset.__getitems__(list(chosen))  # type: ignore[attr-defined]
         return (self.inputs(batch),)
 
+    def identity(self, split: str, index: int) -> Any:
+        """The graph as it was read: eigenvectors and walks are worked out on each machine."""
+        items: Any = self.splits[split].dataset
+        return items.graphs.source(int(items.chosen[index]))
+
 
 def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
     """Mean over labels of average precision and area under the ROC curve, as OGB takes them, ×100.
@@ -226,7 +238,7 @@ def build(config: GraphConfig, data_dir: Path) -> GraphTask:
         name: kind(graphs, features, _in_order(graphs, which), config.pad_to_multiple)
         for name, which in (("train", TRAIN), ("valid", VALID), ("test", TEST))
     }
-    return GraphTask(build_model(config.plain(), graphs), graphs, items)
+    return GraphTask(build_model(config, graphs), graphs, items)
 
 
 def _in_order(graphs: GraphSet, which: int) -> Tensor:

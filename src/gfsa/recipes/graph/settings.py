@@ -9,49 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-
-class FromPaper:
-    """Marks a value that nobody gave: it follows the model and the data set."""
-
-
-class _Float(float, FromPaper):
-    pass
-
-
-class _Int(int, FromPaper):
-    pass
-
-
-class _Str(str, FromPaper):
-    __slots__ = ()
-
-
-class _Bool(int, FromPaper):
-    """bool cannot be subclassed."""
-
-    def __repr__(self) -> str:
-        return str(bool(self))
-
-    __str__ = __repr__
-
-
-_MARKED: dict[type, Any] = {bool: _Bool, int: _Int, float: _Float, str: _Str}
-
-
-def marked(value: Any) -> Any:
-    """The same value, known to come from here."""
-    return _MARKED[type(value)](value)
-
-
-def unmarked(value: Any) -> Any:
-    """The same value as anybody's."""
-    for kind, mark in _MARKED.items():
-        if isinstance(value, mark):
-            return kind(value)
-    return value
-
-
 Settings = dict[str, Any]
+
+NOT_GIVEN: Any = None
+"""Stands where a setting is to follow the model and the data set."""
 
 _GRAPHORMER: Settings = {
     "epochs": 300.0,
@@ -213,7 +174,32 @@ MODELS = tuple(_MODELS)
 FOLLOWING = tuple(_GRAPHORMER)
 """The settings that follow the model and the data set."""
 
+_GRAPHORMERS = ("graphormer-slim", "graphormer")
+# the settings that not every model reads (graph/models.py, graph/recipe.py), and who does
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "ffn_width": _GRAPHORMERS,
+    "mlp_dropout": _GRAPHORMERS,
+    "local": ("gps",),
+    "encoding": ("gps", "graph-vit"),
+    "encoding_size": ("gps", "graph-vit"),
+    "encoding_width": ("gps",),
+    "pooling": ("gps",),
+    "gnn_depth": ("graph-vit",),
+    "patches": ("graph-vit",),
+    "patch_hops": ("graph-vit",),
+    "patch_walk_steps": ("graph-vit",),
+}
+
 
 def paper_settings(model: str, data: str) -> Settings:
     """What the papers take for this model on this data set."""
     return _MODELS[model] | _PAIRS.get((model, data), {})
+
+
+def unread_settings(model: str) -> dict[str, str]:
+    """Settings that only other models read: name → which."""
+    return {
+        name: f"model={model} has no use for it; {' or '.join(readers)} would"
+        for name, readers in _READ_BY.items()
+        if model not in readers
+    }

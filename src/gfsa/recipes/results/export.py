@@ -28,6 +28,7 @@ def _record(table: ResultTable, line: Line, paper: bool) -> dict[str, Any]:
         "recipe": table.recipe,
         "task": table.task,
         "settings": table.settings,
+        "data": " ".join(sorted({row.data for row in line.rows if row.data})),
         "metric": table.metric,
         "higher_is_better": table.higher_is_better,
         "method": line.method,

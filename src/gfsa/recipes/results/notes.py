@@ -10,8 +10,8 @@ from gfsa.recipes.results.tables import Line, ResultTable
 
 
 def notes_of(table: ResultTable) -> list[str]:
-    """Missing, failed, repeated and lonely seeds of one table."""
-    notes = []
+    """Other data, and missing, failed, repeated and lonely seeds of one table."""
+    notes = _of_data(table)
     plain = table.plain
     if plain is None:
         notes.append("No run of plain with these settings: no difference can be given.")
@@ -21,6 +21,29 @@ def notes_of(table: ResultTable) -> list[str]:
     for name, times in repeated.items():
         rows = "row was" if times == 1 else "rows were"
         notes.append(f"{name}: {times} {rows} replaced by a later run of the same seed.")
+    return notes
+
+
+def _of_data(table: ResultTable) -> list[str]:
+    """What the rows are on, where that is not the same for all."""
+    rows = table.rows
+    silent = sum(not row.data for row in rows)
+    notes = []
+    if table.data:
+        notes.append(
+            f"Runs on other data have tables of their own and are not compared with these, which "
+            f"are on {table.data} (examples to train+validate+test on, and a hash of some)."
+        )
+    elif table.data == "":
+        notes.append(
+            "These rows are of a version that did not note the data, and there are later ones on "
+            "different data; they are compared with each other alone."
+        )
+    if 0 < silent < len(rows):
+        notes.append(
+            f"{silent} of {len(rows)} rows are of a version that did not note the data; they are "
+            "taken to be on that of the others."
+        )
     return notes
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,7 +15,8 @@ COLUMNS = tuple(field.name for field in fields(Row))
 # a table with these columns is meant to be one of runs, even if others are missing or unknown
 MARKS = {"recipe", "task", "method", "seed"}
 
-RunKey = tuple[str, str, str, str, str, int]
+RunKey = tuple[str, str, str, str, str, int, str | None]
+Experiment = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,37 @@ def read_folder(folder: Path) -> Runs:
 
 
 def latest(rows: Iterable[Row]) -> Runs:
-    """Of several rows of one run (same key and seed) the one with the latest date counts."""
+    """Of several rows of one run (same key, seed and data) the one with the latest date counts."""
+    rows = list(rows)
+    data_of = told_apart(rows)
     chosen: dict[RunKey, Row] = {}
     replaced = []
     # the sort is stable: rows of one date stay in the order they were written
     for row in sorted(rows, key=lambda row: row.date):
-        key = run_key(row)
+        key = (*experiment(row), row.method, row.options, row.seed, data_of(row))
         if key in chosen:
             replaced.append(chosen.pop(key))
         chosen[key] = row
     return Runs(tuple(chosen.values()), tuple(replaced))
 
 
-def run_key(row: Row) -> RunKey:
-    return (row.recipe, row.task, row.settings, row.method, row.options, row.seed)
+def experiment(row: Row) -> Experiment:
+    """What rows have in common that are compared, if they are on the same data."""
+    return (row.recipe, row.task, row.settings)
+
+
+def told_apart(rows: Iterable[Row]) -> Callable[[Row], str | None]:
+    """Gives the data of a row if its experiment was run on several, None if on one.
+
+    Rows of earlier versions do not say what they are on: they go with the one there is. Where
+    there are several, nobody knows with which, and they stay apart (as ``""``).
+    """
+    found: dict[Experiment, set[str]] = defaultdict(set)
+    for row in rows:
+        if row.data:
+            found[experiment(row)].add(row.data)
+    several = {one for one, data in found.items() if len(data) > 1}
+    return lambda row: row.data if experiment(row) in several else None
 
 
 def _is_table_of_runs(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
@@ -39,16 +39,18 @@ def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
 
 def titles(tables: Sequence[ResultTable]) -> list[str]:
     """The task of each table, with what sets it apart from other tables of that task."""
-    shared: dict[tuple[str, str], set[str]] = {}
+    settings: dict[tuple[str, str], set[str]] = defaultdict(set)
     for table in tables:
-        words = set(table.settings.split())
-        shared[table.recipe, table.task] = shared.get((table.recipe, table.task), words) & words
-    alone = Counter((table.recipe, table.task) for table in tables)
+        settings[table.recipe, table.task].add(table.settings)
     named = []
     for table in tables:
-        key = (table.recipe, table.task)
-        own = " ".join(word for word in table.settings.split() if word not in shared[key])
-        named.append(table.task if alone[key] == 1 else f"{table.task} ({own or 'otherwise'})")
+        of_task = settings[table.recipe, table.task]
+        shared = set.intersection(*(set(one.split()) for one in of_task))
+        own = " ".join(word for word in table.settings.split() if word not in shared)
+        apart = [own or "otherwise"] if len(of_task) > 1 else []
+        if table.data is not None:
+            apart.append(f"data {table.data or 'not noted'}")
+        named.append(f"{table.task} ({', '.join(apart)})" if apart else table.task)
     return named
 
 

@@ -1,4 +1,7 @@
-"""From rows of runs to tables: one a (recipe, task, settings), one line a (method, options)."""
+"""From rows of runs to tables: one a (recipe, task, settings), one line a (method, options).
+
+Where such runs are on different data, there is a table for each.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from gfsa.recipes.results.reading import Runs
+from gfsa.recipes.results.reading import Experiment, Runs, experiment, told_apart
 from gfsa.recipes.results.statistics import PairedDifference, holm, paired_difference
 from gfsa.recipes.row import Row
 
@@ -98,6 +101,8 @@ class ResultTable:
     higher_is_better: bool
     lines: tuple[Line, ...]
     replaced: tuple[Row, ...]
+    data: str | None = None
+    """What its rows are on, where others are on other data; empty if they do not say."""
 
     @property
     def rows(self) -> list[Row]:
@@ -110,11 +115,34 @@ class ResultTable:
 
 def make_tables(runs: Runs) -> list[ResultTable]:
     """Every table of the folder, with p values adjusted over all comparisons in it."""
-    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    data_of = told_apart(runs.rows)
+    groups: dict[Experiment, dict[str | None, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in runs.rows:
-        groups[row.recipe, row.task, row.settings].append(row)
-    tables = [_make_table(groups[key], runs.replaced) for key in sorted(groups, key=_natural)]
+        groups[experiment(row)][data_of(row)].append(row)
+    tables = []
+    for key in sorted(groups, key=_natural):
+        by_data = groups[key]
+        for data in sorted(by_data, key=lambda data: _natural([data or ""])):
+            replaced = [r for r in runs.replaced if (experiment(r), data_of(r)) == (key, data)]
+            rows = [*by_data[data], *_lent_plain(by_data, data)]
+            tables.append(replace(_make_table(rows, replaced), data=data))
     return _adjusted(tables)
+
+
+def _lent_plain(by_data: dict[str | None, list[Row]], data: str | None) -> list[Row]:
+    """Runs of plain that do not say what they are on, for seeds that lack one on ``data``.
+
+    They may be on this data: only what is known to be on other data is not compared.
+    """
+    if not data:
+        return []
+    seeds = {row.seed for row in by_data[data]}
+    seeds -= {row.seed for row in by_data[data] if _is_plain(row)}
+    return [row for row in by_data.get("", []) if _is_plain(row) and row.seed in seeds]
+
+
+def _is_plain(row: Row) -> bool:
+    return (row.method, row.options) == PLAIN
 
 
 def coefficients_of(row: Row) -> tuple[float, ...]:
@@ -143,8 +171,7 @@ def _make_table(rows: Sequence[Row], replaced: Sequence[Row]) -> ResultTable:
     order = sorted(variants, key=lambda key: (key != PLAIN, key[0] != "plain", _natural(key)))
     plain = variants.get(PLAIN, [])
     lines = tuple(_make_line(variants[key], [] if key == PLAIN else plain) for key in order)
-    same = [row for row in replaced if _group(row) == _group(first)]
-    return ResultTable(*_group(first), *measures.pop(), lines, tuple(same))
+    return ResultTable(*experiment(first), *measures.pop(), lines, tuple(replaced))
 
 
 def _make_line(rows: Sequence[Row], plain: Sequence[Row]) -> Line:
@@ -206,10 +233,6 @@ def _memories(rows: Iterable[Row]) -> dict[str, list[float]]:
 
 def _ratios(ours: dict[str, list[float]], plain: dict[str, list[float]]) -> tuple[float, ...]:
     return tuple(fmean(ours[on]) / fmean(plain[on]) for on in sorted(ours.keys() & plain.keys()))
-
-
-def _group(row: Row) -> tuple[str, str, str]:
-    return (row.recipe, row.task, row.settings)
 
 
 def _natural(texts: Iterable[str]) -> list[list[tuple[bool, int, str]]]:

@@ -36,6 +36,7 @@ class Utterances:
         features: gives the features of the i-th, ``(frames, size)``, mean 0 and variance 1; can
             be pickled, for processes that read ahead.
         size: of a feature vector.
+        source: gives what the features of the i-th were worked out from, or a hash of it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Utterances:
     frames: np.ndarray
     features: Callable[[int], Tensor]
     size: int
+    source: Callable[[int], bytes] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -59,11 +61,12 @@ class Utterances:
             texts=[self.texts[i] for i in chosen],
             frames=self.frames[chosen],
             features=partial(_chosen, self.features, chosen),
+            source=None if self.source is None else partial(_chosen, self.source, chosen),
         )
 
 
-def _chosen(features: Callable[[int], Tensor], chosen: Sequence[int], i: int) -> Tensor:
-    return features(chosen[i])
+def _chosen(of_all: Callable[[int], Any], chosen: Sequence[int], i: int) -> Any:
+    return of_all(chosen[i])
 
 
 def normalised(features: Tensor) -> Tensor:
@@ -170,6 +173,13 @@ class SpeechBatches(Dataset[dict[str, Any]]):
             "part": [part.name for part, _ in places],
             "search": self._search,
         }
+
+    def source(self, index: int) -> Any:
+        """What was said, how long it took, and what its features were worked out from."""
+        number, i = self._places[index]
+        part = self._parts[number]
+        heard = None if part.source is None else part.source(i)
+        return part.name, part.ids[i], part.texts[i], self.frames[index], heard
 
     def split(self) -> Split:
         return Split(self, collate=as_it_is, lengths=self.frames)

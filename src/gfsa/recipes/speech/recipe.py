@@ -140,6 +140,10 @@ class SpeechTask(Task):
             inputs["tokens"] = F.pad(batch["tokens"], (1, 0), value=BEGIN)
         return inputs
 
+    def identity(self, split: str, index: int) -> Any:
+        """As it was recorded: features and pieces of words are worked out on each machine."""
+        return self.splits[split].dataset.source(index)  # type: ignore[attr-defined]
+
 
 def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
     """Read the data and make a model."""

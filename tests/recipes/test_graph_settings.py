@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from gfsa.recipes.config import override, settings_of
+from gfsa.recipes.config import from_text, settings_of
 from gfsa.recipes.data.graph_sets import DataName
 from gfsa.recipes.graph.recipe import GraphConfig, ModelName
 from gfsa.recipes.graph.settings import paper_settings
@@ -21,38 +22,42 @@ MODELS = get_args(ModelName)
 def test_settings_follow_the_model_and_the_data() -> None:
     slim = GraphConfig()
     assert (slim.lr, slim.batch_size, slim.epochs, slim.warmup) == (2e-4, 256, 10_000, 0.1)
-    gps = override(slim, {"model": "gps"})
+    gps = from_text(GraphConfig, {"model": "gps"})
     assert (gps.lr, gps.batch_size, gps.depth, gps.width, gps.heads) == (1e-3, 32, 10, 64, 4)
     assert (gps.encoding, gps.encoding_size, gps.local, gps.pooling) == ("walk", 20, "gine", "sum")
-    peptides = override(gps, {"data": "peptides-func"})
+    peptides = from_text(GraphConfig, {"model": "gps", "data": "peptides-func"})
     assert (peptides.encoding, peptides.width, peptides.depth) == ("laplacian", 96, 4)
     assert (gps.group_by_length, peptides.group_by_length) == (False, True)
 
 
 def test_what_is_given_stays_even_if_it_is_the_default_of_another_model() -> None:
-    given = override(GraphConfig(), {"lr": "0.0002", "model": "gps"})
+    given = from_text(GraphConfig, {"lr": "0.0002", "model": "gps"})
     assert given.lr == 2e-4
-    assert override(given, {"data": "molhiv"}).lr == 2e-4
-    assert override(GraphConfig(model="gps"), {"group_by_length": "true"}).group_by_length is True
+    given = from_text(GraphConfig, {"model": "gps", "group_by_length": "true"})
+    assert given.group_by_length is True
+    # nor does anything change that is settled
+    assert dataclasses.replace(given, seed=3) == GraphConfig(
+        model="gps", group_by_length=True, seed=3
+    )
 
 
 def test_the_table_tells_what_was_given_and_nothing_else() -> None:
     gps = GraphConfig(model="gps", data="molhiv")
     assert gps.label() == "molhiv gps"
     assert settings_of(gps) == ""
-    assert settings_of(override(gps, {"epochs": "3", "seed": "4"})) == "epochs=3.0"
+    assert settings_of(dataclasses.replace(gps, epochs=3.0, seed=4)) == "epochs=3.0"
     # what another model has by default is worth telling, what this one has is not
     for name, told in (("gps", "group_by_length=True"), ("graphormer", "")):
-        given = override(GraphConfig(), {"group_by_length": "true", "model": name})
+        given = from_text(GraphConfig, {"group_by_length": "true", "model": name})
         assert settings_of(given) == told
 
 
 def test_the_command_of_a_row_is_its_run() -> None:
     given = {"model": "graph-vit", "data": "molhiv", "group_by_length": "true", "lr": "0.0002"}
-    one = Run(recipe="graph", config=override(GraphConfig(), given))
+    one = Run(recipe="graph", config=from_text(GraphConfig, given))
     settings = dict(word.split("=") for word in one.command.split() if "=" in word)
     assert settings == {**given, "group_by_length": "True"}
-    assert override(GraphConfig(), settings) == one.config
+    assert from_text(GraphConfig, settings) == one.config
 
 
 @pytest.mark.parametrize(("data", "model"), list(itertools.product(get_args(DataName), MODELS)))
@@ -61,6 +66,8 @@ def test_every_model_has_settings_for_every_data_set(data: str, model: str) -> N
     chosen.check()
     for name, value in paper_settings(model, data).items():
         assert getattr(chosen, name) == value
+        # compilers stop at numbers of other types
+        assert type(getattr(chosen, name)) is type(value)
 
 
 @pytest.mark.parametrize(

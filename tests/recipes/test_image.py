@@ -11,6 +11,7 @@ import torch
 from timm.data import Mixup
 
 import gfsa
+from gfsa.recipes import image as image_recipe
 from gfsa.recipes.augment import (
     Normalise,
     OnDevice,
@@ -21,7 +22,7 @@ from gfsa.recipes.augment import (
 )
 from gfsa.recipes.config import settings_of
 from gfsa.recipes.data import cifar
-from gfsa.recipes.image import ImageConfig, ImageTask, build
+from gfsa.recipes.image import MODELS, ImageConfig, ImageTask, build
 from gfsa.recipes.methods import MethodConfig
 from gfsa.recipes.plan import read_plan
 from gfsa.recipes.row import Row
@@ -198,7 +199,8 @@ def test_folders_with_val_and_test(tmp_path: Path) -> None:
         "test": 9,
     }
     row = carry_out(run(tmp_path / "data", **settings))
-    assert row.task == "imagenet-style deit_tiny-d2"
+    # a folder goes by its name
+    assert row.task == "folder=data deit_tiny-d2"
     assert row.steps == 3
 
 
@@ -254,6 +256,42 @@ def test_the_planned_experiments_are_runs() -> None:
         assert {run.config.seed for run in runs if run.method == method} == {0, 1, 2} | more
     contranorm = {run.key().options for run in runs if run.method == "contranorm"}
     assert contranorm == {"strength=0.01 form=vit"}
+
+
+def test_another_model_of_timms_trains_at_its_own_size(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data", {"train": 8, "val": 2})
+    settings = {"dataset": "folder", "model": "test_vit", "depth": 0, "patch_size": 0}
+    task = made(tmp_path / "data", **settings)
+    assert a_batch(task)["images"].shape == (8, 3, 160, 160)
+    assert carry_out(run(tmp_path / "data", "gfsa", **settings)).steps == 3
+    for model in MODELS:
+        assert ImageConfig(model=model).size == 224
+        assert ImageConfig(model=model, dataset="cifar10").size == 32
+
+
+def test_what_timm_cannot_make_is_told_with_our_settings(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"resnet18 with .*image_size=32 .*follow cifar10.*img_si"):
+        made(data, model="resnet18", depth=0)
+    with pytest.raises(ValueError, match=r"twins_svt_small with .*depth=2.*'depth'"):
+        made(data, model="twins_svt_small")
+
+
+def test_a_model_that_needs_numbers_is_tried_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some cannot be made on the device meta; that is no reason to refuse them."""
+    make = image_recipe.make_model
+    tried = []
+
+    def fails_without(config: ImageConfig, num_classes: int) -> torch.nn.Module:
+        tried.append(torch.get_default_device().type)
+        if tried[-1] == "meta":
+            raise ValueError("Tensor.item() cannot be called on meta tensors")
+        return make(config, num_classes)
+
+    monkeypatch.setattr(image_recipe, "make_model", fails_without)
+    sketch = SMALL.sketch()
+    assert tried == ["meta", "cpu"]
+    assert sketch is not None
+    assert next(sketch.parameters()).device.type == "cpu"
 
 
 def test_an_unknown_model_is_named(data: Path) -> None:

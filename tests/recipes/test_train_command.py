@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import gfsa.recipes.row
 from gfsa.cli import build
-from gfsa.recipes.config import TrainConfig, override, parse, settings_of
+from gfsa.recipes.config import TrainConfig, from_text, parse, settings_of
 from gfsa.recipes.plan import Request, numbers_of, read_plan
 from gfsa.recipes.row import Row, read_rows
 
@@ -193,6 +193,12 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--set", "seed=3"], "--seeds"),
         ([TOY, "--seeds", "a-b"], "0-4"),
         ([TOY, "--seeds", "4-0"], "0-4"),
+        ([TOY, "--seeds", "0-2,9-7"], "--seeds takes numbers such as"),
+        ([TOY, "--method", "gfsa", "--K", "1"], "K must be an integer of at least 2"),
+        ([TOY, "--method", "gfsa", "--set", "learn="], "learn names what a filter learns"),
+        ([TOY, "--set", "epochs=1", "--set", "max_steps=3"], "both say when to stop"),
+        ([TOY, "--set", "schedule=constant", "--set", "min_lr=0.1"], "min_lr (schedule=constant"),
+        (["lra", "--method", "gfsa", "--set", "attention=linformer"], "cannot be put into"),
         ([TOY, "--seeds", "0-999999999"], "at most 10000 numbers"),
         ([TOY, "--set", "epochs=1e308"], "epochs must be at most 1e+09"),
         ([], "--list"),
@@ -260,7 +266,7 @@ def test_text_becomes_typed_values() -> None:
     assert parse("x", "a, b", tuple[str, ...]) == ("a", "b")
     assert parse("x", "yes", bool) is True
     assert numbers_of("--K", "2-4,7") == (2, 3, 4, 7)
-    changed = override(TrainConfig(), {"lr": "1e-3", "workers": "2"})
+    changed = from_text(TrainConfig, {"lr": "1e-3", "workers": "2"})
     assert settings_of(changed) == "lr=0.001"
 
 

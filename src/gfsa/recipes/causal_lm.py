@@ -66,6 +66,16 @@ class CausalLMConfig(TrainConfig):
         if not self.scratch and self.tokenizer == "bpe":
             raise ValueError("a pretrained model cannot read another vocabulary than its own")
 
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        unused["group_by_length"] = "every block has the same length"
+        if not self.scratch:
+            own = f"{self.model} has its own; model=scratch takes it"
+            unused |= dict.fromkeys(("depth", "width", "heads"), own)
+        if self.tokenizer != "bpe":
+            unused["vocab_size"] = f"tokenizer={self.tokenizer} has its own; bpe is learned"
+        return unused
+
     @property
     def scratch(self) -> bool:
         return self.model == "scratch"

@@ -66,6 +66,13 @@ class CodeConfig(TrainConfig):
         if self.max_length and self.max_length < 3:
             raise ValueError(f"{self.max_length} tokens hold no code between start and end")
 
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        if not self.scratch:
+            own = f"{self.model} has its own; model=scratch takes it"
+            unused |= dict.fromkeys(("depth", "width", "heads", "vocab_size", "dropout"), own)
+        return unused
+
     @property
     def longest(self) -> int:
         return self.max_length or {"devign": 512, "bigclonebench": 400}[self.dataset]

@@ -8,7 +8,19 @@ import math
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant"]
@@ -31,7 +43,8 @@ class TrainConfig:
     epochs: float = 5
     """Passes over the training data; a fraction stops within one."""
     max_steps: int = 0
-    """If above 0, stop after that many optimiser steps instead."""
+    """If above 0, stop after that many optimiser steps instead; ``epochs`` that are given on the
+    command line go before a recipe's own."""
     batch_size: int = 32
     """Examples per optimiser step, over all processes and accumulated batches."""
     eval_batch_size: int = 0
@@ -109,6 +122,31 @@ class TrainConfig:
         if self.graphs and (self.accumulate > 1 or self.precision == "fp16"):
             raise ValueError("graphs=true captures one batch a step in fp32, tf32 or bf16")
 
+    def unused(self) -> dict[str, str]:
+        """Settings that change nothing beside the present ones: name → what would use it.
+
+        Whoever gives one of them means something that will not happen, and would get rows that
+        look like another experiment's: ``gfsa train`` refuses it. Subclasses add their own.
+        """
+        unused: dict[str, str] = {}
+        if self.schedule == "constant":
+            unused["min_lr"] = "schedule=constant never falls; linear and cosine do"
+        if self.patience:
+            unused["best"] = f"patience={self.patience} reports the best weights by itself"
+        if self.accumulate > 1:
+            unused["drop_last"] = "accumulate above 1 always leaves the last batch out"
+        return unused
+
+    def sketch(self) -> nn.Module | None:
+        """The model without its numbers (on the device ``meta``), for trying a method on it.
+
+        None where it takes data, or a package that is not there, to know what the model is.
+
+        Raises:
+            ValueError: if there is no such model.
+        """
+        return None
+
     def label(self) -> str:
         """What is trained, for tables: the data set, or the data set and the model."""
         raise NotImplementedError
@@ -161,21 +199,21 @@ def as_text(values: dict[str, Any]) -> str:
     )
 
 
-def override(config: AnyConfig, settings: dict[str, str]) -> AnyConfig:
-    """``config`` with some fields replaced by text from the command line."""
-    hints = get_type_hints(type(config))
-    names = field_names(config)
-    changes: dict[str, Any] = {}
+def from_text(kind: type[AnyConfig], settings: dict[str, str]) -> AnyConfig:
+    """A config with some fields given as text, on the command line; the others as they are."""
+    hints = get_type_hints(kind)
+    names = field_names(kind)
+    given: dict[str, Any] = {}
     for name, text in settings.items():
         if name not in names:
             close = difflib.get_close_matches(name, names, n=3)
             raise ValueError(
-                f"{type(config).__name__} has no setting {name!r}"
+                f"{kind.__name__} has no setting {name!r}"
                 + (f"; did you mean {', '.join(close)}?" if close else "")
                 + f" It has: {', '.join(names)}"
             )
-        changes[name] = parse(name, text, hints[name])
-    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+        given[name] = parse(name, text, hints[name])
+    return kind(**given)
 
 
 def field_names(config: Any) -> list[str]:

@@ -59,6 +59,16 @@ class LraConfig(TrainConfig):
         for name in ("dim", "depth", "num_heads", "ffn_dim", "projected"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.dim % self.num_heads:
+            raise ValueError(f"dim {self.dim} must be a multiple of num_heads {self.num_heads}")
+        if self.attention == "efficient" and self.attention_dropout:
+            raise ValueError(
+                "attention=efficient never builds the map whose entries attention_dropout="
+                f"{self.attention_dropout} would drop; leave it at 0"
+            )
         if self.task == "listops" and self.length <= listops.LONGEST:
             raise ValueError(
                 f"length must be above {listops.LONGEST}, the longest list, got {self.length}"
@@ -67,6 +77,21 @@ class LraConfig(TrainConfig):
             raise ValueError(f"pad_to_multiple must not be negative, got {self.pad_to_multiple}")
         if not 0 < self.holdout < 1:
             raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}")
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        if self.task == "image":
+            fixed = f"every image is {_PIXELS} tokens; task=listops has lists of many lengths"
+            unused |= dict.fromkeys(("length", "pad_to_multiple", "group_by_length"), fixed)
+        else:
+            unused["holdout"] = "ListOps has its own validation part; task=image holds some out"
+        if self.attention != "linformer":
+            unused["projected"] = "attention=linformer alone squeezes its sequences"
+        return unused
+
+    def sketch(self) -> nn.Module:
+        with torch.device("meta"):
+            return make_encoder(self)
 
     def label(self) -> str:
         return f"{self.task} {self.attention}"
@@ -161,7 +186,12 @@ def build(config: LraConfig, data_dir: Path) -> LraTask:
     """Read (or make) the sequences, make the encoder."""
     is_lists = config.task == "listops"
     splits = _lists(config, data_dir) if is_lists else _images(config, data_dir)
-    model = Encoder(
+    return LraTask(make_encoder(config), splits, listops.PAD if is_lists else None)
+
+
+def make_encoder(config: LraConfig) -> Encoder:
+    is_lists = config.task == "listops"
+    return Encoder(
         vocabulary=len(listops.TOKENS) if is_lists else 256,
         num_classes=10,
         max_length=config.length - 1 if is_lists else _PIXELS,
@@ -174,7 +204,6 @@ def build(config: LraConfig, data_dir: Path) -> LraTask:
         attention_dropout=config.attention_dropout,
         projected=config.projected,
     )
-    return LraTask(model, splits, listops.PAD if is_lists else None)
 
 
 def _lists(config: LraConfig, data_dir: Path) -> dict[str, Split]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 import gfsa
 from gfsa.filters import Power
+from gfsa.recipes.config import as_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,13 @@ class Method:
     """Changes the model in place and gives the learned numbers added."""
     uses: tuple[str, ...] = ()
     """The options that it reads; others may not be set."""
+
+    def uses_beside(self, options: MethodConfig) -> tuple[str, ...]:
+        """The options that it reads if the others are these."""
+        if "learn" in self.uses and "wK" not in options.learn:
+            # wK stays 0: the term that K and power are about is not there
+            return tuple(name for name in self.uses if name not in ("K", "power"))
+        return self.uses
 
 
 def _gfsa(model: nn.Module, config: MethodConfig, **changes: Any) -> int:
@@ -173,6 +183,55 @@ def options_of(method: Method, config: MethodConfig) -> dict[str, Any]:
             known = ", ".join(method.uses) or "none"
             raise ValueError(f"method {method.name} has no option {name!r}; its options: {known}")
     return changed
+
+
+def check_options(name: str, options: MethodConfig) -> None:
+    """Raise ValueError for options with which a method fits no model at all."""
+    method = find_method(name)
+    told = as_text(options_of(method, options))
+    if not options.learn:
+        raise ValueError(
+            "learn names what a filter learns, some of w0, w1 and wK by commas, got nothing; "
+            "--method plain is the model without a filter"
+        )
+    try:
+        _try(method, options, _stand_in())
+    except ValueError as error:
+        # the filter may have another name for an option than the command line
+        raise ValueError(f"method {name} cannot take {told}: {error}") from error
+
+
+def check_fit(name: str, options: MethodConfig, model: nn.Module, what: str) -> None:
+    """Raise ValueError if a method cannot be put into a model, which is spent on the attempt.
+
+    Args:
+        model: on the device ``meta``, say.
+        what: what to call it.
+    """
+    try:
+        _try(find_method(name), options, model)
+    except ValueError as error:
+        # a line for every layer would bury the reason
+        first, *layers = str(error).splitlines()
+        reasons = "\n".join([first, *layers[:2], *(["  …"] if layers[2:] else [])])
+        raise ValueError(f"method {name} cannot be put into {what}: {reasons}") from error
+    except RuntimeError:
+        # it takes numbers, which a sketch has not: the run will tell
+        return
+
+
+def _try(method: Method, options: MethodConfig, model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        # whatever there is to be said about a model is said when it is trained
+        warnings.simplefilter("ignore")
+        method.apply(model, options)
+
+
+def _stand_in() -> nn.Module:
+    """A model that every method fits, without memory and without random numbers."""
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def added_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gfsa.recipes import find_recipe
-from gfsa.recipes.config import field_names, override
-from gfsa.recipes.methods import METHODS, MethodConfig, find_method
+from gfsa.recipes.config import TrainConfig, field_names, from_text
+from gfsa.recipes.devices import check_device
+from gfsa.recipes.methods import METHODS, MethodConfig, check_fit, check_options, find_method
 from gfsa.recipes.row import read_rows
 from gfsa.recipes.run import Key, Run
 
@@ -34,33 +35,45 @@ class Request:
 
     def runs(self, **places: Any) -> list[Run]:
         """Every combination, checked; a method without K is run once for all of them."""
+        check_device(places.get("device", "auto"))
         if self.each:
             return self._runs_of_each(**places)
         recipe = find_recipe(self.recipe)
         for_recipe, for_method = self._sorted(recipe.config)
-        config = override(recipe.config(), for_recipe)
+        config = _config(recipe.config, for_recipe)
         runs: list[Run] = []
-        for name, order, seed in itertools.product(
-            self.methods, self.orders or (None,), self.seeds
-        ):
-            uses = find_method(name).uses
-            # options of one method do not concern another of the same line
-            given = {key: text for key, text in for_method.items() if key in uses}
-            options = override(MethodConfig(), given)
-            if order is not None and "K" in uses:
-                options = dataclasses.replace(options, K=order)
-            run = Run(
-                recipe=self.recipe,
-                config=dataclasses.replace(config, seed=seed),
-                method=name,
-                options=options,
-                **places,
-            )
-            run.check()
-            if all(run.folder != other.folder for other in runs):
-                runs.append(run)
-        self._check_used(for_method)
+        used: set[str] = set()
+        for name, order in itertools.product(self.methods, self.orders or (None,)):
+            options, uses = self._options(name, order, for_method)
+            used.update(uses)
+            for seed in self.seeds:
+                run = Run(
+                    recipe=self.recipe,
+                    config=dataclasses.replace(config, seed=seed),
+                    method=name,
+                    options=options,
+                    **places,
+                )
+                run.check()
+                if all(run.folder != other.folder for other in runs):
+                    runs.append(run)
+        self._check_used(for_method, used)
+        for name, options in dict.fromkeys((run.method, run.options) for run in runs):
+            check_options(name, options)
+            _check_model(config, name, options)
         return runs
+
+    def _options(
+        self, name: str, order: int | None, for_method: dict[str, str]
+    ) -> tuple[MethodConfig, tuple[str, ...]]:
+        """The options of a method, and those that it uses if they are these."""
+        method = find_method(name)
+        # options of one method do not concern another of the same line
+        given = {key: text for key, text in for_method.items() if key in method.uses}
+        if order is not None and "K" in method.uses:
+            given["K"] = str(order)
+        uses = method.uses_beside(from_text(MethodConfig, given))
+        return from_text(MethodConfig, {k: v for k, v in given.items() if k in uses}), uses
 
     def _runs_of_each(self, **places: Any) -> list[Run]:
         names = [name for name, _ in self.each]
@@ -87,18 +100,45 @@ class Request:
         for_method = {k: v for k, v in settings.items() if k in of_method and k not in of_recipe}
         return {k: v for k, v in settings.items() if k not in for_method}, for_method
 
-    def _check_used(self, for_method: dict[str, str]) -> None:
-        uses = {option for name in self.methods for option in find_method(name).uses}
+    def _check_used(self, for_method: dict[str, str], uses: set[str]) -> None:
         if self.orders and "K" in for_method:
             raise ValueError("K is given by --K and by --set K=…; leave one of them out")
         unused = [*(name for name in for_method if name not in uses)]
         if self.orders and "K" not in uses:
             unused.append("K")
         if unused:
+            learn = for_method.get("learn")
+            beside = f" beside learn={learn}" if learn is not None else ""
             raise ValueError(
                 f"none of the methods {', '.join(self.methods)} has an option "
-                f"{', '.join(unused)}; theirs: {', '.join(sorted(uses)) or 'none'}"
+                f"{', '.join(unused)}{beside}; theirs: {', '.join(sorted(uses)) or 'none'}"
             )
+
+
+def _config(kind: type[TrainConfig], given: dict[str, str]) -> TrainConfig:
+    """A recipe's config with the settings that are given, all of which must matter."""
+    settings = dict(given)
+    if "epochs" in given:
+        # some recipes count steps unless they are told otherwise; this is told otherwise
+        settings.setdefault("max_steps", "0")
+    config = from_text(kind, settings)
+    if "epochs" in given and config.max_steps:
+        raise ValueError(
+            f"epochs={given['epochs']} and max_steps={config.max_steps} both say when to stop; "
+            "leave one of them out"
+        )
+    unused = {name: why for name, why in config.unused().items() if name in given}
+    if unused:
+        reasons = "; ".join(f"{name} ({why})" for name, why in unused.items())
+        raise ValueError(f"what would change nothing must be left out: {reasons}")
+    return config
+
+
+def _check_model(config: TrainConfig, method: str, options: MethodConfig) -> None:
+    """Raise ValueError for a model that there is not, or that the method cannot be put into."""
+    model = config.sketch()
+    if model is not None:
+        check_fit(method, options, model, config.label())
 
 
 def read_plan(path: Path) -> list[Request]:
@@ -189,7 +229,8 @@ def numbers_of(flag: str, text: str) -> tuple[int, ...]:
         ranges = [_range_of(part) for part in text.split(",")]
     except ValueError:
         ranges = []
-    if not any(map(len, ranges)):
+    # 4-2 is no number: whoever wrote it meant some
+    if not ranges or not all(map(len, ranges)):
         raise ValueError(f"{flag} takes numbers such as 0,1,2 or 0-4, got {text!r}")
     if sum(map(len, ranges)) > _MOST_NUMBERS:
         raise ValueError(f"{flag} takes at most {_MOST_NUMBERS} numbers, got {text!r}")

@@ -1,0 +1,67 @@
+"""Every ``gfsa train`` that the documentation shows can be typed: its runs are accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gfsa.recipes.plan import runs_of_plan
+from gfsa.recipes.run import Run
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "results" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+_FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# they say where, not what
+_PLACES = ("--data-dir", "--results", "--out", "--jobs", "--device")
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The words after ``gfsa train`` of every such line of a page's blocks."""
+    found = []
+    for block in _FENCE.findall(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            if "gfsa train " in line:
+                words = shlex.split(line.partition("gfsa train ")[2], comments=True)
+                found.append(words)
+    return found
+
+
+def runs_of(words: list[str], folder: Path) -> list[Run]:
+    words = list(words)
+    for flag in _PLACES:
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + 2]
+    if words[0] == "--plan":
+        return runs_of_plan(ROOT / words[1])
+    plan = folder / "plan.txt"
+    plan.write_text(shlex.join(words))
+    return runs_of_plan(plan)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_commands_are_accepted(page: Path, tmp_path: Path) -> None:
+    for words in commands_of(page.read_text(encoding="utf-8")):
+        if words[0] != "--list":
+            assert runs_of(words, tmp_path), words
+
+
+def test_there_are_commands_to_check() -> None:
+    found = [len(commands_of(page.read_text(encoding="utf-8"))) for page in PAGES]
+    assert sum(found) > 40
+    assert sum(count > 0 for count in found) > 8
+
+
+def test_a_command_that_is_refused_is_found(tmp_path: Path) -> None:
+    page = (
+        "```sh\ngfsa train lra --data-dir DATA \\\n  --set projected=3   # nothing uses it\n```\n"
+    )
+    (words,) = commands_of(page)
+    with pytest.raises(ValueError, match="projected"):
+        runs_of(words, tmp_path)

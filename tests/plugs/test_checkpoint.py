@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -218,6 +219,36 @@ def test_a_deeper_model_is_another_backbone(tmp_path: Path) -> None:
     (tmp_path / "filters.json").write_text(json.dumps(description))
     gfsa.load(deeper, tmp_path)
     assert list(gfsa.filters_of(deeper)) == ["layers.0.self_attn"]
+
+
+def test_every_stage_of_a_hierarchy_has_its_own_depth(tmp_path: Path) -> None:
+    def swin(*depths: int) -> torch.nn.Module:
+        options = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16}
+        heads = (2, 4, 8, 16)
+        return timm.models.SwinTransformer(**options, depths=depths, num_heads=heads)
+
+    model = swin(1, 1, 2, 1)
+    gfsa.plug(model, layers=[1])
+    gfsa.save(model, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"has 1 layers layers\.2\.blocks\.\*\.attn, 2 layers layers"
+    ):
+        gfsa.load(swin(1, 2, 1, 1), tmp_path)
+
+
+def test_a_block_that_is_shared_counts_at_every_depth(tmp_path: Path) -> None:
+    class Shared(torch.nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            block = torch.nn.TransformerEncoderLayer(16, 4, 32)
+            self.layers = torch.nn.ModuleList([block] * depth)
+
+    model = Shared(3)
+    gfsa.plug(model)
+    gfsa.save(model, tmp_path)
+    gfsa.load(Shared(3), tmp_path)
+    with pytest.raises(ValueError, match=r"Shared has 4 layers .* with 3 layers"):
+        gfsa.load(Shared(4), tmp_path)
 
 
 def test_a_huge_file_is_not_read(saved: Path) -> None:

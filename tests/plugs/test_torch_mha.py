@@ -346,6 +346,52 @@ def test_compiled_self_attention_by_copies_needs_one_forward_before():
     assert not [name for name in model.mha.__dict__ if "gfsa" in name]
 
 
+class _AttendsToViews(nn.Module):
+    """Turns queries and keys around each for itself, as SpeechBrain's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(E, H)
+
+    def forward(self, x, parts):
+        query, key = (x[:, :2], x[:, 2:4]) if parts else (x, x)
+        query, key = (t.permute(1, 0, 2) for t in (query, key))
+        return self.mha(query, key, key, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_self_attention_by_views_needs_no_forward_before(mode, dynamic):
+    model = _AttendsToViews().eval()
+    gfsa.plug(model, wK=0.2)
+    x = torch.randn(B, N, E)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    with mode():
+        made = compiled(x, False)
+        torch.testing.assert_close(made, copy.deepcopy(model)(x, False))
+        # two parts of one tensor are other tokens
+        with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+            compiled(x, True)
+
+
+def test_self_attention_by_copies_under_torch_func_needs_one_forward_before():
+    model, x = _attends()
+    numbers = dict(model.named_parameters())
+
+    def loss(numbers, x):
+        return torch.func.functional_call(model, numbers, (x[None], x[None].clone())).sum()
+
+    per_sample = torch.vmap(torch.func.grad(loss), (None, 0))
+    with pytest.raises(ValueError, match=r"or under torch\.func"):
+        per_sample(numbers, x)
+    model(x, x.clone())
+    found = per_sample(numbers, x)["mha.gfsa.theta"]
+    for one, gradient in zip(x, found, strict=True):
+        expected = torch.func.grad(loss)(numbers, one)["mha.gfsa.theta"]
+        torch.testing.assert_close(gradient, expected)
+
+
 def test_not_a_number_is_no_other_token():
     model, x = _attends()
     x[0, 0, 0] = float("nan")

@@ -138,7 +138,7 @@ def test_prefix_tuning_is_refused(name: str, task: str, training: bool) -> None:
         model(**batch_for(name))
 
 
-def test_lora_inside_torchs_attention_comes_before_the_filters() -> None:
+def test_lora_inside_torchs_attention_comes_before_the_filters(tmp_path: Path) -> None:
     """peft merges its weights for the call, and the plugged module under it is called as ever."""
 
     def adapted() -> Any:
@@ -161,7 +161,15 @@ def test_lora_inside_torchs_attention_comes_before_the_filters() -> None:
             made.theta.normal_(std=0.3)
     filtered = model.eval()(x)
     assert (filtered - expected).abs().max() > 1e-3
-    torch.testing.assert_close(model.merge_and_unload()(x), filtered)
+    gfsa.save(model, tmp_path)
+    again = adapted().eval()
+    gfsa.load(again, tmp_path)
+    torch.testing.assert_close(again(x), filtered)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(x), filtered)
+    gfsa.unplug(merged)
+    gfsa.load(merged, tmp_path)
+    torch.testing.assert_close(merged(x), filtered)
 
 
 def test_lora_inside_torchs_attention_after_the_filters_is_refused_by_peft() -> None:

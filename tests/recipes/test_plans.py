@@ -152,13 +152,32 @@ def test_every_method_passes_with_its_defaults_and_draws_no_number() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_what_one_combination_has_no_use_for_may_be_meant_for_another() -> None:
+    request = Request(
+        "lra", settings=(("projected", "64"),), each=(("attention", "softmax,linformer"),)
+    )
+    softmax, linformer = request.runs()
+    assert (softmax.config.projected, linformer.config.projected) == (256, 64)
+    # the row of one that does not use it is that of a run that was not given it
+    assert softmax.key() == Request("lra", settings=(("attention", "softmax"),)).runs()[0].key()
+    runs = Request("lra", ("gfsa",), orders=(2, 4), each=(("learn", "w0,wK"),)).runs()
+    assert [(run.options.learn, run.options.K) for run in runs] == [
+        (("w0",), 3),
+        (("wK",), 2),
+        (("wK",), 4),
+    ]
+    for each in (("attention", "softmax,efficient"), ("depth", "1,2")):
+        with pytest.raises(ValueError, match=r"projected \(attention=linformer alone"):
+            Request("lra", settings=(("projected", "64"),), each=(each,)).runs()
+
+
 def test_without_its_term_the_order_is_nobodys_option() -> None:
     for settings, orders in (
         ("learn=w0,w1 K=4", ()),
         ("learn=w0 power=exact", ()),
         ("learn=w1", (2,)),
     ):
-        with pytest.raises(ValueError, match=r"has an option (K|power) beside learn=w"):
+        with pytest.raises(ValueError, match=r"(K|power) \(none .* such an option beside learn=w"):
             runs_of(TOY, settings, "gfsa", orders=orders)
     # for a method that has the term it is one; the other is run once
     runs = runs_of(TOY, "learn=w0", "gfsa", "gfsa-published", orders=(2, 4))

@@ -31,7 +31,12 @@ DESCRIPTION = "filters.json"
 _MAX_TENSORS = 64 * 2**20
 _MAX_DESCRIPTION = 4 * 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WRAPPERS_ANYWHERE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS_ANYWHERE = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+)
 _WRAPPERS_IN_FRONT = ("module.", "base_model.model.")
 _KINDS = {
     kind.__name__: kind
@@ -149,8 +154,7 @@ def canonical_name(model: nn.Module, name: str) -> str:
     transformers calls the same layer ``bert.encoder…`` in a classifier and ``encoder…`` in the
     bare backbone; wrappers (compiled, distributed, peft) put names of their own before it.
     """
-    for wrapper in _WRAPPERS_ANYWHERE:
-        name = name.replace(wrapper, "")
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS_ANYWHERE)
     for wrapper in _WRAPPERS_IN_FRONT:
         name = name.removeprefix(wrapper)
     prefix = getattr(getattr(model, "module", model), "base_model_prefix", "")
@@ -212,12 +216,22 @@ def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list
 
 def _depths(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
     """How many layers there are, filtered or not, where filtered ones are: ``h.*.attn`` 12."""
-    places = Counter(_place(canonical_name(model, name)) for name, _ in model.named_modules())
-    return {place: places[place] for place in sorted({_place(name) for name in plugged})}
+    places = {_place(name) for name in plugged}
+    # a block that is used at every depth has a name at each
+    modules = model.named_modules(remove_duplicate=False)
+    names = {canonical_name(model, name) for name, _ in modules}
+    counts = Counter(_siblings(name) for name in names if _place(name) in places)
+    return dict(sorted(counts.items()))
 
 
 def _place(name: str) -> str:
+    """A name without its numbers."""
     return re.sub(r"\b\d+\b", "*", name)
+
+
+def _siblings(name: str) -> str:
+    """A name without its last number: in a hierarchy every stage has a depth of its own."""
+    return re.sub(r"\b\d+\b(?!.*\b\d+\b)", "*", name)
 
 
 def _check_depths(
@@ -229,15 +243,18 @@ def _check_depths(
     saved = description.get("layers", found)
     if saved != found:
         raise ValueError(
-            f"{source} belongs to another backbone: {type(model).__name__} has {_counted(found)}, "
-            f"the filters were saved from a {description.get('model')} with {_counted(saved)}"
+            f"{source} belongs to another backbone: {type(model).__name__} has "
+            f"{_counted(found, saved)}, the filters were saved from a {description.get('model')} "
+            f"with {_counted(saved, found)}"
         )
 
 
-def _counted(places: Any) -> str:
-    if not isinstance(places, dict):
+def _counted(places: Any, others: Any) -> str:
+    """Where two models differ, as the one has it."""
+    if not (isinstance(places, dict) and isinstance(others, dict)):
         return repr(places)[:80]
-    return ", ".join(f"{count} layers {place}" for place, count in places.items())
+    differing = [place for place in places if places[place] != others.get(place)]
+    return _some(f"{places[place]} layers {place}" for place in differing)
 
 
 def _entries(description: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:

@@ -53,22 +53,23 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Raise unless ``query`` and ``key`` hold the same tokens.
 
     The same tensor does, and so does another view of it or an equal copy (``mha(norm(x), norm(x),
-    norm(x))``). Values cannot be compared while a graph is compiled or captured; a copy passes
-    there if an earlier forward has shown that this module is given equal ones.
+    norm(x))``). Values cannot be compared while a graph is compiled or captured; there two views of
+    a whole tensor pass, and a copy if an earlier forward has shown that this module is given equal
+    ones.
     """
     if query is key or (query.is_meta and query.shape == key.shape):
         return
     if query.shape[:-1] != key.shape[:-1]:
         got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
     elif _values_out_of_reach(query):
-        if _GIVEN_COPIES in module.__dict__:
+        if _GIVEN_COPIES in module.__dict__ or _all_of_one_tensor(query, key):
             return
         raise ValueError(
             f"{type(module).__name__} was plugged as self-attention, but its key is another tensor "
             "than its query, and whether they hold the same tokens cannot be told while a graph "
-            "is compiled or captured. Pass the same tensor for both, run one forward without "
-            "torch.compile first, or, if this is cross-attention, leave this layer out with "
-            "gfsa.plug(model, layers=...)"
+            "is compiled or captured, or under torch.func. Pass the same tensor for both, run one "
+            "forward without these first, or, if this is cross-attention, leave this layer out "
+            "with gfsa.plug(model, layers=...)"
         )
     elif _same_memory(query, key) or _same_values(query, key):
         module.__dict__[_GIVEN_COPIES] = True
@@ -88,9 +89,24 @@ def forget_tokens(module: nn.Module) -> None:
 
 
 def _values_out_of_reach(x: Tensor) -> bool:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _all_of_one_tensor(query: Tensor, key: Tensor) -> bool:
+    """Whether both are the same view of all of a tensor, as told without reading any memory.
+
+    Of all of it, because a compiler does not say where in a tensor a part begins.
+    """
+    base = query._base
+    return (
+        base is not None
+        and base is key._base
+        and query.shape == key.shape
+        and query.stride() == key.stride()
+        and query.numel() == base.numel()
+    )
 
 
 def _same_memory(query: Tensor, key: Tensor) -> bool:

@@ -34,13 +34,30 @@ class Request:
     """Settings with several values by commas, every combination of which is run."""
 
     def runs(self, **places: Any) -> list[Run]:
-        """Every combination, checked; a method without K is run once for all of them."""
+        """Every combination, checked; a method without K is run once for all of them.
+
+        Raises:
+            ValueError: for what makes no sense, and for what is given and nobody reads.
+        """
         check_device(places.get("device", "auto"))
-        if self.each:
-            return self._runs_of_each(**places)
+        runs: list[Run] = []
+        unread: list[dict[str, str]] = []
+        for one in self._combinations():
+            found, without_effect = one._runs(**places)
+            runs += found
+            unread.append(without_effect)
+        # what one combination has no use for may be meant for another
+        nobody = {name: why for name, why in unread[0].items() if all(name in u for u in unread)}
+        if nobody:
+            reasons = "; ".join(f"{name} ({why})" for name, why in nobody.items())
+            raise ValueError(f"what would change nothing must be left out: {reasons}")
+        return runs
+
+    def _runs(self, **places: Any) -> tuple[list[Run], dict[str, str]]:
+        """Runs of one combination of settings, and which of these it has no use for, and why."""
         recipe = find_recipe(self.recipe)
         for_recipe, for_method = self._sorted(recipe.config)
-        config = _config(recipe.config, for_recipe)
+        config, unread = _config(recipe.config, for_recipe)
         runs: list[Run] = []
         used: set[str] = set()
         for name, order in itertools.product(self.methods, self.orders or (None,)):
@@ -57,11 +74,10 @@ class Request:
                 run.check()
                 if all(run.folder != other.folder for other in runs):
                     runs.append(run)
-        self._check_used(for_method, used)
         for name, options in dict.fromkeys((run.method, run.options) for run in runs):
             check_options(name, options)
             _check_model(config, name, options)
-        return runs
+        return runs, unread | self._unused_options(for_method, used)
 
     def _options(
         self, name: str, order: int | None, for_method: dict[str, str]
@@ -75,7 +91,8 @@ class Request:
         uses = method.uses_beside(from_text(MethodConfig, given))
         return from_text(MethodConfig, {k: v for k, v in given.items() if k in uses}), uses
 
-    def _runs_of_each(self, **places: Any) -> list[Run]:
+    def _combinations(self) -> list[Request]:
+        """A request for each combination of the values that ``each`` gives."""
         names = [name for name, _ in self.each]
         given = [*names, *dict(self.settings)]
         twice = sorted({name for name in given if given.count(name) > 1})
@@ -84,12 +101,15 @@ class Request:
                 f"{', '.join(twice)} given twice, by --each or by --each and --set: give all "
                 "values to one --each, by commas"
             )
-        runs: list[Run] = []
-        for values in itertools.product(*(text.split(",") for _, text in self.each)):
-            chosen = tuple(zip(names, (value.strip() for value in values), strict=True))
-            one = dataclasses.replace(self, settings=self.settings + chosen, each=())
-            runs += one.runs(**places)
-        return runs
+        combinations = itertools.product(*(text.split(",") for _, text in self.each))
+        return [
+            dataclasses.replace(
+                self,
+                settings=self.settings + tuple(zip(names, map(str.strip, values), strict=True)),
+                each=(),
+            )
+            for values in combinations
+        ]
 
     def _sorted(self, config: Any) -> tuple[dict[str, str], dict[str, str]]:
         """Settings of the recipe, and options of the methods."""
@@ -100,23 +120,22 @@ class Request:
         for_method = {k: v for k, v in settings.items() if k in of_method and k not in of_recipe}
         return {k: v for k, v in settings.items() if k not in for_method}, for_method
 
-    def _check_used(self, for_method: dict[str, str], uses: set[str]) -> None:
+    def _unused_options(self, for_method: dict[str, str], uses: set[str]) -> dict[str, str]:
+        """Options that none of the methods reads, and why."""
         if self.orders and "K" in for_method:
             raise ValueError("K is given by --K and by --set K=…; leave one of them out")
-        unused = [*(name for name in for_method if name not in uses)]
-        if self.orders and "K" not in uses:
-            unused.append("K")
-        if unused:
-            learn = for_method.get("learn")
-            beside = f" beside learn={learn}" if learn is not None else ""
-            raise ValueError(
-                f"none of the methods {', '.join(self.methods)} has an option "
-                f"{', '.join(unused)}{beside}; theirs: {', '.join(sorted(uses)) or 'none'}"
-            )
+        given = [*for_method, *(["K"] if self.orders else [])]
+        learn = for_method.get("learn")
+        beside = f" beside learn={learn}" if learn is not None else ""
+        why = (
+            f"none of the methods {', '.join(self.methods)} has such an option{beside}; theirs: "
+            f"{', '.join(sorted(uses)) or 'none'}"
+        )
+        return {name: why for name in given if name not in uses}
 
 
-def _config(kind: type[TrainConfig], given: dict[str, str]) -> TrainConfig:
-    """A recipe's config with the settings that are given, all of which must matter."""
+def _config(kind: type[TrainConfig], given: dict[str, str]) -> tuple[TrainConfig, dict[str, str]]:
+    """A recipe's config with the settings that are given, and those it has no use for, and why."""
     settings = dict(given)
     if "epochs" in given:
         # some recipes count steps unless they are told otherwise; this is told otherwise
@@ -127,11 +146,9 @@ def _config(kind: type[TrainConfig], given: dict[str, str]) -> TrainConfig:
             f"epochs={given['epochs']} and max_steps={config.max_steps} both say when to stop; "
             "leave one of them out"
         )
-    unused = {name: why for name, why in config.unused().items() if name in given}
-    if unused:
-        reasons = "; ".join(f"{name} ({why})" for name, why in unused.items())
-        raise ValueError(f"what would change nothing must be left out: {reasons}")
-    return config
+    unread = {name: why for name, why in config.unused().items() if name in given}
+    # left in, they would make it look like another experiment
+    return from_text(kind, {k: v for k, v in settings.items() if k not in unread}), unread
 
 
 def _check_model(config: TrainConfig, method: str, options: MethodConfig) -> None:

@@ -124,25 +124,8 @@ def make_tables(runs: Runs) -> list[ResultTable]:
         by_data = groups[key]
         for data in sorted(by_data, key=lambda data: _natural([data or ""])):
             replaced = [r for r in runs.replaced if (experiment(r), data_of(r)) == (key, data)]
-            rows = [*by_data[data], *_lent_plain(by_data, data)]
-            tables.append(replace(_make_table(rows, replaced), data=data))
+            tables.append(replace(_make_table(by_data[data], replaced), data=data))
     return _adjusted(tables)
-
-
-def _lent_plain(by_data: dict[str | None, list[Row]], data: str | None) -> list[Row]:
-    """Runs of plain that do not say what they are on, for seeds that lack one on ``data``.
-
-    They may be on this data: only what is known to be on other data is not compared.
-    """
-    if not data:
-        return []
-    seeds = {row.seed for row in by_data[data]}
-    seeds -= {row.seed for row in by_data[data] if _is_plain(row)}
-    return [row for row in by_data.get("", []) if _is_plain(row) and row.seed in seeds]
-
-
-def _is_plain(row: Row) -> bool:
-    return (row.method, row.options) == PLAIN
 
 
 def coefficients_of(row: Row) -> tuple[float, ...]:

@@ -6,7 +6,8 @@
 ``cosine_input`` and ``cosine_end``: mean cosine similarity of the tokens that enter the first block
 and leave the last. ``upper_map`` and ``upper_filter``: the mean response to the upper half of the
 frequencies, over heads and layers, of the attention maps and of the filters made from them (equal
-in a model without filters). ``c2_size``: mean |c2| over heads and layers. Empty: not measured.
+in a model without filters). ``c2_size``, ``c2_least``, ``c2_most``: mean |c2| over heads and
+layers, and its extremes. Empty: not measured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from gfsa.lens.report import LensReport
 
 COLUMNS = (
     *("task", "method", "seed"),
-    *("cosine_input", "cosine_end", "upper_map", "upper_filter", "c2_size"),
+    *("cosine_input", "cosine_end", "upper_map", "upper_filter"),
+    *("c2_size", "c2_least", "c2_most"),
 )
 
 
@@ -46,13 +48,16 @@ def main() -> None:
 
 
 def figures(model: ModelReading) -> list[str]:
+    second = [c[2] for at in model.attention for c in at.coefficients if len(c) > 2]
     spectra = [layer.spectrum for layer in model.attention if layer.spectrum is not None]
     return [
         _mean([model.features[0].cosine]),
         _mean([model.features[-1].cosine]),
         _mean([_upper_half(spectrum, spectrum.map_response) for spectrum in spectra]),
         _mean([_upper_half(spectrum, spectrum.filter_response) for spectrum in spectra]),
-        _mean([abs(c[2]) for at in model.attention for c in at.coefficients if len(c) > 2]),
+        _mean([abs(c) for c in second]),
+        _mean([min(second)] if second else []),
+        _mean([max(second)] if second else []),
     ]
 
 

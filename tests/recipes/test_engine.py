@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -446,6 +447,15 @@ def test_a_score_that_is_no_number_is_not_the_best(
     assert math.isfinite(row.valid)
 
 
+def in_threads(count: int, work: Callable[[], None]) -> None:
+    """Have ``count`` threads do it at once."""
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_many_may_add_rows(tmp_path: Path) -> None:
     row = carry_out(run(tmp_path))
     table = tmp_path / "toy.csv"
@@ -454,11 +464,7 @@ def test_many_may_add_rows(tmp_path: Path) -> None:
         for _ in range(20):
             append_rows(table, [row])
 
-    threads = [threading.Thread(target=add) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, add)
     assert read_rows(table) == [row] * 160
 
 
@@ -528,11 +534,7 @@ def test_many_may_add_rows_to_a_table_of_an_earlier_version(tmp_path: Path) -> N
         for _ in range(5):
             append_rows(table, [row])
 
-    threads = [threading.Thread(target=add) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(8, add)
     assert [one.data for one in read_rows(table)] == [""] * 500 + [row.data] * 40
 
 

@@ -7,25 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import gfsa.recipes.row
-from gfsa.cli import build
 from gfsa.recipes.config import TrainConfig, from_text, parse, settings_of
 from gfsa.recipes.plan import Request, numbers_of, read_plan
 from gfsa.recipes.row import Row, read_rows
+from support.train_command import train
 
 TOY = "support.toy_recipe"
-
-
-def train(tmp_path: Path, *words: str) -> tuple[int, str]:
-    places = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    result = CliRunner().invoke(
-        build(), ["train", *words, *places, "--device", "cpu"], env={"COLUMNS": "200"}
-    )
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
 
 
 def test_methods_orders_and_seeds_are_all_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from gfsa.cli import build
 from gfsa.recipes.row import read_rows
 from support.tiny_images import pictures
 from support.toy_recipe import write_toy
+from support.train_command import train
 
 TOY = "support.toy_recipe"
 TINY = [
@@ -19,16 +20,6 @@ TINY = [
     *("--set", "patch_size=16", "--set", "max_steps=1", "--set", "batch_size=4"),
     *("--set", "ema=0", "--set", "workers=0", "--set", "tensorboard=false"),
 ]
-
-
-def train(tmp_path: Path, *words: str) -> tuple[int, str]:
-    places = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    result = CliRunner().invoke(
-        build(), ["train", *words, *places, "--device", "cpu"], env={"COLUMNS": "300"}
-    )
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
 
 
 def image_folder(path: Path, classes: int, seed: int = 0) -> Path:

@@ -61,7 +61,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         return
     if query.shape[:-1] != key.shape[:-1]:
         got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
-    elif _values_out_of_reach(query):
+    elif _out_of_reach(query) or _out_of_reach(key):
         if _GIVEN_COPIES in module.__dict__ or _all_of_one_tensor(query, key):
             return
         raise ValueError(
@@ -88,7 +88,8 @@ def forget_tokens(module: nn.Module) -> None:
     module.__dict__.pop(_GIVEN_COPIES, None)
 
 
-def _values_out_of_reach(x: Tensor) -> bool:
+def _out_of_reach(x: Tensor) -> bool:
+    """Whether a tensor has no values to look at, or none yet."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -29,12 +29,14 @@ coverage: .venv/.dev
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/.demo: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e '.[demo]'
+PROJECTS := pyproject.toml experiments/pyproject.toml benchmarks/pyproject.toml constraints.txt
+
+.venv/.demo: .venv/bin/python $(PROJECTS)
+	$(BIN)/pip install -q -c constraints.txt -e . -e ./experiments
 	touch $@
 
-.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+.venv/.dev: .venv/bin/python $(PROJECTS)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' -e './experiments[all]' -e ./benchmarks
 	touch $@ .venv/.demo
 
 clean:

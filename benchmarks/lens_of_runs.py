@@ -20,8 +20,8 @@ import torch
 import gfsa
 from gfsa.lens.readings import ModelReading
 from gfsa.lens.report import LensReport
-from gfsa.recipes.reload import trained_task
-from gfsa.recipes.tree import to_device
+from gfsa_experiments.engine.nested import to_device
+from gfsa_experiments.runs.load_run import trained_task
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gfsa.recipes.data.listops import TOKENS, Sequences
-from gfsa.recipes.data.listops_files import read_listops
+from gfsa_experiments.tasks.lra.listops import TOKENS, Sequences
+from gfsa_experiments.tasks.lra.listops_files import read_listops
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import gfsa
-from gfsa.bench.environment import commit, device_name
-from gfsa.recipes.batches import InOrder, evaluation_loader
-from gfsa.recipes.reload import trained_task
-from gfsa.recipes.task import Task
-from gfsa.recipes.tree import tensors_of, to_device
+from gfsa.environment import commit, device_name
+from gfsa_experiments.engine.batches import InOrder, evaluation_loader
+from gfsa_experiments.engine.nested import tensors_of, to_device
+from gfsa_experiments.engine.task import Task
+from gfsa_experiments.runs.load_run import trained_task
 
 
 def main() -> None:

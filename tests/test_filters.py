@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-from gfsa.filters import read_description
+from gfsa.filters.base import read_description
+from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import DenseOperator
 from gfsa.operators.base import affine
-from gfsa.plugs.partial import PartialPolynomial
 from support.attention import Dispatched
 
 EVERY = {

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa import graph_filter_attention, linear_graph_filter_attention
-from gfsa.functional import AttentionOperator, which_backend
+from gfsa.functional import which_backend
+from gfsa.operators import AttentionOperator
 from support.attention import BACKENDS, Dispatched, relative_error, tokens
 
 LENGTH = 16

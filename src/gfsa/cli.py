@@ -1,27 +1,35 @@
 """The command line, ``gfsa``.
 
 A command is a function with typer annotations in a module of its own that imports nothing heavy at
-its top, and a line in ``COMMANDS``.
+its top. The library's own are the lines of ``COMMANDS``; other distributions add theirs through the
+entry-point group ``gfsa.commands``.
 """
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
 
 if TYPE_CHECKING:
     import typer
 
+GROUP = "gfsa.commands"
+
 COMMANDS = {
-    "demo": "gfsa.demo.command:demo",
-    "train": "gfsa.recipes.command:train",
     "diagnose": "gfsa.lens.command:diagnose",
-    "results": "gfsa.recipes.results.command:results",
-    "bench": "gfsa.bench.command:bench",
     "info": "gfsa.info:info",
+}
+
+# commands of the distributions that are developed beside the library: where to get each
+ELSEWHERE = {
+    "demo": "gfsa-experiments",
+    "train": "gfsa-experiments",
+    "results": "gfsa-experiments",
+    "bench": "gfsa-benchmarks",
 }
 
 
@@ -36,7 +44,7 @@ def main() -> None:
 
 
 def build() -> typer.Typer:
-    """The app with every command of ``COMMANDS``."""
+    """The app with every command that is installed, and a word on those that are not."""
     import typer
 
     app = typer.Typer(
@@ -59,7 +67,36 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    for name, target in COMMANDS.items():
-        module, _, function = target.partition(":")
-        app.command(name)(getattr(import_module(module), function))
+    own = [EntryPoint(name, target, GROUP) for name, target in COMMANDS.items()]
+    installed = {entry.name: entry for entry in (*entry_points(group=GROUP), *own)}
+    # in the order in which people meet them
+    for name in dict.fromkeys((*ELSEWHERE, *installed)):
+        if name in installed:
+            app.command(name)(installed[name].load())
+        else:
+            _add_missing(app, name, ELSEWHERE[name])
     return app
+
+
+def _add_missing(app: typer.Typer, name: str, distribution: str) -> None:
+    """A command that says which distribution has it, whatever its arguments."""
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    help = f"(in {distribution}, which is not installed)"
+    app.command(name, context_settings=anything, help=help)(_says_where(name, distribution))
+
+
+def _says_where(name: str, distribution: str) -> Callable[[Any], None]:
+    import typer
+
+    def missing(context: typer.Context) -> None:
+        folder = distribution.removeprefix("gfsa-")
+        typer.echo(
+            f"gfsa {name} is a command of {distribution}, which is not installed. "
+            f"In a checkout of gfsa: pip install ./{folder}",
+            err=True,
+        )
+        raise typer.Exit(2)
+
+    # typer reads the annotation, which is not a global name here
+    missing.__annotations__["context"] = typer.Context
+    return missing

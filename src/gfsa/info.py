@@ -44,7 +44,7 @@ def info(
     from rich.table import Table
 
     if model:
-        from gfsa.plugs.describe import describe
+        from gfsa.plugs.preview import describe
 
         try:
             report = describe(model, unknown="trace" if trace else "refuse")
@@ -80,7 +80,7 @@ def versions() -> dict[str, str | None]:
     import torch
 
     import gfsa
-    from gfsa.bench.environment import version_of
+    from gfsa.environment import version_of
 
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
@@ -97,7 +97,7 @@ def devices() -> dict[str, str]:
     """Device → what it is."""
     import torch
 
-    from gfsa.bench.environment import device_name
+    from gfsa.environment import device_name
 
     found = {"cpu": device_name(torch.device("cpu"))}
     for index in range(torch.cuda.device_count()):

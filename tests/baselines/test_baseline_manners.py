@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa import baselines
-from gfsa.baselines.readers import Reader
+from gfsa.baselines.mask_readers import Reader
 from support.families import FAMILIES
 from support.small_baselines import IDS, LEARNING, apply, bert, encoder
 

@@ -189,7 +189,7 @@ def test_attention_outside_of_known_blocks_is_reported() -> None:
 def test_gps_on_padded_graphs(name: str) -> None:
     from torch_geometric.nn import GINConv
 
-    from gfsa.recipes.graph.gps import DenseGPSConv
+    from gfsa_experiments.tasks.graph.gps import DenseGPSConv
 
     layer = DenseGPSConv(DIM, GINConv(nn.Linear(DIM, DIM)), HEADS).double().eval()
     report = baselines.apply(layer, name)

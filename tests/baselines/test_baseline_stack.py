@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gfsa import baselines
-from gfsa.baselines.sight import Sight
+from gfsa.operators.visibility import Sight
 from support.families import METHODS
 from support.small_baselines import IDS, apply, bert, encoder
 

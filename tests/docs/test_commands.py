@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gfsa.recipes.plan import runs_of_plan
-from gfsa.recipes.run import Run
+from gfsa_experiments.runs.run import Run
+from gfsa_experiments.runs.sweep import runs_of_plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

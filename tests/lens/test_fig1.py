@@ -6,12 +6,12 @@ from statistics import fmean
 
 import pytest
 
-from gfsa.demo.data import load_digits
-from gfsa.demo.experiment import Settings, run_all
-from gfsa.demo.model import DigitsViT
 from gfsa.lens import diagnose
 from gfsa.lens.findings import high_gain
 from gfsa.lens.readings import AttentionReading
+from gfsa_experiments.tasks.digits.data import load_digits
+from gfsa_experiments.tasks.digits.experiment import Settings, run_all
+from gfsa_experiments.tasks.digits.model import DigitsViT
 
 
 def gains(layer: AttentionReading) -> tuple[float, float]:

@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gfsa
-from gfsa.functional import AttentionOperator
 from gfsa.lens import spectrum
-from gfsa.lens.attention import attention_entropy
-from gfsa.operators import DenseOperator, FunctionOperator, LinearOperator, Operator, SDPAOperator
+from gfsa.lens.entropy import attention_entropy
+from gfsa.operators import (
+    AttentionOperator,
+    DenseOperator,
+    FunctionOperator,
+    LinearOperator,
+    Operator,
+    SDPAOperator,
+)
 from support.attention import Dispatched, reference_filter, reference_map
 
 DOUBLE = torch.float64
@@ -203,7 +209,7 @@ def test_entropy_of_one_hot_softmax_is_a_share_of_zero() -> None:
 
 
 def test_entropy_never_holds_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gfsa.lens.attention._ENTRIES", 1 << 10)
+    monkeypatch.setattr("gfsa.lens.entropy._ENTRIES", 1 << 10)
     q, k, v = torch.randn(3, 1, 2, 128, 4, dtype=DOUBLE)
     with Dispatched() as dispatched:
         nats, _ = attention_entropy(AttentionOperator(q, k), v)

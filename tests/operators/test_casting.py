@@ -2,7 +2,7 @@
 
 import torch
 
-from gfsa.operators.casting import autocast
+from gfsa.operators.autocast import autocast
 
 
 def test_nothing_is_cast_outside_of_autocast() -> None:

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from gfsa import graph_filter_attention
-from gfsa.functional import AttentionOperator, which_backend
-from gfsa.operators import DenseOperator, SDPAOperator, sdpa
+from gfsa.functional import which_backend
+from gfsa.operators import AttentionOperator, DenseOperator, SDPAOperator, sdpa
 from support.attention import BACKENDS, relative_error, tokens
 
 COEFFS = torch.tensor([0.3, 0.8, -0.5, 0.4], dtype=torch.float64)

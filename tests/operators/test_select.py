@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from gfsa import graph_filter_attention
-from gfsa.functional import AttentionOperator, which_backend
-from gfsa.operators import select
+from gfsa.functional import which_backend
+from gfsa.operators import AttentionOperator
+from gfsa.operators import choice as select
 
 Q = torch.randn(1, 2, 5, 4)
 COEFFS = torch.tensor([0.0, 1.0, 0.0])

@@ -7,7 +7,7 @@ import transformers as hf
 from typer.testing import CliRunner
 
 from gfsa.cli import build as build_cli
-from gfsa.plugs.describe import build, describe
+from gfsa.plugs.preview import build, describe
 
 
 def test_a_timm_name():

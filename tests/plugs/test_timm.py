@@ -14,8 +14,8 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.plugs import timm as adapters
-from gfsa.plugs.tracer import KNOWN_TRACER
+from gfsa.plugs.adapters import timm as adapters
+from gfsa.plugs.tracing.adapter import KNOWN_TRACER
 from support.plugging import check_backbone, disturb, matrix_polynomial
 
 IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -220,7 +220,7 @@ def test_starts_as_it_was_in_half_precision_too(name):
 def test_an_older_version_is_traced(name, monkeypatch):
     model = build(name).eval()
     expected = run(model)
-    monkeypatch.setitem(sys.modules, "gfsa.plugs.timm_attention", None)
+    monkeypatch.setitem(sys.modules, "gfsa.plugs.adapters.timm_attention", None)
     adapters._adapters.cache_clear()
     report = gfsa.plug(model)
     adapters._adapters.cache_clear()

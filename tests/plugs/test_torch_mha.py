@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.plugs.torch_mha import FilteredMultiheadAttention
+from gfsa.plugs.adapters.torch_mha import FilteredMultiheadAttention
 from support.plugging import check_backbone, disturb, filtered_softmax, slow_path
 
 B, N, E, H = 3, 7, 16, 4

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gfsa
-from gfsa.plugs.tracer import TraceError, looks_like_attention
+from gfsa.plugs.tracing.adapter import TraceError, looks_like_attention
 from support.plugging import check_backbone, disturb
 
 B, N, DIM, HEADS = 3, 7, 16, 4

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gfsa
+from gfsa.filters.partial import PartialPolynomial
 from gfsa.functional import which_backend
 from gfsa.plugs import FilterNotCalledError, SwapClass, adapter
-from gfsa.plugs.partial import PartialPolynomial
 from support.tiny import TinyEncoder
 
 MEANT = (ValueError, TypeError, FileNotFoundError, FilterNotCalledError)

@@ -208,7 +208,7 @@ def test_nothing_is_run(saved: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
-    from gfsa.plugs.pretrained import _files
+    from gfsa.plugs.adapters.transformers.pretrained import _files
 
     index = {"weight_map": {"x": "../../elsewhere/model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gfsa
-from gfsa.functional import AttentionOperator
-from gfsa.operators import DenseOperator, FunctionOperator
-from gfsa.plugs.partial import PartialPolynomial
+from gfsa.filters.partial import PartialPolynomial
+from gfsa.operators import AttentionOperator, DenseOperator, FunctionOperator
 from support.matrix import Matrix
 from support.subjects import SUBJECTS, first
 from support.zoo import ZOO

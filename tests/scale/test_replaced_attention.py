@@ -50,7 +50,7 @@ def test_others_are_refused(backend: Any, elsewhere: list[int]) -> None:
 
 
 def test_dropout_of_the_filter_needs_the_whole_map(elsewhere: list[int]) -> None:
-    from gfsa.functional import AttentionOperator
+    from gfsa.operators import AttentionOperator
 
     operator = AttentionOperator(Q, K, dropout_p=0.1, dropout_after="filter")
     with pytest.raises(ValueError, match="and sdpa cannot serve it"):

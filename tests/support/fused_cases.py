@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators import DenseOperator, SDPAOperator
-from gfsa.operators.fused.op import filter_attention
+from gfsa.operators.fused.autograd import filter_attention
 from support.dropout import surviving
 
 MaskKind = Literal["none", "keys", "full", "per head"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gfsa.recipes.data.graphs import ATOMS, BONDS, GraphSet
+from gfsa_experiments.tasks.graph.graphs import ATOMS, BONDS, GraphSet
 from support.graphs import molecule
 
 Arrays = dict[str, np.ndarray]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gfsa.recipes.row import Row
-from gfsa.recipes.task import Task
+from gfsa_experiments.engine.task import Task
+from gfsa_experiments.runs.row import Row
 
 _OUTCOME = ("test", "valid", "others", "moved", "coefficients", "steps")
 

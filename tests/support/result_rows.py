@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gfsa.recipes.row import Row
+from gfsa_experiments.runs.row import Row
 
 
 def row(method: str = "plain", seed: int = 0, test: float = 50.0, **others: Any) -> Row:

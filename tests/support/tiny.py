@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa.functional import AttentionOperator
+from gfsa.operators import AttentionOperator
 from gfsa.plugs.adapter import SwapClass, register_adapter
 
 

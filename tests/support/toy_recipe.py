@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gfsa.recipes.config import TrainConfig
-from gfsa.recipes.task import DataSource, Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.task import DataSource, Recipe, Split, Task, as_it_is
 
 FILE = "first_seed.txt"
 

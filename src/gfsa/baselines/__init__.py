@@ -6,11 +6,11 @@
     gfsa.baselines.remove(model)
 """
 
+from gfsa.baselines.apply import BaselineReport, apply, parameters_of, remove
 from gfsa.baselines.attnscale import AttnScale
-from gfsa.baselines.branches import ContraNorm, FeatScale, LayerScale
-from gfsa.baselines.core import BaselineReport, apply, parameters_of, remove
 from gfsa.baselines.neutreno import NeuTRENO
 from gfsa.baselines.registry import METHODS, Method
+from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale
 
 __all__ = [
     "METHODS",

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.baselines.base import BaselineFilter
-from gfsa.baselines.scope import Scope
-from gfsa.baselines.sight import Sight, sight_of_operator
+from gfsa.baselines.forward_state import Scope
+from gfsa.baselines.map_methods import BaselineFilter
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.dense import repeat_heads
+from gfsa.operators.visibility import Sight, sight_of_operator
 
 
 class AttnScale(BaselineFilter):

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gfsa.baselines import blocks as anatomy
+from gfsa.baselines import block_anatomy as anatomy
 from gfsa.baselines import hooks
-from gfsa.baselines.blocks import Anatomy, Place
-from gfsa.baselines.branches import ContraNorm, FeatScale, LayerScale, TokenMethod
-from gfsa.baselines.readers import Reader
+from gfsa.baselines.block_anatomy import Anatomy, Place
+from gfsa.baselines.forward_state import Scope
+from gfsa.baselines.mask_readers import Reader
 from gfsa.baselines.report import BaselineReport
-from gfsa.baselines.scope import Scope
+from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale, TokenMethod
 from gfsa.plugs.adapter import find_adapter
-from gfsa.plugs.layers import Layers, select_layers
+from gfsa.plugs.layer_selection import Layers, select_layers
 
 CHILD = "gfsa_baseline"
 """The name under which a method's modules become a child of their block."""

@@ -9,12 +9,12 @@ from torch import nn
 
 from gfsa.baselines import hooks
 from gfsa.baselines.attnscale import AttnScale
+from gfsa.baselines.forward_state import FirstValues, Scope
+from gfsa.baselines.mask_readers import Reader
 from gfsa.baselines.neutreno import NeuTRENO
-from gfsa.baselines.readers import Reader
 from gfsa.baselines.report import BaselineReport
-from gfsa.baselines.scope import FirstValues, Scope
-from gfsa.plugs.core import plug
-from gfsa.plugs.layers import Layers
+from gfsa.plugs.layer_selection import Layers
+from gfsa.plugs.plug import plug
 
 
 def apply_attnscale(model: nn.Module, layers: Layers, options: dict[str, Any]) -> BaselineReport:

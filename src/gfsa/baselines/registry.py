@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from gfsa.baselines.attnscale import AttnScale
-from gfsa.baselines.branches import ContraNorm, FeatScale, LayerScale
 from gfsa.baselines.neutreno import NeuTRENO
+from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def diagnose(
     ] = False,
 ) -> None:
     """See whether a model over-smooths, where, and what its filters change."""
+    from gfsa.lens.command_inputs import SourceError
     from gfsa.lens.report import LensReport
-    from gfsa.lens.sources import SourceError
 
     try:
         if report is not None:
@@ -94,8 +94,8 @@ def _look(
     trace: bool,
     untrained: bool,
 ) -> Any:
+    from gfsa.lens.command_inputs import SourceError, load_batches, load_source
     from gfsa.lens.diagnosis import diagnose as look
-    from gfsa.lens.sources import SourceError, load_batches, load_source
 
     if not names or not data:
         raise SourceError("say which model and on what: --model NAME --data texts.txt")

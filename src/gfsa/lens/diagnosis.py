@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.lens.layer import Looks
+from gfsa.lens.layer_record import Looks
 from gfsa.lens.progress import Progress, progress_bar
 from gfsa.lens.readings import ModelReading
 from gfsa.lens.recorder import Recorder
 from gfsa.lens.report import LensReport
 from gfsa.lens.sockets import every_socket
 from gfsa.plugs.adapter import Unknown
-from gfsa.plugs.layers import Layers
+from gfsa.plugs.layer_selection import Layers
 
 Forward = Callable[[nn.Module, Any], Any]
 

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 from gfsa.lens import metrics
-from gfsa.lens.layer import LayerRecord, Looks, Stopwatch
+from gfsa.lens.layer_record import LayerRecord, Looks, Stopwatch
 from gfsa.lens.readings import AttentionReading, FeatureReading
 from gfsa.lens.sockets import blocks_around
 from gfsa.lens.tokens import (
@@ -23,8 +23,8 @@ from gfsa.lens.tokens import (
     valid_from_operator,
     whole_map,
 )
-from gfsa.plugs.core import Socket
-from gfsa.plugs.layers import Layers, select_layers
+from gfsa.plugs.layer_selection import Layers, select_layers
+from gfsa.plugs.plug import Socket
 
 # a layer is an attention module and how many times it has run before in the same forward:
 # models like ALBERT run one module at every depth

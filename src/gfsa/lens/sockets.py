@@ -9,7 +9,7 @@ from torch import nn
 
 from gfsa.filters import GFSA
 from gfsa.plugs.adapter import CHILD, Unknown
-from gfsa.plugs.core import Socket, detach, finish, plug, sockets_of
+from gfsa.plugs.plug import Socket, detach, finish, plug, sockets_of
 
 
 def ordinary_attention(heads: int) -> GFSA:

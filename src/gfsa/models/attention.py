@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
-from gfsa.functional import AttentionOperator
-from gfsa.operators import DenseOperator, LinearOperator, Operator
-from gfsa.operators.casting import autocast, no_autocast
+from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Operator
+from gfsa.operators.autocast import autocast, no_autocast
 from gfsa.operators.dense import DropoutPlace
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from gfsa.operators.autocast import no_autocast
 from gfsa.operators.base import PLAIN, at_least_float32, columns_of
-from gfsa.operators.casting import no_autocast
 
 
 def full_precision(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Plugs: filters in models that already exist."""
 
 from gfsa.plugs.adapter import Adapter, SwapClass, register_adapter
-from gfsa.plugs.core import PlugReport, filters_of, parameter_groups, plug, unplug
-from gfsa.plugs.watch import FilterNotCalledError
+from gfsa.plugs.call_check import FilterNotCalledError
+from gfsa.plugs.plug import PlugReport, filters_of, parameter_groups, plug, unplug
 
 __all__ = [
     "Adapter",

@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import nn
 
-from gfsa.plugs.crossing import Owners
+from gfsa.plugs.cross_attention import Owners
 
 Unknown = Literal["refuse", "trace"]
 
@@ -126,13 +126,13 @@ _registered: dict[type[nn.Module], Adapter] = {}
 # which of our modules knows the attention of which library, the particular before the general;
 # asked only if the library is loaded, since a model of it cannot exist otherwise
 PROVIDERS = {
-    "transformers": "gfsa.plugs.transformers",
-    "timm.models": "gfsa.plugs.timm",
-    "torchvision.models": "gfsa.plugs.torchvision",
-    "torch_geometric.nn": "gfsa.plugs.graph",
-    "speechbrain.nnet.attention": "gfsa.plugs.speechbrain",
-    "gfsa.models": "gfsa.plugs.own",
-    "torch": "gfsa.plugs.torch_mha",
+    "transformers": "gfsa.plugs.adapters.transformers.adapter",
+    "timm.models": "gfsa.plugs.adapters.timm",
+    "torchvision.models": "gfsa.plugs.adapters.torchvision",
+    "torch_geometric.nn": "gfsa.plugs.adapters.torch_geometric",
+    "speechbrain.nnet.attention": "gfsa.plugs.adapters.speechbrain",
+    "gfsa.models": "gfsa.models.adapter",
+    "torch": "gfsa.plugs.adapters.torch_mha",
 }
 
 
@@ -164,7 +164,7 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
             adapter: Adapter | None = importlib.import_module(provider).find(module)
             if adapter is not None:
                 return adapter
-    from gfsa.plugs.tracer import TRACER, UNKNOWN, looks_like_attention
+    from gfsa.plugs.tracing.adapter import TRACER, UNKNOWN, looks_like_attention
 
     if looks_like_attention(module):
         return TRACER if unknown == "trace" else UNKNOWN

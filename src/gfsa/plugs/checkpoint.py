@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from gfsa import filters as filter_kinds
 from gfsa._version import __version__
 from gfsa.filters import GraphFilter
+from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import Adapter, find_adapter
-from gfsa.plugs.core import attach, finish, is_sharded, refuse_sharded, sockets_of
-from gfsa.plugs.partial import PartialPolynomial
-from gfsa.plugs.watch import watch_first_forward
+from gfsa.plugs.call_check import watch_first_forward
+from gfsa.plugs.plug import attach, finish, is_sharded, refuse_sharded, sockets_of
 
 FORMAT = 1
 EXTRA = "_extra_state"

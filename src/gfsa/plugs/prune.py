@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gfsa.filters import GraphFilter, Polynomial
+from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.core import (
+from gfsa.plugs.call_check import stop_watching, watch_first_forward
+from gfsa.plugs.plug import (
     Socket,
     attach,
     detach,
@@ -22,8 +24,6 @@ from gfsa.plugs.core import (
     refuse_wrapped,
     sockets_of,
 )
-from gfsa.plugs.partial import PartialPolynomial
-from gfsa.plugs.watch import stop_watching, watch_first_forward
 
 
 @dataclass

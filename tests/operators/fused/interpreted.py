@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gfsa
 from gfsa.operators import DenseOperator, SDPAOperator
-from gfsa.operators.fused import coefficients, op, plan
-from gfsa.operators.fused.op import filter_attention
+from gfsa.operators.fused import autograd as op
+from gfsa.operators.fused import coefficients
+from gfsa.operators.fused.autograd import filter_attention
+from gfsa.operators.fused.long import tile_sizes as plan
 from gfsa.operators.fused.operator import FusedOperator
 from support.fused_cases import NAMES, Problem, error, run
 

@@ -13,9 +13,12 @@ from torch import Tensor
 
 import support.cudnn_on_cpu
 from gfsa.operators import DenseOperator
-from gfsa.operators.fused import op, passes, plan, twofold
-from gfsa.operators.fused.op import filter_attention
-from gfsa.operators.fused.passes import Options
+from gfsa.operators.fused import autograd as op
+from gfsa.operators.fused.autograd import filter_attention
+from gfsa.operators.fused.long import cudnn_backward as twofold
+from gfsa.operators.fused.long import launch as passes
+from gfsa.operators.fused.long import tile_sizes as plan
+from gfsa.operators.fused.long.launch import Options
 from support.fused_cases import NAMES, Problem, error, run
 
 assert support.triton_interpreter

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gfsa
 from gfsa.operators import DenseOperator, SDPAOperator
-from gfsa.operators.fused import weigh
+from gfsa.operators.fused import degree_one as weigh
 from gfsa.operators.fused.operator import FusedOperator
 from support.fused_cases import NAMES, Problem, error
 

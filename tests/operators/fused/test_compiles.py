@@ -15,16 +15,13 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gfsa.operators.fused import (  # noqa: E402
-    backward,
-    elementwise,
-    forward,
-    plan,
-    short,
-    support,
-    twofold,
-    weigh,
-)
+from gfsa.operators.fused import degree_one as weigh  # noqa: E402
+from gfsa.operators.fused import elementwise  # noqa: E402
+from gfsa.operators.fused import eligibility as support  # noqa: E402
+from gfsa.operators.fused.long import backward, forward  # noqa: E402
+from gfsa.operators.fused.long import cudnn_backward as twofold  # noqa: E402
+from gfsa.operators.fused.long import tile_sizes as plan  # noqa: E402
+from gfsa.operators.fused.short import launch as short  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KERNELS = {
@@ -132,8 +129,8 @@ def test_short(length: int, mask: int, most_stack: int) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from gfsa.operators.fused.short_backward import grad_short
-    from gfsa.operators.fused.short_forward import filter_short
+    from gfsa.operators.fused.short.backward import grad_short
+    from gfsa.operators.fused.short.forward import filter_short
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     options = {"CAUSAL": False, "MASK": mask, "DROPOUT": False, "group": 1}

@@ -14,9 +14,15 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import gfsa
-from gfsa.functional import AttentionOperator, graph_filter_attention
-from gfsa.operators.fused import op, passes, short, support, twofold, weigh
-from gfsa.operators.fused.op import filter_attention
+from gfsa.functional import graph_filter_attention
+from gfsa.operators import AttentionOperator
+from gfsa.operators.fused import autograd as op
+from gfsa.operators.fused import degree_one as weigh
+from gfsa.operators.fused import eligibility as support
+from gfsa.operators.fused.autograd import filter_attention
+from gfsa.operators.fused.long import cudnn_backward as twofold
+from gfsa.operators.fused.long import launch as passes
+from gfsa.operators.fused.short import launch as short
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa.bench.host import nothing_launched  # noqa: E402
-from gfsa.operators.fused import support  # noqa: E402
-from gfsa.operators.fused.ready import Ready  # noqa: E402
+from gfsa.operators.fused import eligibility as support  # noqa: E402
+from gfsa.operators.fused.short.prepared import Ready  # noqa: E402
+from gfsa_benchmarks.host import nothing_launched  # noqa: E402
 
 SMALL = {
     "hidden_size": 32,

@@ -11,11 +11,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import gfsa
-from gfsa.bench.host import nothing_launched
-from gfsa.functional import AttentionOperator
-from gfsa.operators.fused import coefficients, kernel
+from gfsa.operators import AttentionOperator
+from gfsa.operators.fused import coefficients
+from gfsa.operators.fused import launcher as kernel
 from gfsa.operators.fused.operator import FusedOperator
-from gfsa.operators.fused.ready import Ready, ready_for
+from gfsa.operators.fused.short.prepared import Ready, ready_for
+from gfsa_benchmarks.host import nothing_launched
 
 BF16 = torch.bfloat16
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gfsa.functional import which_backend
-from gfsa.operators import select
-from gfsa.operators.fused import support
+from gfsa.operators import choice as select
+from gfsa.operators.fused import eligibility as support
 
 
 class OnHopper:
@@ -149,7 +149,7 @@ def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPa
 def test_masks_of_the_short_kernels(
     mask: torch.Tensor, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = pytest.importorskip("gfsa.operators.fused.short")
+    short = pytest.importorskip("gfsa.operators.fused.short.launch")
     monkeypatch.setattr(short, "why_not_here", lambda q: None)
     found = short.why_not(OnHopper(2, 4, 100, 64), mask, 0.1)
     assert found is None if reason is None else reason in found

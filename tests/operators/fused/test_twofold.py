@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gfsa.operators.fused import twofold
+from gfsa.operators.fused.long import cudnn_backward as twofold
 
 
 @pytest.fixture(autouse=True)

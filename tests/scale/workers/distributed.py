@@ -37,8 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import gfsa
-from gfsa.plugs.parallel import ShardHeads
-from gfsa.plugs.partial import PartialPolynomial
+from gfsa.filters.partial import PartialPolynomial
+from gfsa.plugs.tensor_parallel import ShardHeads
 from support.ring_on_cpu import use_ring_on_cpu
 from support.subjects import HEADS, SUBJECTS, Op, filters_of, first, randomise
 from support.zoo import VOCABULARY, ZOO

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused import elementwise
-from gfsa.operators.fused.kernel import Kernel, Launch, launch_beside
-from gfsa.operators.fused.passes import padded
+from gfsa.operators.fused.launcher import Kernel, Launch, launch_beside
+from gfsa.operators.fused.long.launch import padded
 
 # as many partial sums are added up by one program; more are torch's job
 MOST_PARTS = 16384

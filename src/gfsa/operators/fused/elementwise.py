@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gfsa.operators.fused.tiles import LIGHT, load_tile, store_tile
+from gfsa.operators.fused.long.tiles import LIGHT, load_tile, store_tile
 
 # a second pass weaker than this is lost in the rounding of an output of the first one's size
 FAINT = tl.constexpr(2.0**-13)

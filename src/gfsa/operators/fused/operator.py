@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.base import Operator
-from gfsa.operators.fused import coefficients, short
+from gfsa.operators.fused import coefficients
+from gfsa.operators.fused.autograd import affine_filter_attention, filter_attention, must_be_seen
 from gfsa.operators.fused.coefficients import Affine
-from gfsa.operators.fused.op import affine_filter_attention, filter_attention, must_be_seen
-from gfsa.operators.fused.support import over_keys
-from gfsa.operators.fused.weigh import affine_weigh, weigh
+from gfsa.operators.fused.degree_one import affine_weigh, weigh
+from gfsa.operators.fused.eligibility import over_keys
+from gfsa.operators.fused.short import launch as short
 from gfsa.operators.sdpa import SDPAOperator
 
 

@@ -1,0 +1,100 @@
+"""Run a suite: measure its cases one after the other, show them, and keep the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gfsa_benchmarks import report
+from gfsa_benchmarks.case import Compiled, Setting, Shape, only
+from gfsa_benchmarks.compile_check import compiling
+from gfsa_benchmarks.harness import COLUMNS, Row, append, measure
+from gfsa_benchmarks.suites import suite_called
+from gfsa_experiments.runs.csv_table import check_table
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def run_suite(
+    name: str,
+    device: str,
+    dtype: str,
+    shapes: Sequence[str],
+    rounds: int,
+    graphs: bool,
+    compiled: Compiled | None,
+    variants: Sequence[str],
+    csv: Path | None,
+    console: Console,
+) -> list[list[Row]]:
+    """Measure the suite called ``name``; a list of rows for each shape.
+
+    Args:
+        shapes: as text, see :class:`~gfsa_benchmarks.case.Shape`; empty for the suite's own.
+        compiled: what of a model to compile, for suites that have models.
+        variants: names of those to measure, the first of a case always among them; empty for all.
+        csv: rows are added to this file after each case; ``None`` keeps nothing.
+    """
+    suite = suite_called(name)
+    if compiled and not suite.compiles:
+        raise ValueError(f"the suite {name} has nothing to compile; --compile is for models")
+    if csv is not None:
+        # before minutes of measuring
+        check_table(csv, COLUMNS)
+    setting = Setting(_device(device), _dtype(dtype), compiled, graphs)
+    if setting.device.type == "cuda":
+        # graphs and events are made on the current one
+        torch.cuda.set_device(setting.device.index or 0)
+    wanted = [Shape.parse(text) for text in shapes or suite.shapes(setting.device)]
+    cases = []
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("measuring", total=2 * rounds * len(wanted))
+        for shape in wanted:
+            progress.update(task, description=f"{name} {shape}")
+            torch.manual_seed(0)
+            with compiling() if compiled else nullcontext():
+                case = only(suite.build(shape, setting), variants)
+                rows = measure(case, name, setting, rounds, lambda: progress.advance(task))
+            cases.append(rows)
+            console.print(report.table(rows))
+            if csv is not None:
+                append(rows, csv)
+    for rows in cases:
+        if sentence := report.against_published(rows):
+            console.print(sentence)
+    if name == "linear" and (growth := report.scaling(cases)):
+        console.print(growth)
+    if csv is not None:
+        console.print(f"{sum(map(len, cases))} rows added to {csv}")
+    return cases
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"expected a device such as cpu or cuda, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"this harness knows how to time cpu and cuda, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch finds no CUDA device here; see `gfsa info`, or use --device cpu")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, got {name!r}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,210 @@
+"""The suites of ``gfsa bench``; a new one is a function and a line in ``SUITES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
+from gfsa.operators.choice import Backend
+from gfsa_benchmarks.case import Case, Setting, Shape, Variant, variant
+from gfsa_benchmarks.decode import decode
+from gfsa_benchmarks.deploy import deploy
+from gfsa_benchmarks.published import published_attention
+from gfsa_benchmarks.training import training_step
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a suite measures, on which shapes unless told otherwise, and how a case is made."""
+
+    about: str
+    build: Callable[[Shape, Setting], Case]
+    cpu_shapes: Sequence[str]
+    cuda_shapes: Sequence[str]
+    compiles: bool = False
+
+    def shapes(self, device: torch.device) -> Sequence[str]:
+        return self.cuda_shapes if device.type == "cuda" else self.cpu_shapes
+
+
+def operators(shape: Shape, setting: Setting) -> Case:
+    """Plain attention, gfsa of degree 1 and 2, and the published form."""
+    tokens = _tokens(shape, setting)
+
+    mask = _mask(shape, setting)
+
+    def published(q: Tensor, k: Tensor, v: Tensor, w0: Tensor, w1: Tensor, wK: Tensor) -> Tensor:
+        return published_attention(q, k, v, w0, w1, wK, K=3, is_causal=shape.causal, attn_mask=mask)
+
+    weights = [
+        torch.full((shape.heads,), value, device=setting.device, requires_grad=True)
+        for value in (0.1, 0.8, 0.1)
+    ]
+    return Case(
+        str(shape),
+        [
+            _plain(shape, setting, tokens),
+            _filtered("gfsa degree 1", 1, "auto", shape, setting, tokens),
+            _filtered("gfsa", 2, "auto", shape, setting, tokens),
+            _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
+            variant("published", "torch", published, (*tokens, *weights)),
+        ],
+    )
+
+
+def lengths(shape: Shape, setting: Setting) -> Case:
+    """Plain attention and gfsa at lengths that double, where the published form has no room."""
+    tokens = _tokens(shape, setting)
+    return Case(
+        str(shape),
+        [
+            _plain(shape, setting, tokens),
+            _filtered("gfsa", 2, "auto", shape, setting, tokens),
+            _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
+        ],
+    )
+
+
+def _plain(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> Variant:
+    mask, causal = _mask(shape, setting), shape.causal
+    if mask is not None and causal:
+        # torch takes one or the other
+        mask, causal = mask & torch.ones(shape.tokens, shape.tokens).tril().to(mask), False
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+
+    return variant("plain", "torch", run, tokens)
+
+
+def _filtered(
+    name: str,
+    degree: int,
+    backend: Backend,
+    shape: Shape,
+    setting: Setting,
+    tokens: Sequence[Tensor],
+) -> Variant:
+    coeffs = _coefficients(shape, setting, degree)
+    options: dict[str, Any] = {
+        "attn_mask": _mask(shape, setting),
+        "is_causal": shape.causal,
+        "backend": backend,
+    }
+
+    def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+        return graph_filter_attention(q, k, v, coeffs, **options)
+
+    q, k, v = tokens
+    ran = which_backend(q, k, v, coeffs, **options).backend
+    return variant(name, ran, run, (*tokens, coeffs))
+
+
+def linear(shape: Shape, setting: Setting) -> Case:
+    """Efficient Attention without and with a filter, at lengths that double."""
+    if shape.causal or shape.padded:
+        raise ValueError(
+            f"the linear operator has no causal form and is measured whole, got the shape {shape}"
+        )
+    q, k, v = _tokens(shape, setting)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.softmax(-1) @ (k.softmax(-2).transpose(-2, -1) @ v)
+
+    def filtered(name: str, degree: int) -> Variant:
+        coeffs = _coefficients(shape, setting, degree)
+        return variant(name, "linear", linear_graph_filter_attention, (q, k, v, coeffs))
+
+    return Case(
+        str(shape),
+        [
+            variant("plain", "torch", plain, (q, k, v)),
+            filtered("gfsa", 2),
+            filtered("gfsa degree 10", 10),
+        ],
+    )
+
+
+SUITES: dict[str, Suite] = {
+    "ops": Suite(
+        "attention operators against plain attention and the published form",
+        operators,
+        cpu_shapes=("1x12x1024x64", "1x12x256x64", "8x6x197x64"),
+        cuda_shapes=(
+            "1024x6x64x64",
+            "32x12x128x64",
+            "256x6x197x64",
+            "32x12x256x64",
+            "32x12x512x64",
+            "8x12x1024x64:causal",
+            "4x16x4096x64",
+            "2x16x8192x128",
+            "2x16x8192x128:causal",
+        ),
+    ),
+    "lengths": Suite(
+        "attention operators at lengths that double",
+        lengths,
+        cpu_shapes=("1x4x512x64", "1x4x1024x64", "1x4x2048x64"),
+        cuda_shapes=tuple(f"1x16x{2**power}x64" for power in range(10, 17)),
+    ),
+    "models": Suite(
+        "a training step of a whole model, without and with filters",
+        training_step,
+        cpu_shapes=("2x12x64x64", "2x12x64x64:padded", "2x12x64x64:causal"),
+        cuda_shapes=(
+            "32x12x128x64",
+            "32x12x128x64:padded",
+            "256x6x197x64",
+            "8x12x1024x64:causal",
+        ),
+        compiles=True,
+    ),
+    "linear": Suite(
+        "the linear operator at lengths that double",
+        linear,
+        cpu_shapes=("1x4x4096x64", "1x4x8192x64", "1x4x16384x64"),
+        cuda_shapes=("4x8x4096x64", "4x8x8192x64", "4x8x16384x64"),
+    ),
+    "decode": Suite(
+        "one new token of a 12-layer GPT-2-shaped model with a filled cache",
+        decode,
+        cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
+        cuda_shapes=("1x12x512x64", "1x12x1023x64", "16x12x1023x64"),
+    ),
+    "deploy": Suite(
+        "inference of a 4-layer encoder: eager, compiled, and by ONNX Runtime on a CPU",
+        deploy,
+        cpu_shapes=("1x12x128x64", "1x12x512x64"),
+        cuda_shapes=("32x12x128x64", "8x12x512x64"),
+    ),
+}
+
+
+def suite_called(name: str) -> Suite:
+    if name not in SUITES:
+        raise ValueError(f"expected a suite of {', '.join(SUITES)}, got {name!r}")
+    return SUITES[name]
+
+
+def _mask(shape: Shape, setting: Setting) -> Tensor | None:
+    """Which keys are seen, ``(B, 1, 1, N)``; None if there is no padding."""
+    return shape.real_tokens()[:, None, None].to(setting.device) if shape.padded else None
+
+
+def _tokens(shape: Shape, setting: Setting) -> list[Tensor]:
+    size = (shape.batch, shape.heads, shape.tokens, shape.dim)
+    return [setting.randn(*size).requires_grad_() for _ in range(3)]
+
+
+def _coefficients(shape: Shape, setting: Setting, degree: int) -> Tensor:
+    # no zero among them: nothing may be skipped because of a value
+    values = torch.full((shape.heads, degree + 1), 0.1)
+    values[:, 1] = 0.8
+    return values.to(setting.device).requires_grad_()

@@ -1,0 +1,1 @@
+"""Experiments with gfsa: tasks, one training loop, runs, results and their statistics."""

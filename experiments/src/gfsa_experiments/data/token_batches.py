@@ -1,0 +1,117 @@
+"""Texts as batches of token ids: encoded once, padded to few different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gfsa_experiments.engine.task import Split, as_it_is
+
+# decides what is held out or left out; not a setting, so that all runs agree on it
+_SPLIT_SEED = 2024
+
+
+def hold_out(count: int, share: float, fraction: float = 1.0) -> tuple[list[int], list[int]]:
+    """Which of ``count`` examples to train on, and which to choose on: the same in every run.
+
+    Args:
+        share: of all examples, to choose on.
+        fraction: of the others, to train on.
+    """
+    order = np.random.default_rng(_SPLIT_SEED).permutation(count)
+    held = round(share * count)
+    rest = order[held:]
+    kept = rest[: max(1, round(fraction * len(rest)))]
+    return sorted(kept.tolist()), sorted(order[:held].tolist())
+
+
+def check_shares(holdout: float, fraction: float) -> None:
+    if not 0 <= holdout < 1:
+        raise ValueError(f"holdout must lie in [0, 1), got {holdout}")
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
+
+
+def padded(length: int, multiple: int, most: int) -> int:
+    """``length`` rounded up to a multiple, at most ``most``."""
+    return min(-(-length // multiple) * multiple, most)
+
+
+class TokenMatrix:
+    """Token ids ``(texts, longest)``, padded at the end, with the length of each text.
+
+    Batches are cut in numpy: torch would wake its threads for these few bytes.
+
+    Args:
+        rows: the ids of each text.
+        pad: the id that fills up.
+        types: which sentence each token belongs to, where the model wants to know.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[int]],
+        pad: int,
+        types: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.lengths = np.array([len(row) for row in rows])
+        longest = int(self.lengths.max())
+        self.ids = _fill(rows, longest, pad, np.int32)
+        self.types = None if types is None else _fill(types, longest, 0, np.uint8)
+        self.pad = pad
+
+    def batch(self, at: np.ndarray, multiple: int, most: int) -> dict[str, Tensor]:
+        """The texts ``at`` some rows, as a model takes them."""
+        lengths = self.lengths[at]
+        width = padded(int(lengths.max()), multiple, most)
+        mask = np.arange(width) < lengths[:, None]
+        batch = {
+            "input_ids": _cut(self.ids[at], width, self.pad),
+            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+        }
+        if self.types is not None:
+            batch["token_type_ids"] = _cut(self.types[at], width, 0)
+        return batch
+
+
+def _fill(rows: Sequence[Sequence[int]], width: int, value: int, dtype: Any) -> np.ndarray:
+    matrix = np.full((len(rows), width), value, dtype)
+    for line, row in zip(matrix, rows, strict=True):
+        line[: len(row)] = row
+    return matrix
+
+
+def _cut(matrix: np.ndarray, width: int, value: int) -> Tensor:
+    out = np.full((len(matrix), width), value, np.int64)
+    both = min(width, matrix.shape[1])
+    out[:, :both] = matrix[:, :both]
+    return torch.from_numpy(out)
+
+
+class LabelledTexts(Dataset[Any]):
+    """Encoded texts with a label each; a batch is cut out at once.
+
+    Args:
+        multiple: batches are padded to a multiple of this, so that there are few shapes.
+        most: but never longer than this.
+    """
+
+    def __init__(self, texts: TokenMatrix, labels: np.ndarray, multiple: int, most: int) -> None:
+        self.texts, self.labels = texts, labels
+        self.multiple, self.most = multiple, most
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        at = np.asarray(indices)
+        labels = torch.from_numpy(self.labels[at])
+        return {**self.texts.batch(at, self.multiple, self.most), "labels": labels}
+
+    def split(self) -> Split:
+        return Split(self, as_it_is, self.texts.lengths.tolist())

@@ -1,0 +1,1 @@
+"""The training loop that all tasks share, and its parts."""

@@ -1,0 +1,158 @@
+"""Which examples a step sees: a function of the seed and the step alone.
+
+So an interrupted run goes on in the middle of an epoch without reading what it has seen already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from gfsa_experiments.engine.randomness import drawing_apart
+from gfsa_experiments.engine.task import Split
+
+# batches whose examples are sorted by length together
+_POOL = 50
+
+
+class EpochBatches(Sampler[list[int]]):
+    """The indices of each batch of one epoch, for one of several processes.
+
+    Args:
+        count: how many examples there are.
+        batch_size: examples per optimiser step.
+        seed, epoch: decide the order.
+        lengths: sizes, if a batch is to hold examples of like size.
+        pieces: batches per optimiser step (accumulation × processes).
+        mine: which of these pieces this process takes.
+        start: optimiser steps of this epoch that are done already.
+        drop_last: leave out the last, smaller batch; also done if there are several pieces.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        lengths: Sequence[int] | None = None,
+        pieces: int = 1,
+        mine: Sequence[int] = (0,),
+        start: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.count, self.batch_size = count, batch_size
+        self.seed, self.epoch = seed, epoch
+        self.lengths = lengths
+        self.pieces, self.mine = pieces, tuple(mine)
+        self.start = start
+        self.drop_last = drop_last or pieces > 1
+
+    def steps(self) -> int:
+        """Optimiser steps in a whole epoch."""
+        whole, rest = divmod(self.count, self.batch_size)
+        return whole if self.drop_last or not rest else whole + 1
+
+    def __len__(self) -> int:
+        return (self.steps() - self.start) * len(self.mine)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._order()[self.start :]:
+            share = len(batch) // self.pieces
+            for piece in self.mine:
+                yield batch[piece * share : (piece + 1) * share]
+
+    def _order(self) -> list[list[int]]:
+        generator = np.random.default_rng((self.seed, self.epoch))
+        order = generator.permutation(self.count)
+        if self.drop_last:
+            # now, while the order is random: after sorting it would always be the longest
+            order = order[: self.steps() * self.batch_size]
+        if self.lengths is not None:
+            sizes = np.asarray(self.lengths)
+            pool = _POOL * self.batch_size
+            parts = [order[at : at + pool] for at in range(0, len(order), pool)]
+            order = np.concatenate([p[np.argsort(sizes[p], kind="stable")] for p in parts])
+        cuts = range(0, self.steps() * self.batch_size, self.batch_size)
+        batches = [order[at : at + self.batch_size].tolist() for at in cuts]
+        if self.lengths is not None:
+            batches = [batches[i] for i in generator.permutation(len(batches))]
+        return batches
+
+
+class SeededItems(Dataset[Any]):
+    """A dataset with random transforms whose items depend on seed, epoch and index alone.
+
+    Transforms of other libraries draw from the global generators of Python, numpy and torch;
+    these are seeded anew for each item and are afterwards as they were.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        own = int(np.random.SeedSequence((self.seed, self.epoch, index)).generate_state(1)[0])
+        with drawing_apart(own):
+            return self.dataset[index]
+
+
+def training_loader(
+    split: Split, batches: EpochBatches, workers: int = 0, pin: bool = False
+) -> DataLoader[Any]:
+    """Batches of one epoch; drawing from it touches no global random state."""
+    if hasattr(split.dataset, "epoch"):
+        split.dataset.epoch = batches.epoch
+    return DataLoader(
+        split.dataset,
+        batch_sampler=batches,
+        collate_fn=split.collate,
+        num_workers=_as_many_as_cores(workers),
+        pin_memory=pin,
+        # the loader draws a seed for its workers when an epoch begins
+        generator=torch.Generator().manual_seed(batches.seed),
+    )
+
+
+class InOrder(Sampler[list[int]]):
+    """Consecutive batches; of these, every ``step``-th from ``first`` on."""
+
+    def __init__(self, count: int, batch_size: int, first: int = 0, step: int = 1) -> None:
+        cuts = range(0, count, batch_size)
+        self._batches = [list(range(at, min(at + batch_size, count))) for at in cuts]
+        self._batches = self._batches[first::step]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
+
+
+def evaluation_loader(
+    split: Split, order: InOrder, workers: int = 0, pin: bool = False
+) -> DataLoader[Any]:
+    """A split from beginning to end."""
+    return DataLoader(
+        split.dataset,
+        batch_sampler=order,
+        collate_fn=split.collate,
+        num_workers=_as_many_as_cores(workers),
+        pin_memory=pin,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def _as_many_as_cores(workers: int) -> int:
+    """More processes than cores only wait for each other; items do not depend on how many."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(workers, cores or 1)

@@ -1,0 +1,138 @@
+"""One optimiser step, eagerly or as a CUDA graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from gfsa_experiments.engine.nested import map_tensors, signature_of, tensors_of
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+
+# beyond so many shapes the batches are not of a kind that graphs help with
+_MOST_GRAPHS = 64
+
+
+class EagerStep:
+    """Accumulate the gradient of some batches, clip it, and move."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimiser: Any,
+        loss_of: LossOf,
+        clip: float,
+    ) -> None:
+        self.accelerator, self.model, self.optimiser = accelerator, model, optimiser
+        self.loss_of, self.clip = loss_of, clip
+
+    def __call__(self, batches: list[Any]) -> Tensor:
+        """The mean loss of the step, on the device."""
+        losses = []
+        for batch in batches:
+            with self.accelerator.accumulate(self.model):
+                with self.accelerator.autocast():
+                    loss = self.loss_of(self.model, batch)
+                self.accelerator.backward(loss)
+                losses.append(loss.detach().float())
+                if self.accelerator.sync_gradients and self.clip:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                self.optimiser.step()
+                self.optimiser.zero_grad()
+        return torch.stack(losses).mean()
+
+
+class GraphedStep:
+    """The same for one process and one batch a step, replayed from a CUDA graph.
+
+    A shape that is seen for the first time runs eagerly (and warms up whatever compiles), the
+    second time it is captured, from then on it is one launch.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimiser: Any,
+        loss_of: LossOf,
+        clip: float,
+    ) -> None:
+        if accelerator.device.type != "cuda" or accelerator.num_processes > 1:
+            raise ValueError(
+                "graphs=true replays steps of one process on one GPU; "
+                f"this run has {accelerator.num_processes} on {accelerator.device.type}"
+            )
+        self.accelerator, self.model = accelerator, model
+        self.optimiser = optimiser.optimizer
+        self.loss_of, self.clip = loss_of, clip
+        self._seen: set[Any] = set()
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, batches: list[Any]) -> Tensor:
+        (batch,) = batches
+        # what is no tensor is frozen into the graph, so it is part of what tells graphs apart
+        shape = signature_of(batch)
+        if not tensors_of(batch):
+            raise ValueError(
+                f"graphs=true needs batches of tensors in dicts, lists or dataclasses, "
+                f"got {type(batch).__name__}"
+            )
+        if shape not in self._graphs:
+            if shape not in self._seen or len(self._graphs) >= _MOST_GRAPHS:
+                if len(self._graphs) >= _MOST_GRAPHS:
+                    # python shows a warning of one place once
+                    warnings.warn(
+                        f"batches have come in more than {_MOST_GRAPHS} shapes: those of further "
+                        "ones are not replayed from graphs; pad them to fewer (pad_to_multiple)",
+                        stacklevel=2,
+                    )
+                self._seen.add(shape)
+                return self._eagerly(batch)
+            self._graphs[shape] = self._capture(batch)
+        graph, inputs, loss = self._graphs[shape]
+        for static, tensor in zip(tensors_of(inputs), tensors_of(batch), strict=True):
+            static.copy_(tensor, non_blocking=True)
+        graph.replay()
+        return loss
+
+    def _work(self, batch: Any) -> Tensor:
+        with self.accelerator.autocast():
+            loss = self.loss_of(self.model, batch)
+        loss.backward()
+        if self.clip:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip, foreach=True)
+        self.optimiser.step()
+        return loss.detach().float()
+
+    def _eagerly(self, batch: Any) -> Tensor:
+        # on a side stream, as capture wants its warm-up
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            loss = self._work(batch)
+            self.optimiser.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _capture(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
+        inputs = map_tensors(torch.clone, batch)
+        known = len(self.optimiser.state)
+        graph = torch.cuda.CUDAGraph()
+        # threads that read data may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            loss = self._work(inputs)
+        if len(self.optimiser.state) > known:
+            raise RuntimeError(
+                "a parameter got its first gradient while a step was captured, and its optimiser "
+                "state would begin anew at each replay; run this model with graphs=false"
+            )
+        # the gradients belong to the graph: it makes them anew at each replay
+        self.optimiser.zero_grad(set_to_none=True)
+        return graph, inputs, loss

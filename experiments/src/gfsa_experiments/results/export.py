@@ -1,0 +1,69 @@
+"""The lines of all tables as one CSV file, numbers unrounded and in the metric's own unit."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gfsa_experiments.results.notes import notes_of
+from gfsa_experiments.results.paper import counterpart
+from gfsa_experiments.results.tables import Line, ResultTable
+
+
+def write_csv(path: Path, tables: Sequence[ResultTable], paper: bool) -> None:
+    """One line a method with its options; with ``paper`` also the paper's differences."""
+    records = [_record(table, line, paper) for table in tables for line in table.lines]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def _record(table: ResultTable, line: Line, paper: bool) -> dict[str, Any]:
+    difference = line.difference
+    record: dict[str, Any] = {
+        "recipe": table.recipe,
+        "task": table.task,
+        "settings": table.settings,
+        "data": " ".join(sorted({row.data for row in line.rows if row.data})),
+        "metric": table.metric,
+        "higher_is_better": table.higher_is_better,
+        "method": line.method,
+        "options": line.options,
+        "seeds": len(line.rows),
+        "failed": len(line.failed),
+        "mean": line.mean,
+        "std": line.std,
+        "valid": line.valid,
+        "paired_seeds": len(difference.seeds) if difference else 0,
+        "difference": difference.mean if difference else None,
+        "low": difference.low if difference else None,
+        "high": difference.high if difference else None,
+        "p": difference.p if difference else None,
+        "p_holm": line.adjusted_p,
+        "seeds_better": difference.seeds_better if difference else None,
+        "verdict": difference.verdict if difference else None,
+        "added": max(line.added, default=None),
+        "moved": line.moved,
+        "coefficients": " ".join(f"{c:.6g}" for c in line.coefficients or ()),
+        "time_ratio": " ".join(f"{time:.4g}" for time in line.times),
+        "memory_ratio": " ".join(f"{memory:.4g}" for memory in line.memories),
+        "notes": " ".join(notes_of(table)),
+    }
+    if paper:
+        record["paper_not_measured"] = _paper(table, line)
+    return record
+
+
+def _paper(table: ResultTable, line: Line) -> str:
+    match = counterpart(table.recipe, table.task, [line.options])
+    if match is None:
+        return ""
+    return "; ".join(
+        f"{one.difference:+.6g} {one.figure.metric} ({match.data}, {one.figure.backbone}, "
+        f"Table {one.figure.table})"
+        for one in match.differences(line.method, line.options)
+    )

@@ -1,0 +1,111 @@
+"""What a reader of a table must know besides its numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from gfsa_experiments.results.statistics import LEVEL
+from gfsa_experiments.results.tables import Line, ResultTable
+
+
+def notes_of(table: ResultTable) -> list[str]:
+    """Other data, and missing, failed, repeated and lonely seeds of one table."""
+    notes = _of_data(table)
+    plain = table.plain
+    if plain is None:
+        notes.append("No run of plain with these settings: no difference can be given.")
+    for line in table.lines:
+        notes.extend(_of_line(line, plain))
+    repeated = Counter(f"{row.method} {row.options}".strip() for row in table.replaced)
+    for name, times in repeated.items():
+        rows = "row was" if times == 1 else "rows were"
+        notes.append(f"{name}: {times} {rows} replaced by a later run of the same seed.")
+    return notes
+
+
+def _of_data(table: ResultTable) -> list[str]:
+    """What the rows are on, where that is not the same for all."""
+    rows = table.rows
+    silent = sum(not row.data for row in rows)
+    notes = []
+    if table.data:
+        notes.append(
+            f"Runs on other data have tables of their own and are not compared with these, which "
+            f"are on {table.data} (examples to train+validate+test on, and a hash of some)."
+        )
+    elif table.data == "":
+        notes.append(
+            "These rows are of a version that did not note the data, and there are later ones on "
+            "different data; they are compared with each other alone."
+        )
+    if 0 < silent < len(rows):
+        notes.append(
+            f"{silent} of {len(rows)} rows are of a version that did not note the data; they are "
+            "taken to be on that of the others."
+        )
+    return notes
+
+
+def _of_line(line: Line, plain: Line | None) -> list[str]:
+    notes = []
+    if line.failed:
+        notes.append(
+            f"{line.name}: {seeds(line.failed)} ended without a finite number; this counts in no "
+            "mean and no difference, and speaks against the method."
+        )
+    if plain is None or line is plain:
+        return notes
+    ours, theirs = set(line.values), set(plain.values)
+    if not ours & theirs:
+        notes.append(f"{line.name}: has no seed in common with plain, so no difference.")
+        return notes
+    if ours != theirs:
+        alone = [f"{seeds(ours - theirs)} ran without plain"] if ours - theirs else []
+        alone += [f"plain alone has {seeds(theirs - ours)}"] if theirs - ours else []
+        notes.append(
+            f"{line.name}: {' and '.join(alone)}; the difference is over {seeds(ours & theirs)}."
+        )
+    if line.difference is not None and line.difference.low is None:
+        why = "one seed" if len(line.difference.seeds) == 1 else "the same difference on every seed"
+        notes.append(f"{line.name}: {why}, so no interval and no verdict.")
+    return notes
+
+
+def seeds(numbers: Iterable[int]) -> str:
+    """``seed 3``, ``seeds 0, 1, 2``"""
+    ordered = sorted(numbers)
+    return f"{'seed' if len(ordered) == 1 else 'seeds'} {', '.join(map(str, ordered))}"
+
+
+def footnotes(tables: list[ResultTable]) -> list[str]:
+    """How to read all tables; ``tables`` are those of the whole folder."""
+    judged = [
+        line.difference.verdict
+        for table in tables
+        for line in table.lines
+        if line.difference is not None and line.difference.verdict is not None
+    ]
+    differing = sum(verdict != "no difference shown" for verdict in judged)
+    by_chance = (1 - LEVEL) * len(judged)
+    surviving = sum(
+        line.adjusted_p is not None and line.adjusted_p < 1 - LEVEL
+        for table in tables
+        for line in table.lines
+    )
+    return [
+        "A line is one method with its options, ± the standard deviation over seeds; the "
+        "difference is paired by seed, with Student's 95 % interval in brackets. The verdict is "
+        "*better* or *worse* where that interval excludes 0, *no difference shown* otherwise.",
+        f"The folder has {len(judged)} such comparisons, of which {differing} exclude 0; if no "
+        f"method did anything, about {by_chance:.1f} would by chance. *p (Holm)* is adjusted for "
+        f"all of them, whatever part is shown: {surviving} stay below 0.05.",
+        "*valid*: the mean on the part that options may be chosen by; the test split chooses "
+        "nothing.",
+        "*added*: learned numbers the method adds. *moved*: mean |coefficient − start| at the "
+        "end. *c0 c1 …*: final coefficients of the powers of the attention map, averaged over "
+        "heads, layers and seeds.",
+        "*time*: of a training step, relative to plain (whose line has it in milliseconds), only "
+        "from runs that had the machine to themselves, on the same device. *memory*: peak GPU "
+        "memory, likewise.",
+    ]

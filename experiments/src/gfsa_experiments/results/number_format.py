@@ -1,0 +1,127 @@
+"""How numbers are written: shares in percent, as many digits as the spread allows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gfsa_experiments.results.statistics import PairedDifference
+    from gfsa_experiments.results.tables import ResultTable
+
+SHARES = {
+    "accuracy",
+    "matthews",
+    "f1",
+    "spearman",
+    "pearson",
+    "ap",
+    "averageprecision",
+    "rocauc",
+    "auroc",
+    "wer",
+    "cer",
+}
+# more words may be wrong than there are
+ERROR_RATES = {"wer", "cer"}
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How the numbers of one table are written."""
+
+    factor: int
+    decimals: int
+
+    def number(self, value: float | None) -> str:
+        return NONE if value is None else number(self.factor * value, self.decimals)
+
+    def signed(self, value: float | None) -> str:
+        return NONE if value is None else signed(self.factor * value, self.decimals)
+
+    def difference(self, difference: PairedDifference) -> str:
+        """``+0.70 (+0.41 … +0.99)``, the interval where there is one."""
+        mean = self.signed(difference.mean)
+        if difference.low is None:
+            return mean
+        return f"{mean} ({self.signed(difference.low)} … {self.signed(difference.high)})"
+
+
+def scale_of(table: ResultTable) -> Scale:
+    """Digits enough for the spread over seeds of a typical line; rows have shares in percent."""
+    values = [row.test for row in table.rows]
+    spreads = [line.std for line in table.lines if line.std]
+    size = fmean(map(abs, values)) if values else 0.0
+    return Scale(1, decimals_for(median(spreads) if spreads else None, size))
+
+
+def percent_factor(metric: str, values: Iterable[float]) -> int:
+    """100 for a share given as a fraction, 1 for one given in percent and for everything else."""
+    name = re.sub(r"[^a-z0-9]", "", metric.lower().partition("(")[0])
+    most = max((abs(value) for value in values), default=0.0)
+    fraction = most <= (2 if name in ERROR_RATES else 1)
+    return 100 if name in SHARES and fraction else 1
+
+
+def decimals_for(spread: float | None, size: float) -> int:
+    """Two digits of the spread; without one, four of the number itself."""
+    if spread:
+        digits = 1 - math.floor(math.log10(spread))
+    else:
+        digits = 3 - math.floor(math.log10(abs(size))) if size else 2
+    return min(max(digits, 1), 5)
+
+
+def number(value: float | None, decimals: int) -> str:
+    return NONE if value is None else _minus(f"{value:.{decimals}f}")
+
+
+def signed(value: float | None, decimals: int) -> str:
+    return NONE if value is None else _minus(f"{value:+.{decimals}f}")
+
+
+def span(values: Iterable[float], digits: int = 7) -> str:
+    """``5``, or ``5–7`` where runs differ; ``digits`` are those that count."""
+    ends = sorted(set(values))
+    if not ends:
+        return NONE
+    return "–".join(dict.fromkeys(f"{end:.{digits}g}" for end in (ends[0], ends[-1])))
+
+
+def amount(values: Iterable[float], what: str) -> str:
+    """``5 epochs``, ``1 epoch``"""
+    text = span(values)
+    return f"{text} {what}" if text == "1" else f"{text} {what}s"
+
+
+def ratio(values: Iterable[float]) -> str:
+    """``1.62×``, or from the least to the most where devices disagree."""
+    ends = sorted(values)
+    if not ends:
+        return NONE
+    low, high = f"{ends[0]:.2f}", f"{ends[-1]:.2f}"
+    return f"{low}×" if low == high else f"{low}–{high}×"
+
+
+def count(value: float) -> str:
+    """``22.7M``"""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.0f}"
+
+
+def p_value(value: float | None) -> str:
+    if value is None:
+        return NONE
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _minus(text: str) -> str:
+    # a rounded −0.00 has no sign worth showing
+    return re.sub(r"^-(?=[0.]+$)", "", text).replace("-", "−")

@@ -1,0 +1,129 @@
+"""What a run is trained and measured on, in a few characters that can be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gfsa_experiments.engine.randomness import drawing_apart
+from gfsa_experiments.engine.task import Task
+
+_PARTS = ("train", "valid", "test")
+# of each part: enough to tell data sets apart, few enough to be read in no time
+_EXAMPLES = 32
+# things inside of things, before what is left counts by its type alone
+_DEEPEST = 8
+
+
+def fingerprint(task: Task) -> str:
+    """``45000+5000+10000 3fa2c1d0``: examples to train, validate and test on, and a hash of some.
+
+    The hash is over evenly spaced examples, as :meth:`Task.identity` gives them. Nothing is drawn
+    from the generators that training draws from.
+    """
+    sizes = {name: len(task.splits[name]) if name in task.splits else 0 for name in _PARTS}
+    digest = sha256()
+    with drawing_apart(0):
+        for name, size in sizes.items():
+            for index in _spread(size):
+                for piece in _pieces(task.identity(name, index)):
+                    digest.update(piece)
+    return f"{'+'.join(map(str, sizes.values()))} {digest.hexdigest()[:8]}"
+
+
+def difference(old: str, new: str) -> str:
+    """In words, how two fingerprints differ."""
+    (old_sizes, _, old_hash), (new_sizes, _, new_hash) = old.partition(" "), new.partition(" ")
+    if old_sizes != new_sizes:
+        return f"{old_sizes} examples to train+validate+test on then, {new_sizes} now"
+    return f"as many examples, {new_sizes}, but others: {old_hash} then, {new_hash} now"
+
+
+def _spread(count: int) -> Sequence[int]:
+    """Some of ``count`` indices, from the first to the last."""
+    if count <= _EXAMPLES:
+        return range(count)
+    return [at * (count - 1) // (_EXAMPLES - 1) for at in range(_EXAMPLES)]
+
+
+def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
+    """A value as bytes that say what it is, how much of it there is, and what is in it.
+
+    The same in every process: nothing hangs on addresses, on the order of a dict or on how many
+    bits a number is stored in.
+    """
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        yield from _of_array(value, depth)
+    elif isinstance(value, (str, bytes)):
+        content = value.encode() if isinstance(value, str) else value
+        yield f"{type(value).__name__} {len(content)}:".encode() + content
+    elif value is None or isinstance(value, (bool, int, float, complex)):
+        yield f"{type(value).__name__} {value!r}:".encode()
+    elif isinstance(value, PurePath):
+        # where it lies is another matter on every machine
+        yield from _pieces(value.name)
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):
+        # an image of Pillow's
+        yield from _pieces([value.mode, *value.size, value.tobytes()], depth)
+    elif depth == _DEEPEST or isinstance(value, types.ModuleType) or callable(value):
+        yield f"{type(value).__name__}:".encode()
+    else:
+        yield from _of_container(value, depth + 1)
+
+
+def _of_array(value: Any, depth: int) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        value = _widened(value.detach().cpu())
+    array = np.asarray(value)
+    kind = "i" if array.dtype.kind in "biumM" else array.dtype.kind
+    if kind not in "ifc":
+        # text and objects
+        yield from _pieces(array.tolist(), depth)
+        return
+    array = array.astype({"i": "<i8", "f": "<f8", "c": "<c16"}[kind])
+    if kind == "f":
+        # there are many bit patterns for no number
+        array = np.where(np.isnan(array), np.nan, array)
+    yield f"{kind} {array.shape}:".encode() + array.tobytes()
+
+
+def _widened(tensor: Tensor) -> np.ndarray:
+    """In numbers that numpy knows, which has no bfloat16."""
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_floating_point():
+        tensor = tensor.double()
+    array: np.ndarray = tensor.resolve_conj().resolve_neg().numpy()
+    return array
+
+
+def _of_container(value: Any, depth: int) -> Iterator[bytes]:
+    if isinstance(value, (list, tuple)):
+        yield f"list {len(value)}:".encode()
+        for part in value:
+            yield from _pieces(part, depth)
+        return
+    named = _named_parts(value)
+    yield f"dict {len(named)}:".encode()
+    for name in sorted(named):
+        yield from _pieces(name, depth)
+        yield from _pieces(named[name], depth)
+
+
+def _named_parts(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {str(key): part for key, part in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "to_dict"):
+        # a graph of PyG's
+        return _named_parts(dict(value.to_dict()))
+    return dict(getattr(value, "__dict__", {})) | {"": type(value).__name__}

@@ -1,0 +1,51 @@
+"""Recipes: experiments that anybody can run again, on one training loop.
+
+A recipe is a module with a :class:`~gfsa_experiments.engine.task.Recipe` called ``RECIPE``; its
+line here is all that the command line needs to know of it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gfsa_experiments.engine.task import Recipe
+
+RECIPES = {
+    "glue": "gfsa_experiments.tasks.glue.recipe",
+    "causal_lm": "gfsa_experiments.tasks.causal_lm.recipe",
+    "code": "gfsa_experiments.tasks.code.recipe",
+    "image": "gfsa_experiments.tasks.image.recipe",
+    "graph": "gfsa_experiments.tasks.graph.recipe",
+    "speech": "gfsa_experiments.tasks.speech.recipe",
+    "lra": "gfsa_experiments.tasks.lra.recipe",
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe called ``name``, or the one in a module of your own, ``package.module``."""
+    if name not in RECIPES and "." not in name:
+        raise ValueError(
+            f"there is no recipe {name!r}; there are {', '.join(RECIPES)}, "
+            "or name a module of your own that has a RECIPE, with a dot: package.module"
+        )
+    module = RECIPES.get(name, name)
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"there is no module {error.name!r} with a recipe") from error
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(f"the module {module} cannot be imported: {error}") from error
+    from gfsa_experiments.engine.task import Recipe
+
+    recipe = getattr(found, "RECIPE", None)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"the module {module} has no RECIPE, or it is not a "
+            f"gfsa_experiments.engine.task.Recipe: "
+            f"got {type(recipe).__name__}"
+        )
+    return recipe

@@ -1,0 +1,1 @@
+"""Language modelling with GPT-2-type models."""

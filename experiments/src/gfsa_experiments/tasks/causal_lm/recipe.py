@@ -1,0 +1,279 @@
+"""Language modelling: GPT-2-type models on WikiText and the Penn Treebank."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
+from gfsa_experiments.data.tokenizers import GPT2_SOURCE, gpt2_tokenizer, token_ids, train_tokenizer
+from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.tasks.causal_lm.data import PARTS, SOURCES, count_words, read_corpus
+
+_IGNORED = -100
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMConfig(TrainConfig):
+    """Fine-tuning as in the paper (15 epochs on PTB, 4 on WikiText-103), or ``model=scratch``."""
+
+    in_label = ("dataset", "model", "depth", "width")
+
+    dataset: Literal["wikitext-2", "wikitext-103", "ptb"] = "wikitext-2"
+    model: str = "gpt2"
+    """A folder, a name on the hub, or ``scratch``: a new GPT-2 of the sizes below."""
+    tokenizer: Literal["own", "gpt2", "bpe"] = "own"
+    """The model's own; GPT-2's from its two files below ``--data-dir``; or one of ``vocab_size``
+    tokens that is learned from the training text."""
+    vocab_size: int = 8192
+    block: int = 1024
+    """Tokens that the model sees at once."""
+    dropout: float | None = 0.1
+    """Everywhere in the model, attention included; None: as the model has it."""
+    depth: int = 6
+    width: int = 384
+    heads: int = 6
+    epochs: float = 10
+    batch_size: int = 4
+
+    def check(self) -> None:
+        super().check()
+        for name in ("depth", "width", "heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.block < 2:
+            raise ValueError(f"a block of {self.block} tokens predicts nothing; set 2 or more")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} cannot be split among {self.heads} heads")
+        if self.scratch and self.tokenizer == "own":
+            raise ValueError("a new model has no tokenizer of its own; set tokenizer=gpt2 or bpe")
+        if not self.scratch and self.tokenizer == "bpe":
+            raise ValueError("a pretrained model cannot read another vocabulary than its own")
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        unused["group_by_length"] = "every block has the same length"
+        if not self.scratch:
+            own = f"{self.model} has its own; model=scratch takes it"
+            unused |= dict.fromkeys(("depth", "width", "heads"), own)
+        if self.tokenizer != "bpe":
+            unused["vocab_size"] = f"tokenizer={self.tokenizer} has its own; bpe is learned"
+        return unused
+
+    @property
+    def scratch(self) -> bool:
+        return self.model == "scratch"
+
+    def label(self) -> str:
+        name = f"gpt2-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
+        return f"{self.dataset} {name}"
+
+
+class CausalLMTask(Task):
+    """Predict the next token: ``perplexity = exp(mean of −log p(token | those before it))``.
+
+    A *token* is one of the tokenizer's, GPT-2's BPE in the paper. As in the script of transformers
+    that the paper builds on, the text of a split is one row of tokens, cut into blocks that do not
+    overlap; the first token of a block is not predicted, and a rest shorter than a block is left
+    out. ``word_perplexity`` spreads the same loss over the words and line ends of the text instead
+    of its tokens, and can be compared between tokenizers.
+    """
+
+    metric = "perplexity"
+    higher_is_better = False
+
+    def __init__(self, config: CausalLMConfig, data_dir: Path) -> None:
+        corpus = encode_corpus(
+            data_dir,
+            config.dataset,
+            config.tokenizer,
+            config.model if config.tokenizer == "own" else "",
+            config.vocab_size if config.tokenizer == "bpe" else 0,
+        )
+        blocks = {name: Blocks(corpus.parts[name], config.block, name) for name in PARTS}
+        self.splits = {name: Split(blocks[name], as_it_is) for name in PARTS}
+        self._example = blocks["valid"].__getitems__([0])["input_ids"]
+        model = _new(config, corpus.vocabulary) if config.scratch else _pretrained(config)
+        if corpus.vocabulary > model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {corpus.vocabulary} tokens, {config.model} knows "
+                f"{model.config.vocab_size}; set tokenizer=own"
+            )
+        self.model = model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._cross_entropy(model, batch["input_ids"], "mean")
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        ids = batch["input_ids"]
+        total = self._cross_entropy(model, ids, "sum").double()
+        return total, ids.numel() - len(ids), batch["words"].double().sum()
+
+    def score(self, predictions: list[Any]) -> dict[str, float]:
+        totals, tokens, words = zip(*predictions, strict=True)
+        total = float(sum(totals))
+        return {
+            "perplexity": _exp(total / sum(tokens)),
+            "word_perplexity": _exp(total / float(sum(words))),
+            "loss": total / sum(tokens),
+        }
+
+    def example(self) -> Any:
+        """The first block of the validation text."""
+        return {"input_ids": self._example}
+
+    def _cross_entropy(self, model: nn.Module, ids: Tensor, reduction: str) -> Tensor:
+        with causal_by_kernel(self.model):
+            logits = model(input_ids=ids, use_cache=False).logits
+        # the last token of a block has nothing to predict: cheaper to ignore than to cut off
+        targets = F.pad(ids[:, 1:], (0, 1), value=_IGNORED)
+        return F.cross_entropy(
+            logits.float().flatten(0, 1),
+            targets.flatten(),
+            ignore_index=_IGNORED,
+            reduction=reduction,
+        )
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+@contextmanager
+def causal_by_kernel(model: Any) -> Iterator[None]:
+    """Leave causality to the attention kernel, where GPT-2 would build a mask for it.
+
+    transformers asks the device whether a mask can be left out, and in a captured graph, where it
+    cannot ask, builds all N×N of it. A body whose config names an attention that transformers has
+    no masks for gets none; its attention layers keep the real config, and are causal by themselves.
+    """
+    body = getattr(model, "transformer", None)
+    config = model.config
+    if body is None or config.model_type != "gpt2" or config._attn_implementation != "sdpa":
+        yield
+        return
+    unmasked = copy.copy(config)
+    unmasked._attn_implementation_internal = "causal by kernel"
+    body.config = unmasked
+    try:
+        yield
+    finally:
+        body.config = config
+
+
+def _new(config: CausalLMConfig, vocabulary: int) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = 0.1 if config.dropout is None else config.dropout
+    # rows of the embedding in a multiple of 64 suit the GPU
+    rows = -(-vocabulary // 64) * 64
+    sizes = GPT2Config(
+        vocab_size=rows,
+        n_positions=config.block,
+        n_embd=config.width,
+        n_layer=config.depth,
+        n_head=config.heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(sizes)
+
+
+def _pretrained(config: CausalLMConfig) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    sizes = load_config(config.model)
+    most = getattr(sizes, "max_position_embeddings", config.block)
+    if config.block > most:
+        raise ValueError(f"block {config.block} is longer than the {most} tokens of {config.model}")
+    if config.dropout is not None:
+        names = [name for name in _DROPOUTS if hasattr(sizes, name)]
+        if not names:
+            raise ValueError(f"{config.model} has no dropout to be set; set dropout=none")
+        for name in names:
+            setattr(sizes, name, config.dropout)
+    return load_model(AutoModelForCausalLM, config.model, config=sizes)
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """One part of a corpus: its tokens in a row, and how many words they make up."""
+
+    tokens: np.ndarray
+    words: int
+
+
+@dataclass(frozen=True)
+class EncodedCorpus:
+    vocabulary: int
+    parts: dict[str, EncodedText]
+
+
+@lru_cache(maxsize=2)
+def encode_corpus(
+    data_dir: Path, data: str, tokenizer: str, model: str, vocab_size: int
+) -> EncodedCorpus:
+    """A corpus as token ids, kept for the next run of this process."""
+    lines = {name: read_corpus(data_dir, data, name) for name in PARTS}
+    if tokenizer == "gpt2":
+        encoder = gpt2_tokenizer(data_dir)
+    elif tokenizer == "bpe":
+        encoder = train_tokenizer(lines["train"], vocab_size)
+    else:
+        encoder = load_tokenizer(model)
+    parts = {
+        name: EncodedText(np.concatenate(token_ids(encoder, part)), count_words(part))
+        for name, part in lines.items()
+    }
+    own = tokenizer == "own"
+    return EncodedCorpus(len(encoder) if own else encoder.get_vocab_size(), parts)
+
+
+class Blocks(Dataset[Any]):
+    """A text cut into blocks of equal length."""
+
+    def __init__(self, text: EncodedText, block: int, name: str) -> None:
+        count = len(text.tokens) // block
+        if not count:
+            raise ValueError(
+                f"the {name} text has {len(text.tokens)} tokens, less than a block of {block}; "
+                "set a smaller block"
+            )
+        self.ids = text.tokens[: count * block].reshape(count, block)
+        # of the text on average; what is not predicted does not count
+        self.words = text.words / len(text.tokens) * (block - 1)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        ids = torch.from_numpy(self.ids[np.asarray(indices)].astype(np.int64))
+        return {"input_ids": ids, "words": torch.full((len(indices),), self.words)}
+
+
+RECIPE = Recipe(
+    name="causal_lm",
+    title="Language modelling: fine-tune GPT-2, or train one from scratch",
+    config=CausalLMConfig,
+    build=CausalLMTask,
+    sources=(*SOURCES.values(), GPT2_SOURCE),
+)

@@ -1,0 +1,1 @@
+"""Code: defects and clones."""

@@ -1,0 +1,261 @@
+"""Code: Devign's defect detection and BigCloneBench's clone detection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from gfsa_experiments.data.pretrained import load_model, load_tokenizer
+from gfsa_experiments.data.token_batches import TokenMatrix, check_shares, hold_out
+from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
+from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.tasks.code.data import PARTS, SOURCES, CodePart, CodeSet, read_code_set
+
+# as RoBERTa numbers them
+_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+_START, _PAD, _END = 0, 1, 2
+_EXAMPLES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeConfig(TrainConfig):
+    """Devign as in the paper; for its clone detection set dataset, epochs=1 and lr=5e-5."""
+
+    in_label = ("dataset", "model", "depth", "width")
+
+    dataset: Literal["devign", "bigclonebench"] = "devign"
+    model: str = "microsoft/codebert-base"
+    """A folder or a name on the hub of a RoBERTa-, BART- or T5-type model, or ``scratch``: a new
+    RoBERTa of the sizes below, with a tokenizer that is learned from the training functions."""
+    epochs: float = 10
+    batch_size: int = 16
+    lr: float = 2e-5
+    patience: int = 2
+    max_length: int = 0
+    """Tokens of a function; 0: 512 for Devign, 400 for BigCloneBench."""
+    pad_to_multiple: int = 64
+    """Batches are padded to a multiple of this."""
+    fraction: float = 1.0
+    """Share of the training examples to train on, the same in every run."""
+    depth: int = 4
+    width: int = 256
+    heads: int = 4
+    vocab_size: int = 8192
+    dropout: float = 0.1
+    """Of a model from scratch; a pretrained one keeps its own."""
+
+    def check(self) -> None:
+        super().check()
+        check_shares(0.0, self.fraction)
+        for name in ("depth", "width", "heads", "vocab_size", "pad_to_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} cannot be split among {self.heads} heads")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if self.max_length and self.max_length < 3:
+            raise ValueError(f"{self.max_length} tokens hold no code between start and end")
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        if not self.scratch:
+            own = f"{self.model} has its own; model=scratch takes it"
+            unused |= dict.fromkeys(("depth", "width", "heads", "vocab_size", "dropout"), own)
+        return unused
+
+    @property
+    def longest(self) -> int:
+        return self.max_length or {"devign": 512, "bigclonebench": 400}[self.dataset]
+
+    @property
+    def scratch(self) -> bool:
+        return self.model == "scratch"
+
+    def label(self) -> str:
+        name = f"roberta-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
+        return f"{self.dataset} {name}"
+
+
+class CodeClassifier(nn.Module):
+    """A body that reads functions, and a head that classifies one or compares two.
+
+    A function becomes one vector, as in CodeT5's scripts: that of the first token, or, if the body
+    has a decoder, the decoder's at the last ``</s>`` when it reads the function again.
+    """
+
+    def __init__(self, body: Any, functions: int) -> None:
+        super().__init__()
+        self.body = body
+        width = body.config.hidden_size
+        self.functions = functions
+        self.between = nn.Linear(2 * width, width) if functions == 2 else None
+        self.out = nn.Linear(width, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits ``(B, 2)`` for ``(B·functions, N)`` tokens, the functions of a pair adjoining."""
+        vectors = self._vectors(input_ids, attention_mask).unflatten(0, (-1, self.functions))
+        vectors = vectors.flatten(1)
+        if self.between is not None:
+            vectors = torch.tanh(self.between(vectors))
+        logits: Tensor = self.out(vectors)
+        return logits
+
+    def _vectors(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        if not self.body.config.is_encoder_decoder:
+            states = self.body(input_ids=input_ids, attention_mask=attention_mask)[0]
+            return states[:, 0]
+        shift = getattr(self.body, "_shift_right", None)
+        states = self.body(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=None if shift is None else shift(input_ids),
+            decoder_attention_mask=attention_mask,
+            use_cache=False,
+        )[0]
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = ((input_ids == self.body.config.eos_token_id) * places).amax(1)
+        return states[torch.arange(len(last), device=last.device), last]
+
+
+class CodeTask(Task):
+    """Cross-entropy; accuracy for defects, F1 of the clones for clones, ×100."""
+
+    def __init__(self, config: CodeConfig, data_dir: Path) -> None:
+        encoded = encode_code(
+            data_dir,
+            config.dataset,
+            "" if config.scratch else config.model,
+            config.vocab_size if config.scratch else 0,
+            config.longest,
+        )
+        self.metric = "accuracy" if config.dataset == "devign" else "f1"
+        functions = encoded.parts["train"].functions.shape[1]
+        body = _new_body(config, encoded.vocabulary) if config.scratch else _pretrained(config)
+        self.model = CodeClassifier(body, functions)
+        self.splits = {}
+        for name in PARTS:
+            part = encoded.parts[name]
+            if name == "train":
+                rows, _ = hold_out(len(part.labels), 0.0, config.fraction)
+                part = CodePart(part.functions[rows], part.labels[rows])
+            examples = CodeExamples(encoded.texts, part, config.pad_to_multiple, config.longest)
+            self.splits[name] = Split(examples, as_it_is, examples.lengths.tolist())
+            if name == "valid":
+                some = list(range(min(_EXAMPLES, len(examples))))
+                self._example = examples.__getitems__(some)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["input_ids"], batch["attention_mask"])
+        return F.cross_entropy(logits.float(), batch["labels"])
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        logits = model(batch["input_ids"], batch["attention_mask"])
+        return logits.argmax(-1), batch["labels"]
+
+    def score(self, predictions: list[Any]) -> dict[str, float]:
+        from sklearn.metrics import f1_score
+
+        found = torch.cat([pair[0] for pair in predictions]).numpy()
+        labels = torch.cat([pair[1] for pair in predictions]).numpy()
+        return {
+            "accuracy": 100 * float((found == labels).mean()),
+            "f1": 100 * float(f1_score(labels, found, zero_division=0.0)),
+            "macro_f1": 100 * float(f1_score(labels, found, average="macro", zero_division=0.0)),
+        }
+
+    def example(self) -> Any:
+        """Some functions to choose on."""
+        return {name: value for name, value in self._example.items() if name != "labels"}
+
+
+def _new_body(config: CodeConfig, vocabulary: int) -> Any:
+    from transformers import RobertaConfig, RobertaModel
+
+    sizes = RobertaConfig(
+        vocab_size=vocabulary,
+        hidden_size=config.width,
+        num_hidden_layers=config.depth,
+        num_attention_heads=config.heads,
+        intermediate_size=4 * config.width,
+        # positions begin after that of padding
+        max_position_embeddings=config.longest + _PAD + 1,
+        type_vocab_size=1,
+        bos_token_id=_START,
+        pad_token_id=_PAD,
+        eos_token_id=_END,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+    )
+    return RobertaModel(sizes, add_pooling_layer=False)
+
+
+def _pretrained(config: CodeConfig) -> Any:
+    from transformers import AutoModel
+
+    return load_model(AutoModel, config.model, new=("pooler",))
+
+
+@dataclass(frozen=True)
+class EncodedCode:
+    """Functions as token ids, and the examples made of them."""
+
+    vocabulary: int
+    texts: TokenMatrix
+    parts: dict[str, CodePart]
+
+
+@lru_cache(maxsize=2)
+def encode_code(
+    data_dir: Path, name: str, model: str, vocab_size: int, longest: int
+) -> EncodedCode:
+    """Every function encoded once, kept for the next run of this process."""
+    found = read_code_set(data_dir, name)
+    if model:
+        tokenizer = load_tokenizer(model)
+        rows = tokenizer(
+            found.code, truncation=True, max_length=longest, return_attention_mask=False
+        )["input_ids"]
+        return EncodedCode(len(tokenizer), TokenMatrix(rows, tokenizer.pad_token_id), found.parts)
+    tokenizer = train_tokenizer(_training_code(found), vocab_size, _SPECIAL)
+    rows = [[_START, *ids[: longest - 2], _END] for ids in token_ids(tokenizer, found.code)]
+    return EncodedCode(tokenizer.get_vocab_size(), TokenMatrix(rows, _PAD), found.parts)
+
+
+def _training_code(found: CodeSet) -> list[str]:
+    return [found.code[row] for row in np.unique(found.parts["train"].functions)]
+
+
+class CodeExamples(Dataset[Any]):
+    """One function or a pair of them, and a label; a batch is cut out at once."""
+
+    def __init__(self, texts: TokenMatrix, part: CodePart, multiple: int, most: int) -> None:
+        self.texts, self.part = texts, part
+        self.multiple, self.most = multiple, most
+        self.lengths = texts.lengths[part.functions].max(1)
+
+    def __len__(self) -> int:
+        return len(self.part.labels)
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        at = np.asarray(indices)
+        batch = self.texts.batch(self.part.functions[at].reshape(-1), self.multiple, self.most)
+        return {**batch, "labels": torch.from_numpy(self.part.labels[at])}
+
+
+RECIPE = Recipe(
+    name="code",
+    title="Code: find defects (Devign) or clones (BigCloneBench)",
+    config=CodeConfig,
+    build=CodeTask,
+    sources=tuple(SOURCES.values()),
+)

@@ -1,0 +1,1 @@
+"""GLUE: sentences and pairs of them."""

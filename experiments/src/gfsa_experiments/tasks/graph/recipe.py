@@ -1,0 +1,298 @@
+"""Properties of whole graphs with Graphormer, GPS and Graph-ViT."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gfsa_experiments.data.array_cache import cached
+from gfsa_experiments.engine.config import Schedule, TrainConfig
+from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.tasks.graph.batches import (
+    DenseItems,
+    GraphItems,
+    PairItems,
+    PatchItems,
+    Tensors,
+)
+from gfsa_experiments.tasks.graph.data_sets import METRICS, SOURCES, DataName, read_graphs
+from gfsa_experiments.tasks.graph.encodings import laplacian_encoding, walk_encoding
+from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet
+from gfsa_experiments.tasks.graph.models import build_model
+from gfsa_experiments.tasks.graph.pairs import pair_features
+from gfsa_experiments.tasks.graph.patches import patch_features
+from gfsa_experiments.tasks.graph.settings import (
+    FOLLOWING,
+    NOT_GIVEN,
+    paper_settings,
+    unread_settings,
+)
+
+ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
+Encoding = Literal["walk", "laplacian", "none"]
+
+# raise it when what is worked out from graphs changes: old files are then left alone
+_CACHE_VERSION = 1
+_LENS_GRAPHS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig(TrainConfig):
+    """Settings that are not given follow the model and the data set, as in the papers.
+
+    They are settled when a config is made: ``dataclasses.replace`` with another model keeps the
+    first one's, so make a new config instead.
+    """
+
+    in_label = ("data", "model")
+
+    data: DataName = "zinc"
+    model: ModelName = "graphormer-slim"
+
+    epochs: float = NOT_GIVEN
+    batch_size: int = NOT_GIVEN
+    lr: float = NOT_GIVEN
+    weight_decay: float = NOT_GIVEN
+    schedule: Schedule = NOT_GIVEN
+    warmup: float = NOT_GIVEN
+    clip: float = NOT_GIVEN
+    group_by_length: bool = NOT_GIVEN
+    best: bool = True
+
+    depth: int = NOT_GIVEN
+    """Attention layers."""
+    width: int = NOT_GIVEN
+    heads: int = NOT_GIVEN
+    ffn_width: int = NOT_GIVEN
+    """Inside Graphormer's MLPs; those of GPS and Graph-ViT are twice as wide as the rest."""
+    gnn_depth: int = NOT_GIVEN
+    """Graph-ViT: GINE layers within patches."""
+    dropout: float = NOT_GIVEN
+    """On the branches of the layers; of Graph-ViT, within patches."""
+    mlp_dropout: float = NOT_GIVEN
+    """Graphormer: inside the MLPs; GPS and Graph-ViT have no other than ``dropout`` there."""
+    attention_dropout: float = NOT_GIVEN
+    """On entries of A; of Graph-ViT, on everything between patches."""
+    local: Literal["gine", "gated"] = NOT_GIVEN
+    """GPS: its message passing."""
+    encoding: Encoding = NOT_GIVEN
+    """GPS and Graph-ViT (not laplacian there): where a node is in its graph."""
+    encoding_size: int = NOT_GIVEN
+    """Random-walk steps or eigenvectors."""
+    encoding_width: int = NOT_GIVEN
+    """GPS: how much of the width is the encoding's."""
+    pooling: Literal["sum", "mean"] = NOT_GIVEN
+    """GPS: of nodes to a graph."""
+    patches: int = 32
+    """Graph-ViT: at most so many a graph."""
+    patch_hops: int = 1
+    """Graph-ViT: each patch takes in its neighbours up to this far."""
+    patch_walk_steps: int = NOT_GIVEN
+    """Graph-ViT: random-walk steps that say where a patch is."""
+    pad_to_multiple: int = NOT_GIVEN
+    """Graphs are padded to a multiple of this many nodes, so that batches have few shapes."""
+
+    def __post_init__(self) -> None:
+        paper = paper_settings(self.model, self.data)
+        for name in FOLLOWING:
+            if getattr(self, name) is NOT_GIVEN:
+                # a frozen dataclass has no other way to finish itself
+                object.__setattr__(self, name, paper[name])
+
+    def usual(self) -> GraphConfig:
+        """What follows from this model and data set; these two themselves as in other recipes."""
+        return GraphConfig(**paper_settings(self.model, self.data))
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused() | unread_settings(self.model)
+        if self.encoding == "none":
+            for name in ("encoding_size", "encoding_width"):
+                unused.setdefault(name, "encoding=none has no size")
+        return unused
+
+    def check(self) -> None:
+        super().check()
+        for name in ("depth", "width", "heads", "pad_to_multiple", "patches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            "gnn_depth",
+            "encoding_size",
+            "encoding_width",
+            "patch_hops",
+            "patch_walk_steps",
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("dropout", "mlp_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+        if self.model == "gps" and self.encoding != "none":
+            if not self.encoding_size:
+                raise ValueError(f"encoding={self.encoding} needs an encoding_size above 0")
+            if not 0 < self.encoding_width < self.width:
+                raise ValueError(
+                    f"encoding_width must lie between 0 and width {self.width}, "
+                    f"got {self.encoding_width}"
+                )
+        if self.model == "graph-vit":
+            if self.encoding == "laplacian":
+                raise ValueError("graph-vit takes encoding=walk or none; laplacian is GPS's")
+            if not self.gnn_depth:
+                raise ValueError("graph-vit needs a gnn_depth above 0")
+        if self.model.startswith("graphormer") and self.encoding != "none":
+            raise ValueError("graphormer has encodings of its own; leave encoding=none")
+
+    def label(self) -> str:
+        return f"{self.data} {self.model}"
+
+
+class GraphTask(Task):
+    """A model of graphs, its data set, and the measure that is customary for it."""
+
+    def __init__(self, model: nn.Module, graphs: GraphSet, items: dict[str, GraphItems]) -> None:
+        self.model = model
+        self.kind = graphs.kind
+        self.metric = METRICS[graphs.name]
+        self.higher_is_better = self.metric not in ("mae", "rmse")
+        self.inputs = items["train"].inputs
+        self.splits = {
+            name: Split(part, as_it_is, part.graphs.nodes[part.chosen].tolist())
+            for name, part in items.items()
+        }
+
+    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
+        output, y = model(self.inputs(batch)).float(), batch["y"]
+        if self.kind == "classes":
+            return F.cross_entropy(output, y[:, 0].long())
+        if self.kind == "regression":
+            return F.mse_loss(output, y) if self.metric == "rmse" else F.l1_loss(output, y)
+        # labels that are missing weigh nothing
+        known = ~y.isnan()
+        target = torch.where(known, y, 0.0)
+        loss = F.binary_cross_entropy_with_logits(output, target, weight=known, reduction="sum")
+        return loss / known.sum().clamp(min=1)
+
+    def predict(self, model: nn.Module, batch: Tensors) -> Tensors:
+        return {"output": model(self.inputs(batch)).float(), "y": batch["y"]}
+
+    def score(self, predictions: list[Tensors]) -> dict[str, float]:
+        output = torch.cat([batch["output"] for batch in predictions])
+        y = torch.cat([batch["y"] for batch in predictions])
+        if self.kind == "classes":
+            right = output.argmax(1) == y[:, 0].long()
+            return {"accuracy": 100 * right.double().mean().item()}
+        if self.kind == "regression":
+            error = (output - y).double()
+            return {
+                "mae": error.abs().mean().item(),
+                "rmse": error.square().mean().sqrt().item(),
+            }
+        return _label_scores(output, y)
+
+    def example(self) -> Any:
+        """Some validation graphs, for the lens."""
+        chosen = range(min(_LENS_GRAPHS, len(self.splits["valid"])))
+        batch = self.splits["valid"].dataset.__getitems__(list(chosen))  # type: ignore[attr-defined]
+        return (self.inputs(batch),)
+
+    def identity(self, split: str, index: int) -> Any:
+        """The graph as it was read: eigenvectors and walks are worked out on each machine."""
+        items: Any = self.splits[split].dataset
+        return items.graphs.source(int(items.chosen[index]))
+
+
+def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
+    """Mean over labels of average precision and area under the ROC curve, as OGB takes them, ×100.
+
+    A label counts if it has both answers among the graphs where it is known.
+    """
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    precisions, areas = [], []
+    for column in range(y.shape[1]):
+        known = ~y[:, column].isnan()
+        truth, score = y[known, column].numpy(), output[known, column].numpy()
+        if 0 < truth.sum() < len(truth):
+            precisions.append(average_precision_score(truth, score))
+            areas.append(roc_auc_score(truth, score))
+    if not areas:
+        raise ValueError("no label has both answers in this split: there is nothing to rank")
+    count = len(areas)
+    return {"ap": 100 * sum(precisions) / count, "rocauc": 100 * sum(areas) / count}
+
+
+def build(config: GraphConfig, data_dir: Path) -> GraphTask:
+    """Read the graphs, work out what the model needs of them (once), make the model."""
+    data_dir = Path(data_dir).absolute()
+    graphs = read_graphs(config.data, data_dir)
+    features = _features(config, data_dir)
+    kinds: dict[str, type[GraphItems]] = {"gps": DenseItems, "graph-vit": PatchItems}
+    kind = kinds.get(config.model, PairItems)
+    items = {
+        name: kind(graphs, features, _in_order(graphs, which), config.pad_to_multiple)
+        for name, which in (("train", TRAIN), ("valid", VALID), ("test", TEST))
+    }
+    return GraphTask(build_model(config, graphs), graphs, items)
+
+
+def _in_order(graphs: GraphSet, which: int) -> Tensor:
+    chosen = graphs.part(which)
+    if which == TRAIN:
+        return chosen
+    # batches of like size: nothing depends on the order in which graphs are evaluated
+    return chosen[torch.argsort(graphs.nodes[chosen], stable=True)]
+
+
+def _features(config: GraphConfig, data_dir: Path) -> Tensors:
+    """What the model needs of the graphs, kept for the next run of this process."""
+    if config.model.startswith("graphormer"):
+        return _worked_out(config.data, data_dir, "pairs", ())
+    size = 0 if config.encoding == "none" else config.encoding_size
+    features: Tensors = {}
+    if config.encoding != "none":
+        features |= _worked_out(config.data, data_dir, config.encoding, (size,))
+    if config.model == "graph-vit":
+        steps = (config.patches, config.patch_hops, config.patch_walk_steps)
+        features |= _worked_out(config.data, data_dir, "patches", steps)
+        if config.encoding == "none":
+            graphs = read_graphs(config.data, data_dir)
+            features["walk"] = torch.zeros(len(graphs.x), 0)
+    return features
+
+
+@lru_cache(maxsize=6)
+def _worked_out(data: str, data_dir: Path, what: str, sizes: tuple[int, ...]) -> Tensors:
+    """If the environment variable ``GFSA_CACHE`` names a folder, it is kept there as well."""
+    works: dict[str, Callable[..., Tensors]] = {
+        "pairs": pair_features,
+        "walk": walk_encoding,
+        "laplacian": laplacian_encoding,
+        "patches": patch_features,
+    }
+    graphs = read_graphs(data, data_dir)
+    words = ("graph", data, what, *map(str, sizes), graphs.digest, f"v{_CACHE_VERSION}")
+    folder = os.environ.get("GFSA_CACHE", "")
+    return cached(folder, "-".join(words), lambda: works[what](graphs, *sizes))
+
+
+RECIPE = Recipe(
+    name="graph",
+    title="Graphormer, GPS and Graph-ViT on molecules, peptides and superpixels",
+    config=GraphConfig,
+    build=build,
+    sources=SOURCES,
+    extra="train,graph",
+)
+assert {field.name for field in dataclasses.fields(GraphConfig)} >= set(FOLLOWING)

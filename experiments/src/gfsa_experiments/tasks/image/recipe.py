@@ -1,0 +1,386 @@
+"""Image classification from scratch with timm's models and DeiT's recipe."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from gfsa_experiments.data.token_batches import hold_out
+from gfsa_experiments.engine.batches import SeededItems
+from gfsa_experiments.engine.config import Schedule, TrainConfig, as_text
+from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.tasks.image import cifar, image_folder
+from gfsa_experiments.tasks.image.image_items import MemoryImages, Subset, Transformed, stack
+
+# the models of the paper by their short names; any other name is timm's own
+MODELS = {
+    "deit_tiny": "deit_tiny_patch16_224",
+    "deit_small": "deit_small_patch16_224",
+    "cait_s24": "cait_s24_224",
+    "swin_small": "swin_small_patch4_window7_224",
+}
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_CIFAR = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+# DeiT resizes to 256 and cuts out 224
+_CROP = 224 / 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(TrainConfig):
+    """DeiT's settings on ImageNet; for CIFAR, sizes left at 0 fit themselves to its images."""
+
+    in_label = ("dataset", "model", "depth")
+
+    dataset: Literal["folder", "cifar10", "cifar100"] = "folder"
+    """``folder``: train/, val/ and perhaps test/, with one folder per class."""
+    model: str = "deit_small"
+    """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer of timm's."""
+    depth: int = 0
+    """Layers; 0: the model's own."""
+    image_size: int = 0
+    """Side of the model's input; 0: 32 for CIFAR; for folders 224, or what timm has for another
+    model than those four."""
+    patch_size: int = 0
+    """0: the model's own; for CIFAR 4 (2 for Swin, whose windows then have 4×4 tokens)."""
+    holdout: float = 0.1
+    """Share of the training images that validates; unused if there are val/ and test/."""
+    augment: Literal["auto", "device", "workers"] = "auto"
+    """CIFAR: crop, flip, erase and mix on the ``device``, or all by timm in the ``workers``."""
+    auto_augment: str = "rand-m9-mstd0.5-inc1"
+    """timm's RandAugment policy, in the workers; empty for none."""
+    erase: float = 0.25
+    """Chance of Random Erasing."""
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    switch: float = 0.5
+    """Chance of CutMix rather than Mixup."""
+    smoothing: float = 0.1
+    drop_path: float = 0.1
+    dropout: float = 0.0
+    """After attention and inside the MLPs."""
+
+    epochs: float = 300
+    batch_size: int = 1024
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    schedule: Schedule = "cosine"
+    warmup: float = 5 / 300
+    min_lr: float = 0.01
+    clip: float = 0.0
+    ema: float = 0.99996
+    drop_last: bool = True
+    workers: int = 8
+
+    def check(self) -> None:
+        super().check()
+        for name in ("holdout", "erase", "switch", "smoothing", "drop_path", "dropout"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        for name in ("depth", "image_size", "patch_size", "mixup", "cutmix"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.augment == "device" and self.dataset == "folder":
+            raise ValueError(
+                "images in folders have different sizes and are augmented by the workers; "
+                "augment=device is for CIFAR"
+            )
+        if self.on_device and self.size != cifar.SIDE:
+            raise ValueError(
+                f"image_size={self.image_size} needs images to be resized, which only "
+                "augment=workers does"
+            )
+        if self.depth and self._is_swin:
+            raise ValueError("Swin has stages of 2, 2, 18 and 2 layers: depth cannot be set")
+        if not 0 < self.holdout < 1 and self.dataset != "folder":
+            raise ValueError(
+                f"{self.dataset} has no validation part: holdout must lie between 0 and 1, "
+                f"got {self.holdout}"
+            )
+
+    def label(self, folder: str = "folder") -> str:
+        """``folder``: what to call images in folders, of which the settings know no name."""
+        data = folder if self.dataset == "folder" else self.dataset
+        return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        unused["group_by_length"] = "every image has the same size"
+        if self.dataset == "folder":
+            unused["augment"] = "images in folders are always augmented by the workers"
+        if self.on_device:
+            unused["auto_augment"] = "augment=workers alone has timm's policies"
+        if not (self.mixup and self.cutmix):
+            unused["switch"] = "it is between mixup and cutmix, one of which is 0"
+        return unused
+
+    def sketch(self) -> nn.Module | None:
+        if find_spec("timm") is None:
+            return None
+        try:
+            return _tried_model(self, "meta")
+        except ValueError:
+            # some models cannot be made without numbers; those that cannot be made at all say so
+            return _tried_model(self, "cpu")
+
+    @property
+    def size(self) -> int:
+        if self.dataset != "folder":
+            return self.image_size or cifar.SIDE
+        return self.image_size or _own_size(self.timm_name)
+
+    @property
+    def timm_name(self) -> str:
+        return MODELS.get(self.model, self.model)
+
+    @property
+    def on_device(self) -> bool:
+        return self.dataset != "folder" and self.augment != "workers"
+
+    @property
+    def _is_swin(self) -> bool:
+        return self.model.startswith("swin")
+
+    def model_arguments(self) -> dict[str, Any]:
+        """What timm is told beside the model's name."""
+        # Swin would drop paths by itself
+        arguments: dict[str, Any] = {"drop_path_rate": self.drop_path}
+        # what changes nothing is not said: not every model knows these words
+        if self.size != _own_size(self.timm_name):
+            arguments["img_size"] = self.size
+        if self.dropout:
+            arguments["proj_drop_rate"] = self.dropout
+        if self.depth:
+            arguments["depth"] = self.depth
+        if self.patch_size:
+            arguments["patch_size"] = self.patch_size
+        elif self.dataset != "folder":
+            arguments["patch_size"] = 2 if self._is_swin else 4
+        if self._is_swin and self.dataset != "folder":
+            arguments["window_size"] = 4
+        return arguments
+
+
+class ImageTask(Task):
+    """Cross-entropy with soft targets; accuracy in percent."""
+
+    metric = "accuracy"
+
+    def __init__(
+        self, model: nn.Module, splits: dict[str, Split], num_classes: int, pipeline: Any
+    ) -> None:
+        from timm.loss import SoftTargetCrossEntropy
+
+        self.model, self.splits, self.num_classes = model, splits, num_classes
+        self.pipeline = pipeline
+        self._criterion = SoftTargetCrossEntropy()
+
+    def prepare(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        prepared: dict[str, Tensor] = self.pipeline.training(batch)
+        return prepared
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self._criterion(model(batch["images"]), batch["targets"])
+        return loss
+
+    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        logits = model(self.pipeline.inputs(batch["images"])).float()
+        labels = batch["labels"]
+        best = logits.topk(min(5, self.num_classes)).indices == labels[:, None]
+        loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+        return {"top1": best[:, 0], "top5": best.any(1), "loss": loss}
+
+    def score(self, predictions: list[dict[str, Tensor]]) -> dict[str, float]:
+        def mean(name: str) -> float:
+            return torch.cat([batch[name] for batch in predictions]).double().mean().item()
+
+        scores = {"accuracy": 100 * mean("top1"), "loss": mean("loss")}
+        if self.num_classes > 10:
+            scores["top5"] = 100 * mean("top5")
+        return scores
+
+    def example(self) -> Tensor:
+        """Some images to choose on (to report on, if there are none), as the model takes them."""
+        split = self.splits.get("valid", self.splits["test"])
+        indices = list(range(min(32, len(split))))
+        fetch = getattr(
+            split.dataset, "__getitems__", lambda some: [split.dataset[i] for i in some]
+        )
+        images: Tensor = self.pipeline.inputs(split.collate(fetch(indices))["images"])
+        return images
+
+    def identity(self, split: str, index: int) -> Any:
+        """The image as it was read, whatever transforms make of it."""
+        dataset = self.splits[split].dataset
+        if isinstance(dataset, SeededItems):
+            dataset = dataset.dataset
+        return dataset.source(index)  # type: ignore[attr-defined]
+
+
+def build(config: ImageConfig, data_dir: Path) -> ImageTask:
+    """Read the images, make the model."""
+    read = _folder_parts if config.dataset == "folder" else _cifar_parts
+    parts, num_classes = read(config, Path(data_dir))
+    model = make_model(config, num_classes)
+    splits = {part: _split(config, part, dataset) for part, dataset in parts.items()}
+    return ImageTask(model, splits, num_classes, _pipeline(config, num_classes))
+
+
+# what timm calls our settings
+_SETTING = {"img_size": "image_size", "drop_path_rate": "drop_path", "proj_drop_rate": "dropout"}
+
+
+def make_model(config: ImageConfig, num_classes: int) -> nn.Module:
+    """timm's model with fresh weights."""
+    import timm
+
+    name, arguments = config.timm_name, config.model_arguments()
+    if not timm.is_model(name):
+        known = ", ".join(MODELS)
+        raise ValueError(f"timm has no model {name!r}; short names here: {known}")
+    try:
+        model: nn.Module = timm.create_model(name, num_classes=num_classes, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        told = as_text({_SETTING.get(key, key): value for key, value in arguments.items()})
+        small = f" (sizes that are not set follow {config.dataset})"
+        raise ValueError(
+            f"timm cannot make {name} with {told}{small if config.dataset != 'folder' else ''}: "
+            f"{error}; change these settings, or take a model that has them"
+        ) from error
+    return model
+
+
+def _own_size(name: str) -> int:
+    """Side of the images that a model of timm's is made for."""
+    if find_spec("timm") is None:
+        return 224
+    from timm.models import get_pretrained_cfg
+
+    found = get_pretrained_cfg(name)
+    return 224 if found is None else int(found.input_size[-1])
+
+
+def _tried_model(config: ImageConfig, device: str) -> nn.Module:
+    """The model on a device, known to take an image; torch's generator is left as it was."""
+    with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
+        model = make_model(config, num_classes=2).eval()
+        try:
+            model(torch.zeros(1, 3, config.size, config.size))
+        except Exception as error:
+            raise ValueError(
+                f"{config.timm_name} cannot take images of image_size={config.size} ({error}); "
+                f"its own is {_own_size(config.timm_name)}"
+            ) from error
+    return model
+
+
+def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]], int]:
+    listings = image_folder.list_images(data_dir.absolute())
+    images = {part: image_folder.FolderImages(listing) for part, listing in listings.items()}
+    parts: dict[str, Dataset[Any]] = {"train": images["train"], "test": images["val"]}
+    if "test" in images:
+        parts |= {"valid": images["val"], "test": images["test"]}
+    elif config.holdout:
+        train, valid = hold_out(len(images["train"]), config.holdout)
+        parts |= {
+            "train": Subset(images["train"], train),
+            "valid": Subset(images["train"], valid),
+        }
+    return parts, len(listings["train"].classes)
+
+
+def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]], int]:
+    assert config.dataset != "folder"
+    both = cifar.read_cifar(data_dir, config.dataset)
+    train, valid = hold_out(len(both["train"]), config.holdout)
+    return {
+        "train": MemoryImages(both["train"], train),
+        "valid": MemoryImages(both["train"], valid),
+        "test": MemoryImages(both["test"], range(len(both["test"]))),
+    }, both["train"].num_classes
+
+
+def _split(config: ImageConfig, part: str, dataset: Dataset[Any]) -> Split:
+    if config.on_device:
+        return Split(dataset, as_it_is)
+    changed: Dataset[Any] = Transformed(dataset, _transform(config, training=part == "train"))
+    return Split(SeededItems(changed, config.seed) if part == "train" else changed, stack)
+
+
+def _transform(config: ImageConfig, training: bool) -> Any:
+    """timm's transform from an image to a normalised tensor."""
+    from timm.data import create_transform
+    from torchvision.transforms import RandomCrop
+
+    mean, std = _IMAGENET if config.dataset == "folder" else _CIFAR[config.dataset]
+    small = config.dataset != "folder" and config.size == cifar.SIDE
+    shared = {"input_size": config.size, "interpolation": "bicubic", "mean": mean, "std": std}
+    if not training:
+        return create_transform(**shared, crop_pct=1.0 if small else _CROP)
+    transform = create_transform(
+        **shared,
+        is_training=True,
+        color_jitter=0.0 if config.auto_augment else 0.3,
+        auto_augment=config.auto_augment or None,
+        re_prob=config.erase,
+        re_mode="pixel",
+    )
+    if small:
+        # as DeiT does: a random part of a small image shows too little
+        transform.transforms[0] = RandomCrop(config.size, padding=4)
+    return transform
+
+
+def _pipeline(config: ImageConfig, num_classes: int) -> Any:
+    from timm.data import Mixup
+
+    from gfsa_experiments.tasks.image.augment import Normalise, OnDevice, OnHost
+
+    if config.on_device:
+        return OnDevice(
+            Normalise(*_CIFAR[config.dataset]),
+            num_classes,
+            erase=config.erase,
+            mixup=config.mixup,
+            cutmix=config.cutmix,
+            switch=config.switch,
+            smoothing=config.smoothing,
+        )
+    mixup = None
+    if config.mixup or config.cutmix:
+        mixup = Mixup(
+            mixup_alpha=config.mixup,
+            cutmix_alpha=config.cutmix,
+            switch_prob=config.switch,
+            label_smoothing=config.smoothing,
+            num_classes=num_classes,
+        )
+    return OnHost(num_classes, mixup, config.smoothing)
+
+
+def label(config: ImageConfig, data_dir: Path) -> str:
+    """Data set and model; a folder of images goes by its own name, ``folder=flowers``."""
+    # as it was typed, not where links lead; a blank would end the name
+    name = re.sub(r"\s+", "_", Path(os.path.abspath(data_dir)).name)
+    return config.label(f"folder={name}")
+
+
+RECIPE = Recipe(
+    name="image",
+    title="Image classification from scratch: DeiT, CaiT, Swin",
+    config=ImageConfig,
+    build=build,
+    sources=(image_folder.SOURCE, *cifar.SOURCES),
+    extra="timm",
+    label=label,
+)

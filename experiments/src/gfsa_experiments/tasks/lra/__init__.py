@@ -1,0 +1,1 @@
+"""Long Range Arena: ListOps and CIFAR-10 by pixel."""

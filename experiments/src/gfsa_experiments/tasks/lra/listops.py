@@ -1,0 +1,231 @@
+"""ListOps of the Long Range Arena: nested lists of operators and digits, with their value.
+
+``[MAX 4 3 [MIN 2 3 ] 1 0 ]`` is 4. The official rules: an operator has 2 to 10 arguments, each an
+operator with probability 1/4 and a digit otherwise, at depth 10 (the root's is 1) always a digit;
+MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10); lists of more than 500 and less
+than 2,000 tokens are kept (a root that is a digit never is, so none is drawn), no list twice;
+96,000 to train on, 2,000 to validate on, 2,000 to test on.
+
+Trees are drawn level by level in numpy, some thousands at once, and the official tsv files can be
+written of them: ``python -m gfsa_experiments.tasks.lra.listops FOLDER``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
+SHORTEST, LONGEST = 501, 1_999
+DEEPEST = 10
+MOST_ARGUMENTS = 10
+OPERATOR_SHARE = 0.25
+# trees drawn at once, of which about a sixth have a length to be kept
+_DRAWN = 4_000
+
+PAD = 0
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+TOKENS = ("<pad>", *map(str, range(10)), *OPERATORS, "]")
+_DIGIT, _OPERATOR, _CLOSE = 1, 11, 15
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of small tokens end to end, with a label each."""
+
+    tokens: np.ndarray
+    """uint8."""
+    offsets: np.ndarray
+    """Sequence i is ``tokens[offsets[i]:offsets[i + 1]]``."""
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def part(self, start: int, end: int) -> Sequences:
+        """Sequences ``start`` to ``end``."""
+        offsets = self.offsets[start : end + 1]
+        tokens = self.tokens[offsets[0] : offsets[-1]]
+        return Sequences(tokens, offsets - offsets[0], self.labels[start:end])
+
+
+def make_listops(seed: int = 0, counts: dict[str, int] | None = None) -> dict[str, Sequences]:
+    """The parts of a data set that ``seed`` determines."""
+    counts = COUNTS if counts is None else counts
+    wanted = sum(counts.values())
+    tokens, lengths, labels, seen = [], [], [], set()
+    for sequence, label in _draw(np.random.default_rng(seed)):
+        mark = hashlib.blake2b(sequence.tobytes(), digest_size=16).digest()
+        if mark in seen:
+            continue
+        seen.add(mark)
+        tokens.append(sequence)
+        lengths.append(len(sequence))
+        labels.append(label)
+        if len(seen) == wanted:
+            break
+    every = Sequences(
+        np.concatenate(tokens), np.cumsum([0, *lengths]), np.array(labels, dtype=np.uint8)
+    )
+    ends = np.cumsum(list(counts.values())).tolist()
+    return {
+        name: every.part(end - count, end)
+        for (name, count), end in zip(counts.items(), ends, strict=True)
+    }
+
+
+@dataclass
+class _Level:
+    """The nodes of all trees at one depth, those of one parent side by side."""
+
+    tree: np.ndarray
+    arguments: np.ndarray
+    """How many; 0 for a digit."""
+    symbol: np.ndarray
+    """The digit, or the number of the operator."""
+
+    def of(self, trees: np.ndarray) -> _Level:
+        kept = trees[self.tree]
+        return _Level(self.tree[kept], self.arguments[kept], self.symbol[kept])
+
+
+def _draw(generator: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
+    """Sequences of a length to be kept and their values, without end."""
+    while True:
+        levels = _grow(generator)
+        lengths = np.zeros(_DRAWN, dtype=np.int64)
+        for level in levels:
+            # a digit is one token, an operator two: itself and its closing bracket
+            weights = np.where(level.arguments > 0, 2, 1)
+            lengths += np.bincount(level.tree, weights, _DRAWN).astype(np.int64)
+        kept = (lengths >= SHORTEST) & (lengths <= LONGEST)
+        levels = [level.of(kept) for level in levels]
+        values, spans = _evaluate(levels)
+        offsets = np.cumsum([0, *lengths[kept]])
+        tokens = _spell(levels, spans, offsets)
+        for start, end, value in zip(offsets[:-1], offsets[1:], values, strict=True):
+            yield tokens[start:end], int(value)
+
+
+def _grow(generator: np.random.Generator) -> list[_Level]:
+    """Trees with an operator at their root, level by level."""
+    tree = np.arange(_DRAWN)
+    levels = []
+    for depth in range(1, DEEPEST + 1):
+        count = len(tree)
+        is_operator = generator.random(count) <= OPERATOR_SHARE
+        if depth == 1:
+            is_operator[:] = True
+        elif depth == DEEPEST:
+            is_operator[:] = False
+        arguments = generator.integers(2, MOST_ARGUMENTS + 1, count) * is_operator
+        digits = generator.integers(0, 10, count)
+        operators = generator.integers(0, len(OPERATORS), count)
+        levels.append(_Level(tree, arguments, np.where(is_operator, operators, digits)))
+        tree = np.repeat(tree, arguments)
+    return levels
+
+
+def _evaluate(levels: list[_Level]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The value of each tree; and of each node, how many tokens it and what is below it span."""
+    values, spans = np.empty(0, np.int64), [np.empty(0, np.int64)]
+    for level in reversed(levels):
+        value, span = level.symbol.copy(), np.ones(len(level.symbol), np.int64)
+        at = np.flatnonzero(level.arguments)
+        if len(at):
+            count = level.arguments[at]
+            starts = np.cumsum(count) - count
+            group = np.repeat(np.arange(len(at)), count)
+            # sorted within each group: MIN, MAX and MED are then places in it
+            ordered = np.sort(group * 10 + values) % 10
+            middle = ordered[starts + (count - 1) // 2] + ordered[starts + count // 2]
+            results = (
+                ordered[starts],
+                ordered[starts + count - 1],
+                middle // 2,
+                np.add.reduceat(values, starts) % 10,
+            )
+            value[at] = np.choose(level.symbol[at], results)
+            span[at] = np.add.reduceat(spans[0], starts) + 2
+        values = value
+        spans.insert(0, span)
+    return values, spans[:-1]
+
+
+def _spell(levels: list[_Level], spans: list[np.ndarray], offsets: np.ndarray) -> np.ndarray:
+    """The tokens of all trees; each begins at its offset."""
+    tokens = np.zeros(offsets[-1], dtype=np.uint8)
+    begin = offsets[:-1]
+    for depth, (level, span) in enumerate(zip(levels, spans, strict=True)):
+        is_operator = level.arguments > 0
+        tokens[begin] = level.symbol + np.where(is_operator, _OPERATOR, _DIGIT)
+        tokens[begin[is_operator] + span[is_operator] - 1] = _CLOSE
+        if depth + 1 < len(levels):
+            count = level.arguments[is_operator]
+            below = spans[depth + 1]
+            # an argument begins after its operator and the arguments before it
+            before = np.cumsum(below) - below
+            first = np.repeat(before[np.cumsum(count) - count], count) if len(count) else before
+            begin = np.repeat(begin[is_operator], count) + 1 + before - first
+    return tokens
+
+
+def to_text(tokens: np.ndarray) -> str:
+    """A sequence as the official files have it, every step of building a list in parentheses.
+
+    ``[MAX 4 3 ]`` is ``( ( ( [MAX 4 ) 3 ) ] )``.
+    """
+    pieces: list[str] = []
+    opened: list[tuple[int, int]] = []
+    for token in tokens.tolist():
+        if _OPERATOR <= token < _CLOSE:
+            opened.append((len(pieces), 0))
+            pieces.append(TOKENS[token])
+            continue
+        if token == _CLOSE:
+            at, count = opened.pop()
+            pieces[at] = "( " * (count + 1) + pieces[at]
+        pieces.append(f"{TOKENS[token]} )")
+        if opened:
+            at, count = opened[-1]
+            opened[-1] = at, count + 1
+            if token == _CLOSE:
+                pieces.append(")")
+    return " ".join(pieces)
+
+
+def write_listops(folder: Path, seed: int = 0, counts: dict[str, int] | None = None) -> None:
+    """``basic_train.tsv``, ``basic_val.tsv`` and ``basic_test.tsv``, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, sequences in make_listops(seed, counts).items():
+        path = folder / f"basic_{part}.tsv"
+        unfinished = path.with_suffix(".tmp")
+        with unfinished.open("w", newline="") as file:
+            file.write("Source\tTarget\r\n")
+            for index, label in enumerate(sequences.labels):
+                file.write(f"{to_text(sequences[index])}\t{label}\r\n")
+        unfinished.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write ListOps in the official format.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    write_listops(arguments.folder, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Two tasks of the Long Range Arena: ListOps, and CIFAR-10 pixel by pixel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from gfsa.models.encoder import Attention, Encoder
+from gfsa_experiments.data.token_batches import hold_out
+from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.tasks.image import cifar
+from gfsa_experiments.tasks.lra import listops
+from gfsa_experiments.tasks.lra.listops_files import SOURCE, read_listops
+
+_PIXELS = cifar.SIDE**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LraConfig(TrainConfig):
+    """The benchmark's set-up for ListOps."""
+
+    in_label = ("task", "attention")
+
+    task: Literal["listops", "image"] = "listops"
+    attention: Attention = "softmax"
+    """``linformer`` is a reference and takes no filter."""
+    dim: int = 512
+    depth: int = 4
+    num_heads: int = 8
+    ffn_dim: int = 1024
+    projected: int = 256
+    """Rows that Linformer squeezes a sequence to."""
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    length: int = 2000
+    """ListOps: tokens of a sequence with CLS; its lists have at most 1,999."""
+    pad_to_multiple: int = 0
+    """ListOps: pad a batch, CLS counted, to a multiple of this; 0: always to ``length``."""
+    holdout: float = 0.1
+    """Image: share of the training images that validates."""
+
+    max_steps: int = 5000
+    batch_size: int = 32
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    beta2: float = 0.98
+    warmup: float = 0.2
+    drop_last: bool = True
+
+    def check(self) -> None:
+        super().check()
+        for name in ("dim", "depth", "num_heads", "ffn_dim", "projected"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.dim % self.num_heads:
+            raise ValueError(f"dim {self.dim} must be a multiple of num_heads {self.num_heads}")
+        if self.attention == "efficient" and self.attention_dropout:
+            raise ValueError(
+                "attention=efficient never builds the map whose entries attention_dropout="
+                f"{self.attention_dropout} would drop; leave it at 0"
+            )
+        if self.task == "listops" and self.length <= listops.LONGEST:
+            raise ValueError(
+                f"length must be above {listops.LONGEST}, the longest list, got {self.length}"
+            )
+        if self.pad_to_multiple < 0:
+            raise ValueError(f"pad_to_multiple must not be negative, got {self.pad_to_multiple}")
+        if not 0 < self.holdout < 1:
+            raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}")
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        if self.task == "image":
+            fixed = f"every image is {_PIXELS} tokens; task=listops has lists of many lengths"
+            unused |= dict.fromkeys(("length", "pad_to_multiple", "group_by_length"), fixed)
+        else:
+            unused["holdout"] = "ListOps has its own validation part; task=image holds some out"
+        if self.attention != "linformer":
+            unused["projected"] = "attention=linformer alone squeezes its sequences"
+        return unused
+
+    def sketch(self) -> nn.Module:
+        with torch.device("meta"):
+            return make_encoder(self)
+
+    def label(self) -> str:
+        return f"{self.task} {self.attention}"
+
+
+class LraTask(Task):
+    """Cross-entropy; accuracy in percent.
+
+    Args:
+        model: the encoder.
+        splits: batches of ``tokens`` (uint8) and ``labels``.
+        pad: the token that is padding; None if there is none.
+    """
+
+    metric = "accuracy"
+
+    def __init__(self, model: Encoder, splits: dict[str, Split], pad: int | None) -> None:
+        self.model, self.splits, self.pad = model, splits, pad
+
+    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        padding = None if self.pad is None else tokens == self.pad
+        logits: Tensor = model(tokens.int(), padding)
+        return logits
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.logits(model, batch["tokens"]), batch["labels"])
+
+    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return self.logits(model, batch["tokens"]).argmax(-1) == batch["labels"]
+
+    def score(self, predictions: list[Tensor]) -> dict[str, float]:
+        return {"accuracy": 100 * torch.cat(predictions).double().mean().item()}
+
+    def example(self) -> Tensor:
+        """One sequence without padding."""
+        tokens = self.splits["valid"].dataset.__getitems__([0])["tokens"]  # type: ignore[attr-defined]
+        return tokens.int() if self.pad is None else tokens[:, tokens[0] != self.pad].int()
+
+
+class Lists(Dataset[Any]):
+    """ListOps; a batch is padded to few different lengths.
+
+    Args:
+        sequences: the lists.
+        longest: tokens of the longest batch.
+        multiple: a batch and a CLS have a multiple of this; 0: a batch is always ``longest``.
+    """
+
+    def __init__(self, sequences: listops.Sequences, longest: int, multiple: int) -> None:
+        self.sequences, self.longest, self.multiple = sequences, longest, multiple
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def width(self, length: int) -> int:
+        if not self.multiple:
+            return self.longest
+        return min(-(-(length + 1) // self.multiple) * self.multiple - 1, self.longest)
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        rows = [self.sequences[index] for index in indices]
+        tokens = np.full((len(rows), self.width(max(map(len, rows)))), listops.PAD, np.uint8)
+        for line, row in zip(tokens, rows, strict=True):
+            line[: len(row)] = row
+        labels = self.sequences.labels[indices].astype(np.int64)
+        return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+
+class Pixels(Dataset[Any]):
+    """Grey images as sequences of 1,024 values."""
+
+    def __init__(self, grey: Tensor, labels: Tensor) -> None:
+        self.grey, self.labels = grey, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        at = torch.tensor(indices)
+        return {"tokens": self.grey.index_select(0, at), "labels": self.labels[at]}
+
+
+def to_grey(pixels: Tensor) -> Tensor:
+    """``(N, 32, 32, 3)`` to ``(N, 1024)``: luma as Pillow's mode L has it, in integers."""
+    weights = torch.tensor([19595, 38470, 7471])
+    # in pieces: 32-bit integers of all images at once would take a gigabyte
+    grey = [(part.int() * weights).sum(-1).add_(1 << 15) >> 16 for part in pixels.split(5000)]
+    return torch.cat([part.to(torch.uint8) for part in grey]).flatten(1)
+
+
+def build(config: LraConfig, data_dir: Path) -> LraTask:
+    """Read (or make) the sequences, make the encoder."""
+    is_lists = config.task == "listops"
+    splits = _lists(config, data_dir) if is_lists else _images(config, data_dir)
+    return LraTask(make_encoder(config), splits, listops.PAD if is_lists else None)
+
+
+def make_encoder(config: LraConfig) -> Encoder:
+    is_lists = config.task == "listops"
+    return Encoder(
+        vocabulary=len(listops.TOKENS) if is_lists else 256,
+        num_classes=10,
+        max_length=config.length - 1 if is_lists else _PIXELS,
+        attention=config.attention,
+        dim=config.dim,
+        depth=config.depth,
+        num_heads=config.num_heads,
+        ffn_dim=config.ffn_dim,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        projected=config.projected,
+    )
+
+
+def _lists(config: LraConfig, data_dir: Path) -> dict[str, Split]:
+    parts = read_listops(Path(data_dir).absolute())
+    named = {"train": parts["train"], "valid": parts["val"], "test": parts["test"]}
+    return {
+        name: Split(
+            Lists(sequences, config.length - 1, config.pad_to_multiple),
+            as_it_is,
+            sequences.lengths.tolist(),
+        )
+        for name, sequences in named.items()
+    }
+
+
+def _images(config: LraConfig, data_dir: Path) -> dict[str, Split]:
+    parts = _grey_images(Path(data_dir).absolute(), config.holdout)
+    return {name: Split(pixels, as_it_is) for name, pixels in parts.items()}
+
+
+@lru_cache(maxsize=2)
+def _grey_images(data_dir: Path, holdout: float) -> dict[str, Pixels]:
+    both = cifar.read_cifar(data_dir, "cifar10")
+    grey, labels = to_grey(both["train"].pixels), both["train"].labels
+    train, valid = hold_out(len(labels), holdout)
+    return {
+        "train": Pixels(grey[train], labels[train]),
+        "valid": Pixels(grey[valid], labels[valid]),
+        "test": Pixels(to_grey(both["test"].pixels), both["test"].labels),
+    }
+
+
+RECIPE = Recipe(
+    name="lra",
+    title="Long Range Arena: ListOps and Image, softmax or Efficient Attention",
+    config=LraConfig,
+    build=build,
+    sources=(SOURCE, cifar.SOURCES[0]),
+)

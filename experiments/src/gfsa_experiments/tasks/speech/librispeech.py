@@ -1,0 +1,141 @@
+"""LibriSpeech: folders of FLAC files with a transcript beside them.
+
+``LibriSpeech/<set>/<speaker>/<chapter>/<speaker>-<chapter>.trans.txt`` holds a line for each
+``<speaker>-<chapter>-<number>.flac``: its name, a space, its words. Features are 80 log-Mel
+energies of 25 ms every 10 ms, computed when an utterance is read.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.tasks.speech.data import (
+    Utterances,
+    normalised,
+    report_malformed,
+    warn_of_count,
+    wrong_text,
+)
+
+SAMPLE_RATE = 16_000
+_WINDOW, _HOP = 400, 160
+
+UTTERANCES = {
+    "train-clean-100": 28_539,
+    "train-clean-360": 104_014,
+    "train-other-500": 148_688,
+    "dev-clean": 2_703,
+    "dev-other": 2_864,
+    "test-clean": 2_620,
+    "test-other": 2_939,
+}
+
+SOURCE = DataSource(
+    "librispeech",
+    "LibriSpeech/<set>/<speaker>/<chapter>/*.flac and *.trans.txt, e.g. train-clean-100, "
+    "dev-clean, test-clean and test-other",
+    "https://www.openslr.org/12",
+)
+
+
+@lru_cache(maxsize=8)
+def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> Utterances:
+    """One of the sets, e.g. ``train-clean-100``; the audio stays on the disk."""
+    if name not in UTTERANCES:
+        raise ValueError(f"LibriSpeech has no set {name!r}; it has {', '.join(UTTERANCES)}")
+    folder = _find(data_dir, name)
+    entries, malformed = [], []
+    named: set[Path] = set()
+    total = 0
+    for transcript in sorted(folder.glob("*/*/*.trans.txt")):
+        for line in transcript.read_text(encoding="utf-8").splitlines():
+            total += 1
+            utterance, _, text = line.partition(" ")
+            path = transcript.parent / f"{utterance}.flac"
+            named.add(path)
+            samples, wrong = _samples(path)
+            wrong = wrong or wrong_text(text)
+            if wrong is None:
+                entries.append((utterance, path, " ".join(text.split()), samples))
+            else:
+                malformed.append(f"{utterance} in {transcript.name} {wrong}")
+    if total == 0:
+        raise ValueError(f"{folder} has no <speaker>/<chapter>/*.trans.txt; get {name} again")
+    silent = sorted(set(folder.glob("*/*/*.flac")) - named)
+    malformed += [f"{path.name} has no transcript" for path in silent]
+    total += len(silent)
+    report_malformed(str(folder), malformed, total)
+    warn_of_count(f"LibriSpeech {name}", len(entries), UTTERANCES[name])
+    paths = [path for _, path, _, _ in entries]
+    return Utterances(
+        name=name,
+        ids=[utterance for utterance, *_ in entries],
+        speakers=[utterance.split("-")[0] for utterance, *_ in entries],
+        texts=[text for _, _, text, _ in entries],
+        frames=np.array([samples // _HOP + 1 for *_, samples in entries]),
+        features=partial(_features, paths, mels),
+        size=mels,
+        source=partial(_file, paths),
+    )
+
+
+def log_mel(wave: Tensor, mels: int) -> Tensor:
+    """Log-Mel energies of ``(samples,)``: ``(samples // 160 + 1, mels)``."""
+    return _mel_filters(mels)(wave).clamp_min(1e-10).log().T
+
+
+@lru_cache(maxsize=2)
+def _mel_filters(mels: int) -> torch.nn.Module:
+    from torchaudio.transforms import MelSpectrogram
+
+    return MelSpectrogram(
+        SAMPLE_RATE, n_fft=_WINDOW, win_length=_WINDOW, hop_length=_HOP, n_mels=mels
+    )
+
+
+def _find(data_dir: Path, name: str) -> Path:
+    looked = [data_dir / name, data_dir / "LibriSpeech" / name]
+    for folder in looked:
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"LibriSpeech {name} was not found: looked for the folders "
+        f"{' and '.join(map(str, looked))}. {SOURCE.where}"
+    )
+
+
+def _file(paths: list[Path], i: int) -> bytes:
+    return paths[i].read_bytes()
+
+
+def _features(paths: list[Path], mels: int, i: int) -> Tensor:
+    return normalised(log_mel(_read(paths[i]), mels))
+
+
+def _samples(path: Path) -> tuple[int, str | None]:
+    """How long an audio file is, from its header, or what is wrong with it."""
+    import soundfile
+
+    if not path.is_file():
+        return 0, "has no audio file"
+    try:
+        info = soundfile.info(str(path))
+    except soundfile.LibsndfileError as error:
+        return 0, f"has an unreadable audio file ({error})"
+    if info.samplerate != SAMPLE_RATE or info.channels != 1:
+        return 0, f"is not mono at 16 kHz: {info.channels} channels at {info.samplerate} Hz"
+    return info.frames, None
+
+
+def _read(path: Path) -> Tensor:
+    # torchaudio.load wants torchcodec since 2.9
+    import soundfile
+
+    wave, _ = soundfile.read(str(path), dtype="float32")
+    return torch.from_numpy(wave)

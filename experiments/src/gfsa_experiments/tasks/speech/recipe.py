@@ -1,0 +1,214 @@
+"""Speech recognition: Transformer and Branchformer with joint CTC/attention training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gfsa_experiments.engine.task import Recipe, Task
+from gfsa_experiments.tasks.speech import an4, librispeech
+from gfsa_experiments.tasks.speech.augment import masks, warp_time
+from gfsa_experiments.tasks.speech.config import SpeechConfig
+from gfsa_experiments.tasks.speech.ctc import ctc_loss as capturable_ctc_loss
+from gfsa_experiments.tasks.speech.data import SpeechBatches, Utterances, hold_out
+from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
+from gfsa_experiments.tasks.speech.models import SUBSAMPLING, Recognition, TorchRecogniser
+from gfsa_experiments.tasks.speech.text import BEGIN, BLANK, END, Vocabulary, learn_vocabulary
+
+
+class SpeechTask(Task):
+    """Hear features, write words; measured by the word error rate."""
+
+    metric = "wer"
+    higher_is_better = False
+
+    def __init__(
+        self,
+        config: SpeechConfig,
+        model: nn.Module,
+        vocabulary: Vocabulary,
+        batches: dict[str, SpeechBatches],
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.vocabulary = vocabulary
+        self.splits = {name: one.split() for name, one in batches.items()}
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """SpecAugment."""
+        config = self.config
+        features = batch["features"]
+        if config.warp:
+            features = warp_time(features, batch["frames"], config.warp)
+        augment = masks(
+            config.time_masks, config.time_width, config.feature_masks, config.feature_width
+        )
+        features = augment(features.transpose(1, 2)).transpose(1, 2)
+        return {**batch, "features": features}
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        r"""``λ·CTC + (1 − λ)·cross-entropy``, each summed over an utterance."""
+        tokens, lengths = batch["tokens"], batch["lengths"]
+        heard = F.pad(tokens, (1, 0), value=BEGIN) if self.config.decoder_layers else None
+        said: Recognition = model(batch["features"], batch["frames"], heard)
+        ctc = self._ctc(said, tokens, lengths).mean()
+        if said.attention is None:
+            return ctc
+        wanted = F.pad(tokens, (0, 1), value=BLANK).scatter(1, lengths[:, None], END)
+        attention = F.cross_entropy(
+            said.attention.float().flatten(0, 1),
+            wanted.flatten(),
+            ignore_index=BLANK,
+            label_smoothing=self.config.label_smoothing,
+            reduction="sum",
+        ) / len(tokens)
+        weight = self.config.ctc_weight
+        return weight * ctc + (1 - weight) * attention
+
+    def _ctc(self, said: Recognition, tokens: Tensor, lengths: Tensor) -> Tensor:
+        log_probs = said.ctc.float().log_softmax(-1)
+        if self.config.graphs or self.config.deterministic:
+            return capturable_ctc_loss(log_probs, tokens, said.lengths, lengths)
+        return F.ctc_loss(
+            log_probs.transpose(0, 1),
+            tokens,
+            said.lengths,
+            lengths,
+            blank=BLANK,
+            reduction="none",
+            zero_infinity=True,
+        )
+
+    def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+        said: Recognition = model(batch["features"], batch["frames"])
+        found = {"greedy": best_path(said.ctc, said.lengths)}
+        if batch["search"]:
+            found["beam"] = self._search(model, said)
+        texts = {
+            way: [self.vocabulary.decode(tokens) for tokens in many] for way, many in found.items()
+        }
+        return {"text": batch["text"], "part": batch["part"], **texts}
+
+    def _search(self, model: nn.Module, said: Recognition) -> list[list[int]]:
+        config = self.config
+        if config.decoder_layers == 0:
+            return prefix_search(said.ctc, said.lengths, config.beam)
+        from gfsa_experiments.tasks.speech.speechbrain import SpeechBrainRecogniser, joint_search
+
+        for wrapped in ("module", "_orig_mod"):
+            model = getattr(model, wrapped, model)
+        assert isinstance(model, SpeechBrainRecogniser)
+        return joint_search(model, said, config.beam, config.search_ctc_weight)
+
+    def score(self, predictions: list[dict[str, Any]]) -> dict[str, float]:
+        """In %, ``wer`` and ``cer`` of the first set, and ``wer_<set>`` of any others.
+
+        Where a beam was used these are the beam's, and ``wer_greedy`` is the best path's.
+        """
+        from torchmetrics.functional.text import char_error_rate, word_error_rate
+
+        way = "beam" if "beam" in predictions[0] else "greedy"
+        texts, parts, said, greedy = (
+            [one for prediction in predictions for one in prediction[key]]
+            for key in ("text", "part", way, "greedy")
+        )
+        scores: dict[str, float] = {}
+        for name in dict.fromkeys(parts):
+            chosen = [i for i, part in enumerate(parts) if part == name]
+            real = [texts[i] for i in chosen]
+            written = [said[i] for i in chosen]
+            rate = 100 * float(word_error_rate(written, real))
+            if scores:
+                scores[f"wer_{name}"] = rate
+                continue
+            scores = {"wer": rate, "cer": 100 * float(char_error_rate(written, real))}
+            if way == "beam":
+                best = [greedy[i] for i in chosen]
+                scores["wer_greedy"] = 100 * float(word_error_rate(best, real))
+        return scores
+
+    def example(self) -> dict[str, Tensor]:
+        """A few utterances to choose on (to report on, if there are none)."""
+        split = self.splits.get("valid", self.splits["test"])
+        count = min(8, len(split))
+        batch = split.dataset.__getitems__(list(range(count)))  # type: ignore[attr-defined]
+        inputs = {name: batch[name] for name in ("features", "frames")}
+        if self.config.decoder_layers:
+            inputs["tokens"] = F.pad(batch["tokens"], (1, 0), value=BEGIN)
+        return inputs
+
+    def identity(self, split: str, index: int) -> Any:
+        """As it was recorded: features and pieces of words are worked out on each machine."""
+        return self.splits[split].dataset.source(index)  # type: ignore[attr-defined]
+
+
+def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
+    """Read the data and make a model."""
+    sets = _read(config, data_dir)
+    texts = tuple(text for part in sets["train"] for text in part.texts)
+    vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary)
+    batches = {
+        name: SpeechBatches(
+            parts,
+            vocabulary.encode,
+            config.pad_to_multiple,
+            config.pad_tokens_to_multiple,
+            search=name == "test" and config.decode == "beam",
+        )
+        for name, parts in sets.items()
+    }
+    batches["train"].warn_of_unalignable(SUBSAMPLING)
+    model = _model(config, sets["train"][0].size, len(vocabulary))
+    return SpeechTask(config, model, vocabulary, batches)
+
+
+def _read(config: SpeechConfig, data_dir: Path) -> dict[str, list[Utterances]]:
+    if config.dataset == "librispeech":
+        named = {
+            "train": config.train_sets, "valid": config.valid_sets, "test": config.test_sets
+        }  # fmt: skip
+        return {
+            split: [librispeech.read_librispeech(data_dir, name) for name in names]
+            for split, names in named.items()
+            if names
+        }
+    train, test = an4.read_an4(data_dir)
+    if not config.holdout:
+        return {"train": [train], "test": [test]}
+    train, valid = hold_out(train, config.holdout)
+    return {"train": [train], "valid": [valid], "test": [test]}
+
+
+def _model(config: SpeechConfig, features: int, vocabulary: int) -> nn.Module:
+    common: dict[str, Any] = {
+        "features": features,
+        "vocabulary": vocabulary,
+        "encoder": config.encoder,
+        "width": config.width,
+        "heads": config.head_count,
+        "layers": config.encoder_layers,
+        "hidden": config.hidden_size,
+        "kernel": config.kernel,
+        "dropout": config.dropout,
+        "norm_first": config.norm_first,
+    }
+    if config.library == "torch":
+        return TorchRecogniser(**common)
+    from gfsa_experiments.tasks.speech.speechbrain import SpeechBrainRecogniser
+
+    return SpeechBrainRecogniser(
+        **common, decoder_layers=config.decoder_layers, decoder_hidden=config.decoder_hidden
+    )
+
+
+RECIPE = Recipe(
+    name="speech",
+    title="Speech recognition: LibriSpeech or AN4, Transformer or Branchformer",
+    config=SpeechConfig,
+    build=build,
+    sources=(librispeech.SOURCE, an4.SOURCE),
+    extra="train,speech",
+)

@@ -1,0 +1,93 @@
+"""Transcripts as tokens and back: 0 is CTC's blank and the padding, 1 begins, 2 ends."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal
+
+from gfsa_experiments.tasks.speech.data import LETTERS
+
+BLANK, BEGIN, END = 0, 1, 2
+_SPECIAL = 3
+
+Tokens = Literal["char", "unigram", "bpe"]
+
+
+class Vocabulary(ABC):
+    """Tokens of some kind."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many tokens there are, with the three special ones."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; special ones are left out."""
+
+
+class Characters(Vocabulary):
+    """A–Z, apostrophe and space."""
+
+    def __init__(self) -> None:
+        self._token = {letter: _SPECIAL + i for i, letter in enumerate(LETTERS)}
+
+    def __len__(self) -> int:
+        return _SPECIAL + len(LETTERS)
+
+    def encode(self, text: str) -> list[int]:
+        return [self._token[letter] for letter in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text = "".join(LETTERS[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
+        return " ".join(text.split())
+
+
+class Pieces(Vocabulary):
+    """Parts of words learned from the training transcripts by SentencePiece."""
+
+    def __init__(self, texts: Sequence[str], kind: Literal["unigram", "bpe"], size: int) -> None:
+        import sentencepiece
+
+        written = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(texts),
+                model_writer=written,
+                model_type=kind,
+                vocab_size=size,
+                character_coverage=1.0,
+                pad_id=BLANK,
+                bos_id=BEGIN,
+                eos_id=END,
+                unk_id=_SPECIAL,
+                # several threads may split ties in another order
+                num_threads=1,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise ValueError(
+                f"SentencePiece could not learn {size} {kind} pieces from {len(texts)} "
+                f"transcripts; set vocabulary lower, or tokens=char ({error})"
+            ) from error
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+
+    def __len__(self) -> int:
+        return int(self._model.get_piece_size())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._model.encode(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._model.decode([int(token) for token in tokens if token >= _SPECIAL]))
+
+
+@lru_cache(maxsize=2)
+def learn_vocabulary(texts: tuple[str, ...], tokens: Tokens, size: int) -> Vocabulary:
+    """The vocabulary for these transcripts."""
+    return Characters() if tokens == "char" else Pieces(texts, tokens, size)

@@ -1,0 +1,102 @@
+"""The methods that act on tokens inside a block: ContraNorm, FeatScale, LayerScale."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gfsa.operators.base import at_least_float32
+from gfsa.operators.visibility import Sight, attend_alike, check_number
+
+Form = Literal["bert", "vit"]
+
+
+class TokenMethod(nn.Module):
+    """Maps the tokens ``(B, N, D)`` at one place of a block to tokens."""
+
+    #: whether it has to know which tokens see each other
+    needs_sight = True
+
+    def forward(self, x: Tensor, seen: Sight) -> Tensor:
+        raise NotImplementedError
+
+
+class ContraNorm(TokenMethod):
+    r"""ContraNorm (Guo et al., 2023): push tokens away from those that they resemble.
+
+    .. math::
+        \text{bert:}\quad x ← (1 + s)\,x - s\,S x \qquad
+        \text{vit:}\quad  x ← x - s\,S x \qquad
+        S = \mathrm{softmax}(\hat x \hat x^\top / τ)
+
+    :math:`\hat x` has rows of length one; the softmax goes over the tokens that a token sees. The
+    model's own LayerNorm comes next. Not the identity, and nothing is learned.
+
+    Args:
+        scale: s; 0.005 to 0.01 published for BERT.
+        form: ``"bert"`` or ``"vit"``.
+        temperature: τ.
+    """
+
+    def __init__(self, scale: float = 0.01, form: Form = "bert", temperature: float = 1.0) -> None:
+        super().__init__()
+        if form not in get_args(Form):
+            raise ValueError(f"form must be one of {get_args(Form)}, got {form!r}")
+        self.scale = check_number("scale", scale, least=0.0)
+        self.form = form
+        self.temperature = check_number("temperature", temperature, above=0.0)
+
+    def forward(self, x: Tensor, seen: Sight) -> Tensor:
+        alike = attend_alike(x[:, None], seen, self.temperature)[:, 0]
+        # summed in float32: s is about the last bit of a bfloat16
+        own = x.to(at_least_float32(x.dtype))
+        kept = 1.0 + self.scale if self.form == "bert" else 1.0
+        return (kept * own - self.scale * alike).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}, form={self.form!r}, temperature={self.temperature}"
+
+
+class FeatScale(TokenMethod):
+    r"""FeatScale (Wang et al., 2022): weigh the mean and the rest of attention's output.
+
+    .. math:: y ← y + λ_1 ⊙ m + λ_2 ⊙ (y - m)
+
+    m is the mean over the tokens that a token sees: the valid ones, in a causal model those up to
+    it. λ = 0 at first: the identity.
+
+    Args:
+        dim: width of the tokens; two numbers for each channel.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mean_scale = nn.Parameter(torch.zeros(dim))
+        self.rest_scale = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor, seen: Sight) -> Tensor:
+        mean = seen.mean(x[:, None], x.shape[1])[:, 0]
+        return (x + self.mean_scale * mean + self.rest_scale * (x - mean)).to(x.dtype)
+
+
+class LayerScale(TokenMethod):
+    r"""LayerScale (Touvron et al., 2021): :math:`x + γ ⊙ f(x)` in place of :math:`x + f(x)`.
+
+    γ is small at first, so that every block begins near the identity. That is not the model it
+    is put into: a pretrained model forgets what its blocks do until γ has grown.
+
+    Args:
+        dim: width of the tokens.
+        init: where γ starts; 1e-5 for deep models, as published.
+    """
+
+    needs_sight = False
+
+    def __init__(self, dim: int, init: float = 1e-5) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), check_number("init", init)))
+
+    def forward(self, x: Tensor, seen: Sight | None = None) -> Tensor:
+        return (self.gamma * x).to(x.dtype)

@@ -1,0 +1,16 @@
+"""Filters: a few learnable numbers per head that become the coefficients of a polynomial."""
+
+from gfsa.filters.base import GraphFilter, Polynomial
+from gfsa.filters.fixed import Laplacian, PageRank, Twicing
+from gfsa.filters.gfsa import GFSA
+from gfsa.filters.partial import PartialPolynomial
+
+__all__ = [
+    "GFSA",
+    "GraphFilter",
+    "Laplacian",
+    "PageRank",
+    "PartialPolynomial",
+    "Polynomial",
+    "Twicing",
+]

@@ -1,0 +1,155 @@
+"""GFSA: the filter of the paper, a low-order polynomial with one high-order term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gfsa.filters.base import (
+    GraphFilter,
+    check_multiplier,
+    check_order,
+    check_positive_int,
+    monomial,
+)
+
+Power = Literal["extrapolated", "exact"]
+NAMES = ("w0", "w1", "wK")
+# ordinary attention
+_UNMODIFIED = {"w0": 0.0, "w1": 1.0, "wK": 0.0}
+
+
+class GFSA(GraphFilter):
+    r"""Graph-filter self-attention, a low-order polynomial with one high-order term.
+
+    .. math:: H = w_0 I + w_1 A + w_K\,(A + (K-1)(A^2 - A))
+
+    The bracket extrapolates :math:`A^K` from its first two powers; ``power="exact"`` takes the
+    true :math:`A^K` and pays for it with K passes. Folded, the filter is a quadratic with
+    :math:`c_0 = w_0,\; c_1 = w_1 + (2-K) w_K,\; c_2 = (K-1) w_K`.
+
+    Starts as ordinary attention, exactly, unless told otherwise.
+
+    Args:
+        num_heads: heads of the layer.
+        K: order of the high-order term, at least 2; ``None`` leaves the term out:
+            :math:`H = w_0 I + w_1 A` needs no second pass.
+        learn: which of ``"w0"``, ``"w1"``, ``"wK"`` are learned; the others stay where they are.
+            The published code learns ``("wK",)`` alone.
+        w0, w1, wK: initial (or fixed) values, a number or one per head.
+        power: ``"extrapolated"`` as published, or ``"exact"``.
+        lr_multiplier: see :class:`GraphFilter`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        K: int | None = 3,
+        learn: Sequence[str] = NAMES,
+        w0: float | Sequence[float] = 0.0,
+        w1: float | Sequence[float] = 1.0,
+        wK: float | Sequence[float] = 0.0,
+        power: Power = "extrapolated",
+        lr_multiplier: float = 1.0,
+    ) -> None:
+        check_positive_int("num_heads", num_heads)
+        if K is not None:
+            check_order("K", K, least=2, otherwise=", or None for w0·I + w1·A alone")
+        check_multiplier(lr_multiplier)
+        if power not in ("extrapolated", "exact"):
+            raise ValueError(f"power must be 'extrapolated' or 'exact', got {power!r}")
+        given = {"w0": w0, "w1": w1, "wK": wK}
+        values = {name: _per_head(name, value, num_heads) for name, value in given.items()}
+        learn = _in_order(learn)
+        if K is None:
+            if bool(values["wK"].any()):
+                raise ValueError(f"K=None leaves no high-order term, but wK={wK!r} was given")
+            if "wK" in learn and learn != NAMES:
+                raise ValueError(f"K=None leaves no wK to learn, but learn={learn!r}")
+            learn = tuple(name for name in learn if name != "wK")
+
+        # a high-order term that is fixed at zero is not there: no pass is spent on it
+        high = "wK" in learn or bool(values["wK"].any())
+        terms = _terms(K if high else None, power)
+        # θ counts from the unmodified model
+        base = sum(
+            (_UNMODIFIED[name] if name in learn else values[name][:, None]) * term
+            for name, term in terms.items()
+        )
+        assert isinstance(base, Tensor)
+        theta = [(values[name] - _UNMODIFIED[name]) / lr_multiplier for name in learn]
+        super().__init__(
+            num_heads,
+            base,
+            torch.stack([terms[name] for name in learn]) if learn else None,
+            torch.stack(theta, dim=-1) if learn else None,
+            lr_multiplier,
+        )
+        self.K = K
+        self.power = power
+        self.learn = learn
+        self._values = values
+
+    def weights(self) -> dict[str, Tensor]:
+        """The current ``w0``, ``w1`` and ``wK``, each ``(heads,)``, detached."""
+        current = {name: value.clone() for name, value in self._values.items()}
+        for column, name in enumerate(self.learn):
+            assert self.theta is not None
+            theta = self.theta.detach()[:, column].double().cpu()
+            current[name] = _UNMODIFIED[name] + self.lr_multiplier * theta
+        return current
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "K": self.K,
+            "learn": list(self.learn),
+            "power": self.power,
+            "lr_multiplier": self.lr_multiplier,
+            # what is learned starts from θ; only fixed values have to be written down
+            **{name: _as_number(self._values[name]) for name in NAMES if name not in self.learn},
+        }
+
+
+def _in_order(learn: Any) -> tuple[str, ...]:
+    """Names of what is learned, checked, in the order of :data:`NAMES`."""
+    names = (learn,) if isinstance(learn, str) else learn
+    names = tuple(names) if isinstance(names, Iterable) else (names,)
+    if any(name not in NAMES for name in names) or len(set(names)) != len(names):
+        raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r}")
+    return tuple(name for name in NAMES if name in names)
+
+
+def _terms(K: int | None, power: Power) -> dict[str, Tensor]:
+    """What w0, w1 and wK are factors of: polynomials of A, as coefficients of its powers."""
+    if K is None:
+        return {"w0": monomial(0, 1), "w1": monomial(1, 1)}
+    if power == "exact":
+        return {"w0": monomial(0, K), "w1": monomial(1, K), "wK": monomial(K, K)}
+    one, a, a_squared = (monomial(k, 2) for k in range(3))
+    return {"w0": one, "w1": a, "wK": a + (K - 1) * (a_squared - a)}
+
+
+def _per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tensor:
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be a number or one number for each of {num_heads} heads: {error}"
+        ) from error
+    if numbers.dim() > 1 or numbers.numel() not in (1, num_heads):
+        raise ValueError(
+            f"{name} must be a number or one number for each of {num_heads} heads, "
+            f"got shape {tuple(numbers.shape)}"
+        )
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return numbers.expand(num_heads).clone()
+
+
+def _as_number(values: Tensor) -> float | list[float]:
+    numbers: list[float] = values.tolist()
+    return numbers[0] if len(set(numbers)) == 1 else numbers

@@ -1,0 +1,70 @@
+"""A polynomial whose high powers are there for some heads only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gfsa.filters.base import Polynomial
+from gfsa.operators import Operator
+from gfsa.operators.base import columns_of, runs_of, take_heads
+
+
+class PartialPolynomial(Polynomial):
+    r"""A polynomial of full degree on some heads, of degree 1 on the others.
+
+    .. math:: H_h = c_{h,0} I + c_{h,1} A_h + [h \in high] \sum_{k \ge 2} c_{h,k} A_h^k
+
+    All heads do the first pass, the heads in ``high`` alone do the others. Under attention
+    dropout, and with operators that cannot be taken apart by head, every head does every pass.
+
+    Args:
+        num_heads: heads of the layer.
+        degree: of the heads in ``high``, at least 2.
+        high: heads counted from 0, in order.
+    """
+
+    def __init__(
+        self, num_heads: int, degree: int, high: Sequence[int], lr_multiplier: float = 1.0
+    ) -> None:
+        super().__init__(num_heads, degree, lr_multiplier)
+        self.high = list(high)
+        if not all(type(head) is int for head in self.high):
+            raise TypeError(f"high must be a list of heads, numbers from 0, got {high!r:.80}")
+        in_order = self.high == [head for head in range(num_heads) if head in self.high]
+        if degree < 2 or not self.high or not in_order:
+            raise ValueError(
+                f"expected a degree of at least 2 and heads among 0 … {num_heads - 1} in order, "
+                f"got degree={degree} and high={self.high!r}"
+            )
+        # the numbers that low heads have no use for multiply nothing: they stay where they are
+        kept = torch.zeros(num_heads, 1, degree + 1, dtype=torch.float64, device="cpu")
+        kept[:, :, :2] = kept[self.high] = 1.0
+        self._exact_basis = self._exact_basis * kept
+        self.basis = self._exact_basis.to(self.basis.device, self.basis.dtype)
+
+    def forward(self, operator: Operator, v: Tensor) -> Tensor:
+        some = operator.second_pass(self.high)
+        if some is None:
+            return super().forward(operator, v)
+        columns = columns_of(self.coefficients())
+        tokens, mixed = operator.powers(v, 1)
+        _, *higher = some.powers(take_heads(mixed, self.high), self.degree - 1)
+        # summed in the coefficients' precision and rounded once, as everywhere
+        y = columns[0] * tokens + columns[1] * mixed
+        extra = sum(
+            take_heads(column, self.high) * power
+            for column, power in zip(columns[2:], higher, strict=True)
+        )
+        assert isinstance(extra, Tensor)
+        done = 0
+        for start, length in runs_of(self.high):
+            y.narrow(-3, start, length).add_(extra.narrow(-3, done, length))
+            done += length
+        return y.to(mixed.dtype)
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "high": self.high}

@@ -1,0 +1,188 @@
+"""Models and data by name, for the command line."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+
+
+class SourceError(Exception):
+    """What was named cannot be used; the message says what to name instead."""
+
+
+@dataclass
+class Source:
+    """A model, and how its inputs are made."""
+
+    label: str
+    model: nn.Module
+    texts: Callable[[list[str], int], Any] | None = None
+    """Texts and the most tokens each → a batch."""
+    images: Callable[[list[Any]], Any] | None = None
+    """PIL images → a batch."""
+    random: Callable[[int, int], Any] | None = None
+    """How many samples, how many tokens → a batch."""
+
+
+def load_source(name: str, untrained: bool) -> Source:
+    """``[LABEL=]MODEL[@FILTERS]``: a transformers folder or hub name, or ``timm:NAME``."""
+    label, _, rest = name.rpartition("=")
+    where, _, filters = rest.partition("@")
+    if where.startswith("timm:"):
+        source = _timm(where.removeprefix("timm:"), untrained)
+    else:
+        source = _transformers(where)
+    if filters:
+        import gfsa
+
+        gfsa.load(source.model, filters)
+    source.label = label or rest
+    source.model.eval()
+    return source
+
+
+def load_batches(source: Source, data: str, samples: int, batch: int, tokens: int) -> list[Any]:
+    """What ``--data`` names, as batches for ``source``."""
+    if data == "random":
+        make = _need(source.random, source, "random inputs")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return [make(count, tokens) for count in _counts(samples, batch)]
+    path = Path(data)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return _cut(load_file(path), samples, batch)
+    if path.is_dir():
+        convert = _need(source.images, source, "images")
+        found = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES)[:samples]
+        if not found:
+            raise SourceError(f"no images ({', '.join(IMAGES)}) in {path}")
+        return [convert([_open_image(p) for p in part]) for part in _parts(found, batch)]
+    if path.is_file():
+        tokenise = _need(source.texts, source, "text")
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line for line in lines if line][:samples]
+        if not lines:
+            raise SourceError(f"{path} has no text in it")
+        return [tokenise(part, tokens) for part in _parts(lines, batch)]
+    raise SourceError(
+        f"--data {data!r} is no file, no folder, and not 'random'; give a text file, a folder of "
+        "images, or a .safetensors file with the model's arguments"
+    )
+
+
+def _transformers(where: str) -> Source:
+    try:
+        import transformers as hf
+    except ImportError:
+        raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
+    import gfsa
+    from gfsa.plugs.adapters.transformers.pretrained import has_filters
+
+    config = hf.AutoConfig.from_pretrained(where)
+    kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
+    load = kind.from_pretrained
+    # filters are kept in safetensors only; a folder without any is an ordinary model
+    if any(Path(where).glob("*.safetensors")) and has_filters(where):
+        load = functools.partial(gfsa.from_pretrained, kind)
+    model = load(where)
+    source = Source(where, model)
+    main = getattr(model, "main_input_name", "input_ids")
+    needs_target = bool(config.is_encoder_decoder)
+
+    def finish(batch: dict[str, Any]) -> dict[str, Any]:
+        known = {"input_ids", "attention_mask", "token_type_ids"}
+        taken = {key: value for key, value in batch.items() if key in known}
+        return {**taken, "decoder_input_ids": taken["input_ids"]} if needs_target else taken
+
+    @functools.cache
+    def tokenizer() -> Any:
+        found = hf.AutoTokenizer.from_pretrained(where)
+        if found.pad_token is None:
+            found.pad_token = found.eos_token
+        return found
+
+    def texts(lines: list[str], most: int) -> dict[str, Any]:
+        made = tokenizer()(
+            lines, padding=True, truncation=True, max_length=most, return_tensors="pt"
+        )
+        return finish(dict(made))
+
+    def images(found: list[Any]) -> dict[str, Any]:
+        return dict(hf.AutoImageProcessor.from_pretrained(where)(found, return_tensors="pt"))
+
+    def random(count: int, length: int) -> dict[str, Any]:
+        if main == "pixel_values":
+            side = config.image_size
+            side = side if isinstance(side, int) else side[0]
+            return {"pixel_values": torch.randn(count, config.num_channels, side, side)}
+        ids = torch.randint(config.vocab_size, (count, length))
+        return finish({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    if main == "input_ids":
+        source.texts, source.random = texts, random
+    elif main == "pixel_values":
+        source.images, source.random = images, random
+    return source
+
+
+def _timm(name: str, untrained: bool) -> Source:
+    try:
+        import timm
+    except ImportError:
+        raise SourceError("timm is missing: pip install timm") from None
+    if not timm.is_model(name):
+        raise SourceError(f"timm has no model {name!r}; timm.list_models() names them")
+    model = timm.create_model(name, pretrained=not untrained)
+    settings = timm.data.resolve_model_data_config(model)
+
+    def images(found: list[Any]) -> Tensor:
+        transform = timm.data.create_transform(**settings, is_training=False)
+        return torch.stack([transform(image) for image in found])
+
+    def random(count: int, length: int) -> Tensor:
+        return torch.randn(count, *settings["input_size"])
+
+    return Source(name, model, images=images, random=random)
+
+
+def _need(function: Any, source: Source, what: str) -> Any:
+    if function is None:
+        raise SourceError(f"{source.label} ({type(source.model).__name__}) takes no {what}")
+    return function
+
+
+def _open_image(path: Path) -> Any:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def _counts(samples: int, batch: int) -> list[int]:
+    return [min(batch, samples - start) for start in range(0, samples, batch)]
+
+
+def _parts(items: list[Any], batch: int) -> list[list[Any]]:
+    return [items[start : start + batch] for start in range(0, len(items), batch)]
+
+
+def _cut(tensors: dict[str, Tensor], samples: int, batch: int) -> list[dict[str, Tensor]]:
+    sizes = {name: len(tensor) for name, tensor in tensors.items()}
+    if len(set(sizes.values())) != 1:
+        raise SourceError(f"the tensors differ in their number of samples: {json.dumps(sizes)}")
+    most = min(samples, *sizes.values())
+    return [
+        {name: tensor[start : min(start + batch, most)] for name, tensor in tensors.items()}
+        for start in range(0, most, batch)
+    ]

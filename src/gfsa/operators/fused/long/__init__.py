@@ -1,0 +1,1 @@
+"""Kernels for sequences of any length: a launch a pass."""

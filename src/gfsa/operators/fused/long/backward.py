@@ -1,0 +1,298 @@
+r"""Backward kernels. With g the gradient of the output, U = A·V and z = Aᵀ·g:
+
+.. math::
+    dU = c_1 g + c_2 z, \qquad dV = c_0 g + A^\top dU, \qquad dA = c_2\,g U^\top + dU\,V^\top, \\
+    dS = A \circ (dA - \delta), \qquad
+    \delta_i = \langle g, out\rangle_i - c_0 \langle g, V\rangle_i + c_2 \langle z, U\rangle_i, \\
+    dc_0 = \sum \langle g, V\rangle, \quad dc_1 = \sum \langle g, U\rangle, \quad
+    dc_2 = \sum \langle z, U\rangle .
+
+δ is the row sum of A∘dA, written so that A·U is neither kept nor computed again. Every number is
+written by one program, so repeated runs give the same bits; the coefficients' gradients are
+partial sums, one a block, to be added up in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gfsa.operators.fused.long.forward import _key_ranges
+from gfsa.operators.fused.long.tiles import (
+    LIGHT,
+    LOG2E,
+    NO_MASK,
+    allowed,
+    load_tile,
+    store_tile,
+    survives,
+)
+
+
+@triton.jit
+def _probabilities(
+    s, lse, i, j, n, mask, scale, mask_i, mask_j,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    p = tl.exp2(s * (scale * LOG2E) - lse)
+    if LOOK:
+        p = tl.where(allowed(i, j, n, mask, mask_i, mask_j, CAUSAL, MASK), p, 0.0)
+    return p
+
+
+@triton.jit
+def _query_ranges(
+    row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
+):
+    """Queries ``start … clear`` that need a look at what they see of a block of keys, then all."""
+    start = 0
+    clear = 0
+    if CAUSAL:
+        start = row // BN * BN
+        clear = tl.minimum(tl.cdiv(row + BM, BN) * BN, n)
+    if MASK != NO_MASK:
+        clear = n
+    return start, clear
+
+
+@triton.jit(**LIGHT)
+def grad_first_pass(
+    q_cols, k_rows, g_cols, g_rows, v_rows, u_rows, out_rows, du_rows, delta_out, dc_out,
+    lse_in, coeffs, mask, seed_in,
+    heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
+    block = tl.program_id(0)
+    bh = tl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    lse_in += bh.to(tl.int64) * n
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_in)
+    k = load_tile(k_rows, b, h // group, row, BM, D)
+    j = row + tl.arange(0, BM)
+    half_j = row // 2 + tl.arange(0, BM) // 2
+    z = tl.zeros((BM, D), tl.float32)
+    start, clear = _query_ranges(row, n, BM, BN, CAUSAL, MASK)
+    z = _grad_first_range(
+        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, clear,
+        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+    )  # fmt: skip
+    z = _grad_first_range(
+        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, clear, n,
+        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+    )  # fmt: skip
+    if DROPOUT:
+        z = z / (1.0 - dropout_p)
+    # rows beyond the last key hold anything, also infinities
+    z = tl.where(j[:, None] < n, z, 0.0)
+    c0 = tl.load(coeffs + h * 3)
+    c1 = tl.load(coeffs + h * 3 + 1)
+    c2 = tl.load(coeffs + h * 3 + 2)
+    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+    v = load_tile(v_rows, b, h // group, row, BM, D).to(tl.float32)
+    out = load_tile(out_rows, b, h, row, BM, D).to(tl.float32)
+    gv = tl.sum(g * v, 1)
+    zu = tl.sum(z * u, 1)
+    delta = tl.sum(g * out, 1) - c0 * gv + c2 * zu
+    tl.store(delta_out + bh.to(tl.int64) * n + j, delta, mask=j < n)
+    # (H, 3, B·blocks), so that what is to be added up lies together
+    parts = tl.num_programs(1) // heads * tl.num_programs(0)
+    dc = dc_out + h * 3 * parts + b * tl.num_programs(0) + block
+    tl.store(dc, tl.sum(gv, 0))
+    tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
+    tl.store(dc + 2 * parts, tl.sum(zu, 0))
+    store_tile(du_rows, c1 * g + c2 * z, b, h, row, BM, D)
+
+
+@triton.jit
+def _grad_first_range(
+    z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, end,
+    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BN)
+    for col in tl.range(start, end, BN, num_stages=STAGES):
+        i = col + columns
+        half_i = col // 2 + columns // 2
+        q = load_tile(q_cols, b, h, col, BN, D)
+        lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
+        s = tl.dot(k, tl.trans(q))
+        p = _probabilities(
+            s, lse[None, :], i[None, :], j[:, None], n, mask, scale, mask_i, mask_j,
+            CAUSAL, MASK, LOOK,
+        )  # fmt: skip
+        if DROPOUT:
+            kept = survives(
+                i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, seed, bh, dropout_p
+            )
+            p = tl.where(kept, p, 0.0)
+        g = load_tile(g_cols, b, h, col, BN, D)
+        z = tl.dot(p.to(k.dtype), g, z)
+    return z
+
+
+@triton.jit(**LIGHT)
+def grad_keys(
+    q_cols, k_rows, v_rows, u_rows, g_cols, g_rows, du_cols, dk_rows, dv_rows,
+    delta_in, lse_in, coeffs, mask, seed_in,
+    heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
+    block = tl.program_id(0)
+    bh = tl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    lse_in += bh.to(tl.int64) * n
+    delta_in += bh.to(tl.int64) * n
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_in)
+    c0 = tl.load(coeffs + h * 3)
+    c2 = tl.load(coeffs + h * 3 + 2)
+    k = load_tile(k_rows, b, h // group, row, BM, D)
+    v = load_tile(v_rows, b, h // group, row, BM, D)
+    u = load_tile(u_rows, b, h, row, BM, D)
+    u = (u.to(tl.float32) * c2).to(k.dtype)
+    j = row + tl.arange(0, BM)
+    half_j = row // 2 + tl.arange(0, BM) // 2
+    dk = tl.zeros((BM, D), tl.float32)
+    dv = tl.zeros((BM, D), tl.float32)
+    start, clear = _query_ranges(row, n, BM, BN, CAUSAL, MASK)
+    dk, dv = _grad_keys_range(
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
+        half_j, n, start, clear,
+        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+    )  # fmt: skip
+    dk, dv = _grad_keys_range(
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
+        half_j, n, clear, n,
+        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+    )  # fmt: skip
+    if DROPOUT:
+        dv = dv / (1.0 - dropout_p)
+    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+    store_tile(dk_rows, dk * scale, b, h, row, BM, D)
+    store_tile(dv_rows, c0 * g + dv, b, h, row, BM, D)
+
+
+@triton.jit
+def _grad_keys_range(
+    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
+    half_j, n, start, end,
+    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BN)
+    for col in tl.range(start, end, BN, num_stages=STAGES):
+        i = col + columns
+        half_i = col // 2 + columns // 2
+        q = load_tile(q_cols, b, h, col, BN, D)
+        lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
+        s = tl.dot(k, tl.trans(q))
+        p = _probabilities(
+            s, lse[None, :], i[None, :], j[:, None], n, mask, scale, mask_i, mask_j,
+            CAUSAL, MASK, LOOK,
+        )  # fmt: skip
+        du = load_tile(du_cols, b, h, col, BN, D)
+        g = load_tile(g_cols, b, h, col, BN, D)
+        da = tl.dot(u, tl.trans(g))
+        da = tl.dot(v, tl.trans(du), da)
+        if DROPOUT:
+            kept = survives(
+                i[None, :], j[:, None], half_i[None, :], half_j[:, None], n, seed, bh, dropout_p
+            )
+            da = tl.where(kept, da / (1.0 - dropout_p), 0.0)
+            dv = tl.dot(tl.where(kept, p, 0.0).to(k.dtype), du, dv)
+        else:
+            dv = tl.dot(p.to(k.dtype), du, dv)
+        delta = tl.load(delta_in + i, mask=i < n, other=0.0)
+        ds = p * (da - delta[None, :])
+        dk = tl.dot(ds.to(k.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit(**LIGHT)
+def grad_queries(
+    q_rows, k_cols, v_cols, u_cols, g_rows, du_rows, dq_rows,
+    delta_in, lse_in, coeffs, mask, seed_in,
+    heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``dQ = dS·K·scale`` for BM queries."""
+    block = tl.program_id(0)
+    if CAUSAL:
+        block = tl.num_programs(0) - 1 - block
+    bh = tl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    mask += b.to(tl.int64) * mask_b + h.to(tl.int64) * mask_h
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_in)
+    c2 = tl.load(coeffs + h * 3 + 2)
+    q = load_tile(q_rows, b, h, row, BM, D)
+    g = load_tile(g_rows, b, h, row, BM, D)
+    g = (g.to(tl.float32) * c2).to(q.dtype)
+    du = load_tile(du_rows, b, h, row, BM, D)
+    i = row + tl.arange(0, BM)
+    half_i = row // 2 + tl.arange(0, BM) // 2
+    at = bh.to(tl.int64) * n + i
+    lse = tl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
+    delta = tl.load(delta_in + at, mask=i < n, other=0.0)
+    dq = tl.zeros((BM, D), tl.float32)
+    clear, end = _key_ranges(row, n, BM, BN, CAUSAL, MASK)
+    dq = _grad_queries_range(
+        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
+        half_i, n, 0, clear,
+        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+    )  # fmt: skip
+    dq = _grad_queries_range(
+        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
+        half_i, n, clear, end,
+        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+    )  # fmt: skip
+    store_tile(dq_rows, dq * scale, b, h, row, BM, D)
+
+
+@triton.jit
+def _grad_queries_range(
+    dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, key_head, bh, i,
+    half_i, n, start, end,
+    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BN)
+    for col in tl.range(start, end, BN, num_stages=STAGES):
+        j = col + columns
+        half_j = col // 2 + columns // 2
+        k = load_tile(k_cols, b, key_head, col, BN, D)
+        s = tl.dot(q, tl.trans(k))
+        p = _probabilities(
+            s, lse[:, None], i[:, None], j[None, :], n, mask, scale, mask_i, mask_j,
+            CAUSAL, MASK, LOOK,
+        )  # fmt: skip
+        u = load_tile(u_cols, b, h, col, BN, D)
+        v = load_tile(v_cols, b, key_head, col, BN, D)
+        da = tl.dot(g, tl.trans(u))
+        da = tl.dot(du, tl.trans(v), da)
+        if DROPOUT:
+            kept = survives(
+                i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, seed, bh, dropout_p
+            )
+            da = tl.where(kept, da / (1.0 - dropout_p), 0.0)
+        ds = p * (da - delta[:, None])
+        dq = tl.dot(ds.to(q.dtype), k, dq)
+    return dq

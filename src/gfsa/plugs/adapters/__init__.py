@@ -1,0 +1,1 @@
+"""Adapters of the frameworks: one file or folder each, imported when its framework is."""

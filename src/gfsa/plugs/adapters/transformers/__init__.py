@@ -1,0 +1,1 @@
+"""Everything about transformers: its adapter, attention maps, caches and checkpoints."""

@@ -1,0 +1,257 @@
+"""Hugging Face Transformers: every model that asks for its attention by name.
+
+Such a model looks up ``config._attn_implementation`` in a registry. A plugged attention module gets
+a view of its config that answers ``gfsa|sdpa`` where the config says ``sdpa``; the function
+registered under that name hands an operator for A to the module's filter. The model itself, its
+masks and its other layers see the real config, so the implementation can still be switched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
+
+from gfsa.operators import DenseOperator, Operator
+from gfsa.plugs.adapter import HEADS, Adapter, heads_of
+from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
+from gfsa.plugs.adapters.transformers.operators import OperatorMaker, eager_function, operator_maker
+from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
+from gfsa.plugs.tracing.adapter import TRACER, looks_like_attention
+
+PREFIX = "gfsa|"
+_CACHE = "gfsa_cache"
+_CACHES = ("past_key_values", "layer_past")
+_CROSS_INPUTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
+
+
+class InterfaceAdapter(Adapter):
+    """Plugs attention modules that use transformers' attention interface."""
+
+    how = "attention interface"
+
+    def num_heads(self, module: Any) -> int:
+        heads = heads_of(module, module.config)
+        if heads is not None:
+            return heads
+        raise ValueError(
+            f"cannot tell how many heads {type(module).__name__} has: neither it nor its config "
+            f"has one of {', '.join(HEADS)}; gfsa.register_adapter an adapter that knows"
+        )
+
+    def refusal(self, name: str, module: Any) -> str | None:
+        kind = type(module).__name__.lower()
+        if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
+            return REASON
+        if "channel" in kind:
+            return "its attention is over channels, not tokens"
+        if hasattr(module, "sequence_reduction"):
+            return "its keys are a shorter summary of its tokens: the map is not square"
+        if not hasattr(module, "config"):
+            return f"{type(module).__name__} keeps no config, so its attention cannot be redirected"
+        if getattr(module, "reorder_and_upcast_attn", False):
+            return "reorder_and_upcast_attn computes attention outside the interface"
+        return None
+
+    def refusal_inside(self, owners: Owners) -> str | None:
+        return REASON if crosses_by_design(owners) else None
+
+    def install(self, module: Any) -> None:
+        module.config = _ConfigView(module.config)
+        handle = module.register_forward_pre_hook(_CacheHandover(module), with_kwargs=True)
+        module.__dict__["_gfsa_handle"] = handle
+        # looked up and registered here, not in a forward that may be traced: what a traced call
+        # changes makes the next one another
+        module.__dict__["_gfsa_eager"] = eager_function(type(module))
+        _filtered_name(module.config.real._attn_implementation)
+
+    def remove(self, module: Any) -> None:
+        module.__dict__.pop("_gfsa_handle").remove()
+        del module.__dict__["_gfsa_eager"]
+        module.config = module.config.real
+
+
+INTERFACE = InterfaceAdapter()
+
+
+def find(module: nn.Module) -> Adapter | None:
+    """The adapter for ``module`` if it is a transformers attention module.
+
+    Classes that compute their attention outside the interface (DeBERTa-v2, GPT-Neo, Swin-V2 …)
+    are traced.
+    """
+    if _uses_interface(type(module)):
+        return INTERFACE
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    inside = any(_uses_interface(type(inner)) for inner in module.modules())
+    if inside or not looks_like_attention(module) or not _takes_a_softmax(type(module)):
+        return None
+    return TRACER
+
+
+def _takes_a_softmax(kind: type[nn.Module]) -> bool:
+    """Whether a class has code that could be attention; a state-space mixer has heads as well."""
+    methods = [inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values() if callable(m)]
+    codes = [m.__code__ for m in methods if inspect.isfunction(m)]
+    return any({"softmax", "scaled_dot_product_attention"} & set(code.co_names) for code in codes)
+
+
+def _uses_interface(kind: type[nn.Module]) -> bool:
+    forward = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+class _ConfigView:
+    """A module's config, except that its attention goes through the filter."""
+
+    real: Any
+
+    def __init__(self, config: Any) -> None:
+        object.__setattr__(self, "real", config)
+
+    @property
+    def _attn_implementation(self) -> str:
+        return _filtered_name(self.real._attn_implementation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.real, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ConfigView:
+        return _ConfigView(copy.deepcopy(self.real, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ConfigView, (self.real,)
+
+
+# by implementation, the name under which its filtered attention is registered; asked for in every
+# layer of every forward
+_NAMES: dict[str | None, str] = {}
+
+
+def _filtered_name(implementation: str | None) -> str:
+    return _NAMES.get(implementation) or _register(implementation)
+
+
+def _register(implementation: str | None) -> str:
+    name = f"{PREFIX}{implementation or 'eager'}"
+    function = functools.partial(_filtered_attention, operator_maker(implementation or "eager"))
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    _NAMES[implementation] = name
+    return name
+
+
+class _CacheHandover:
+    """Attention functions are not given the cache; this hook hands it over among the keywords."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        # how many arguments may come without a name before one of them is looked for here
+        wanted = _CROSS_INPUTS.union(_CACHES).intersection(self.positional)
+        self.others_first = min(map(self.positional.index, wanted), default=len(self.positional))
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = kwargs
+        if len(args) > self.others_first:
+            given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        for name in _CROSS_INPUTS.intersection(given):
+            if given[name] is not None:
+                raise ValueError(
+                    f"a {type(module).__name__} was plugged as self-attention but is given {name}: "
+                    "cross-attention has no powers. Leave it out with plug(..., layers=...)"
+                )
+        for name in _CACHES:
+            cache = given.get(name)
+            if cache is not None:
+                return args, {**kwargs, _CACHE: cache}
+        return None
+
+
+def _filtered_attention(
+    operator_for: OperatorMaker,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What a plugged module's attention calls instead of the implementation's own function."""
+    cache = kwargs.pop(_CACHE, None)
+    operator, value = operator_for(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    operator = _with_past(module, operator, query, value, dropout, cache)
+    y = module.gfsa(operator, value)
+    weights = _filter_map(module, operator, value) if _wants_maps(module, kwargs) else None
+    return y.transpose(1, 2).contiguous(), weights
+
+
+def _with_past(
+    module: Any, operator: Operator, query: Tensor, value: Tensor, dropout: float, cache: Any
+) -> Operator:
+    """Let the operator reach the powers of past tokens, if there is a cache to keep them."""
+    new, keys = query.shape[2], value.shape[2]
+    if cache is None:
+        if new != keys:
+            raise ValueError(
+                f"{new} queries of a {type(module).__name__} attend to {keys} keys without a "
+                "cache: that is cross-attention or a prefix, which has no powers. Leave it out "
+                "with plug(..., layers=...)"
+            )
+        return operator
+    # models fill a cache while training too, where nobody decodes from it
+    if new == keys and module.training and (torch.is_grad_enabled() or dropout):
+        return operator
+    if dropout:
+        raise ValueError(
+            "attention dropout over a cache has no meaning: its past was computed under another "
+            "mask (or is the prefix of prefix tuning, which cannot be combined with a filter: it "
+            "has keys but no queries). Call model.eval(), or pass use_cache=False"
+        )
+    place = place_in(cache, module)
+    return CachedOperator(operator, place, new, query.shape[1], keys)
+
+
+def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether somebody asked for attention maps: by keyword, by config, or by a recorder."""
+    if kwargs.get("output_attentions") or getattr(module.config.real, "output_attentions", False):
+        return True
+    if torch.compiler.is_compiling():
+        # who records cannot be asked while a graph is traced; transformers' recording hooks are
+        # there from the first time that somebody wanted maps
+        hooks = module._forward_hooks.values()
+        return any(hook.__module__ == _active_collector.__module__ for hook in hooks)
+    recorded = _active_collector.get()
+    return bool(recorded) and any("attentions" in name for name in recorded)
+
+
+def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:
+    """``H``, which is what the attention of a plugged module is."""
+    if isinstance(operator, CachedOperator) and operator.new != operator.keys:
+        raise ValueError(
+            "output_attentions while decoding with a cache: the rows of H need the whole map of "
+            "the past, which no cache keeps. Pass use_cache=False"
+        )
+    inner = operator.rows if isinstance(operator, CachedOperator) else operator
+    dense = inner if isinstance(inner, DenseOperator) else DenseOperator(inner.dense())
+    return module.gfsa.map(dense).to(value.dtype)
+
+
+# also for models that come plugged out of a file, or change their attention afterwards
+for _each in ("sdpa", "eager"):
+    _register(_each)

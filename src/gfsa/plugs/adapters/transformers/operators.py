@@ -1,0 +1,237 @@
+"""The attention maps of transformers models as operators, one way for each implementation.
+
+Each function takes what transformers hands to an attention function and returns the operator for A
+together with the values as the operator wants them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from gfsa.operators import (
+    AttentionOperator,
+    DenseOperator,
+    FunctionOperator,
+    Operator,
+    SDPAOperator,
+)
+from gfsa.operators.base import take_heads
+from gfsa.operators.dense import DropoutPlace, repeat_heads
+from gfsa.operators.sdpa import powers_with_one_mask
+
+OperatorMaker = Callable[..., tuple[Operator, Tensor]]
+
+
+def operator_maker(implementation: str) -> OperatorMaker:
+    """The function that gives ``(operator, value)`` for what ``implementation`` would compute."""
+    if implementation == "sdpa":
+        return _sdpa_operator
+    if implementation == "eager":
+        return _eager_operator
+    if implementation.startswith("paged|"):
+        return _refuse_paged
+    return functools.partial(_any_operator, implementation)
+
+
+def _refuse_paged(*args: Any, **kwargs: Any) -> tuple[Operator, Tensor]:
+    raise NotImplementedError(
+        "a plugged model cannot run with a paged cache (continuous batching): the base "
+        "function fills the cache itself. Use generate() with a dynamic or static cache"
+    )
+
+
+def _sdpa_operator(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Operator, Tensor]:
+    """The map that transformers' own sdpa function would use, kernel chosen by gfsa."""
+    new = query.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = new > 1 and attention_mask is None and causal
+    if causal and key.shape[2] > new:
+        # the prefill of a static cache: what comes after the prompt is empty
+        key, value = key[:, :, :new], value[:, :, :new]
+        position_bias = None if position_bias is None else position_bias[..., :new]
+    if position_bias is not None:
+        attention_mask = _biased_mask(position_bias, attention_mask, causal, query)
+        causal = False
+    if attention_mask is not None:
+        # torch's grouped kernels take no mask
+        key, value = repeat_heads(key, query), repeat_heads(value, query)
+    grouped = key.shape[1] != query.shape[1]
+    if new != key.shape[2]:
+        rows = SDPAOperator(query, key, attention_mask, dropout, False, scaling, grouped)
+        return rows, value
+    # where nothing is dropped it does not matter where
+    after: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
+    operator = AttentionOperator(
+        query, key, attention_mask, dropout, causal, scaling, grouped, dropout_after=after
+    )
+    return operator, value
+
+
+def _biased_mask(
+    position_bias: Tensor, attention_mask: Tensor | None, causal: bool, query: Tensor
+) -> Tensor:
+    """A learned bias (T5) and a mask as one additive mask."""
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        return position_bias + attention_mask
+    if causal:
+        rows = torch.arange(query.shape[2], device=query.device)
+        attention_mask = rows[:, None] >= rows[None, :]
+    if attention_mask is None:
+        return position_bias
+    return torch.where(attention_mask, position_bias, torch.finfo(query.dtype).min)
+
+
+def _eager_operator(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[Operator, Tensor]:
+    """The map that the model's own eager code computes, dropout and all."""
+    later = dropout if module.gfsa.dropout_after == "filter" else 0.0
+    if module._gfsa_eager is None:
+        raise ValueError(
+            f"cannot find the eager attention of {type(module).__name__}; "
+            "use attn_implementation='sdpa'"
+        )
+    product, weights = module._gfsa_eager(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=0.0 if later else dropout,
+        scaling=scaling,
+        **kwargs,
+    )
+    if weights is None:
+        raise ValueError(
+            f"the eager attention of {type(module).__name__} returns no attention map; "
+            "use attn_implementation='sdpa'"
+        )
+    if later:
+        return DenseOperator(weights, later, "filter"), value
+    return _EagerOperator(weights, value, product.transpose(1, 2)), value
+
+
+class _EagerOperator(Operator):
+    """A map computed by the model itself, together with its product with the values."""
+
+    def __init__(self, weights: Tensor, value: Tensor, product: Tensor) -> None:
+        self.weights = weights
+        self.value = value
+        self.product = product
+
+    def apply(self, x: Tensor) -> Tensor:
+        if x is self.value:
+            # the model's own bits
+            return self.product
+        return self.weights.to(x.dtype) @ repeat_heads(x, self.weights)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        first, *others = super().powers(v, degree)
+        return [repeat_heads(first, self.weights), *others]
+
+    def second_pass(self, heads: Sequence[int]) -> Operator:
+        return FunctionOperator(lambda x: take_heads(self.weights, heads).to(x.dtype) @ x)
+
+    def dense(self) -> Tensor:
+        return self.weights
+
+
+def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The function that a module's forward falls back on, from where the forward finds it."""
+    forward = inspect.unwrap(kind.forward)
+    names = [name for name in forward.__code__.co_names if name.startswith("eager")]
+    if len(names) != 1:
+        return None
+    function: Callable[..., Any] | None = forward.__globals__.get(names[0])
+    return function
+
+
+def _any_operator(
+    implementation: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Operator, Tensor]:
+    """Flash, flex or any other registered attention, called once a pass."""
+    if module.gfsa.dropout_after == "filter" and kwargs["dropout"]:
+        raise ValueError(
+            f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
+            "use attn_implementation 'sdpa' or 'eager' for training"
+        )
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
+    return _FunctionRows(function, module, query, key, attention_mask, kwargs), value
+
+
+class _FunctionRows(Operator):
+    """``A·x`` as one call of an attention function of transformers."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.function = function
+        self.module = module
+        self.query = query
+        self.key = key
+        self.attention_mask = attention_mask
+        self.kwargs = kwargs
+
+    def apply(self, x: Tensor) -> Tensor:
+        key = repeat_heads(self.key, x)
+        module = _ModuleView(self.module, groups=self.query.shape[1] // key.shape[1])
+        out: Tensor = self.function(module, self.query, key, x, self.attention_mask, **self.kwargs)[
+            0
+        ]
+        return out.transpose(1, 2)
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        if self.kwargs["dropout"] and degree > 1:
+            tokens = powers_with_one_mask(self.apply, repeat_heads(v, self.query), degree)
+        else:
+            tokens = super().powers(v, degree)
+        return [repeat_heads(tokens[0], self.query), *tokens[1:]]
+
+
+class _ModuleView:
+    """An attention module as its attention function knows it: real config, heads as they are."""
+
+    def __init__(self, module: Any, groups: int) -> None:
+        self._module = module
+        self.config = module.config.real
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

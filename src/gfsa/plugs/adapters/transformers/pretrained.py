@@ -1,0 +1,163 @@
+"""transformers' own folders, saved from a plugged model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gfsa.filters.base import read_description
+from gfsa.plugs.adapter import CHILD, find_adapter
+from gfsa.plugs.checkpoint import EXTRA, FORMAT, canonical_name, restore
+
+# where a file of a checkpoint is looked for, when it is not a local folder
+_HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
+def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
+    """Load a model that was plugged when ``model.save_pretrained(path)`` wrote it.
+
+    .. code-block:: python
+
+        gfsa.plug(model, K=3)
+        ...                                             # train
+        model.save_pretrained("my-model")
+        model = gfsa.from_pretrained(AutoModelForSequenceClassification, "my-model")
+
+    transformers alone loads such a folder without the filters, and lists them as unexpected.
+
+    Args:
+        model_class: ``AutoModelFor…`` or a model class of transformers.
+        path: the folder, or a name on the hub.
+        kwargs: for ``model_class.from_pretrained``.
+    """
+    if not callable(getattr(model_class, "from_pretrained", None)):
+        raise TypeError(
+            f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80}"
+        )
+    if kwargs.get("output_loading_info"):
+        raise ValueError("output_loading_info is not supported: the filters would be listed in it")
+    with _without_filters_in_load_report():
+        model = model_class.from_pretrained(path, **kwargs)
+    hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    layers = _layers_on_disk(model)
+    filters: dict[str, Any] = {}
+    tensors = {}
+    for key, value in _filter_tensors(path, hub).items():
+        layer, _, name = key.rpartition(f".{CHILD}.")
+        layer = layers.get(canonical_name(model, layer), layer)
+        if name == EXTRA:
+            filters[layer] = read_description(value)
+        else:
+            tensors[f"{layer}.{name}"] = value
+    if not filters:
+        raise ValueError(
+            f"{path} was not saved from a plugged model: it has no filters. Load it with "
+            f"{model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
+        )
+    restore(model, {"format": FORMAT, "filters": filters}, tensors, source=str(path))
+    return model
+
+
+def has_filters(path: str | Path) -> bool:
+    """Whether a transformers folder was saved from a plugged model."""
+    return bool(_filter_tensors(path, {}))
+
+
+def _layers_on_disk(model: Any) -> dict[str, str]:
+    """Attention layers by the name that transformers' files have for them.
+
+    transformers renames layers when it saves (a ViT's ``layers.0`` is ``encoder.layer.0`` on
+    disk), so each layer is asked for the name that a filter in it would get.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = {}
+    for name, module in model.named_modules():
+        if find_adapter(module, "trace") is not None:
+            key = f"{name}.{CHILD}.{EXTRA}"
+            (on_disk,) = revert_weight_conversion(model, {key: torch.zeros(1)})
+            layer = canonical_name(model, on_disk.rpartition(f".{CHILD}.")[0])
+            found[layer] = canonical_name(model, name)
+    return found
+
+
+def _filter_tensors(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
+    """The filters' tensors of a checkpoint by their full names, whatever else is in it."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in _files(path, hub):
+        with safe_open(file, framework="pt") as checkpoint:
+            for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
+                if f".{CHILD}." in key:
+                    found[key] = checkpoint.get_tensor(key)
+    return found
+
+
+def _files(path: str | Path, hub: dict[str, Any]) -> list[str]:
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file
+
+    def locate(name: str) -> str | None:
+        file: str | None = cached_file(
+            str(path), name, _raise_exceptions_for_missing_entries=False, **hub
+        )
+        return file
+
+    index = locate(SAFE_WEIGHTS_INDEX_NAME)
+    if index is not None:
+        shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    else:
+        shards = {SAFE_WEIGHTS_NAME}
+    strangers = [shard for shard in shards if Path(str(shard)).name != shard]
+    if strangers:
+        raise ValueError(f"{path} names files outside of itself: {strangers[0]!r:.80}")
+    files = [locate(shard) for shard in sorted(shards)]
+    missing = [shard for shard, file in zip(sorted(shards), files, strict=True) if file is None]
+    if missing:
+        raise FileNotFoundError(
+            f"{path} has no {', '.join(missing)}: filters are read from safetensors only; save the "
+            "model again with save_pretrained"
+        )
+    return [file for file in files if file is not None]
+
+
+class _LoadReportFilter(logging.Filter):
+    """Takes our own keys out of transformers' load report: they are loaded a moment later."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "LOAD REPORT" not in message:
+            return True
+        lines = [line for line in message.splitlines() if f".{CHILD}." not in line]
+        if not any("|" in line and line.split("|")[1].strip().isupper() for line in lines):
+            return False
+        record.msg, record.args = "\n".join(lines), ()
+        return True
+
+
+@contextmanager
+def _without_filters_in_load_report() -> Iterator[None]:
+    quiet = _LoadReportFilter()
+    handlers = logging.getLogger("transformers").handlers
+    for handler in handlers:
+        handler.addFilter(quiet)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(quiet)

@@ -1,0 +1,81 @@
+"""What plugging a model would do, by the model's name: no weights, no download."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gfsa.plugs.adapter import Unknown
+from gfsa.plugs.plug import PlugReport, plug
+
+
+def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugReport:
+    """What ``gfsa.plug(model, **arguments)`` would do to the model called ``name``.
+
+    Args:
+        name: a timm architecture (``deit_small_patch16_224``), a transformers model type
+            (``bert``), or a folder with a transformers ``config.json``.
+        unknown, arguments: as in :func:`gfsa.plug`.
+    """
+    return plug(build(name), unknown=unknown, dry_run=True, **arguments)
+
+
+def build(name: str) -> nn.Module:
+    """The model without its numbers: on the meta device, where a model of any size fits."""
+    if Path(name).is_dir():
+        return _from_config(_transformers().AutoConfig.from_pretrained(name, local_files_only=True))
+    names: list[str] = []
+    if _installed("timm"):
+        import timm
+
+        if timm.is_model(name):
+            with torch.device("meta"):
+                made: nn.Module = timm.create_model(name, pretrained=False)
+            return made
+        names += timm.list_models()
+    if _installed("transformers"):
+        types = _transformers().CONFIG_MAPPING
+        if name in types:
+            return _from_config(_transformers().AutoConfig.for_model(name))
+        names += list(types)
+    if not names:
+        raise ValueError(
+            f"cannot build {name!r}: neither timm nor transformers is installed "
+            "(pip install timm transformers)"
+        )
+    alike = difflib.get_close_matches(name, names, n=3)
+    raise ValueError(
+        f"{name!r} is no timm architecture, transformers model type or local folder with a "
+        "config.json (nothing is downloaded)"
+        + (f"; did you mean {', '.join(alike)}?" if alike else "")
+    )
+
+
+def _from_config(config: Any) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            model: nn.Module = _transformers().AutoModel.from_config(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        # some types have defaults that no model can be made of
+        raise ValueError(
+            f"the default config of {config.model_type!r} makes no model ({error}); "
+            "save a complete one and give its folder"
+        ) from error
+    return model
+
+
+def _transformers() -> Any:
+    if not _installed("transformers"):
+        raise ValueError("this model needs transformers: pip install 'gfsa[transformers]'")
+    import transformers
+
+    return transformers
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

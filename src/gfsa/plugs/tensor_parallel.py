@@ -1,0 +1,53 @@
+"""Tensor parallel: a filter's numbers live where their heads are."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from gfsa.filters import GraphFilter
+from gfsa.filters.partial import PartialPolynomial
+
+
+class ShardHeads(ParallelStyle):
+    """For :func:`~torch.distributed.tensor.parallel.parallelize_module`: shard a filter by heads.
+
+    .. code-block:: python
+
+        parallelize_module(model.encoder.layer[0].attention, mesh, {
+            "self.query": ColwiseParallel(),
+            "self.key": ColwiseParallel(),
+            "self.value": ColwiseParallel(),
+            "self.gfsa": ShardHeads(),
+            "output.dense": RowwiseParallel(),
+        })
+
+    Heads do not talk to one another inside attention, so the filter needs no communication: each
+    process holds the rows of θ (a DTensor, sharded along its heads) that its heads use.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, GraphFilter):
+            raise TypeError(f"ShardHeads is for a gfsa.GraphFilter, got {type(module).__name__}")
+        size = device_mesh.size()
+        if module.num_heads % size:
+            raise ValueError(
+                f"{module.num_heads} heads cannot be shared out evenly over {size} processes"
+            )
+        if isinstance(module, PartialPolynomial):
+            raise ValueError(
+                "a pruned filter leaves processes with different work; shard the model unpruned"
+            )
+        _shard(module, device_mesh, self.src_data_rank)
+        return module
+
+
+def _shard(filter: GraphFilter, mesh: DeviceMesh, source: int | None) -> None:
+    filter._exact_base = filter._exact_base.chunk(mesh.size())[mesh.get_local_rank()].clone()
+    filter.base = filter._exact_base.to(device=filter.base.device, dtype=filter.base.dtype)
+    if filter.theta is not None:
+        sharded = distribute_tensor(filter.theta.detach(), mesh, [Shard(0)], src_data_rank=source)
+        filter.theta = nn.Parameter(sharded, requires_grad=filter.theta.requires_grad)
+    filter.heads_are_sharded = True

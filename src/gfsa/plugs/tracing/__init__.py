@@ -1,0 +1,1 @@
+"""The tracer: filters for attention that no adapter knows, found by following its softmax."""

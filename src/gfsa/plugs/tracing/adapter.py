@@ -1,0 +1,157 @@
+"""Attention that no adapter knows: traced on request, refused with a reason otherwise."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from gfsa.plugs.adapter import HEADS, Adapter, heads_of
+from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
+from gfsa.plugs.tracing.trace import Trace, TraceError
+
+__all__ = ["KNOWN_TRACER", "TRACER", "UNKNOWN", "TraceError", "looks_like_attention"]
+
+_NAMED = re.compile(r"att(entio)?n|mha\b|msa\b|xca\b", re.IGNORECASE)
+_PROJECTIONS = {
+    "qkv", "to_qkv", "qkv_proj", "in_proj", "wqkv", "query_key_value", "c_attn",
+    "q", "query", "q_proj", "query_proj", "to_q", "wq", "w_q", "q_linear",
+}  # fmt: skip
+
+# what a class name says about attention that has no n×n map of tokens
+_WITHOUT_MAP = {
+    r"channel|xca|crosscovariance": "its attention is over channels, not tokens",
+    r"class_?att": "class attention has one query: its map is not square",
+    r"pool": "pooling attention has a few queries of its own: its map is not square",
+    r"cross": REASON,
+    r"longformer|ledencoder|blocksparse|lsh": "its map is kept in bands or blocks, not as a square",
+    r"outlook": "its map is predicted from one token, not from pairs of tokens",
+    r"linear|performer|additive|sgformer|polynormer|lite|factor": (
+        "linear attention has no n×n map that could be taken to a power here"
+    ),
+}
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether ``module`` is an innermost module that seems to compute attention."""
+    return _seems(module) and not any(_seems(m) for m in module.modules() if m is not module)
+
+
+def why_not(module: nn.Module) -> str | None:
+    """What the name of a module's class says against filtering it, or None."""
+    kind = type(module).__name__.lower()
+    return next((why for part, why in _WITHOUT_MAP.items() if re.search(part, kind)), None)
+
+
+def _seems(module: nn.Module) -> bool:
+    named = _NAMED.search(type(module).__name__) is not None
+    projects = any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
+    known = heads_of(module) is not None
+    return (known and (named or projects)) or (named and projects)
+
+
+class Traced(nn.Module):
+    """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        name = self.__dict__.get("_gfsa_name") or type(self).__name__
+        verified = self.__dict__["_gfsa_verified"]
+        trace = Trace(self, name, verified)
+        trace.begin({**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs})
+        with trace:
+            result = super().forward(*args, **kwargs)
+        trace.end()
+        if not verified and not torch.compiler.is_compiling():
+            self.__dict__["_gfsa_verified"] = True
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # the class is made at run time: copies and pickles say which one to make it from
+        reduced: Any = super().__reduce_ex__(2)
+        return _new, (self.__dict__["_gfsa_class"],), *reduced[2:]
+
+
+@functools.cache
+def _traced(cls: Any) -> type[nn.Module]:
+    return type(f"Traced{cls.__name__}", (Traced, cls), {"__module__": cls.__module__})
+
+
+def _new(cls: type[nn.Module]) -> nn.Module:
+    traced = _traced(cls)  # type: ignore[arg-type]
+    return traced.__new__(traced)
+
+
+class TracerAdapter(Adapter):
+    """Follows a module's softmax to its product with v, and verifies itself on the first forward.
+
+    The forward itself is the module's own. It must have exactly one attention product, whose map
+    is square and over tokens; otherwise the first forward raises a :class:`TraceError` that names
+    the module. Attention weights that the module returns are A, not H.
+    """
+
+    how = "tracer"
+
+    #: whether the first forward has nothing left to show
+    verified = False
+
+    def num_heads(self, module: nn.Module) -> int:
+        heads = heads_of(module)
+        assert heads is not None
+        return heads
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        against = why_not(module)
+        if against is None and heads_of(module) is None:
+            return (
+                f"{type(module).__name__} does not say how many heads it has "
+                f"({', '.join(HEADS)}); gfsa.register_adapter can"
+            )
+        return against
+
+    def refusal_inside(self, owners: Owners) -> str | None:
+        return REASON if crosses_by_design(owners) else None
+
+    def install(self, module: nn.Module) -> None:
+        module.__dict__["_gfsa_class"] = type(module)
+        traced = _traced(type(module))  # type: ignore[arg-type]
+        module.__class__ = traced
+        module.__dict__["_gfsa_verified"] = self.verified
+        # looked up here, not in a forward that may be compiled
+        inputs = inspect.signature(module.__dict__["_gfsa_class"].forward).parameters
+        module.__dict__["_gfsa_inputs"] = tuple(inputs)[1:]
+
+    def remove(self, module: nn.Module) -> None:
+        module.__class__ = module.__dict__.pop("_gfsa_class")
+        del module.__dict__["_gfsa_verified"], module.__dict__["_gfsa_inputs"]
+        module.__dict__.pop("_gfsa_name", None)
+
+    def mark(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, Traced):
+                module.__dict__["_gfsa_name"] = name
+
+
+class UnknownAdapter(TracerAdapter):
+    """Stands for attention that no adapter knows when tracing was not asked for."""
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        return super().refusal(name, module) or (
+            f"no adapter knows {type(module).__name__}; plug(..., unknown='trace') follows its "
+            "softmax, gfsa.register_adapter teaches gfsa the class"
+        )
+
+
+class KnownTracerAdapter(TracerAdapter):
+    """Traces classes of which the tests have shown what the first forward otherwise has to."""
+
+    how = "tracer, known class"
+    verified = True
+
+
+TRACER = TracerAdapter()
+KNOWN_TRACER = KnownTracerAdapter()
+UNKNOWN = UnknownAdapter()

@@ -1,0 +1,199 @@
+"""The harness: memory it can prove, ratios it computes, rows it keeps."""
+
+import csv
+import dataclasses
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from gfsa_benchmarks.case import Case, Setting, Shape, Variant
+from gfsa_benchmarks.harness import COLUMNS, append, measure
+from gfsa_benchmarks.memory import MIB, peak_mib
+from gfsa_benchmarks.report import against_published, scaling, table
+from gfsa_benchmarks.run_suite import run_suite
+from gfsa_benchmarks.suites import SUITES, suite_called
+from gfsa_benchmarks.timing import Timing, interleaved
+from gfsa_experiments.runs.csv_table import check_table
+
+CPU = Setting(torch.device("cpu"), torch.float32)
+
+
+def mib(count):
+    return torch.empty(count * MIB, dtype=torch.uint8)
+
+
+def test_peak_counts_what_is_alive_at_once():
+    def work():
+        first = mib(4)
+        del first
+        second = mib(3)
+        third = mib(2)
+        del second
+        return third
+
+    # 4, then 3 + 2, then 2
+    assert peak_mib(work, CPU.device) == pytest.approx(5, abs=0.01)
+
+
+def test_peak_includes_the_result_and_not_the_inputs():
+    kept = mib(7)
+    assert peak_mib(lambda: kept.add(1), CPU.device) == pytest.approx(7, abs=0.01)
+
+
+def test_rounds_are_interleaved_and_rotate():
+    calls = []
+    works = [lambda name=name: (calls.append(name), time.sleep(0.011)) for name in "abc"]
+    timings = interleaved(works, 3, CPU.device)
+    # two calls each to warm up, then rounds
+    assert calls[6:] == list("abcbcacab")
+    assert all(timing.median >= 10 for timing in timings)
+
+
+def test_median_and_quartiles():
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == Timing(3.0, 2.0, 4.0)
+    assert Timing.of([5.0]) == Timing(5.0, 5.0, 5.0)
+
+
+@pytest.mark.parametrize("suite", ["ops", "linear"])
+def test_variants_of_a_suite_do_the_job_they_are_named_after(suite):
+    torch.manual_seed(0)
+    case = suite_called(suite).build(Shape(1, 2, 12, 4), CPU)
+    outputs = {variant.name: variant.forward() for variant in case.variants}
+    plain = outputs.pop("plain")
+    for name, output in outputs.items():
+        assert output.shape == plain.shape, name
+        assert not torch.allclose(output, plain, atol=1e-3), name
+    for variant in case.variants:
+        gradients = variant.step()
+        assert all(bool(each.abs().sum() > 0) for each in gradients), variant.name
+    if suite == "ops":
+        torch.testing.assert_close(outputs["gfsa"], outputs["gfsa sdpa"])
+
+
+def test_rows_compare_with_the_first_variant():
+    def busy(seconds, size):
+        def work():
+            time.sleep(seconds)
+            return mib(size)
+
+        return work
+
+    case = Case(
+        "one",
+        [
+            Variant("plain", "torch", busy(0.011, 1), busy(0.011, 2)),
+            Variant("twice", "torch", busy(0.022, 1), busy(0.033, 5)),
+        ],
+    )
+    plain, twice = measure(case, "ops", CPU, rounds=3)
+    assert (plain.fwd_ratio, plain.fwd_bwd_ratio, plain.extra_mib) == (1.0, 1.0, 0.0)
+    assert twice.fwd_ratio == pytest.approx(2, rel=0.3)
+    assert twice.fwd_bwd_ratio == pytest.approx(3, rel=0.3)
+    assert twice.extra_mib == pytest.approx(3, abs=0.01)
+
+
+def test_a_variant_without_a_backward_has_none_in_its_row(tmp_path):
+    case = Case("one", [Variant("plain", "torch", lambda: mib(1), None)])
+    (row,) = measure(case, "decode", CPU, rounds=1)
+    assert row.fwd_bwd_ms is None
+    assert row.peak_mib == pytest.approx(1, abs=0.01)
+    append([row], tmp_path / "bench.csv")
+    (written,) = csv.DictReader((tmp_path / "bench.csv").open())
+    assert written["fwd_bwd_ms"] == ""
+    assert table([row]).row_count == 1
+
+
+def test_graphs_are_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="graphs are for CUDA"):
+        Setting(torch.device("cpu"), torch.float32, graphs=True)
+    with pytest.raises(ValueError, match="choose one"):
+        Setting(torch.device("cuda"), torch.float32, compiled="model", graphs=True)
+
+
+def small_rows():
+    case = suite_called("ops").build(Shape(1, 1, 16, 4), CPU)
+    return measure(case, "ops", CPU, rounds=1)
+
+
+def test_csv_grows_under_one_header(tmp_path):
+    path = tmp_path / "results" / "bench.csv"
+    rows = small_rows()
+    append(rows, path)
+    append(rows, path)
+    with path.open(newline="") as file:
+        header, *lines = csv.reader(file)
+    assert tuple(header) == COLUMNS
+    assert len(lines) == 2 * len(rows)
+    assert {len(line) for line in lines} == {len(COLUMNS)}
+
+
+def test_csv_of_another_version_is_not_mixed_with(tmp_path):
+    path = tmp_path / "bench.csv"
+    path.write_text("date,speed\n")
+    with pytest.raises(ValueError, match="other columns"):
+        append(small_rows(), path)
+    assert path.read_text() == "date,speed\n"
+
+
+def test_a_line_that_was_cut_short_costs_no_row(tmp_path):
+    path = tmp_path / "bench.csv"
+    rows = small_rows()
+    append(rows, path)
+    path.write_text(path.read_text()[:-7])
+    append(rows, path)
+    lines = path.read_text().splitlines()
+    assert len(lines) == 1 + 2 * len(rows)
+    assert len(next(csv.reader(lines[-1:]))) == len(COLUMNS)
+
+
+def test_where_rows_cannot_go_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    def built(*_):
+        raise AssertionError("began to measure")
+
+    monkeypatch.setitem(SUITES, "ops", dataclasses.replace(SUITES["ops"], build=built))
+    (tmp_path / "old.csv").write_text("date,speed\n")
+    for name, complaint in (("old.csv", "other columns"), ("", "is a folder")):
+        with pytest.raises(ValueError, match=complaint):
+            run_suite("ops", "cpu", "float32", [], 1, False, False, [], tmp_path / name, Console())
+    # root may write everywhere
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="cannot be written to"):
+        check_table(tmp_path / "new.csv", COLUMNS)
+
+
+def test_reports_are_computed_from_the_rows():
+    rows = small_rows()
+    named = {row.variant: row for row in rows}
+    factor = named["published"].fwd_bwd_ms / named["gfsa"].fwd_bwd_ms
+    assert f"{factor:.1f}× faster" in against_published(rows)
+    assert against_published(rows[:1]) is None
+    assert scaling([rows]) is None
+    assert scaling([rows, rows]).row_count == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [("1x12x1024x64", Shape(1, 12, 1024, 64)), ("8x2x10x4:causal", Shape(8, 2, 10, 4, True))],
+)
+def test_shapes_are_written_as_they_are_read(text, shape):
+    assert Shape.parse(text) == shape
+    assert str(shape) == text
+
+
+@pytest.mark.parametrize("text", ["1x2x3", "1x2x3x4x5", "1x0x3x4", "axbxcxd", "1x2x3x4:full"])
+def test_a_shape_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="BATCHxHEADSxTOKENSxDIM"):
+        Shape.parse(text)
+
+
+@pytest.mark.parametrize("program", ["/some/where/gfsa", "/site-packages/gfsa/__main__.py"])
+def test_the_command_is_kept_without_paths(program, monkeypatch):
+    monkeypatch.setattr("sys.argv", [program, "bench", "--csv", "/a/b.csv", "--graphs"])
+    assert small_rows()[0].command == "gfsa bench --graphs"
+
+
+def test_a_copy_without_history_can_be_told_its_commit(monkeypatch):
+    monkeypatch.setenv("GFSA_COMMIT", "abc1234")
+    assert small_rows()[0].commit == "abc1234"

@@ -1,0 +1,224 @@
+"""The language modelling recipe on tiny data and models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gfsa
+from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.runs.row import Row
+from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.runs.sweep import read_plan
+from gfsa_experiments.tasks.causal_lm.recipe import CausalLMConfig, CausalLMTask, causal_by_kernel
+from support.interrupting import ends_as_if_never_interrupted
+from support.tiny_texts import corpus, save_model, write
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("corpora")
+    for part, lines in (("train", 40), ("valid", 12), ("test", 14)):
+        write(root / f"wikitext-2/wiki.{part}.tokens", corpus(lines))
+        write(root / f"ptb/ptb.{part}.txt", corpus(lines))
+    return root
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "tiny-gpt2", "gpt2"))
+
+
+SMALL = CausalLMConfig(
+    model="scratch",
+    tokenizer="bpe",
+    vocab_size=300,
+    block=16,
+    depth=2,
+    width=16,
+    heads=2,
+    max_steps=3,
+    tensorboard=False,
+)
+
+
+def built(data: Path, **settings: Any) -> CausalLMTask:
+    config = dataclasses.replace(SMALL, **settings)
+    config.check()
+    torch.manual_seed(config.seed)
+    task = CausalLMTask(config, data)
+    task.model.eval()
+    return task
+
+
+def a_batch(task: CausalLMTask, split: str = "train") -> dict[str, torch.Tensor]:
+    return task.splits[split].dataset.__getitems__([0, 2])  # type: ignore[attr-defined]
+
+
+def test_settings_of_the_paper() -> None:
+    config = CausalLMConfig()
+    assert (config.lr, config.batch_size, config.dropout) == (5e-5, 4, 0.1)
+    assert (config.epochs, config.block, config.schedule) == (10, 1024, "linear")
+
+
+@pytest.mark.parametrize("corpus_name", ["wikitext-2", "ptb"])
+def test_a_filter_changes_nothing_to_begin_with(corpus_name: str, data: Path) -> None:
+    plain, filtered = built(data, dataset=corpus_name), built(data, dataset=corpus_name)
+    assert gfsa.plug(filtered.model).parameters == 12
+    batch = a_batch(plain)
+    loss = plain.loss(plain.model, batch)
+    assert torch.equal(loss, filtered.loss(filtered.model, batch))
+    loss.backward()
+    assert all(p.grad is not None for p in plain.model.parameters())
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_loss_is_that_of_transformers(filtered: bool, data: Path) -> None:
+    task = built(data)
+    if filtered:
+        gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
+    ids = a_batch(task)["input_ids"]
+    expected = task.model(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(task.loss(task.model, {"input_ids": ids}), expected)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_model_sees_no_later_token(filtered: bool, data: Path) -> None:
+    task = built(data)
+    if filtered:
+        gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
+    ids = a_batch(task)["input_ids"]
+    changed = ids.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 300
+    with causal_by_kernel(task.model):
+        before, after = (task.model(input_ids=x).logits for x in (ids, changed))
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_no_mask_is_built_and_the_config_comes_back(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = built(data)
+    seen = []
+    attention = task.model.transformer.h[0].attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(
+            args[2] if len(args) > 2 else kwargs["attention_mask"]
+        ),
+        with_kwargs=True,
+    )
+    task.loss(task.model, a_batch(task))
+    assert seen == [None]
+    assert task.model.transformer.config is task.model.config
+
+
+@torch.no_grad()
+def test_perplexity_by_hand(data: Path) -> None:
+    task = built(data)
+    split = task.splits["test"].dataset
+    whole = split.__getitems__(list(range(len(split))))  # type: ignore[attr-defined,arg-type]
+    some, rest = ({k: v[a:b] for k, v in whole.items()} for a, b in ((0, 3), (3, None)))
+    scores = task.score([task.predict(task.model, part) for part in (some, rest)])
+    logits = task.model(input_ids=whole["input_ids"]).logits.double().log_softmax(-1)
+    picked = logits[:, :-1].gather(-1, whole["input_ids"][:, 1:, None])
+    assert scores["perplexity"] == pytest.approx(math.exp(-float(picked.mean())), rel=1e-5)
+    # the same loss over fewer words than tokens
+    assert scores["word_perplexity"] > scores["perplexity"]
+    words = float(whole["words"].sum())
+    assert scores["word_perplexity"] == pytest.approx(math.exp(-float(picked.sum()) / words), 1e-5)
+
+
+def test_blocks_cover_the_text(data: Path) -> None:
+    task, longer = built(data), built(data, block=32)
+    ids = task.splits["train"].dataset.ids.reshape(-1)  # type: ignore[attr-defined]
+    again = longer.splits["train"].dataset.ids.reshape(-1)  # type: ignore[attr-defined]
+    assert len(ids) - len(again) in (0, 16)
+    assert (ids[: len(again)] == again).all()
+    with pytest.raises(ValueError, match="less than a block of 100000"):
+        built(data, block=100_000)
+
+
+def test_a_pretrained_model(gpt2: str, data: Path, tmp_path: Path) -> None:
+    task = built(data, model=gpt2, tokenizer="own", dropout=0.3)
+    config = task.model.config
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.3, 0.3, 0.3)
+    assert built(data, model=gpt2, tokenizer="own", dropout=None).model.config.attn_pdrop == 0.1
+    assert math.isfinite(float(task.loss(task.model, a_batch(task)).detach()))
+    with pytest.raises(ValueError, match="block 64 is longer than the 32 tokens"):
+        built(data, model=gpt2, tokenizer="own", block=64)
+    half = str(save_model(tmp_path / "half", "gpt2", torch.float16))
+    assert built(data, model=half, tokenizer="own").model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"model": "scratch"}, "no tokenizer of its own"),
+        ({"tokenizer": "bpe"}, "another vocabulary than its own"),
+        ({"block": 1}, "predicts nothing"),
+        ({"dropout": 1.0}, "dropout must lie in"),
+        ({"width": 10, "heads": 3}, "cannot be split among 3 heads"),
+        ({"depth": 0}, "depth must be above 0"),
+    ],
+)
+def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CausalLMConfig(**setting).check()
+
+
+def trained(data: Path, out: Path, method: str, **changes: Any) -> Row:
+    run = Run(
+        recipe="causal_lm",
+        config=dataclasses.replace(SMALL, checkpoint_every=1, lens=method == "gfsa"),
+        method=method,
+        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
+        data_dir=data,
+        out=out,
+        device="cpu",
+    )
+    return carry_out(dataclasses.replace(run, **changes))
+
+
+def test_whole_runs(data: Path, tmp_path: Path) -> None:
+    rows = {m: trained(data, tmp_path, m) for m in ("plain", "gfsa", "gfsa-even")}
+    assert rows["plain"].task == "wikitext-2 gpt2-d2-w16"
+    assert rows["plain"].metric == "perplexity"
+    assert not rows["plain"].higher_is_better
+    assert [rows[m].added for m in ("plain", "gfsa", "gfsa-even")] == [0, 12, 6]
+    assert len(list(tmp_path.rglob("lens.html"))) == 1
+    assert rows["plain"].test == trained(data, tmp_path / "again", "plain").test
+
+
+def test_an_interrupted_run_comes_to_the_same_end(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(out: Path, **changes: Any) -> Row:
+        return trained(data, out, "gfsa", **changes)
+
+    ends_as_if_never_interrupted(train, CausalLMTask, tmp_path, monkeypatch)
+
+
+def test_the_plan_can_be_read() -> None:
+    plan = Path(__file__).parents[2] / "results/plans/causal_lm.txt"
+    runs = [run for request in read_plan(plan) for run in request.runs()]
+    assert {"plain", "gfsa", "gfsa-even"} <= {run.method for run in runs}
+    assert {run.config.seed for run in runs} >= {0, 1, 2}
+
+
+def test_the_lens_sees_what_chooses(tmp_path: Path) -> None:
+    lines = corpus(40).splitlines(keepends=True)
+    for part, text in (("train", lines), ("valid", lines[20:]), ("test", lines[30:])):
+        write(tmp_path / f"wiki.{part}.tokens", "".join(text))
+    task = built(tmp_path)
+    example = task.example()["input_ids"]
+    blocks = {name: split.dataset.__getitems__([0]) for name, split in task.splits.items()}  # type: ignore[attr-defined]
+    alike = [name for name, one in blocks.items() if torch.equal(one["input_ids"], example)]
+    assert alike == ["valid"]

@@ -1,0 +1,397 @@
+"""Graph data: its layouts, what is refused, and what is worked out once for all graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gfsa.models import GraphormerCollator, GraphViTCollator
+from gfsa.models.graph_features import dense_adjacency, random_walk_encoding
+from gfsa_experiments.data.array_cache import cached
+from gfsa_experiments.tasks.graph.data_sets import read_graphs
+from gfsa_experiments.tasks.graph.encodings import laplacian_encoding, walk_encoding
+from gfsa_experiments.tasks.graph.graphs import GraphSet, spans
+from gfsa_experiments.tasks.graph.pairs import MAX_HOPS, pack, pair_features, unpack
+from gfsa_experiments.tasks.graph.patches import patch_features
+from support.graph_files import (
+    labels,
+    separate,
+    write_molecules,
+    write_ogb,
+    write_pyg_zinc,
+    write_superpixels,
+    write_zinc,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*the official .* has .* graphs to train")
+PARTS = ("x", "edge_index", "edge_attr", "nodes", "edges", "y", "split")
+
+
+@pytest.fixture(autouse=True)
+def _read_anew() -> None:
+    read_graphs.cache_clear()
+
+
+@pytest.fixture
+def solubility(tmp_path: Path) -> GraphSet:
+    y = np.arange(24, dtype=np.float32) / 7
+    write_molecules(tmp_path, "molesol", y)
+    return read_graphs("molesol", tmp_path)
+
+
+def same(one: GraphSet, other: GraphSet) -> bool:
+    def comparable(graphs: GraphSet, name: str) -> Tensor:
+        tensor: Tensor = getattr(graphs, name)
+        return tensor.double().nan_to_num(-7)
+
+    return all(torch.equal(comparable(one, name), comparable(other, name)) for name in PARTS)
+
+
+def test_bonds_become_edges_in_both_directions(tmp_path: Path) -> None:
+    arrays = write_molecules(tmp_path, "molesol", np.arange(8, dtype=np.float32))
+    graphs = read_graphs("molesol", tmp_path)
+    assert graphs.nodes.tolist() == arrays["n_node"].tolist()
+    assert graphs.edges.tolist() == (2 * arrays["n_edge"]).tolist()
+    assert graphs.edge_index[:, ::2].T.tolist() == arrays["edge"].tolist()
+    assert graphs.edge_index[:, 1::2].flip(0).T.tolist() == arrays["edge"].tolist()
+    assert graphs.edge_attr[::2].tolist() == arrays["edge_feat"].tolist()
+    assert torch.equal(graphs.edge_attr[::2], graphs.edge_attr[1::2])
+    assert graphs.y[:, 0].tolist() == list(range(8))
+    assert [graphs.part(which).tolist() for which in range(3)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
+
+
+def test_the_folder_may_be_given_or_the_one_above_it(tmp_path: Path) -> None:
+    write_molecules(tmp_path, "moltox21", labels(8, 12))
+    above = read_graphs("moltox21", tmp_path)
+    assert same(above, read_graphs("moltox21", tmp_path / "moltox21"))
+    assert above.outputs == 12
+
+
+def test_missing_labels_are_nan(tmp_path: Path) -> None:
+    y = labels(8, 12)
+    y[3, 5] = -1
+    write_molecules(tmp_path, "moltox21", y)
+    missing = read_graphs("moltox21", tmp_path).y.isnan()
+    assert missing.nonzero().tolist() == [[3, 5]]
+
+
+def test_ogbs_own_files_give_the_same_graphs(tmp_path: Path) -> None:
+    y = labels(8, 12)
+    y[3, 5] = -1
+    arrays = write_molecules(tmp_path / "ours", "moltox21", y)
+    write_ogb(tmp_path / "ogb" / "tox21", arrays)
+    ours, ogb = (
+        read_graphs("moltox21", tmp_path / "ours"),
+        read_graphs("moltox21", tmp_path / "ogb"),
+    )
+    assert same(ours, ogb)
+
+
+def test_ogbs_files_must_all_be_there(tmp_path: Path) -> None:
+    arrays = write_molecules(tmp_path / "ours", "moltox21", labels(8, 12))
+    write_ogb(tmp_path / "tox21", arrays)
+    (tmp_path / "tox21/split/scaffold/valid.csv.gz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"valid\.csv\.gz is missing"):
+        read_graphs("moltox21", tmp_path)
+    (tmp_path / "tox21/raw/edge.csv.gz").write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match=r"edge\.csv\.gz is damaged"):
+        read_graphs("moltox21", tmp_path)
+
+
+def test_qm8_is_in_electronvolts_of_the_first_excitation(tmp_path: Path) -> None:
+    y = np.random.default_rng(0).random((8, 16)).astype(np.float32)
+    write_molecules(tmp_path, "qm8", y)
+    graphs = read_graphs("qm8", tmp_path)
+    assert graphs.y.shape == (8, 1)
+    torch.testing.assert_close(graphs.y[:, 0], torch.from_numpy(y[:, 0]) * 27.211386)
+
+
+def test_zinc_leaves_out_what_is_extra(tmp_path: Path) -> None:
+    arrays = write_zinc(tmp_path, count=12, extra=3)
+    graphs = read_graphs("zinc", tmp_path)
+    assert len(graphs) == 12
+    assert graphs.x[:, 0].tolist() == arrays["atom_type"][arrays["n_node"][:3].sum() :].tolist()
+    torch.testing.assert_close(graphs.y[:, 0], torch.from_numpy(arrays["y"][3:]))
+
+
+def test_zinc_as_pyg_keeps_it(tmp_path: Path) -> None:
+    write_zinc(tmp_path / "ours")
+    ours = read_graphs("zinc", tmp_path / "ours")
+    write_pyg_zinc(tmp_path / "pyg", ours)
+    pyg = read_graphs("zinc", tmp_path / "pyg")
+    # PyG has the parts one after another
+    order = torch.cat([ours.part(which) for which in range(3)])
+    assert pyg.nodes.tolist() == ours.nodes[order].tolist()
+    for one, other in zip(
+        separate(ours, order.tolist()), separate(pyg, range(len(pyg))), strict=True
+    ):
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.edge_index, other.edge_index)
+        assert torch.equal(one.edge_attr, other.edge_attr)
+        assert torch.equal(one.y, other.y)
+
+
+def test_superpixels_hear_from_their_nearest(tmp_path: Path) -> None:
+    arrays = write_superpixels(tmp_path, train=24, test=6)
+    graphs = read_graphs("mnist", tmp_path)
+    assert [len(graphs.part(which)) for which in range(3)] == [22, 2, 6]
+    assert graphs.part(1).tolist() == [22, 23]
+    assert graphs.y[:, 0].tolist() == [*arrays["y_train"], *arrays["y_test"]]
+    for graph in separate(graphs, range(len(graphs))):
+        place = graph.x[:, 1:]
+        distance = torch.cdist(place, place)
+        expected = min(8, len(place) - 1)
+        for node in range(len(place)):
+            arriving = graph.edge_index[1] == node
+            near = distance[node, graph.edge_index[0, arriving]]
+            assert len(near) == expected
+            assert node not in graph.edge_index[0, arriving]
+            others = distance[node].sort().values[1 : expected + 1]
+            torch.testing.assert_close(near.sort().values, others, atol=1e-4, rtol=0)
+            weight = torch.exp(-((near / near.mean()) ** 2))
+            torch.testing.assert_close(graph.edge_attr[arriving, 0], weight, atol=1e-3, rtol=0)
+
+
+def test_nothing_there_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"zinc12k_graphs\.npz.*torch_geom.*--data-dir"):
+        read_graphs("zinc", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"CIFAR10/processed"):
+        read_graphs("cifar10", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"raw/\*\.csv\.gz.*hiv\.zip"):
+        read_graphs("molhiv", tmp_path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32))
+    path = tmp_path / "molesol" / "molesol_graphs.npz"
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match="is damaged"):
+        read_graphs("molesol", tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["y", "edge"])
+def test_an_array_that_is_missing_is_named(tmp_path: Path, missing: str) -> None:
+    arrays = write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32))
+    del arrays[missing]
+    np.savez(tmp_path / "molesol" / "molesol_graphs.npz", **arrays)
+    with pytest.raises(ValueError, match=f"has no array {missing}; it has node_feat"):
+        read_graphs("molesol", tmp_path)
+
+
+def test_pickled_arrays_are_never_opened(tmp_path: Path) -> None:
+    objects = np.array([{"a": 1}] * 8, dtype=object)
+    write_molecules(tmp_path, "molesol", objects)
+    with pytest.raises(ValueError, match="is damaged"):
+        read_graphs("molesol", tmp_path)
+
+
+def test_counts_must_add_up(tmp_path: Path) -> None:
+    arrays = write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32))
+    nodes = arrays["n_node"].copy()
+    nodes[0] += 1
+    write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32), n_node=nodes)
+    with pytest.raises(ValueError, match=r"counts ask for \d+ nodes, it has \d+"):
+        read_graphs("molesol", tmp_path)
+
+
+def spoiled(what: str, count: int, bad: list[int]) -> dict[str, Any]:
+    """One fault in each of some molecules."""
+    from support.graph_files import molecules
+
+    arrays = molecules(count)
+    first_node = np.cumsum(arrays["n_node"]) - arrays["n_node"]
+    first_edge = np.cumsum(arrays["n_edge"]) - arrays["n_edge"]
+    y = np.zeros(count, dtype=np.float32)
+    for graph in bad:
+        if what == "an edge to a node that it does not have":
+            arrays["edge"][first_edge[graph], 1] = arrays["n_node"][graph]
+        elif what == "unknown features of nodes":
+            arrays["node_feat"][first_node[graph], 1] = 5
+        elif what == "unknown features of edges":
+            arrays["edge_feat"][first_edge[graph], 0] = 5
+        elif what == "a wrong split":
+            arrays["split"][graph] = 3
+        else:
+            y[graph] = np.nan
+    return {**arrays, "y": y}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "an edge to a node that it does not have",
+        "unknown features of nodes",
+        "unknown features of edges",
+        "a wrong label",
+        "a wrong split",
+    ],
+)
+def test_a_few_bad_graphs_are_reported_and_many_refused(tmp_path: Path, what: str) -> None:
+    arrays = spoiled(what, 120, [4])
+    write_molecules(tmp_path, "molesol", arrays.pop("y"), **arrays)
+    with pytest.warns(UserWarning, match=f"1 of 120 graphs cannot be used; graph 4: {what}"):
+        graphs = read_graphs("molesol", tmp_path)
+    assert len(graphs) == 119
+    assert graphs.nodes.tolist() == [*arrays["n_node"][:4], *arrays["n_node"][5:]]
+    arrays = spoiled(what, 120, [4, 7])
+    write_molecules(tmp_path / "worse", "molesol", arrays.pop("y"), **arrays)
+    with pytest.raises(ValueError, match=r"2 of 120 graphs cannot be used.*more than 1 %"):
+        read_graphs("molesol", tmp_path / "worse")
+
+
+def test_a_class_that_there_is_not_is_a_wrong_label(tmp_path: Path) -> None:
+    arrays = write_superpixels(tmp_path)
+    arrays["y_train"][3] = 10
+    np.savez(tmp_path / "superpixel_mnist" / "superpixel_mnist.npz", **arrays)
+    with pytest.raises(ValueError, match="1 of 30 graphs cannot be used; graph 3: a wrong label"):
+        read_graphs("mnist", tmp_path)
+
+
+@pytest.mark.filterwarnings("default")
+def test_other_numbers_of_graphs_than_official_are_reported(tmp_path: Path) -> None:
+    write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32))
+    with pytest.warns(UserWarning, match=r"\(902, 113, 113\) graphs .* here are \(4, 2, 2\)"):
+        read_graphs("molesol", tmp_path)
+
+
+def test_every_part_must_have_graphs(tmp_path: Path) -> None:
+    split = np.zeros(8, dtype=np.uint8)
+    write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32), split=split)
+    with pytest.raises(ValueError, match=r"train, validate and test on, got \(8, 0, 0\)"):
+        read_graphs("molesol", tmp_path)
+
+
+def test_pairs_are_those_of_the_collator(solubility: GraphSet) -> None:
+    features = pair_features(solubility)
+    pair, _ = spans(torch.zeros(1, dtype=torch.long), (solubility.nodes**2).sum()[None])
+    assert len(features["pairs"]) == len(pair) + 1
+    at, collator = 0, GraphormerCollator(MAX_HOPS)
+    for graph in separate(solubility, range(len(solubility))):
+        expected, size = collator.prepare(graph), len(graph.x)
+        distance, paths = unpack(features["pairs"][at : at + size * size])
+        assert torch.equal(distance.view(size, size), expected.distance.int())
+        wanted = expected.paths.long()
+        found = paths.view(size, size, MAX_HOPS).long()
+        assert torch.equal(found < 0, wanted < 0)
+        there = wanted >= 0
+        assert torch.equal(features["kinds"][found[there]].long(), graph.edge_attr[wanted[there]])
+        at += size * size
+    nothing = unpack(features["pairs"][-1])
+    assert nothing[0] == -1
+    assert (nothing[1] == -1).all()
+
+
+def test_packing_loses_nothing() -> None:
+    distance = torch.tensor([-1, 0, 5, 32_000])
+    paths = torch.tensor([[-1] * 5, [0, 1, 2, 3, 126], [126, -1, -1, -1, -1], [7] * 5])
+    again = unpack(pack(distance, paths))
+    assert again[0].tolist() == distance.tolist()
+    assert again[1].tolist() == paths.tolist()
+
+
+def test_graphormer_wants_kinds_of_edges(tmp_path: Path) -> None:
+    write_superpixels(tmp_path)
+    with pytest.raises(ValueError, match=r"real numbers on its edges.*model=gps"):
+        pair_features(read_graphs("mnist", tmp_path))
+
+
+def test_walks_are_those_of_each_graph(solubility: GraphSet) -> None:
+    walk = walk_encoding(solubility, 7)["walk"]
+    assert walk.shape == (len(solubility.x), 7)
+    for number, graph in enumerate(separate(solubility, range(len(solubility)))):
+        dense = dense_adjacency(graph.edge_index, len(graph.x))
+        expected = random_walk_encoding(dense, 7)
+        first = int(solubility.first_node[number])
+        torch.testing.assert_close(walk[first : first + len(graph.x)], expected, atol=1e-6, rtol=0)
+
+
+def test_eigenvectors_are_the_lowest_of_each_graph(solubility: GraphSet) -> None:
+    found = laplacian_encoding(solubility, 5)
+    for number, graph in enumerate(separate(solubility, range(len(solubility)))):
+        size, first = len(graph.x), int(solubility.first_node[number])
+        adjacency = dense_adjacency(graph.edge_index, size)
+        laplacian = torch.diag(adjacency.sum(1)) - adjacency
+        kept = min(5, size)
+        values = found["values"][number]
+        lowest = torch.linalg.eigvalsh(laplacian)[:kept]
+        torch.testing.assert_close(values[:kept], lowest, atol=1e-5, rtol=0)
+        assert (values[kept:] == -1).all()
+        vectors = found["vectors"][first : first + size]
+        torch.testing.assert_close(
+            laplacian @ vectors[:, :kept], vectors[:, :kept] * values[:kept], atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            vectors[:, :kept].T @ vectors[:, :kept], torch.eye(kept), atol=1e-5, rtol=0
+        )
+        assert (vectors[:, kept:] == 0).all()
+
+
+@pytest.mark.parametrize("num_patches", [1, 4, 32])
+def test_patches_are_those_of_the_collator(solubility: GraphSet, num_patches: int) -> None:
+    features = patch_features(solubility, num_patches, 1, 3)
+    collator = GraphViTCollator(num_patches, walk_steps=0, patch_walk_steps=3)
+    at = dict.fromkeys(("copies", "joins", "patches", "shared"), 0)
+
+    def take(name: str, count: int, counted: str) -> Tensor:
+        return features[name][..., at[counted] : at[counted] + count]
+
+    for number, graph in enumerate(separate(solubility, range(len(solubility)))):
+        expected = collator.prepare(graph)
+        copies, joins, patches = (
+            int(features[name][number]) for name in ("copies", "joins", "patches")
+        )
+        assert patches == len(expected.adjacency)
+        for name, count, counted in (
+            ("copy_node", copies, "copies"),
+            ("copy_patch", copies, "copies"),
+            ("copy_edges", joins, "joins"),
+            ("copy_edge_id", joins, "joins"),
+        ):
+            assert torch.equal(take(name, count, counted).long(), getattr(expected, name)), name
+        shared = take("shared", patches**2, "shared").view(patches, patches)
+        assert torch.equal(shared.float(), expected.adjacency)
+        walk = features["patch_walk"][at["patches"] : at["patches"] + patches]
+        torch.testing.assert_close(walk, expected.patch_walk, atol=1e-6, rtol=0)
+        at["copies"] += copies
+        at["joins"] += joins
+        at["patches"] += patches
+        at["shared"] += patches**2
+    assert at["copies"] == len(features["copy_node"])
+    assert at["joins"] == len(features["copy_edge_id"])
+
+
+def test_what_was_worked_out_is_kept(tmp_path: Path) -> None:
+    made = {"a": torch.arange(5), "b": torch.rand(2, 3)}
+    calls = []
+
+    def work_out() -> dict[str, Tensor]:
+        calls.append(1)
+        return made
+
+    folder = str(tmp_path / "new" / "folder")
+    for _ in range(2):
+        kept = cached(folder, "name", work_out)
+        assert all(torch.equal(kept[key], made[key]) for key in made)
+    assert len(calls) == 1
+    assert [path.name for path in Path(folder).iterdir()] == ["name.npz"]
+    (Path(folder) / "name.npz").write_bytes(b"PK\x03\x04 half a file")
+    with pytest.warns(UserWarning, match="is damaged .* made anew"):
+        cached(folder, "name", work_out)
+    assert len(calls) == 2
+    cached(folder, "name", work_out)
+    assert len(calls) == 2
+    cached("", "name", work_out)
+    assert len(calls) == 3
+
+
+def test_the_fingerprint_sees_every_bond(solubility: GraphSet, tmp_path: Path) -> None:
+    again = GraphSet(**{name: getattr(solubility, name) for name in GraphSet.__annotations__})
+    assert again.digest == solubility.digest
+    again.edge_attr[0, 0] = (again.edge_attr[0, 0] + 1) % 5
+    changed = GraphSet(**{name: getattr(again, name) for name in GraphSet.__annotations__})
+    assert changed.digest != solubility.digest

@@ -1,0 +1,256 @@
+"""ListOps: the official rules, answers by another way of computing them, and damaged files."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gfsa_experiments.tasks.lra import listops, listops_files
+from gfsa_experiments.tasks.lra.listops import Sequences, make_listops, to_text, write_listops
+from gfsa_experiments.tasks.lra.listops_files import read_listops
+
+SMALL = {"train": 200, "val": 6, "test": 6}
+
+few = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
+
+
+@pytest.fixture(autouse=True)
+def _read_anew() -> None:
+    read_listops.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Sequences]:
+    return make_listops(seed=1, counts=SMALL)
+
+
+def nested(words: str) -> Any:
+    """``["MAX", 4, ["MIN", 2, 3]]`` of ``[MAX 4 [MIN 2 3 ] ]``, by json."""
+    text = words.replace("[", '["').replace(" ]", "]")
+    for name in ("MIN", "MAX", "MED", "SM"):
+        text = text.replace(f'["{name} ', f'["{name}", ')
+    for closing in ("]", *map(str, range(10))):
+        text = text.replace(f"{closing} ", f"{closing}, ")
+    return json.loads(text)
+
+
+def value_of(tree: Any) -> int:
+    """What a nested list is worth, by recursion."""
+    if isinstance(tree, int):
+        return tree
+    arguments = [value_of(argument) for argument in tree[1:]]
+    if tree[0] == "SM":
+        return sum(arguments) % 10
+    by_name = {"MIN": min, "MAX": max, "MED": statistics.median}
+    return int(by_name[tree[0]](arguments))
+
+
+def depth_of(tree: Any) -> int:
+    return 1 if isinstance(tree, int) else 1 + max(map(depth_of, tree[1:]))
+
+
+def operators_of(tree: Any) -> list[tuple[str, int]]:
+    """Name and number of arguments of every operator."""
+    if isinstance(tree, int):
+        return []
+    below = [found for argument in tree[1:] for found in operators_of(argument)]
+    return [(tree[0], len(tree) - 1), *below]
+
+
+def pairs(tree: Any) -> str:
+    """The official text: a list is built pair by pair, ``(((op, a), b), ])``."""
+    if isinstance(tree, int):
+        return str(tree)
+    text = f"[{tree[0]}"
+    for argument in (*map(pairs, tree[1:]), "]"):
+        text = f"( {text} {argument} )"
+    return text
+
+
+def drawn_by_recursion(generator: random.Random, depth: int) -> int:
+    """The length of a random tree, straight from the rules."""
+    if depth == 10 or (depth > 1 and generator.random() > 0.25):
+        return 1
+    count = generator.randint(2, 10)
+    return 2 + sum(drawn_by_recursion(generator, depth + 1) for _ in range(count))
+
+
+def words_of(tokens: np.ndarray) -> str:
+    return " ".join(listops.TOKENS[token] for token in tokens)
+
+
+def test_the_evaluator_of_these_tests() -> None:
+    words = "[MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]"
+    assert nested(words) == ["MAX", 4, 3, ["MIN", 2, 3], 1, 0, ["MED", 1, 5, 8, 9, 2]]
+    assert value_of(nested(words)) == 5
+    assert value_of(["MED", 1, 2]) == 1
+    assert value_of(["SM", 9, 9]) == 8
+    assert pairs(["MAX", 4, ["SM", 1, 2]]) == "( ( ( [MAX 4 ) ( ( ( [SM 1 ) 2 ) ] ) ) ] )"
+
+
+def test_answers_texts_and_rules(made: dict[str, Sequences]) -> None:
+    operators: list[tuple[str, int]] = []
+    for part, count in SMALL.items():
+        sequences = made[part]
+        assert len(sequences) == count
+        for index, label in enumerate(sequences.labels):
+            tokens = sequences[index]
+            assert 500 < len(tokens) < 2000
+            tree = nested(words_of(tokens))
+            assert value_of(tree) == label
+            assert depth_of(tree) <= 10
+            assert to_text(tokens) == pairs(tree)
+            operators += operators_of(tree)
+    counts = [count for _, count in operators]
+    assert set(counts) == set(range(2, 11))
+    assert {name for name, _ in operators} == {"MIN", "MAX", "MED", "SM"}
+
+
+@pytest.mark.slow
+def test_the_whole_data_set() -> None:
+    parts = make_listops()
+    assert {part: len(sequences) for part, sequences in parts.items()} == {
+        "train": 96_000,
+        "val": 2_000,
+        "test": 2_000,
+    }
+    seen = set()
+    for sequences in parts.values():
+        for index, label in enumerate(sequences.labels):
+            tokens = sequences[index]
+            seen.add(tokens.tobytes())
+            assert 500 < len(tokens) < 2000
+            assert value_of(nested(words_of(tokens))) == label
+    assert len(seen) == 100_000
+
+
+def test_trees_are_drawn_as_the_rules_say() -> None:
+    levels = listops._grow(np.random.default_rng(0))
+    assert len(levels) == 10
+    assert (levels[0].arguments > 0).all()
+    assert not levels[-1].arguments.any()
+    for level in levels[1:-1]:
+        share = (level.arguments > 0).mean()
+        assert abs(share - 0.25) < 4 * (0.25 * 0.75 / len(level.arguments)) ** 0.5
+    every = np.concatenate([level.arguments[level.arguments > 0] for level in levels])
+    shares = np.bincount(every, minlength=11)[2:] / len(every)
+    assert np.abs(shares - 1 / 9).max() < 4 * (1 / 9 / len(every)) ** 0.5
+    symbols = np.concatenate([level.symbol[level.arguments > 0] for level in levels])
+    assert np.abs(np.bincount(symbols) / len(symbols) - 0.25).max() < 0.01
+    digits = np.concatenate([level.symbol[level.arguments == 0] for level in levels])
+    assert np.abs(np.bincount(digits) / len(digits) - 0.1).max() < 0.01
+
+
+def test_lengths_are_those_of_trees_drawn_by_recursion(made: dict[str, Sequences]) -> None:
+    generator = random.Random(0)
+    lengths = np.array([drawn_by_recursion(generator, 1) for _ in range(2500)])
+    kept = lengths[(lengths > 500) & (lengths < 2000)]
+    ours = made["train"].lengths
+    error = (kept.var() / len(kept) + ours.var() / len(ours)) ** 0.5
+    assert abs(kept.mean() - ours.mean()) < 4 * error
+
+
+def test_a_seed_is_a_data_set(made: dict[str, Sequences]) -> None:
+    again, other = make_listops(1, SMALL), make_listops(2, SMALL)
+    for part in SMALL:
+        assert np.array_equal(again[part].tokens, made[part].tokens)
+        assert np.array_equal(again[part].labels, made[part].labels)
+        assert not np.array_equal(other[part][0], made[part][0])
+
+
+def test_no_list_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = np.array([12, 1, 2, 15], np.uint8), np.array([12, 2, 1, 15], np.uint8)
+    monkeypatch.setattr(listops, "_draw", lambda _: iter([(one, 1), (one, 1), (two, 1), (one, 1)]))
+    parts = make_listops(0, {"train": 1, "val": 1})
+    assert np.array_equal(parts["train"].tokens, one)
+    assert np.array_equal(parts["val"].tokens, two)
+
+
+@few
+@pytest.mark.parametrize("inside", ["", "listops", "lra_release/listops-1000"])
+def test_official_files_are_written_and_read(
+    tmp_path: Path, made: dict[str, Sequences], inside: str
+) -> None:
+    write_listops(tmp_path / inside, seed=1, counts=SMALL)
+    first = (tmp_path / inside / "basic_val.tsv").read_text().splitlines()
+    assert first[0] == "Source\tTarget"
+    assert len(first) == 7
+    parts = read_listops(tmp_path)
+    for part in SMALL:
+        assert np.array_equal(parts[part].tokens, made[part].tokens)
+        assert np.array_equal(parts[part].offsets, made[part].offsets)
+        assert np.array_equal(parts[part].labels, made[part].labels)
+
+
+@few
+def test_malformed_rows_are_reported_and_many_refused(tmp_path: Path) -> None:
+    write_listops(tmp_path, seed=1, counts={"train": 200, "val": 200, "test": 200})
+    path = tmp_path / "basic_train.tsv"
+    lines = path.read_text().splitlines()
+    spoilt = list(lines)
+    spoilt[3] = spoilt[3].replace("[MAX", "[MEAN")
+    spoilt[7] = spoilt[7].rsplit("\t", 1)[0] + "\t10"
+    path.write_text("\n".join(spoilt))
+    with pytest.warns(UserWarning, match=r"2 of 200 rows.*line 4.*\[MEAN.*line 8.*'10'"):
+        assert len(read_listops(tmp_path)["train"]) == 198
+    read_listops.cache_clear()
+    spoilt[9] = spoilt[9].replace("]", "", 1)
+    spoilt[11] = spoilt[11].replace("\t", " ")
+    spoilt[12] = "[MAX 1 " + "2 " * 2000 + "]\t2"
+    path.write_text("\n".join(spoilt))
+    with pytest.raises(ValueError, match=r"5 of 200 rows"):
+        read_listops(tmp_path)
+
+
+def test_files_that_are_not_listops_or_not_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "basic_train.tsv"
+    path.write_text("sentence\tlabel\n")
+    with pytest.raises(FileNotFoundError, match=r"lacks basic_test\.tsv, basic_val\.tsv"):
+        read_listops(tmp_path)
+    for part in ("val", "test"):
+        (tmp_path / f"basic_{part}.tsv").write_text("Source\tTarget\n")
+    with pytest.raises(ValueError, match="should begin with the columns Source and Target"):
+        read_listops(tmp_path)
+
+
+@few
+def test_missing_data_is_made_once_by_one_of_many(
+    tmp_path: Path, made: dict[str, Sequences], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    calls = []
+
+    def make() -> dict[str, Sequences]:
+        calls.append(1)
+        return made
+
+    monkeypatch.setattr(listops_files, "make_listops", make)
+    path = tmp_path / "listops" / "listops_seed0.npz"
+    threads = [threading.Thread(target=listops_files._make, args=(path,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert "making ListOps" in capsys.readouterr().err
+    assert {one.name for one in path.parent.iterdir()} == {path.name, "listops_seed0.lock"}
+    parts = read_listops(tmp_path)
+    assert len(calls) == 1
+    assert np.array_equal(parts["test"].tokens, made["test"].tokens)
+
+    read_listops.cache_clear()
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="delete it and it is made anew"):
+        read_listops(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "listops").write_text("a file where the folder should be")
+    with pytest.raises(OSError, match="give a --data-dir that can be written to"):
+        read_listops(tmp_path)

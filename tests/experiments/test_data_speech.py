@@ -1,0 +1,224 @@
+"""Speech data: official layouts, and what happens where they are damaged."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gfsa_experiments.tasks.speech.an4 import read_an4
+from gfsa_experiments.tasks.speech.data import SpeechBatches, hold_out
+from gfsa_experiments.tasks.speech.librispeech import log_mel, read_librispeech
+from gfsa_experiments.tasks.speech.text import BLANK, Characters, Pieces
+from support.speech import WORDS, change_an4, sentence, write_an4, write_librispeech
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*the official set:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    yield
+    read_an4.cache_clear()
+    read_librispeech.cache_clear()
+
+
+def test_an4_is_read_from_the_folder_or_its_parent(tmp_path: Path) -> None:
+    path = write_an4(tmp_path / "an4")
+    with pytest.warns(UserWarning, match="AN4 train has 24 utterances, the official set 948"):
+        train, test = read_an4(tmp_path)
+    inside, _ = read_an4(path.parent)
+    assert (len(train), len(test), train.size) == (24, 6, 13)
+    assert train.texts[0] == sentence(5)
+    assert train.speakers[:7] == [f"tsp{i}" for i in (0, 1, 2, 3, 4, 5, 0)]
+    features = train.features(3)
+    assert features.shape == (train.frames[3], 13)
+    assert torch.equal(features, inside.features(3))
+    assert features.mean(0).abs().max() < 1e-5
+    torch.testing.assert_close(features.std(0, correction=0), torch.ones(13))
+    # the utterance itself, not a neighbour
+    with np.load(path) as file:
+        start = file["n_frame_train"][:3].sum()
+        raw = torch.from_numpy(file["feat_train"][start : start + len(features)]).float()
+    corr = torch.corrcoef(torch.stack([raw.flatten(), features.flatten()]))[0, 1]
+    assert corr > 0.9
+
+
+def test_an4_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"looked for .*an4_mfcc.npz and .*an4/an4_mfcc"):
+        read_an4(tmp_path)
+
+
+def test_an4_damaged(tmp_path: Path) -> None:
+    path = write_an4(tmp_path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"an4_mfcc.npz is damaged or no .npz file"):
+        read_an4(tmp_path)
+
+
+def test_an4_with_objects_is_not_unpickled(tmp_path: Path) -> None:
+    path = write_an4(tmp_path)
+    change_an4(path, text_train=np.array([None] * 24, dtype=object))
+    with pytest.raises(ValueError, match="damaged"):
+        read_an4(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"utt_test": None}, "has no utt_test"),
+        ({"feat_train": np.zeros((7, 13))}, r"expected feat_train of shape \(.*got \(7, 13\)"),
+        ({"text_test": np.array(["YES"])}, "must be of one length, got 6, 1 and 6"),
+        ({"text_train": np.array(["yes"] * 24)}, "24 of 24 entries are malformed.*'esy'"),
+    ],
+)
+def test_an4_inconsistent(
+    tmp_path: Path, changes: dict[str, np.ndarray | None], message: str
+) -> None:
+    change_an4(write_an4(tmp_path), **changes)
+    with pytest.raises(ValueError, match=message):
+        read_an4(tmp_path)
+
+
+def test_an4_leaves_out_few_malformed_utterances_and_says_so(tmp_path: Path) -> None:
+    path = write_an4(tmp_path, train=201)
+    with np.load(path) as file:
+        texts, features, frames = file["text_train"], file["feat_train"], file["n_frame_train"]
+    texts[7] = "  "
+    features[frames[:9].sum()] = np.nan
+    change_an4(path, text_train=texts, feat_train=features)
+    with pytest.warns(UserWarning, match=r"2 of 201 entries.*an7-tsp1-b.*is empty.*not finite"):
+        train, _ = read_an4(tmp_path)
+    assert len(train) == 199
+    assert not {"an7-tsp1-b", "an9-tsp3-b"} & set(train.ids)
+    assert train.ids[7] == "an8-tsp2-b"
+    assert train.features(7).shape == (train.frames[7], 13)
+    assert all(train.features(i).isfinite().all() for i in range(len(train)))
+
+
+def test_held_out_speakers_are_heard_nowhere_else_and_always_the_same(tmp_path: Path) -> None:
+    write_an4(tmp_path)
+    train, _ = read_an4(tmp_path)
+    kept, held = hold_out(train, 0.1)
+    assert len(kept) + len(held) == len(train)
+    assert not set(kept.speakers) & set(held.speakers)
+    assert len(held) == 4
+    assert hold_out(train, 0.1)[1].ids == held.ids
+    place = train.ids.index(held.ids[2])
+    assert torch.equal(held.features(2), train.features(place))
+    with pytest.raises(ValueError, match="1 speaker"):
+        hold_out(train.take([0, 6]), 0.1)
+
+
+def test_librispeech_folders(tmp_path: Path) -> None:
+    write_librispeech(tmp_path, "dev-clean")
+    with pytest.warns(UserWarning, match="dev-clean has 3 utterances, the official set 2703"):
+        dev = read_librispeech(tmp_path, "dev-clean")
+    again = read_librispeech(tmp_path / "LibriSpeech", "dev-clean")
+    assert dev.ids == ["19-198-0000", "19-198-0001", "19-198-0002"]
+    assert dev.speakers == ["19"] * 3
+    assert dev.texts == [sentence(0), sentence(1), sentence(2)]
+    for i in range(3):
+        features = dev.features(i)
+        assert features.shape == (dev.frames[i], 80)
+        assert features.dtype == torch.float32
+        assert features.mean(0).abs().max() < 1e-4
+    assert torch.equal(dev.features(1), again.features(1))
+    assert torch.equal(pickle.loads(pickle.dumps(dev)).features(1), dev.features(1))
+
+
+def test_log_mel_hears_pitch() -> None:
+    time = torch.arange(16_000) / 16_000
+    low, high = (log_mel((2 * torch.pi * f * time).sin(), 80) for f in (300.0, 3000.0))
+    assert low.shape == (101, 80)
+    assert low[50].argmax() < high[50].argmax()
+
+
+def test_librispeech_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"test-clean was not found.*openslr.org/12"):
+        read_librispeech(tmp_path, "test-clean")
+    with pytest.raises(ValueError, match="no set 'clean'; it has train-clean-100"):
+        read_librispeech(tmp_path, "clean")
+    (tmp_path / "dev-clean").mkdir()
+    with pytest.raises(ValueError, match="get dev-clean again"):
+        read_librispeech(tmp_path, "dev-clean")
+
+
+def test_librispeech_malformed(tmp_path: Path) -> None:
+    chapter = write_librispeech(tmp_path, "dev-clean")
+    whole = {path: path.read_bytes() for path in chapter.iterdir()}
+
+    def expect(message: str) -> None:
+        read_librispeech.cache_clear()
+        with pytest.raises(ValueError, match=message):
+            read_librispeech(tmp_path, "dev-clean")
+        for path, content in whole.items():
+            path.write_bytes(content)
+
+    transcript = chapter / "19-198.trans.txt"
+    (chapter / "19-198-0001.flac").unlink()
+    expect("1 of 3 entries.*19-198-0001 in 19-198.trans.txt has no audio file")
+    (chapter / "19-198-0001.flac").write_bytes(b"no audio")
+    expect("unreadable audio file")
+    transcript.write_text(transcript.read_text().replace("YES", "Yes"))
+    expect("characters other than.*'es'")
+    transcript.write_text("".join(transcript.read_text().splitlines(keepends=True)[:2]))
+    expect("19-198-0002.flac has no transcript")
+
+
+def test_librispeech_of_another_rate_is_refused(tmp_path: Path) -> None:
+    write_librispeech(tmp_path, "dev-clean", rate=8_000)
+    with pytest.raises(ValueError, match="not mono at 16 kHz: 1 channels at 8000 Hz"):
+        read_librispeech(tmp_path, "dev-clean")
+
+
+def test_batches_are_padded_to_multiples(tmp_path: Path) -> None:
+    write_an4(tmp_path)
+    train, _ = read_an4(tmp_path)
+    letters = Characters()
+    batches = SpeechBatches([train.take([3]), train], letters.encode, 32, 16)
+    assert len(batches) == 25
+    batch = batches.__getitems__([0, 2, 4])
+    longest = max(train.frames[[3, 1, 3]])
+    assert batch["features"].shape == (3, -(-longest // 32) * 32, 13)
+    assert batch["tokens"].shape[1] % 16 == 0
+    for row, i in enumerate((3, 1, 3)):
+        frames, length = batch["frames"][row], batch["lengths"][row]
+        assert torch.equal(batch["features"][row, :frames], train.features(i))
+        assert not batch["features"][row, frames:].any()
+        assert letters.decode(batch["tokens"][row].tolist()) == train.texts[i] == batch["text"][row]
+        assert (batch["tokens"][row, length:] == BLANK).all()
+    elsewhere = pickle.loads(pickle.dumps(batches)).__getitems__([0, 2, 4])
+    assert torch.equal(elsewhere["features"], batch["features"])
+    assert batches.split().lengths == [int(n) for n in [train.frames[3], *train.frames]]
+
+
+def test_utterances_too_short_for_their_text_are_reported(tmp_path: Path) -> None:
+    write_an4(tmp_path)
+    train, _ = read_an4(tmp_path)
+    batches = SpeechBatches([train], Characters().encode, 32, 16)
+    with pytest.warns(UserWarning, match="24 of 24 utterances have fewer than one frame in 16"):
+        batches.warn_of_unalignable(16)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_pieces_of_words_are_read_back(kind: str) -> None:
+    texts = [sentence(i) for i in range(200)]
+    pieces = Pieces(texts, kind, 21)  # type: ignore[arg-type]
+    assert len(pieces) == 21
+    for text in (sentence(5), " ".join(WORDS)):
+        tokens = pieces.encode(text)
+        assert min(tokens) > 2
+        assert pieces.decode([BLANK, *tokens, 2]) == text
+    with pytest.raises(ValueError, match=r"could not learn 5000 .* pieces from 200"):
+        Pieces(texts, kind, 5000)  # type: ignore[arg-type]
+
+
+def test_characters() -> None:
+    letters = Characters()
+    assert len(letters) == 31
+    assert letters.decode(letters.encode("IT'S SIX")) == "IT'S SIX"
+    assert letters.decode([1, *letters.encode(" A  B "), 2]) == "A B"

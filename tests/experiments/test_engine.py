@@ -1,0 +1,635 @@
+"""The training loop: deterministic, resumable to the bit, and honest about what failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+import gfsa
+from gfsa_experiments.engine.checkpoints import checkpoints
+from gfsa_experiments.engine.evaluate import evaluate
+from gfsa_experiments.engine.methods import METHODS, MethodConfig
+from gfsa_experiments.runs.load_run import trained_task
+from gfsa_experiments.runs.locks import locked
+from gfsa_experiments.runs.row import Row, append_rows, read_rows
+from gfsa_experiments.runs.run import DivergedError, Run, carry_out
+from support.toy_recipe import ToyConfig, ToyModel, ToyTask, write_toy
+
+
+def run(out: Path, method: str = "gfsa", resume: bool = False, **settings: Any) -> Run:
+    options = {"filter_lr": 0.1} if method == "gfsa" else {}
+    return Run(
+        recipe="support.toy_recipe",
+        config=ToyConfig(**settings),
+        method=method,
+        options=MethodConfig(**options),
+        out=out,
+        device="cpu",
+        resume=resume,
+    )
+
+
+def same(row: Row, other: Row) -> bool:
+    """Equal in everything that is not time."""
+    times = {"seconds": 0, "seconds_per_step": 0, "date": "", "commit": ""}
+    return dataclasses.replace(row, **times) == dataclasses.replace(other, **times)
+
+
+def metrics(one: Run) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_folder_and_learns(tmp_path: Path) -> None:
+    one = run(tmp_path, epochs=20, lens=True, save_model=True)
+    row = carry_out(one)
+    assert row.test > 80
+    assert row.moved is not None
+    assert row.moved > 0.05
+    assert row.added == 12
+    assert row.steps == 20 * 6
+    names = {path.name for path in one.folder.iterdir()}
+    assert {"config.json", "environment.json", "data.json", "metrics.jsonl", "row.json"} <= names
+    assert {"filters", "lens.html", "lens.json", "model.pt", "tensorboard"} <= names
+    assert "checkpoints" not in names
+    assert metrics(one)[-1]["test/accuracy"] == row.test
+    # the model comes back as it was trained, and the filters are its filters
+    task = trained_task(one.folder, tmp_path)
+    score = evaluate(task, task.model, "test", one.config, Accelerator(cpu=True))
+    assert score["accuracy"] == row.test
+    fresh = ToyModel(0.0)
+    gfsa.load(fresh, one.folder / "filters")
+    for name, filtered in gfsa.filters_of(fresh).items():
+        trained = gfsa.filters_of(task.model)[name]
+        assert torch.equal(filtered.coefficients(), trained.coefficients())
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_does_not(tmp_path: Path) -> None:
+    first = carry_out(run(tmp_path / "a"))
+    again = carry_out(run(tmp_path / "b"))
+    other = carry_out(run(tmp_path / "c", seed=1))
+    assert same(first, again)
+    assert first.moved != other.moved
+
+
+def test_methods_begin_as_the_same_model(tmp_path: Path) -> None:
+    settings = {"max_steps": 1, "log_every": 1}
+    plain, filtered = run(tmp_path, "plain", **settings), run(tmp_path, "gfsa", **settings)
+    carry_out(plain)
+    carry_out(filtered)
+    assert metrics(plain)[0]["loss"] == metrics(filtered)[0]["loss"]
+
+
+@pytest.mark.parametrize("before", ["highest", "medium"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_tensor_cores_multiply_where_asked_and_afterwards_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, before: str
+) -> None:
+    seen = set()
+    loss = ToyTask.loss
+
+    def noting(self: ToyTask, *args: Any) -> torch.Tensor:
+        seen.add(torch.get_float32_matmul_precision())
+        return loss(self, *args)
+
+    monkeypatch.setattr(ToyTask, "loss", noting)
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before)
+    try:
+        row = carry_out(run(tmp_path, max_steps=2, precision=precision))
+        assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(usual)
+    assert row.precision == precision
+    assert seen == {"high" if precision == "tf32" else before}
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "gfsa"])
+def test_every_method_trains(tmp_path: Path, method: str) -> None:
+    one = dataclasses.replace(run(tmp_path, method, epochs=1), options=MethodConfig())
+    row = carry_out(one)
+    assert row.steps == 6
+    learns_nothing = {"plain", "twicing", "pagerank", "contranorm", "neutreno"}
+    assert (row.added == 0) == (method in learns_nothing)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ema": 0.9, "best": True, "accumulate": 2, "checkpoint_every": 4},
+        {"workers": 1, "group_by_length": True, "checkpoint_every": 4, "schedule": "cosine"},
+    ],
+    ids=["plain", "averaged", "workers"],
+)
+def test_interrupted_anywhere_it_ends_with_the_same_numbers(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"epochs": 3, "warmup": 0.1, **settings}
+    whole = run(tmp_path / "whole", **settings)
+    expected = carry_out(whole)
+
+    calls = iter(range(10_000))
+    healthy = ToyTask.loss
+
+    def dies_at_step_13(self: Any, model: Any, batch: Any) -> Any:
+        if next(calls) == 13 * settings.get("accumulate", 1):
+            raise KeyboardInterrupt
+        return healthy(self, model, batch)
+
+    broken = run(tmp_path / "broken", **settings)
+    monkeypatch.setattr(ToyTask, "loss", dies_at_step_13)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(broken)
+    monkeypatch.setattr(ToyTask, "loss", healthy)
+    row = carry_out(dataclasses.replace(broken, resume=True))
+    assert same(row, expected)
+    assert metrics(broken) == metrics(whole)
+
+
+_WORKER = """
+import sys
+from pathlib import Path
+from support.toy_recipe import ToyConfig, ToyModel, ToyTask
+from gfsa_experiments.runs.run import Run, carry_out
+config = ToyConfig(epochs=30, checkpoint_every=1)
+carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", out=Path(sys.argv[1]),
+              device="cpu", resume=True))
+"""
+
+
+def _newest(out: Path) -> int:
+    """Steps of the newest checkpoint."""
+    (folder,) = [*out.glob("toy/toy/*/seed-0/checkpoints")] or [out]
+    names = os.listdir(folder) if folder.exists() else []
+    return max((int(name[5:]) for name in names if name.startswith("step-")), default=0)
+
+
+def test_killed_without_warning_it_goes_on(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", _WORKER, str(tmp_path / "killed")]
+    # sums are split among threads: to the bit means on as many
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environ = {**os.environ, **threads, "PYTHONPATH": str(tests)}
+    killed = 0
+    # a checkpoint after every step: most kills fall into the writing of one
+    for after in (3, 8):
+        process = subprocess.Popen(command, env=environ)
+        while process.poll() is None and _newest(tmp_path / "killed") < after:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+    assert killed == 2
+    one = Run(
+        recipe="support.toy_recipe",
+        config=ToyConfig(epochs=30, checkpoint_every=1),
+        method="gfsa",
+        out=tmp_path / "killed",
+        device="cpu",
+        resume=True,
+    )
+    row = carry_out(one)
+    expected = carry_out(dataclasses.replace(one, out=tmp_path / "whole"))
+    assert same(row, expected)
+
+
+def test_a_finished_run_is_neither_repeated_nor_overwritten(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path))
+    with pytest.raises(FileExistsError, match="--resume"):
+        carry_out(run(tmp_path))
+    assert carry_out(run(tmp_path, resume=True)) == row
+    (run(tmp_path).folder / "row.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"row\.json is of another version"):
+        carry_out(run(tmp_path, resume=True))
+
+
+def test_going_on_with_other_settings_is_refused(tmp_path: Path) -> None:
+    one = run(tmp_path, workers=0)
+    carry_out(one)
+    # harmless settings do not change the folder, but they are part of what was asked for
+    (one.folder / "row.json").unlink()
+    (one.folder / "checkpoints" / "step-000000001").mkdir(parents=True)
+    (one.folder / "checkpoints" / "step-000000001" / "loop.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"log_every: 50 → 7"):
+        carry_out(run(tmp_path, resume=True, log_every=7))
+
+
+def interrupted(one: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that is all but done, to be gone on with."""
+    with monkeypatch.context() as patch:
+        patch.setattr("gfsa_experiments.engine.trainer.Trainer._final_valid", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(one)
+    return dataclasses.replace(one, resume=True)
+
+
+def test_a_run_notes_its_data_and_where_it_lay_in_its_folder_alone(tmp_path: Path) -> None:
+    data = write_toy(tmp_path / "data", 0)
+    one = dataclasses.replace(run(tmp_path / "runs"), data_dir=data)
+    row = carry_out(one)
+    assert row.data.startswith("44+20+30 ")
+    assert json.loads((one.folder / "data.json").read_text()) == {
+        "data": row.data,
+        "data_dir": str(data.resolve()),
+    }
+    assert str(data) not in (one.folder / "row.json").read_text()
+
+
+def test_methods_and_seeds_agree_on_the_data_and_other_data_is_other(tmp_path: Path) -> None:
+    def data(method: str, seed: int, data_dir: Path) -> str:
+        one = run(tmp_path / data_dir.name, method, seed=seed, max_steps=1)
+        return carry_out(dataclasses.replace(one, data_dir=data_dir)).data
+
+    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
+    same_data = {data(method, seed, first) for method in ("plain", "gfsa") for seed in (0, 1)}
+    assert len(same_data) == 1
+    assert data("plain", 0, second) not in same_data
+
+
+def test_going_on_with_other_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
+    one = dataclasses.replace(run(tmp_path / "runs"), data_dir=first)
+    cut = interrupted(one, monkeypatch)
+    with pytest.raises(ValueError, match=r"begun on other data, from .*/a \(as many examples, "):
+        carry_out(dataclasses.replace(cut, data_dir=second))
+    # what was refused has changed nothing, and where the same data lies is no matter
+    moved = write_toy(tmp_path / "c", 0)
+    assert carry_out(dataclasses.replace(cut, data_dir=moved)).steps == 12
+
+
+def test_other_data_may_be_taken_before_anything_is_trained(tmp_path: Path) -> None:
+    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
+    one = run(tmp_path / "runs", batch_size=1000, drop_last=True)
+    # it ends after the data is read: there is no batch of so many
+    with pytest.raises(ValueError, match="make no batch"):
+        carry_out(dataclasses.replace(one, data_dir=first))
+    with pytest.raises(ValueError, match="make no batch"):
+        carry_out(dataclasses.replace(one, data_dir=second, resume=True))
+
+
+def test_a_finished_run_is_handed_out_for_its_own_data_alone(tmp_path: Path) -> None:
+    first, second = write_toy(tmp_path / "a", 0), write_toy(tmp_path / "b", 5)
+    one = dataclasses.replace(run(tmp_path / "runs"), data_dir=first)
+    row = carry_out(one)
+    again = dataclasses.replace(one, resume=True)
+    with pytest.raises(ValueError, match=r"finished run on other data, from .*; use another --out"):
+        carry_out(dataclasses.replace(again, data_dir=second))
+    assert carry_out(dataclasses.replace(again, data_dir=write_toy(tmp_path / "c", 0))) == row
+    # where it lay it is not read again, and need not be there any more
+    (first / "first_seed.txt").write_text("not a number")
+    assert carry_out(again) == row
+    (second / "first_seed.txt").write_text("no number")
+    with pytest.raises(ValueError, match=r"cannot be seen, give --data-dir .*/a or .*'no number'"):
+        carry_out(dataclasses.replace(again, data_dir=second))
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_of_a_version_that_did_not_note_its_data_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    one = run(tmp_path / "runs")
+    if finished:
+        carry_out(one)
+        old = json.loads((one.folder / "row.json").read_text())
+        del old["data"]
+        (one.folder / "row.json").write_text(json.dumps(old))
+    else:
+        interrupted(one, monkeypatch)
+    (one.folder / "data.json").unlink()
+    row = carry_out(dataclasses.replace(one, resume=True, data_dir=write_toy(tmp_path / "b", 5)))
+    assert (row.data == "") == finished
+
+
+def test_early_stopping_reports_the_best_weights(tmp_path: Path) -> None:
+    one = run(tmp_path, epochs=60, patience=3, lr=3e-2)
+    row = carry_out(one)
+    lines = [line for line in metrics(one) if "valid/accuracy" in line]
+    scores = [line["valid/accuracy"] for line in lines]
+    assert row.steps < 60 * 6
+    assert len(scores) == scores.index(max(scores)) + 1 + 3
+    assert row.valid == max(scores)
+
+
+def test_the_average_of_weights_is_what_its_formula_says() -> None:
+    from gfsa_experiments.engine.weight_ema import WeightAverage
+
+    model = torch.nn.BatchNorm1d(3)
+    average, expected = WeightAverage(model, decay=0.5), torch.ones(3)
+    for step in range(1, 6):
+        with torch.no_grad():
+            model.weight += step
+            model.running_mean += 1
+        average.update(model, step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+    assert torch.allclose(average.module.weight, expected)
+    assert torch.equal(average.module.running_mean, model.running_mean)
+
+
+def test_augmentation_is_the_same_for_every_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, list[float]] = {"plain": [], "gfsa": []}
+    healthy = ToyTask.loss
+    for method, noise in seen.items():
+
+        def loss(
+            self: Any, model: Any, batch: Any, noise: Any = noise, healthy: Any = healthy
+        ) -> Any:
+            # a method that draws other random numbers than plain does
+            torch.rand(len(noise) if noise is seen["gfsa"] else 1)
+            noise.append(float(batch["x"].sum()))
+            return healthy(self, model, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ToyTask, "loss", loss)
+            carry_out(run(tmp_path, method))
+    assert seen["plain"] == seen["gfsa"]
+    assert len(set(seen["plain"])) == 12
+
+
+@pytest.mark.filterwarnings("error:.*no filter has moved")
+def test_filters_that_never_move_are_noticed(tmp_path: Path) -> None:
+    moving = carry_out(run(tmp_path / "moving", epochs=1))
+    assert moving.moved
+    assert carry_out(run(tmp_path / "plain", "plain", epochs=1)).moved is None
+    still = dataclasses.replace(run(tmp_path), options=MethodConfig(filter_lr=0.0))
+    with pytest.warns(UserWarning, match=r"seed-0: no filter has moved in \d+ steps"):
+        row = carry_out(still)
+    assert row.moved == 0.0
+
+
+def test_divergence_is_an_error_and_a_result(tmp_path: Path) -> None:
+    one = run(tmp_path, explode_at=3)
+    with pytest.raises(DivergedError, match="smaller lr") as caught:
+        carry_out(one)
+    assert math.isnan(caught.value.row.test)
+    assert caught.value.row.steps == 6
+    append_rows(tmp_path / "toy.csv", [caught.value.row])
+    assert math.isnan(read_rows(tmp_path / "toy.csv")[0].test)
+
+
+def damage_newest(folder: Path, name: str) -> None:
+    (path,) = checkpoints(folder / "checkpoints")[0].rglob(name)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.bin", "randomness-0.pt", "loop.json"]
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = carry_out(run(tmp_path / "whole", epochs=3))
+    broken = run(tmp_path / "broken", epochs=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("gfsa_experiments.engine.trainer.Trainer._final_valid", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(broken)
+    assert len(checkpoints(broken.folder / "checkpoints")) == 2
+    damage_newest(broken.folder, name)
+    with pytest.warns(UserWarning, match="passed over"):
+        row = carry_out(dataclasses.replace(broken, resume=True))
+    assert same(row, expected)
+
+
+def _interrupt(self: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_two_processes_are_not_at_the_same_run(tmp_path: Path) -> None:
+    one = run(tmp_path)
+    with locked(one.folder / ".lock", wait=False), pytest.raises(FileExistsError, match="another"):
+        carry_out(one)
+
+
+def test_a_run_is_resumed_as_it_was_or_not_at_all(tmp_path: Path) -> None:
+    one = run(tmp_path)
+    carry_out(one)
+    with pytest.raises(ValueError, match=r"model\.pt"):
+        carry_out(run(tmp_path, resume=True, save_model=True))
+    config = one.folder / "config.json"
+    config.write_text(config.read_text().replace('"processes": 1', '"processes": 2'))
+    with pytest.raises(ValueError, match="processes: 2 → 1"):
+        carry_out(run(tmp_path, resume=True))
+    config.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        carry_out(run(tmp_path, resume=True))
+
+
+def test_a_score_that_is_no_number_is_not_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy, calls = ToyTask.score, iter(range(100))
+
+    def first_is_nan(self: Any, predictions: Any) -> dict[str, float]:
+        scores = healthy(self, predictions)
+        return scores | {"accuracy": math.nan} if next(calls) == 0 else scores
+
+    monkeypatch.setattr(ToyTask, "score", first_is_nan)
+    row = carry_out(run(tmp_path, best=True, epochs=3))
+    assert row.valid is not None
+    assert math.isfinite(row.valid)
+
+
+def in_threads(count: int, work: Callable[[], None]) -> None:
+    """Have ``count`` threads do it at once."""
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_many_may_add_rows(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path))
+    table = tmp_path / "toy.csv"
+
+    def add() -> None:
+        for _ in range(20):
+            append_rows(table, [row])
+
+    in_threads(8, add)
+    assert read_rows(table) == [row] * 160
+
+
+def without_data(table: Path) -> bytes:
+    """Make a table one of a version that had no such column; gives what is in it now."""
+    lines = table.read_bytes().splitlines()
+    old = b"".join(line.rpartition(b",")[0] + b"\r\n" for line in lines)
+    table.write_bytes(old)
+    return old
+
+
+def test_a_table_of_an_earlier_version_gets_the_new_column_and_keeps_its_rows(
+    tmp_path: Path,
+) -> None:
+    row = carry_out(run(tmp_path, max_steps=1))
+    old_row = dataclasses.replace(row, data="", command='gfsa train "a, b"\n--set c=d')
+    table = tmp_path / "toy.csv"
+    append_rows(table, [old_row, old_row])
+    table.chmod(0o640)
+    old = table.read_bytes()
+    head, _, rest = old.partition(b",data\r\n")
+    old = head + b"\r\n" + rest.replace(b",\r\n", b"\r\n")
+    table.write_bytes(old)
+    assert read_rows(table) == [old_row, old_row]
+    # reading changes nothing
+    assert table.read_bytes() == old
+    append_rows(table, [row])
+    assert read_rows(table) == [old_row, old_row, row]
+    assert table.read_bytes().startswith(head + b",data\r\n" + rest)
+    assert b"\n" not in table.read_bytes().replace(b"\r\n", b"").replace(b"\n--set", b"")
+    assert table.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["toy.csv"]
+
+
+@pytest.mark.parametrize("name", ["glue", "image", "graph", "speech", "lra", "code", "causal_lm"])
+def test_the_tables_of_this_repository_can_be_added_to(tmp_path: Path, name: str) -> None:
+    ours = Path(__file__).parents[2] / "results" / f"{name}.csv"
+    table = tmp_path / ours.name
+    table.write_bytes(ours.read_bytes())
+    rows = read_rows(ours)
+    new = dataclasses.replace(rows[0], data="1+2+3 aaaaaaaa")
+    append_rows(table, [new])
+    assert read_rows(table) == [*rows, new]
+    assert ours.read_bytes().count(b"\r\n") + 1 == table.read_bytes().count(b"\r\n")
+
+
+def test_a_damaged_table_of_an_earlier_version_is_left_as_it_is(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path, max_steps=1))
+    table = tmp_path / "toy.csv"
+    append_rows(table, [row])
+    table.write_bytes(without_data(table) + b"toy,toy\r\n")
+    damaged = table.read_bytes()
+    with pytest.raises(ValueError, match=r"toy\.csv, row 3: expected \d+ columns, got 2"):
+        append_rows(table, [row])
+    assert table.read_bytes() == damaged
+
+
+def test_many_may_add_rows_to_a_table_of_an_earlier_version(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path, max_steps=1))
+    table = tmp_path / "toy.csv"
+    append_rows(table, [row] * 500)
+    without_data(table)
+    start = threading.Barrier(8)
+
+    def add() -> None:
+        start.wait()
+        for _ in range(5):
+            append_rows(table, [row])
+
+    in_threads(8, add)
+    assert [one.data for one in read_rows(table)] == [""] * 500 + [row.data] * 40
+
+
+def test_who_waited_for_a_file_locks_the_one_that_took_its_place(tmp_path: Path) -> None:
+    path, other = tmp_path / "file", tmp_path / "other"
+    waiting, done, held = threading.Event(), threading.Event(), threading.Event()
+
+    def wait_for_it() -> None:
+        waiting.set()
+        with locked(path, wait=True):
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=wait_for_it)
+    with locked(path, wait=True):
+        thread.start()
+        waiting.wait()
+        time.sleep(0.2)
+        other.touch()
+        other.replace(path)
+    assert held.wait(10)
+    try:
+        with pytest.raises(BlockingIOError), locked(path, wait=False):
+            pass
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_bad_settings_are_refused_before_anything_is_read() -> None:
+    for wrong in (
+        {"batch_size": 0},
+        {"warmup": 1.5},
+        {"batch_size": 8, "accumulate": 3},
+        {"graphs": True, "accumulate": 2},
+    ):
+        with pytest.raises(ValueError, match="|".join(wrong)):
+            ToyConfig(**wrong).check()
+
+
+def test_graphs_need_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one GPU"):
+        carry_out(run(tmp_path, graphs=True))
+
+
+_LAUNCHED = """
+import sys
+from pathlib import Path
+from support.toy_recipe import ToyConfig, ToyModel, ToyTask
+from gfsa_experiments.runs.run import Run, carry_out
+# more than one process has examples to evaluate
+config = ToyConfig(epochs=1, dropout=0.0, eval_batch_size=64)
+row = carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", device="cpu",
+                    out=Path(sys.argv[1])))
+assert row.others == "count=30.0"
+"""
+
+
+def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "launched.py"
+    # without noise of their own in each process
+    script.write_text(
+        _LAUNCHED.replace(
+            "config =",
+            "import support.toy_recipe as t\n"
+            "t.ToyTask.prepare = lambda self, batch: batch\nconfig =",
+            1,
+        )
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path / "two")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(ToyTask, "prepare", lambda self, batch: batch)
+    one = Run(
+        recipe="support.toy_recipe",
+        config=ToyConfig(epochs=1, dropout=0.0, drop_last=True),
+        method="gfsa",
+        out=tmp_path / "one",
+        device="cpu",
+    )
+    row = carry_out(one)
+    (path,) = (tmp_path / "two").rglob("row.json")
+    two = Row(**json.loads(path.read_text()))
+    assert two.steps == row.steps
+    assert two.moved == pytest.approx(row.moved, rel=1e-4)
+    assert two.test == row.test
+
+
+def test_rows_survive_the_table(tmp_path: Path) -> None:
+    row = carry_out(run(tmp_path))
+    append_rows(tmp_path / "toy.csv", [row, row])
+    assert read_rows(tmp_path / "toy.csv") == [row, row]

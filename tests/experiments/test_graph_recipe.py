@@ -1,0 +1,509 @@
+"""The graph recipe: its settings, its batches, its models, and whole runs on a few graphs."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch_geometric.nn import GPSConv
+
+import gfsa
+from gfsa.models import GraphormerCollator, GraphViT, GraphViTCollator
+from gfsa_experiments.engine.compiling import compile_blocks
+from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.engine.nested import signature_of
+from gfsa_experiments.runs.fingerprint import fingerprint
+from gfsa_experiments.runs.row import Row
+from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.tasks.graph import recipe as graph
+from gfsa_experiments.tasks.graph.batches import GraphItems
+from gfsa_experiments.tasks.graph.data_sets import read_graphs
+from gfsa_experiments.tasks.graph.norm import MaskedBatchNorm, mask_norms, real_rows
+from gfsa_experiments.tasks.graph.recipe import GraphConfig, GraphTask, ModelName, build
+from support.graph_files import (
+    labels,
+    separate,
+    write_molecules,
+    write_superpixels,
+    write_zinc,
+)
+from support.graphs import randomise
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*the official .* has .* graphs to train")
+
+MODELS = get_args(ModelName)
+TINY: dict[str, Any] = {
+    "depth": 2,
+    "width": 16,
+    "heads": 2,
+    "ffn_width": 16,
+    "batch_size": 4,
+    "max_steps": 3,
+    "tensorboard": False,
+}
+STILL = {"dropout": 0.0, "mlp_dropout": 0.0, "attention_dropout": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_graphs.cache_clear()
+    graph._worked_out.cache_clear()
+    monkeypatch.delenv("GFSA_CACHE", raising=False)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    write_zinc(folder)
+    write_molecules(folder, "molesol", np.arange(24, dtype=np.float32) / 7)
+    write_molecules(folder, "molhiv", labels(24)[:, 0])
+    tox = labels(24, 12)
+    tox[::3, 4] = -1
+    write_molecules(folder, "moltox21", tox)
+    write_molecules(folder, "peptides_func", labels(24, 10))
+    write_superpixels(folder, 48, 20)
+    return folder
+
+
+def config(data: str = "zinc", model: str = "graphormer-slim", **settings: Any) -> GraphConfig:
+    small = {**TINY, **settings}
+    if model == "gps" and "encoding_width" not in small:
+        small["encoding_width"] = 4
+    if model == "graph-vit":
+        small.setdefault("gnn_depth", 2)
+        small.setdefault("patches", 4)
+    return GraphConfig(data=data, model=model, **small)  # type: ignore[arg-type]
+
+
+def made(folder: Path, *which: str, **settings: Any) -> GraphTask:
+    chosen = config(*which, **settings)
+    chosen.check()
+    torch.manual_seed(chosen.seed)
+    return build(chosen, folder)
+
+
+def items(task: GraphTask, part: str = "train") -> GraphItems:
+    found = task.splits[part].dataset
+    assert isinstance(found, GraphItems)
+    return found
+
+
+def run(folder: Path, one: GraphConfig, method: str = "plain", out: str = "runs") -> Run:
+    return Run(
+        recipe="graph",
+        config=one,
+        method=method,
+        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
+        data_dir=folder,
+        out=folder.parent / out,
+        device="cpu",
+    )
+
+
+# batches
+
+
+@pytest.mark.parametrize("which", ["zinc", "molesol"])
+def test_graphormer_sees_what_the_collator_would_show(data: Path, which: str) -> None:
+    task = made(data, which, **STILL)
+    randomise(task.model)
+    part = items(task)
+    chosen = [5, 0, 3, 9, 10]
+    graphs = separate(part.graphs, part.chosen[chosen].tolist())
+    expected = task.model(GraphormerCollator()(graphs))
+    batch = part.__getitems__(chosen)
+    torch.testing.assert_close(task.model(task.inputs(batch)), expected, atol=1e-5, rtol=1e-4)
+    assert torch.equal(batch["y"], torch.stack([one.y for one in graphs]))
+    # with the virtual node, tokens are a multiple
+    assert (batch["x"].shape[1] + 1) % 8 == 0
+
+
+@pytest.mark.parametrize("local", ["gine", "gated"])
+def test_a_padded_gps_layer_is_pygs(data: Path, local: str) -> None:
+    task = made(data, "zinc", "gps", local=local, **STILL)
+    randomise(task.model)
+    layer, part = task.model.layers[0], items(task)  # type: ignore[index]
+    batch: Any = task.inputs(part.__getitems__([5, 0, 3, 9]))
+    there = ~batch.padding
+    x = torch.randn(*there.shape, 16)
+    edges = torch.randn(len(batch.edge_attr), 16)
+    # PyG's own forward, on nodes and edges that are real
+    number = there.flatten().cumsum(0) - 1
+    real = there.flatten()[batch.edge_index[0]]
+    assert int(real.sum()) == int(part.graphs.edges[part.chosen[[5, 0, 3, 9]]].sum())
+    owner = torch.arange(len(there))[:, None].expand_as(there)[there]
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    expected = GPSConv.forward(
+        layer, x[there], number[batch.edge_index[:, real]], owner, edge_attr=edges[real]
+    )
+    after = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    norms = [module for module in layer.modules() if isinstance(module, MaskedBatchNorm)]
+    assert len(norms) == 3
+    with real_rows((norms, there.flatten())):
+        found = layer(x, batch.edge_index, batch.padding, edge_attr=edges)
+    torch.testing.assert_close(found[there], expected, atol=1e-4, rtol=1e-4)
+    for name, value in layer.state_dict().items():
+        torch.testing.assert_close(value, after[name], atol=1e-4, rtol=1e-4)
+        if "running" in name:
+            assert not torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize("which", [("zinc", "gps"), ("molesol", "graph-vit"), ("molhiv", "gps")])
+def test_padding_changes_nothing(data: Path, which: tuple[str, str]) -> None:
+    task, wide = (made(data, *which, pad_to_multiple=m, **STILL) for m in (2, 32))
+    chosen = [2, 0, 7]
+    losses = [one.loss(one.model, items(one).__getitems__(chosen)).item() for one in (task, wide)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    for name, value in task.model.state_dict().items():
+        torch.testing.assert_close(value, wide.model.state_dict()[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_graph_vit_sees_what_the_collator_would_show(data: Path, training: bool) -> None:
+    task = made(data, "molesol", "graph-vit", encoding_size=5, **STILL)
+    randomise(task.model)
+    task.model.train(training)
+    plain = GraphViT(
+        *(task.model.nodes.features, task.model.edges.features),  # type: ignore[union-attr, arg-type]
+        dim=16,
+        gnn_depth=2,
+        depth=2,
+        num_heads=2,
+        walk_steps=5,
+    ).train(training)
+    plain.load_state_dict(task.model.state_dict())
+    part, chosen = items(task), [5, 0, 3, 9, 11]
+    graphs = separate(part.graphs, part.chosen[chosen].tolist())
+    expected = plain(GraphViTCollator(4, walk_steps=5)(graphs))
+    found = task.model(task.inputs(part.__getitems__(chosen)))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    for name, value in task.model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_batches_have_few_shapes(data: Path, model: str) -> None:
+    part = items(made(data, "molesol", model, pad_to_multiple=8))
+    shapes: dict[int, set[Any]] = {}
+    for chosen in itertools.combinations(range(len(part)), 3):
+        size = part.size(part.chosen[list(chosen)])
+        shapes.setdefault(size, set()).add(signature_of(part.__getitems__(chosen)))
+    assert len(shapes) == 2
+    assert all(len(found) == 1 for found in shapes.values())
+
+
+def test_evaluation_goes_from_small_to_large(data: Path) -> None:
+    task = made(data, "molesol")
+    for name in ("valid", "test"):
+        lengths = list(task.splits[name].lengths or ())
+        assert lengths == sorted(lengths)
+    parts = [set(items(task, name).chosen.tolist()) for name in ("train", "valid", "test")]
+    assert set.union(*parts) == set(range(24))
+    assert sum(map(len, parts)) == 24
+
+
+def test_what_fills_up_a_batch_is_dealt_out_to_all_padding(data: Path) -> None:
+    chosen = range(12)
+
+    def check(fillers: Tensor, padding: Tensor) -> None:
+        """They fall on padding alone, and on each of it as often, give or take one."""
+        assert len(fillers) > 1
+        times = torch.bincount(fillers, minlength=len(padding))
+        assert (times[~padding] == 0).all()
+        assert times[padding].max() - times[padding].min() <= 1
+
+    part = items(made(data, "molesol", "gps", pad_to_multiple=8))
+    batch = part.__getitems__(chosen)
+    real = int(part.graphs.edges[part.chosen[chosen]].sum())
+    for ends in batch["edge_index"].long():
+        check(ends[real:], batch["padding"].flatten())
+
+    part = items(made(data, "molesol", "graph-vit", pad_to_multiple=8))
+    batch, f = part.__getitems__(chosen), part.features
+    copies, joins = (int(f[name][part.chosen[chosen]].sum()) for name in ("copies", "joins"))
+    check(batch["copy_node"][copies:], ~batch["real_nodes"])
+    check(batch["copy_patch"][copies:], batch["padding"].flatten())
+    for ends in batch["copy_edges"]:
+        check(ends[joins:], ~batch["real_copies"])
+    edges = torch.arange(len(batch["edge_attr"]))
+    check(batch["copy_edge_id"][joins:], edges >= real)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("model", ["gps", "graph-vit"])
+def test_what_fills_up_a_batch_stays_small_in_deep_models(
+    data: Path, model: str, training: bool
+) -> None:
+    task = made(data, "molesol", model, depth=12, gnn_depth=12, local="gated", pad_to_multiple=64)
+    randomise(task.model, 0.1).train(training)
+    largest = 0.0
+
+    def watch(module: nn.Module, arguments: Any, output: Any) -> None:
+        nonlocal largest
+        if isinstance(module, MaskedBatchNorm):
+            largest = max(largest, arguments[0].abs().max().item(), output.abs().max().item())
+
+    for module in task.model.modules():
+        module.register_forward_hook(watch)
+    # small and large graphs together: most is padding
+    batch = items(task).__getitems__(range(12))
+    assert task.loss(task.model, batch).isfinite()
+    assert 0 < largest < 1e5
+
+
+# the norm
+
+
+def test_a_masked_norm_is_the_norm_of_what_is_real() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(12, 3, requires_grad=True)
+    real = torch.tensor([True, False, True] * 4)
+    masked, plain = nn.Sequential(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)
+    randomise(masked)
+    plain.load_state_dict(masked[0].state_dict())
+    norms = mask_norms(masked)
+    with real_rows((norms, real)):
+        padded = masked(x)
+    found = padded[real]
+    assert (padded[~real] == 0).all()
+    expected = plain(x[real])
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    ours = torch.autograd.grad((found * weight).sum(), (x, *masked.parameters()))
+    theirs = torch.autograd.grad((expected * weight).sum(), (x, *plain.parameters()))
+    torch.testing.assert_close(ours, theirs)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(norms[0].state_dict()[name], value)
+    # and it is forgotten afterwards
+    torch.testing.assert_close(masked(x), plain(x))
+    masked.eval()
+    plain.eval()
+    with real_rows((norms, real)):
+        torch.testing.assert_close(masked(x)[real], plain(x)[real])
+        assert (masked(x)[~real] == 0).all()
+
+
+# the task
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", ["plain", "gfsa"])
+def test_the_loss_never_asks_the_device(data: Path, model: str, method: str) -> None:
+    """Fake tensors have no values: whatever would wait for one fails here."""
+    task = made(data, "moltox21", model)
+    if method == "gfsa":
+        gfsa.plug(task.model)
+    batch = items(task).__getitems__([0, 1, 2])
+    task.loss(task.model, batch)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        loss = task.loss(task.model, {name: fake.from_tensor(t) for name, t in batch.items()})
+        loss.backward()
+
+
+@pytest.mark.parametrize("local", ["gine", "gated"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_compiles_into_one_graph(data: Path, model: str, local: str) -> None:
+    """And has the gradient that it has without."""
+    task = made(data, "moltox21", model, local=local, **STILL)
+    gfsa.plug(task.model, wK=0.2)
+    batch = items(task).__getitems__([0, 1, 2])
+
+    def gradients() -> dict[str, Tensor]:
+        task.model.zero_grad()
+        task.loss(task.model, batch).backward()
+        return {name: p.grad.clone() for name, p in task.model.named_parameters()}
+
+    expected = gradients()
+    assert sum(gradient.any() for gradient in expected.values()) > len(expected) / 2
+    torch._dynamo.reset()
+    compile_blocks(task.model, backend="aot_eager", fullgraph=True)
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_gradient_adds_up_rows_of_one_index_in_turn(data: Path, model: str) -> None:
+    """That of ``x[index]`` does on a GPU, for thousands of edges at one node if need be."""
+    task = made(data, "moltox21", model, local="gated")
+    loss = task.loss(task.model, items(task).__getitems__([0, 1, 2]))
+    seen, ahead = set(), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    names = {node.name() for node in seen}
+    assert "LinearBackward0" in names or "AddmmBackward0" in names
+    assert not any(name.startswith("IndexBackward") for name in names)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", ["gfsa", "degree1"])
+def test_methods_change_nothing_to_begin_with(data: Path, model: str, method: str) -> None:
+    plain, filtered = (made(data, "zinc", model, **STILL) for _ in range(2))
+    report = gfsa.plug(filtered.model, K=3 if method == "gfsa" else None)
+    assert len(report.plugged) == 2
+    batch = items(plain).__getitems__([0, 1, 2, 3])
+    losses = [task.loss(task.model, batch).item() for task in (plain, filtered)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_seed_makes_a_model(data: Path, model: str) -> None:
+    def loss(seed: int) -> float:
+        task = made(data, "zinc", model, seed=seed, **STILL)
+        return task.loss(task.model, items(task).__getitems__([0, 1, 2, 3])).item()
+
+    assert loss(0) == loss(0)
+    assert loss(0) != loss(1)
+
+
+@pytest.mark.parametrize("model", ["graphormer-slim", "gps", "graph-vit"])
+def test_it_learns_to_count_atoms(data: Path, model: str) -> None:
+    task = made(data, "zinc", model, **STILL)
+    optimiser = torch.optim.AdamW(task.model.parameters(), 3e-3)
+    batch = items(task).__getitems__(range(12))
+    losses = []
+    for _ in range(40):
+        loss = task.loss(task.model, batch)
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.4 * losses[0]
+
+
+def test_labels_that_are_missing_teach_nothing(data: Path) -> None:
+    task = made(data, "moltox21", **STILL)
+    batch = items(task).__getitems__([0, 1, 2, 3])
+    missing = batch["y"].isnan()
+    assert missing.any()
+    output = task.model(task.inputs(batch))
+    each = nn.functional.binary_cross_entropy_with_logits(
+        output, batch["y"].nan_to_num(0.0), reduction="none"
+    )
+    loss = task.loss(task.model, batch)
+    assert loss.item() == pytest.approx(each[~missing].mean().item(), rel=1e-5)
+    assert np.isfinite(loss.item())
+
+
+def test_labels_are_scored_as_ogb_does(data: Path) -> None:
+    task = made(data, "moltox21")
+    nan = float("nan")
+    # the second label is known of two graphs, the third has one answer only
+    y = torch.tensor([[0.0, 1.0, 1.0], [1.0, nan, 1.0], [0.0, 0.0, 1.0], [1.0, nan, 1.0]])
+    output = torch.tensor([[0.1, 0.3, 0.0], [0.4, 9.0, 0.0], [0.5, 0.2, 0.0], [0.9, -9.0, 0.0]])
+    halves = [{"output": output[:2], "y": y[:2]}, {"output": output[2:], "y": y[2:]}]
+    # pairs in order: 3 of 4 and 1 of 1; precisions at the hits: (1 + 2/3) / 2 and 1
+    assert task.score(halves) == pytest.approx({"rocauc": 87.5, "ap": 100 * (5 / 6 + 1) / 2})
+    with pytest.raises(ValueError, match="nothing to rank"):
+        task.score([{"output": output, "y": torch.ones(4, 3)}])
+
+
+def test_errors_and_accuracy_are_scored(data: Path) -> None:
+    y, output = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.5], [0.0]])
+    scores = made(data, "molesol").score([{"output": output, "y": y}])
+    assert scores == pytest.approx({"mae": 1.25, "rmse": (4.25 / 2) ** 0.5})
+    task = made(data, "mnist", "gps", encoding="none", encoding_size=0)
+    logits = torch.eye(10)[[3, 4, 5]]
+    assert task.score([{"output": logits, "y": torch.tensor([[3.0], [4.0], [6.0]])}]) == (
+        pytest.approx({"accuracy": 200 / 3})
+    )
+
+
+@pytest.mark.parametrize("model", MODELS[1:])
+def test_the_lens_has_something_to_look_at(data: Path, model: str) -> None:
+    task = made(data, "zinc", model)
+    report = gfsa.diagnose(task.model, task.example(), spectral=False, progress=False)
+    (reading,) = report.models.values()
+    valid = items(task, "valid")
+    nodes = valid.graphs.nodes[valid.chosen]
+    # padding is not looked at: nodes, nodes and a virtual one each, or patches
+    expected = {
+        "gps": nodes.sum(),
+        "graphormer": (nodes + 1).sum(),
+        "graph-vit": nodes.clamp(max=4).sum(),
+    }
+    assert (reading.samples, reading.tokens) == (len(valid), int(expected[model]))
+
+
+# whole runs
+
+RUNS = [
+    ("zinc", "graphormer-slim", "mae"),
+    ("molesol", "graphormer", "rmse"),
+    ("peptides-func", "gps", "ap"),
+    ("mnist", "gps", "accuracy"),
+    ("molhiv", "graph-vit", "rocauc"),
+    ("zinc", "graph-vit", "mae"),
+]
+
+
+@pytest.mark.parametrize(("which", "model", "metric"), RUNS)
+def test_whole_runs(data: Path, which: str, model: str, metric: str) -> None:
+    chosen = config(which, model)
+    rows = {method: carry_out(run(data, chosen, method)) for method in ("plain", "gfsa")}
+    for row in rows.values():
+        assert (row.task, row.metric, row.steps) == (f"{which} {model}", metric, 3)
+        assert row.higher_is_better == (metric not in ("mae", "rmse"))
+        assert np.isfinite(row.test)
+        assert row.valid is not None
+        assert np.isfinite(row.valid)
+    assert rows["gfsa"].added == 2 * 2 * 3
+    assert rows["gfsa"].parameters == rows["plain"].parameters + 12
+    assert rows["gfsa"].moved
+    again = carry_out(run(data, chosen, "gfsa", "again"))
+    assert outcome(again) == outcome(rows["gfsa"])
+
+
+def outcome(row: Row) -> tuple[Any, ...]:
+    return row.test, row.valid, row.coefficients, row.moved
+
+
+def test_what_is_worked_out_is_shared_by_processes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
+    before = made(data, "zinc")
+    (kept,) = (tmp_path / "cache").iterdir()
+    assert kept.name.startswith("graph-zinc-pairs-")
+    # a process that finds the file does not work it out
+    graph._worked_out.cache_clear()
+    monkeypatch.setattr(graph, "pair_features", None)
+    after = made(data, "zinc")
+    batches: list[dict[str, Tensor]] = [
+        items(task).__getitems__([0, 1]) for task in (before, after)
+    ]
+    assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
+
+
+def test_graphs_are_named_by_what_was_read_and_not_by_what_is_worked_out(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(*which: str, **settings: Any) -> str:
+        read_graphs.cache_clear()
+        graph._worked_out.cache_clear()
+        return fingerprint(made(data, *which, **settings))
+
+    first = found("zinc", "gps", encoding="laplacian", encoding_size=4)
+    assert first == found("zinc", "graphormer-slim") == found("zinc", "graph-vit")
+    # another machine gives eigenvectors another sign
+    encode = graph.laplacian_encoding
+
+    def turned(*arguments: Any) -> dict[str, torch.Tensor]:
+        return {name: -values for name, values in encode(*arguments).items()}
+
+    monkeypatch.setattr(graph, "laplacian_encoding", turned)
+    assert found("zinc", "gps", encoding="laplacian", encoding_size=4) == first
+    file = data / "zinc12k" / "zinc12k_graphs.npz"
+    with np.load(file) as arrays:
+        changed = {**arrays, "y": arrays["y"] + 1}
+    np.savez(file, **changed)
+    assert found("zinc", "graphormer-slim") != first

@@ -1,0 +1,395 @@
+"""The image recipe: what it feeds a model, and whole runs on a few images."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from timm.data import Mixup
+
+import gfsa
+from gfsa_experiments.engine.config import settings_of
+from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.runs.row import Row
+from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.runs.sweep import read_plan
+from gfsa_experiments.tasks.image import cifar
+from gfsa_experiments.tasks.image import recipe as image_recipe
+from gfsa_experiments.tasks.image.augment import (
+    Normalise,
+    OnDevice,
+    OnHost,
+    beta,
+    crop_and_flip,
+    erase_boxes,
+)
+from gfsa_experiments.tasks.image.recipe import MODELS, ImageConfig, ImageTask, build
+from support.tiny_images import write_cifar10, write_cifar100, write_folder, write_jpegs
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
+
+SMALL = ImageConfig(
+    dataset="cifar10",
+    model="deit_tiny",
+    depth=2,
+    patch_size=16,
+    max_steps=3,
+    batch_size=8,
+    ema=0.0,
+    workers=0,
+    tensorboard=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    cifar._read.cache_clear()
+    monkeypatch.delenv("GFSA_CACHE", raising=False)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_cifar10(tmp_path / "data", per_file=16)
+    return tmp_path / "data"
+
+
+def run(data: Path, method: str = "plain", out: str = "runs", **settings: Any) -> Run:
+    return Run(
+        recipe="image",
+        config=dataclasses.replace(SMALL, **settings),
+        method=method,
+        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
+        data_dir=data,
+        out=data.parent / out,
+        device="cpu",
+    )
+
+
+def made(data: Path, **settings: Any) -> ImageTask:
+    config = dataclasses.replace(SMALL, **settings)
+    config.check()
+    torch.manual_seed(config.seed)
+    return build(config, data)
+
+
+def a_batch(task: ImageTask, count: int = 8) -> dict[str, torch.Tensor]:
+    split = task.splits["train"]
+    fetch = getattr(split.dataset, "__getitems__", lambda some: [split.dataset[i] for i in some])
+    batch: dict[str, torch.Tensor] = split.collate(fetch(list(range(count))))
+    return batch
+
+
+@pytest.mark.parametrize("method", ["plain", "gfsa"])
+def test_a_run_from_files_to_row(data: Path, method: str) -> None:
+    row = carry_out(run(data, method, lens=method == "gfsa"))
+    assert row.task == "cifar10 deit_tiny-d2"
+    assert row.metric == "accuracy"
+    assert 0 <= row.test <= 100
+    assert row.steps == 3
+    assert row.added == (18 if method == "gfsa" else 0)
+    if method == "gfsa":
+        assert row.moved is not None
+        assert row.moved > 0
+        assert (run(data, method, lens=True).folder / "lens.html").exists()
+
+
+def test_the_same_seed_gives_the_same_run(data: Path) -> None:
+    def losses(out: str, seed: int) -> tuple[float, str]:
+        row: Row = carry_out(run(data, out=out, seed=seed))
+        return row.test, row.others
+
+    first = losses("one", 3)
+    assert losses("two", 3) == first
+    assert losses("one", 4) != first
+
+
+@pytest.mark.parametrize("augment", ["device", "workers"])
+def test_an_interrupted_run_goes_on_with_the_same_random_images(
+    data: Path, monkeypatch: pytest.MonkeyPatch, augment: str
+) -> None:
+    settings = {"max_steps": 4, "checkpoint_every": 2, "augment": augment, "erase": 0.5}
+    whole = carry_out(run(data, out="whole", **settings))
+    loss, calls = ImageTask.loss, []
+
+    def fails_at_the_fourth(*given: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("power cut")
+        return loss(*given)
+
+    cut = run(data, out="cut", **settings)
+    monkeypatch.setattr(ImageTask, "loss", fails_at_the_fourth)
+    with pytest.raises(RuntimeError, match="power cut"):
+        carry_out(cut)
+    monkeypatch.setattr(ImageTask, "loss", loss)
+    row = carry_out(dataclasses.replace(cut, resume=True))
+    assert (row.test, row.valid, row.others) == (whole.test, whole.valid, whole.others)
+
+
+def test_it_learns(data: Path) -> None:
+    settings = {"max_steps": 40, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0, "eval_every": 10.0}
+    assert carry_out(run(data, **settings)).test > 60
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({"depth": 2, "patch_size": 8}, 2),
+        ({"model": "deit_small", "depth": 1}, 1),
+        ({"model": "cait_s24", "depth": 1, "patch_size": 16}, 1),
+        ({"model": "swin_small", "depth": 0, "patch_size": 4}, 24),
+    ],
+)
+def test_plugging_changes_nothing_at_first(
+    data: Path, settings: dict[str, Any], layers: int
+) -> None:
+    task = made(data, **settings)
+    task.model.eval()
+    batch = task.prepare(a_batch(task, 4))
+    with torch.no_grad():
+        before = task.loss(task.model, batch)
+        report = gfsa.plug(task.model, K=3)
+        assert torch.equal(task.loss(task.model, batch), before)
+    assert len(report.plugged) == layers
+
+
+def test_parts_are_the_same_for_every_seed_and_disjoint(data: Path) -> None:
+    one, other = made(data, seed=0), made(data, seed=1)
+    assert {part: len(split) for part, split in one.splits.items()} == {
+        "train": 72,
+        "valid": 8,
+        "test": 10,
+    }
+    for part in ("train", "valid"):
+        assert torch.equal(
+            one.splits[part].dataset.indices,  # type: ignore[attr-defined]
+            other.splits[part].dataset.indices,  # type: ignore[attr-defined]
+        )
+    both = [one.splits[part].dataset.indices.tolist() for part in ("train", "valid")]  # type: ignore[attr-defined]
+    assert sorted(both[0] + both[1]) == list(range(80))
+    # weights, however, are drawn by the seed
+    assert not torch.equal(one.model.head.weight, other.model.head.weight)
+
+
+def test_timms_transforms_on_small_images_depend_on_seed_epoch_and_index(data: Path) -> None:
+    task = made(data, augment="workers")
+    train = task.splits["train"].dataset
+    first = train[3][0]
+    assert first.shape == (3, 32, 32)
+    assert torch.equal(train[3][0], first)
+    train.epoch = 1  # type: ignore[attr-defined]
+    assert not torch.equal(train[3][0], first)
+    valid = task.splits["valid"].dataset
+    pixels = valid.dataset.images.pixels[valid.dataset.indices[2]]  # type: ignore[attr-defined]
+    # evaluation sees the image as it is
+    expected = made(data).pipeline.inputs(pixels[None])[0]
+    assert torch.allclose(valid[2][0], expected, atol=1e-5)
+
+
+def test_folders_with_val_and_test(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data", {"train": 5, "val": 2, "test": 3})
+    settings = {"dataset": "folder", "image_size": 32, "batch_size": 4}
+    task = made(tmp_path / "data", **settings)
+    assert {part: len(split) for part, split in task.splits.items()} == {
+        "train": 15,
+        "valid": 6,
+        "test": 9,
+    }
+    row = carry_out(run(tmp_path / "data", **settings))
+    # a folder goes by its name
+    assert row.task == "folder=data deit_tiny-d2"
+    assert row.steps == 3
+
+
+def test_folders_without_test_hold_some_of_train_out(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data", {"train": 10, "val": 2})
+    task = made(tmp_path / "data", dataset="folder", image_size=32, holdout=0.2)
+    assert [len(task.splits[part]) for part in ("train", "valid", "test")] == [24, 6, 6]
+    assert task.example().shape == (6, 3, 32, 32)
+    without = made(tmp_path / "data", dataset="folder", image_size=32, holdout=0.0)
+    assert {part: len(split) for part, split in without.splits.items()} == {"train": 30, "test": 6}
+    assert without.example().shape == (6, 3, 32, 32)
+
+
+def test_cifar100_has_top5(tmp_path: Path) -> None:
+    write_cifar100(tmp_path / "data")
+    row = carry_out(run(tmp_path / "data", dataset="cifar100", max_steps=1))
+    assert "top5=" in row.others
+
+
+def test_jpegs_train(tmp_path: Path) -> None:
+    write_jpegs(tmp_path / "data" / "cifar10" / "cifar10_jpeg.npz")
+    assert carry_out(run(tmp_path / "data", max_steps=1)).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": "folder", "augment": "device"}, "augment=device is for CIFAR"),
+        ({"model": "swin_small"}, "depth cannot be set"),
+        ({"image_size": 64}, "only augment=workers does"),
+        ({"holdout": 0.0}, "holdout must lie between 0 and 1"),
+        ({"erase": 1.5}, r"erase must lie in \[0, 1\]"),
+        ({"mixup": -1.0}, "mixup must not be negative"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **settings).check()
+
+
+def test_the_planned_experiments_are_runs() -> None:
+    plan = Path(__file__).parents[2] / "results" / "plans" / "image.txt"
+    runs = [run for request in read_plan(plan) for run in request.runs()]
+    assert {run.config.label() for run in runs} == {
+        "cifar10 deit_tiny-d12",
+        "cifar10 deit_tiny-d24",
+    }
+    # what is compared differs in the method alone
+    assert len({settings_of(run.config) for run in runs}) == 1
+    # three seeds of everything, and more of the question itself
+    for method in {run.method for run in runs}:
+        more = {3, 4} if method in ("plain", "gfsa", "degree1") else set()
+        assert {run.config.seed for run in runs if run.method == method} == {0, 1, 2} | more
+    contranorm = {run.key().options for run in runs if run.method == "contranorm"}
+    assert contranorm == {"strength=0.01 form=vit"}
+
+
+def test_another_model_of_timms_trains_at_its_own_size(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data", {"train": 8, "val": 2})
+    settings = {"dataset": "folder", "model": "test_vit", "depth": 0, "patch_size": 0}
+    task = made(tmp_path / "data", **settings)
+    assert a_batch(task)["images"].shape == (8, 3, 160, 160)
+    assert carry_out(run(tmp_path / "data", "gfsa", **settings)).steps == 3
+    for model in MODELS:
+        assert ImageConfig(model=model).size == 224
+        assert ImageConfig(model=model, dataset="cifar10").size == 32
+
+
+def test_what_timm_cannot_make_is_told_with_our_settings(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"resnet18 with .*image_size=32 .*follow cifar10.*img_si"):
+        made(data, model="resnet18", depth=0)
+    with pytest.raises(ValueError, match=r"twins_svt_small with .*depth=2.*'depth'"):
+        made(data, model="twins_svt_small")
+
+
+def test_a_model_that_needs_numbers_is_tried_with_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some cannot be made on the device meta; that is no reason to refuse them."""
+    make = image_recipe.make_model
+    tried = []
+
+    def fails_without(config: ImageConfig, num_classes: int) -> torch.nn.Module:
+        tried.append(torch.get_default_device().type)
+        if tried[-1] == "meta":
+            raise ValueError("Tensor.item() cannot be called on meta tensors")
+        return make(config, num_classes)
+
+    monkeypatch.setattr(image_recipe, "make_model", fails_without)
+    sketch = SMALL.sketch()
+    assert tried == ["meta", "cpu"]
+    assert sketch is not None
+    assert next(sketch.parameters()).device.type == "cpu"
+
+
+def test_an_unknown_model_is_named(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"no model 'deit_huge'.*deit_tiny"):
+        made(data, model="deit_huge")
+
+
+def test_crops_and_mirrors() -> None:
+    pixels = torch.randint(1, 256, (64, 8, 8, 3), dtype=torch.uint8)
+    changed = crop_and_flip(pixels, 2)
+    assert changed.shape == pixels.shape
+    assert changed.dtype == torch.uint8
+    padded = torch.nn.functional.pad(pixels, (0, 0, 2, 2, 2, 2))
+    seen = set()
+    for image, source in zip(changed, padded, strict=True):
+        found = [
+            (top, left, mirrored)
+            for top in range(5)
+            for left in range(5)
+            for mirrored in (False, True)
+            if torch.equal(
+                image.flip(1) if mirrored else image, source[top : top + 8, left : left + 8]
+            )
+        ]
+        assert len(found) == 1
+        seen.add(found[0])
+    assert len(seen) > 25
+    assert torch.equal(crop_and_flip(pixels, 0).sort(2).values, pixels.sort(2).values)
+
+
+def test_erased_boxes_are_boxes_of_noise() -> None:
+    images = torch.full((200, 3, 32, 32), 9.0)
+    hit = (erase_boxes(images, 0.25) != 9).all(1)
+    touched = hit.flatten(1).any(1)
+    assert 25 < touched.sum() < 75
+    for mask in hit[touched]:
+        rows, columns = mask.any(1), mask.any(0)
+        assert torch.equal(mask, rows[:, None] & columns)
+        assert 0.005 < mask.float().mean() < 0.45
+    assert torch.equal(erase_boxes(images, 0.0), images)
+
+
+def test_mixing_weighs_images_and_labels_alike() -> None:
+    """Image i is i everywhere, and so is its label: a mixed image's mean is its mixed label's."""
+    count = 8
+    pixels = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(-1, 16, 16, 3)
+    batch = {"images": pixels.contiguous(), "labels": torch.arange(count)}
+    plain = Normalise((0.0, 0.0, 0.0), (1 / 255,) * 3)
+    shares = []
+    for mixup, cutmix in ((0.8, 0.0), (0.0, 1.0), (0.8, 1.0)):
+        mixing = OnDevice(plain, count, padding=0, mixup=mixup, cutmix=cutmix)
+        for _ in range(20):
+            mixed = mixing.training(batch)
+            targets = mixed["targets"]
+            assert torch.allclose(targets.sum(1), torch.ones(count))
+            expected = targets @ torch.arange(count, dtype=torch.float32)
+            assert torch.allclose(mixed["images"].mean((1, 2, 3)), expected, atol=1e-4)
+            shares.append(float(targets[0, 0]))
+            inside_one = mixed["images"][0].unique()
+            if not mixup:
+                assert set(inside_one.tolist()) <= {0.0, 7.0}
+            elif not cutmix:
+                assert len(inside_one) == 1
+    assert 0.3 < sum(shares) / len(shares) < 0.7
+    assert len(set(shares)) > 40
+
+
+def test_labels_are_smoothed_where_nothing_is_mixed() -> None:
+    plain = Normalise((0.0,) * 3, (1.0,) * 3)
+    batch = {"images": torch.zeros(2, 4, 4, 3, dtype=torch.uint8), "labels": torch.tensor([0, 3])}
+    targets = OnDevice(plain, 5, padding=0, smoothing=0.1).training(batch)["targets"]
+    expected = torch.full((2, 5), 0.02)
+    expected[0, 0] = expected[1, 3] = 0.92
+    assert torch.allclose(targets, expected)
+    host = OnHost(5, None, 0.1)
+    assert torch.allclose(host.training(batch)["targets"], expected)
+
+
+def test_beta_has_the_moments_of_beta() -> None:
+    draws = torch.stack([beta(0.8, "cpu") for _ in range(4000)])
+    assert abs(draws.mean() - 0.5) < 0.03
+    # the variance is 1 / (4·(2α + 1))
+    assert abs(draws.var() - 1 / 10.4) < 0.01
+
+
+def test_timms_mixup_draws_from_torchs_generator_and_leaves_numpys_alone() -> None:
+    import numpy as np
+
+    host = OnHost(4, Mixup(0.8, 1.0, num_classes=4), 0.1)
+    batch = {"images": torch.randn(4, 3, 8, 8), "labels": torch.arange(4)}
+    kept = batch["images"].clone()
+    state = np.random.get_state()[1].copy()
+    torch.manual_seed(5)
+    one = host.training(batch)
+    torch.manual_seed(5)
+    assert torch.equal(host.training(batch)["images"], one["images"])
+    assert not torch.equal(host.training(batch)["images"], one["images"])
+    assert torch.equal(batch["images"], kept)
+    assert np.array_equal(np.random.get_state()[1], state)
+    with pytest.raises(ValueError, match="even batch_size"):
+        host.training({"images": kept[:3], "labels": torch.arange(3)})

@@ -1,0 +1,253 @@
+"""The LRA recipe: what it feeds the encoder, and whole runs on a few sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import gfsa
+from gfsa.operators import LinearOperator
+from gfsa_experiments.engine.config import settings_of
+from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.runs.sweep import read_plan
+from gfsa_experiments.tasks.image import cifar
+from gfsa_experiments.tasks.lra import recipe as lra
+from gfsa_experiments.tasks.lra.listops import write_listops
+from gfsa_experiments.tasks.lra.listops_files import read_listops
+from gfsa_experiments.tasks.lra.recipe import LraConfig, LraTask, build, to_grey
+from support.tiny_images import pictures, write_cifar10
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
+
+SMALL = LraConfig(
+    dim=16,
+    depth=1,
+    num_heads=2,
+    ffn_dim=16,
+    projected=8,
+    max_steps=2,
+    batch_size=4,
+    pad_to_multiple=128,
+    tensorboard=False,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_listops(folder / "listops", counts={"train": 12, "val": 4, "test": 4})
+    write_cifar10(folder / "cifar10", per_file=4, test=4)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GFSA_CACHE", raising=False)
+    for cache in (cifar._read, read_listops, lra._grey_images):
+        cache.cache_clear()
+
+
+def run(data: Path, out: Path, method: str = "plain", **settings: Any) -> Run:
+    return Run(
+        recipe="lra",
+        config=dataclasses.replace(SMALL, **settings),
+        method=method,
+        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
+        data_dir=data,
+        out=out,
+        device="cpu",
+    )
+
+
+def made(data: Path, **settings: Any) -> LraTask:
+    config = dataclasses.replace(SMALL, **settings)
+    config.check()
+    torch.manual_seed(0)
+    return build(config, data)
+
+
+def a_batch(task: LraTask, count: int = 4) -> dict[str, torch.Tensor]:
+    batch: dict[str, torch.Tensor] = task.splits["train"].dataset.__getitems__(  # type: ignore[attr-defined]
+        list(range(count))
+    )
+    return batch
+
+
+@pytest.mark.parametrize("task", ["listops", "image"])
+@pytest.mark.parametrize(
+    ("attention", "method"),
+    [
+        ("softmax", "plain"),
+        ("softmax", "gfsa"),
+        ("efficient", "plain"),
+        ("efficient", "gfsa"),
+        ("linformer", "plain"),
+    ],
+)
+def test_a_run_from_files_to_row(
+    data: Path, tmp_path: Path, task: str, attention: str, method: str
+) -> None:
+    row = carry_out(run(data, tmp_path, method, task=task, attention=attention))
+    assert row.task == f"{task} {attention}"
+    assert row.metric == "accuracy"
+    assert row.steps == 2
+    assert row.seconds_per_step > 0
+    assert row.added == (6 if method == "gfsa" else 0)
+    assert row.moved is None or row.moved > 0
+
+
+def test_the_same_seed_gives_the_same_run(data: Path, tmp_path: Path) -> None:
+    def losses(out: str, seed: int) -> str:
+        one = run(data, tmp_path / out, task="image", seed=seed, log_every=1)
+        carry_out(one)
+        return (one.folder / "metrics.jsonl").read_text()
+
+    first = losses("one", 0)
+    assert losses("two", 0) == first
+    assert losses("one", 1) != first
+
+
+@pytest.mark.parametrize("attention", ["softmax", "efficient"])
+@pytest.mark.parametrize("task", ["listops", "image"])
+def test_plugging_changes_nothing_at_first(data: Path, task: str, attention: str) -> None:
+    made_task = made(data, task=task, attention=attention)
+    made_task.model.eval()
+    batch = a_batch(made_task)
+    before = made_task.loss(made_task.model, batch)
+    gfsa.plug(made_task.model, K=3)
+    after = made_task.loss(made_task.model, batch)
+    assert torch.equal(after, before)
+    after.backward()
+    for one in gfsa.filters_of(made_task.model).values():
+        assert one.theta.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("task", ["listops", "image"])
+def test_a_few_sequences_are_learned_by_heart(data: Path, task: str) -> None:
+    made_task = made(data, task=task, attention="efficient", dim=32, ffn_dim=64, dropout=0.0)
+    gfsa.plug(made_task.model, K=3)
+    optimiser = torch.optim.AdamW(made_task.model.parameters(), lr=3e-3)
+    batch = a_batch(made_task)
+    for _ in range(40):
+        optimiser.zero_grad()
+        made_task.loss(made_task.model, batch).backward()
+        optimiser.step()
+    made_task.model.eval()
+    assert made_task.score([made_task.predict(made_task.model, batch)]) == {"accuracy": 100.0}
+
+
+def test_efficient_attention_is_filtered_by_the_linear_operator(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = made(data, attention="efficient")
+    gfsa.plug(task.model, K=3)
+    seen = []
+    (made_filter,) = gfsa.filters_of(task.model).values()
+    made_filter.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    task.predict(task.model, a_batch(task))
+    assert [type(operator) for operator in seen] == [LinearOperator]
+
+
+def test_padding_is_a_mask_over_keys(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape that attention kernels take without building n×n entries."""
+    task = made(data)
+    masks = []
+    task.model.blocks[0].register_forward_pre_hook(lambda _, inputs: masks.append(inputs[1]))
+    batch = a_batch(task)
+    task.predict(task.model, batch)
+    assert masks[0].dtype == torch.bool
+    assert masks[0].shape == (4, 1, 1, batch["tokens"].shape[1] + 1)
+    pixels = made(data, task="image")
+    pixels.model.blocks[0].register_forward_pre_hook(lambda _, inputs: masks.append(inputs[1]))
+    pixels.predict(pixels.model, a_batch(pixels))
+    assert masks[1] is None
+
+
+def test_padding_changes_no_answer(data: Path) -> None:
+    for attention in ("softmax", "efficient"):
+        little = made(data, attention=attention)
+        full = made(data, attention=attention, pad_to_multiple=0)
+        for task in (little, full):
+            task.model.eval()
+        short, long = a_batch(little)["tokens"], a_batch(full)["tokens"]
+        assert long.shape == (4, 1999)
+        assert short.shape[1] < 1999
+        assert (short.shape[1] + 1) % 128 == 0
+        assert torch.allclose(
+            little.logits(little.model, short), full.logits(full.model, long), atol=1e-5
+        )
+
+
+def test_batches_are_the_lists_and_nothing_is_cut(data: Path) -> None:
+    sequences = read_listops(data)["train"]
+    batch = a_batch(made(data), 12)
+    for index in range(12):
+        kept = batch["tokens"][index][batch["tokens"][index] != 0]
+        assert np.array_equal(kept.numpy(), sequences[index])
+    assert batch["labels"].tolist() == sequences.labels.tolist()
+    # lengths are there for batches of lists of like length
+    assert made(data).splits["train"].lengths == sequences.lengths.tolist()
+
+
+def test_grey_is_pillows() -> None:
+    pixels = np.concatenate(
+        [np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8), pictures(2, 2)[0]]
+    )
+    grey = to_grey(torch.from_numpy(pixels))
+    assert grey.shape == (8, 1024)
+    for image, ours in zip(pixels, grey, strict=True):
+        assert np.array_equal(np.asarray(Image.fromarray(image).convert("L")).ravel(), ours.numpy())
+
+
+def test_the_parts_of_image_are_disjoint(data: Path) -> None:
+    task = made(data, task="image", holdout=0.25)
+    assert [len(task.splits[part]) for part in ("train", "valid", "test")] == [15, 5, 4]
+    rows = [bytes(row) for part in ("train", "valid") for row in task.splits[part].dataset.grey]  # type: ignore[attr-defined]
+    assert len(set(rows)) == 20
+
+
+def test_the_lens_sees_a_sequence_without_padding(data: Path) -> None:
+    task = made(data)
+    example = task.example()
+    assert example.shape == (1, len(read_listops(data)["val"][0]))
+    task.model(example)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"length": 1000}, "length must be above 1999"),
+        ({"pad_to_multiple": -1}, "pad_to_multiple must not be negative"),
+        ({"depth": 0}, "depth must be above 0"),
+        ({"holdout": 0.0}, "holdout must lie between 0 and 1"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **settings).check()
+
+
+@pytest.mark.parametrize("name", ["lra", "lra-time"])
+def test_the_planned_experiments_are_runs(name: str) -> None:
+    plan = Path(__file__).parents[2] / "results" / "plans" / f"{name}.txt"
+    runs = [one for request in read_plan(plan) for one in request.runs()]
+    assert {one.config.label() for one in runs} == {
+        f"{task} {attention}"
+        for task in ("listops", "image")
+        for attention in ("softmax", "efficient", "linformer")
+    }
+    for task in ("listops", "image"):
+        # the rows of one table differ in attention and method alone
+        settings = {settings_of(one.config) for one in runs if one.config.label().startswith(task)}
+        assert len(settings) == 1
+    if name == "lra":
+        softmax = [one for one in runs if one.config.label().endswith("softmax")]
+        assert {one.method for one in softmax} == {"plain", "gfsa", "degree1"}
+        assert len(softmax) == 2 * 3 * 3, "tasks, methods and seeds"

@@ -1,0 +1,58 @@
+"""Groups, rates and schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.optimiser import build_optimiser, set_learning_rate, share_of_peak
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(1, 4, 8))
+        self.linear = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.filter = nn.Parameter(torch.zeros(2, 3))
+
+    def no_weight_decay(self) -> set[str]:
+        return {"position"}
+
+
+def test_every_parameter_is_in_one_group_and_only_weights_are_decayed() -> None:
+    model = _Model()
+    config = TrainConfig(lr=1e-3, weight_decay=0.1)
+    optimiser = build_optimiser(model, [model.filter], config, filter_lr=1e-2)
+    found = {id(p): group for group in optimiser.param_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in optimiser.param_groups) == len(found) == 4
+    assert found[id(model.linear.weight)]["weight_decay"] == 0.1
+    for spared in (model.position, model.linear.bias, model.filter):
+        assert found[id(spared)]["weight_decay"] == 0.0
+    assert found[id(model.filter)]["lr"] == 1e-2
+    assert found[id(model.linear.weight)]["lr"] == 1e-3
+    assert set_learning_rate(optimiser, config, 50, 100) == pytest.approx(5e-4)
+    assert found[id(model.filter)]["lr"] == pytest.approx(5e-3)
+
+
+def test_schedules_rise_fall_and_end_where_told() -> None:
+    linear = TrainConfig(warmup=0.1, schedule="linear")
+    assert [share_of_peak(linear, s, 100) for s in (0, 9, 10, 55)] == [0.1, 1.0, 1.0, 0.5]
+    cosine = TrainConfig(schedule="cosine", min_lr=0.2)
+    assert share_of_peak(cosine, 50, 100) == pytest.approx(0.6)
+    assert share_of_peak(cosine, 100, 100) == pytest.approx(0.2)
+    assert share_of_peak(TrainConfig(schedule="constant"), 70, 100) == 1.0
+
+
+def test_filters_alone_may_learn() -> None:
+    model = _Model().requires_grad_(False)
+    model.filter.requires_grad_(True)
+    optimiser = build_optimiser(model, [model.filter], TrainConfig(), filter_lr=0.0)
+    (group,) = optimiser.param_groups
+    # zero is a rate like any other
+    assert group["lr"] == 0.0
+    model.filter.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        build_optimiser(model, [model.filter], TrainConfig(), filter_lr=None)

@@ -1,0 +1,97 @@
+"""Folders with what belongs there, what does not, and what is broken."""
+
+import csv
+
+import pytest
+
+from gfsa_experiments.results.load_rows import COLUMNS, read_folder
+from gfsa_experiments.runs.row import append_rows
+from support.result_rows import row, rows
+
+
+@pytest.fixture
+def folder(tmp_path):
+    append_rows(tmp_path / "runs.csv", [*rows("plain", [50.0, 51.0]), row("gfsa", moved=0.5)])
+    return tmp_path
+
+
+def test_every_table_of_runs_is_read_and_no_other(folder):
+    append_rows(folder / "more.csv", [row("degree1")])
+    (folder / "bench.csv").write_text(
+        "date,commit,command,device,torch,gfsa,shape\n1,2,3,4,5,6,7\n"
+    )
+    found = read_folder(folder)
+    assert sorted(one.method for one in found.rows) == ["degree1", "gfsa", "plain", "plain"]
+    assert found.replaced == ()
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder"):
+        read_folder(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no CSV file at all.*gfsa train"):
+        read_folder(tmp_path)
+    (tmp_path / "bench.csv").write_text("shape,ms\n1,2\n")
+    with pytest.raises(ValueError, match=r"no rows of runs \(it has bench\.csv\)"):
+        read_folder(tmp_path)
+
+
+def test_an_empty_file(folder):
+    (folder / "broken.csv").write_text("")
+    with pytest.raises(ValueError, match=r"broken\.csv is empty"):
+        read_folder(folder)
+
+
+def test_a_table_of_a_recipe_with_nothing_known_in_it(folder):
+    (folder / "glue.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"glue\.csv.*not CSV"):
+        read_folder(folder)
+
+
+def test_missing_and_unknown_columns(folder):
+    names = [name for name in COLUMNS if name != "moved"] + ["mood"]
+    (folder / "broken.csv").write_text(",".join(names) + "\n")
+    with pytest.raises(ValueError, match=r"broken\.csv.*missing: moved; unknown: mood"):
+        read_folder(folder)
+
+
+def test_a_line_cut_short(folder):
+    path = folder / "runs.csv"
+    path.write_text(path.read_text()[:-60])
+    with pytest.raises(
+        ValueError, match=rf"runs\.csv, line 4: expected {len(COLUMNS)} columns, got"
+    ):
+        read_folder(folder)
+
+
+def test_a_line_cut_within_quotes(folder):
+    append_rows(folder / "runs.csv", [row("x", command='gfsa train "a, b"')])
+    path = folder / "runs.csv"
+    path.write_text(path.read_text().rstrip()[:-4])
+    with pytest.raises(ValueError, match=r"runs\.csv, after line 5: not CSV"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "expected"),
+    [
+        ("test", "high", "float"),
+        ("seed", "1.5", "int"),
+        ("higher_is_better", "yes", "bool"),
+        ("moved", "far", r"float \| None"),
+    ],
+)
+def test_a_value_of_the_wrong_type(folder, column, text, expected):
+    path = folder / "runs.csv"
+    with path.open(newline="") as file:
+        lines = list(csv.reader(file))
+    lines[2][COLUMNS.index(column)] = text
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    message = rf"runs\.csv, line 3, column {column}: expected {expected}, got '{text}'"
+    with pytest.raises(ValueError, match=message):
+        read_folder(folder)
+
+
+def test_what_is_written_comes_back(folder):
+    (gfsa,) = [one for one in read_folder(folder).rows if one.method == "gfsa"]
+    assert gfsa == row("gfsa", moved=0.5)

@@ -1,0 +1,335 @@
+"""The speech recipe: loss, decoding, augmentation, models, and all of it end to end."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gfsa
+from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.runs.row import Row
+from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.tasks.speech.augment import masks, warp_time
+from gfsa_experiments.tasks.speech.ctc import ctc_loss
+from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
+from gfsa_experiments.tasks.speech.models import TorchRecogniser, subsampled
+from gfsa_experiments.tasks.speech.recipe import SpeechConfig, SpeechTask, build
+from support.speech import write_an4, write_librispeech
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*the official set:UserWarning")
+
+ENCODERS = ("transformer", "branchformer")
+SMALL: dict[str, Any] = {
+    "width": 16, "heads": 2, "hidden": 32, "depth": 2, "kernel": 5, "beam": 3,
+    "batch_size": 6, "holdout": 0.2, "dataset": "an4", "tokens": "char", "norm_first": True,
+}  # fmt: skip
+CTC_ALONE: dict[str, Any] = {"library": "torch", "decoder_layers": 0, "ctc_weight": 1.0}
+JOINT: dict[str, Any] = {"library": "speechbrain", "decoder_layers": 1, "decoder_hidden": 32}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_an4(folder / "an4")
+    return folder
+
+
+def task_of(data: Path, seed: int = 0, **settings: Any) -> SpeechTask:
+    config = SpeechConfig(**{**SMALL, **settings})
+    config.check()
+    torch.manual_seed(seed)
+    return build(config, data)
+
+
+def first_batch(task: SpeechTask, split: str = "train") -> dict[str, Any]:
+    return task.splits[split].dataset.__getitems__([0, 1, 2, 3])  # type: ignore[attr-defined]
+
+
+def run(folder: Path, out: Path, method: str = "plain", **settings: Any) -> Row:
+    return carry_out(
+        Run(
+            recipe="speech",
+            config=SpeechConfig(**{**SMALL, "checkpoints": False, **settings}),
+            method=method,
+            options=MethodConfig(),
+            data_dir=folder,
+            out=out,
+            device="cpu",
+        )
+    )
+
+
+def test_ctc_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    impossible = empty = 0
+    for _ in range(25):
+        T, L, V = int(draw(2, 30)), int(draw(1, 8)), 5
+        logits = (5 * torch.randn(4, T, V, generator=generator)).requires_grad_()
+        targets, frames, lengths = draw(1, V, 4, L), draw(1, T + 1, 4), draw(0, L + 1, 4)
+        weights = torch.rand(4, generator=generator)
+        log_probs = logits.log_softmax(-1)
+        ours = ctc_loss(log_probs, targets, frames, lengths)
+        theirs = F.ctc_loss(
+            log_probs.transpose(0, 1), targets, frames, lengths,
+            reduction="none", zero_infinity=True,
+        )  # fmt: skip
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        gradients = [
+            torch.autograd.grad((x * weights).sum(), logits, retain_graph=True)[0]
+            for x in (ours, theirs)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+        impossible += int((theirs == 0).sum())
+        empty += int((lengths == 0).sum())
+    assert impossible > 0
+    assert empty > 0
+
+
+def test_prefix_search_finds_the_likeliest_text_by_counting_all_paths() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(6, 5, 3)
+    lengths = torch.tensor([5, 4, 5, 3, 5, 1])
+    found = prefix_search(logits, lengths, beam=100)
+    differs = 0
+    for one, length, text in zip(logits, lengths, found, strict=True):
+        probs = one[:length].softmax(-1)
+        texts: dict[tuple[int, ...], float] = {}
+        for path in itertools.product(range(3), repeat=int(length)):
+            read = tuple(token for token, _ in itertools.groupby(path) if token)
+            chance = float(torch.stack([probs[t, token] for t, token in enumerate(path)]).prod())
+            texts[read] = texts.get(read, 0.0) + chance
+        assert tuple(text) == max(texts, key=texts.__getitem__)
+        differs += text != best_path(one[None], length[None])[0]
+    # the best path is another text at times: that is what the search is for
+    assert differs > 0
+
+
+def test_best_path() -> None:
+    path = torch.tensor([[3, 3, 0, 3, 4, 4, 0, 5], [0, 0, 6, 6, 6, 6, 6, 6]])
+    logits = F.one_hot(path, 7).float()
+    assert best_path(logits, torch.tensor([7, 3])) == [[3, 3, 4], [6]]
+
+
+def test_warping_moves_time_and_keeps_both_ends() -> None:
+    torch.manual_seed(0)
+    time = torch.arange(100.0)[None, :, None].expand(4, 100, 2)
+    frames = torch.tensor([100, 60, 9, 1])
+    warped = warp_time(time, frames, most=10)
+    for row, n in enumerate(frames.tolist()):
+        torch.testing.assert_close(warped[row, 0], time[row, 0])
+        torch.testing.assert_close(warped[row, n - 1], time[row, n - 1], rtol=0, atol=1e-3)
+        assert torch.equal(warped[row, n:], time[row, n:])
+        assert (warped[row, 1:n, 0] > warped[row, : n - 1, 0]).all()
+        assert (warped[row, :, 0] - time[row, :, 0]).abs().max() <= 10.001
+    assert (warped[0] - time[0]).abs().max() > 0.5
+
+
+def test_masks_are_drawn_for_each_utterance() -> None:
+    torch.manual_seed(0)
+    masked = masks(1, 20, 1, 4)(torch.ones(8, 13, 100)) == 0
+    whole_frames, whole_features = masked.all(1).sum(1), masked.all(2).sum(1)
+    assert whole_frames.max() <= 20
+    assert whole_features.max() <= 4
+    assert len(set(whole_frames.tolist())) > 3
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("plugged", [False, True])
+def test_padding_changes_nothing(encoder: Any, plugged: bool) -> None:
+    torch.manual_seed(0)
+    model = TorchRecogniser(13, 31, encoder, 16, 2, 2, 32, 5, 0.0, norm_first=True).double()
+    if encoder == "branchformer":
+        # so that the gates look at their neighbours
+        for layer in model.layers:
+            torch.nn.init.normal_(layer.gated.conv.weight)
+    if plugged:
+        gfsa.plug(model, K=3, w0=0.5, wK=0.3)
+    alone = torch.randn(1, 41, 13, dtype=torch.float64)
+    frames = torch.tensor([41, 90])
+    together = torch.zeros(2, 96, 13, dtype=torch.float64)
+    together[0, :41] = alone[0]
+    together[1, :90] = torch.randn(90, 13, dtype=torch.float64)
+    model.train()
+    said, among = model(alone, frames[:1]), model(together, frames)
+    assert said.ctc.shape == (1, 11, 31)
+    assert among.lengths.tolist() == subsampled(frames).tolist() == [11, 23]
+    torch.testing.assert_close(among.ctc[:1, :11], said.ctc)
+
+
+def test_layers_start_with_weights_of_their_own() -> None:
+    model = TorchRecogniser(13, 31, "transformer", 16, 2, 2, 32, 5, 0.0, norm_first=True)
+    first, second = (layer.self_attn.in_proj_weight for layer in model.layers)
+    assert not torch.equal(first, second)
+    with pytest.raises(ValueError, match="at most 2500 tokens of 4 frames, got 2501"):
+        model(torch.zeros(1, 10_001, 13), torch.tensor([10_001]))
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("library", [CTC_ALONE, JOINT], ids=["torch", "speechbrain"])
+def test_gfsa_begins_as_the_model_itself(data: Path, encoder: str, library: Any) -> None:
+    task = task_of(data, encoder=encoder, dropout=0.0, **library)
+    batch = first_batch(task)
+    loss = task.loss(task.model, batch)
+    report = gfsa.plug(task.model, K=3)
+    # encoder and decoder; the decoder's look at the encoder has no powers
+    assert len(report.plugged) == 2 + task.config.decoder_layers
+    assert len(report.skipped) == task.config.decoder_layers
+    torch.testing.assert_close(task.loss(task.model, batch), loss, rtol=1e-6, atol=0)
+    graphed = SpeechTask(replace(task.config, graphs=True), task.model, task.vocabulary, {})
+    torch.testing.assert_close(graphed.loss(task.model, batch), loss, rtol=1e-5, atol=0)
+
+
+def test_the_decoder_learns_what_comes_next(data: Path) -> None:
+    """The joint loss by hand: CTC of the tokens, cross-entropy of the tokens and the end."""
+    task = task_of(data, dropout=0.0, label_smoothing=0.0, **JOINT)
+    batch = first_batch(task)
+    total = 0.0
+    for i in range(4):
+        tokens = batch["tokens"][i, : batch["lengths"][i]]
+        heard = torch.cat([torch.tensor([1]), tokens])[None]
+        said = task.model(batch["features"][i : i + 1], batch["frames"][i : i + 1], heard)
+        wanted = torch.cat([tokens, torch.tensor([2])])
+        text = F.cross_entropy(said.attention[0], wanted, reduction="sum")
+        ctc = F.ctc_loss(
+            said.ctc.log_softmax(-1).transpose(0, 1), tokens[None], said.lengths,
+            torch.tensor([len(tokens)]), reduction="none",
+        )  # fmt: skip
+        total += (0.3 * ctc + 0.7 * text).item() / 4
+    assert task.loss(task.model, batch).item() == pytest.approx(total, rel=1e-3)
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_ctc_alone_end_to_end(data: Path, tmp_path: Path, encoder: str) -> None:
+    rows = {
+        method: run(data, tmp_path, method, encoder=encoder, max_steps=3, lens=True, **CTC_ALONE)
+        for method in ("plain", "gfsa", "degree1")
+    }
+    assert rows["plain"].task == f"an4 {encoder}-d2"
+    assert [row.added for row in rows.values()] == [0, 12, 8]
+    for row in rows.values():
+        assert (row.metric, row.higher_is_better, row.steps) == ("wer", False, 3)
+        assert "cer=" in row.others
+        assert "wer_greedy=" in row.others
+    assert len(list(tmp_path.rglob("lens.html"))) == 3
+
+
+def test_joint_training_and_search_end_to_end(data: Path, tmp_path: Path) -> None:
+    settings = {**JOINT, "tokens": "bpe", "vocabulary": 21, "max_steps": 2, "lr": 1e-4}
+    for encoder, method in zip(ENCODERS, ("gfsa", "plain"), strict=True):
+        row = run(data, tmp_path, method, encoder=encoder, **settings)
+        assert row.steps == 2
+        assert row.test > 0
+        assert "wer_greedy=" in row.others
+
+
+def test_it_learns_to_read_sounds(data: Path, tmp_path: Path) -> None:
+    row = run(
+        data, tmp_path, "gfsa", epochs=40, lr=1e-2, warmup=0.1, depth=1, width=32, dropout=0.0,
+        time_masks=0, feature_masks=0, decode="greedy", eval_every=100, **CTC_ALONE,
+    )  # fmt: skip
+    assert row.test < 30
+
+
+def test_the_same_seed_gives_the_same_numbers(data: Path, tmp_path: Path) -> None:
+    settings = {"max_steps": 3, "decode": "greedy", **CTC_ALONE}
+    runs = [run(data, tmp_path / str(i), "gfsa", seed=i // 2, **settings) for i in range(3)]
+    assert runs[0].moved == runs[1].moved != runs[2].moved
+
+
+def test_librispeech_end_to_end(tmp_path: Path) -> None:
+    for name in ("train-clean-100", "dev-clean", "test-clean", "test-other"):
+        write_librispeech(tmp_path, name)
+    row = run(
+        tmp_path, tmp_path / "runs", dataset="librispeech", batch_size=3, max_steps=2, **CTC_ALONE
+    )  # fmt: skip
+    assert row.task == "librispeech transformer-d2"
+    assert "wer_test-other=" in row.others
+
+
+def test_sets_are_scored_apart(data: Path) -> None:
+    task = task_of(data, **CTC_ALONE)
+    scores = task.score(
+        [
+            {"text": ["A B", "A B C D"], "part": ["clean", "other"], "greedy": ["A", "A B C D"],
+             "beam": ["A B", "A B C"]},
+            {"text": ["A B"], "part": ["clean"], "greedy": ["B"], "beam": ["A C"]},
+        ]
+    )  # fmt: skip
+    assert scores["wer"] == 25
+    assert scores["wer_greedy"] == 50
+    assert scores["wer_other"] == 25
+    assert scores["cer"] == pytest.approx(100 / 6)
+
+
+def test_validation_is_greedy_and_the_test_searched(data: Path) -> None:
+    task = task_of(data, **CTC_ALONE)
+    task.model.eval()
+    with torch.no_grad():
+        assert "beam" not in task.predict(task.model, first_batch(task, "valid"))
+        assert "beam" in task.predict(task.model, first_batch(task, "test"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"library": "torch"}, "library=torch has CTC alone: set decoder_layers=0"),
+        ({"ctc_weight": 1.0}, "CTC alone is decoder_layers=0 and ctc_weight=1, both or neither"),
+        ({"width": 30, "heads": 4}, "width must be even and divisible by heads, got 30 and 4"),
+        ({"encoder": "branchformer", "kernel": 4}, "odd kernel, got 32 and 4"),
+        ({"holdout": 1.0}, r"holdout must lie in \[0, 1\), got 1.0"),
+        ({"test_sets": ()}, "test_sets must name at least one"),
+        ({"valid_sets": ("test-clean",)}, "test-clean is named 2 times, in valid_sets and in test"),
+        ({"train_sets": ("dev-clean",)}, "dev-clean is named 2 times, in train_sets and in valid"),
+        ({"train_sets": ("test-other",)}, "different sets"),
+        ({"test_sets": ("test-clean",) * 2}, "in test_sets and in test_sets"),
+        ({"train_sets": ("train-clean",)}, "train_sets takes sets of LibriSpeech, train-clean-100"),
+        ({"beam": 0}, "beam must be at least 1"),
+        ({"warp": -1}, "warp must not be negative"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeechConfig(**{**SMALL, **settings}).check()
+
+
+def test_the_papers_sizes_are_the_defaults() -> None:
+    transformer, branchformer = (SpeechConfig(encoder=encoder) for encoder in ENCODERS)
+    for config in (transformer, branchformer):
+        config.check()
+    assert (transformer.encoder_layers, transformer.head_count, transformer.hidden_size) == (
+        12, 4, 2048,
+    )  # fmt: skip
+    assert (branchformer.encoder_layers, branchformer.head_count, branchformer.hidden_size) == (
+        18, 8, 3072,
+    )  # fmt: skip
+
+
+def test_without_speechbrain_the_way_out_is_named(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "speechbrain.lobes.models.convolution", None)
+    with pytest.raises(ImportError, match=r"gfsa\[speech\].*library=torch decoder_layers=0"):
+        task_of(data, **JOINT)
+
+
+@pytest.mark.parametrize(("holdout", "shown"), [(0.2, "valid"), (0.0, "test")])
+def test_the_lens_sees_what_chooses(holdout: float, shown: str, data: Path) -> None:
+    task = task_of(data, holdout=holdout, **CTC_ALONE)
+    example = task.example()["features"]
+    alike = []
+    for name, split in task.splits.items():
+        some = split.dataset.__getitems__(list(range(min(8, len(split)))))  # type: ignore[attr-defined]
+        if torch.equal(some["features"], example):
+            alike.append(name)
+    assert alike == [shown]

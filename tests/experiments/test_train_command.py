@@ -1,0 +1,300 @@
+"""``gfsa train`` as it is typed."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+
+import gfsa_experiments.runs.row
+from gfsa_experiments.engine.config import TrainConfig, from_text, parse, settings_of
+from gfsa_experiments.runs.row import Row, read_rows
+from gfsa_experiments.runs.sweep import Request, numbers_of, read_plan
+from support.train_command import train
+
+TOY = "support.toy_recipe"
+
+
+def test_methods_orders_and_seeds_are_all_run(tmp_path: Path) -> None:
+    words = [TOY, "--method", "plain,gfsa", "--K", "2-3", "--seeds", "0,1", "--set", "epochs=1"]
+    code, output = train(tmp_path, *words)
+    assert code == 0
+    assert "6 of 6 runs done" in output
+    rows = read_rows(tmp_path / "results" / "toy.csv")
+    # plain has no K: it is run once for each seed
+    assert sorted((r.method, r.options, r.seed) for r in rows) == [
+        ("gfsa", "", 0),
+        ("gfsa", "", 1),
+        ("gfsa", "K=2", 0),
+        ("gfsa", "K=2", 1),
+        ("plain", "", 0),
+        ("plain", "", 1),
+    ]
+    code, output = train(tmp_path, *words, "--resume")
+    assert code == 0
+    assert output.count("was there") == 6
+    assert len(read_rows(tmp_path / "results" / "toy.csv")) == 6
+
+
+def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text(f"# two lines\n{TOY} --set explode_at=3\n\n{TOY} --method gfsa  # fine\n")
+    code, output = train(tmp_path, "--plan", str(plan))
+    assert code == 1
+    assert "1 of 2 runs done" in output
+    assert "training has diverged" in output
+    diverged, healthy = read_rows(tmp_path / "results" / "toy.csv")
+    assert math.isnan(diverged.test)
+    assert healthy.method == "gfsa"
+
+
+def test_a_killed_process_does_not_take_the_others_along(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text(f"{TOY} --set die=true\n{TOY} --set epochs=1\n")
+    code, output = train(tmp_path, "--plan", str(plan), "--jobs", "2")
+    assert code == 1
+    assert "was killed" in output
+    (row,) = read_rows(tmp_path / "results" / "toy.csv")
+    assert row.settings == "epochs=1.0"
+
+
+def test_a_row_that_got_lost_is_added_later(tmp_path: Path) -> None:
+    words = [TOY, "--set", "epochs=1"]
+    train(tmp_path, *words)
+    (tmp_path / "results" / "toy.csv").unlink()
+    code, output = train(tmp_path, *words, "--resume")
+    assert code == 0
+    assert "was there" in output
+    assert len(read_rows(tmp_path / "results" / "toy.csv")) == 1
+
+
+def test_a_table_of_another_kind_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "toy.csv").write_text("a,b\n1,2\n")
+    code, output = train(tmp_path, TOY)
+    assert code == 2
+    assert "other columns" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_is_run_again_has_its_new_row(tmp_path: Path) -> None:
+    """On another machine, say, or after a change: the latest row counts."""
+    words = [TOY, "--set", "epochs=1"]
+    assert train(tmp_path, *words)[0] == 0
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert train(tmp_path, *words)[0] == 0
+    first, second = read_rows(tmp_path / "results" / "toy.csv")
+    assert first.test == second.test
+    assert first.date <= second.date
+
+
+def test_a_damaged_table_is_found_before_training(tmp_path: Path) -> None:
+    table = tmp_path / "results" / "toy.csv"
+    words = [TOY, "--set", "epochs=1", "--seeds"]
+    assert train(tmp_path, *words, "0")[0] == 0
+    whole = table.read_bytes()
+    # the system went down while a row was written
+    table.write_bytes(whole[:-30] + whole.splitlines(keepends=True)[1])
+    for more in ([], ["--missing"]):
+        code, output = train(tmp_path, *words, "1", *more)
+        assert code == 2
+        assert "line 2: expected" in output
+    assert not list((tmp_path / "runs").rglob("seed-1"))
+    table.write_bytes(b"\xff\xfe")
+    code, output = train(tmp_path, *words, "1")
+    assert code == 2
+    assert "toy.csv is not CSV" in " ".join(output.replace("│", " ").split())
+
+
+def test_an_empty_table_gets_its_header(tmp_path: Path) -> None:
+    table = tmp_path / "results" / "toy.csv"
+    table.parent.mkdir()
+    # the system went down before the first row was written
+    table.touch()
+    assert train(tmp_path, TOY, "--set", "epochs=1", "--missing")[0] == 0
+    assert len(read_rows(table)) == 1
+
+
+def test_a_row_that_cannot_be_added_does_not_take_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "results" / "toy.csv"
+    append = gfsa_experiments.runs.row.append_rows
+
+    def full_once(path: Path, rows: list[Row]) -> None:
+        if rows[0].seed == 0:
+            raise OSError("No space left on device")
+        append(path, rows)
+
+    monkeypatch.setattr(gfsa_experiments.runs.row, "append_rows", full_once)
+    words = [TOY, "--set", "epochs=1", "--seeds", "0,1"]
+    code, output = train(tmp_path, *words)
+    assert code == 1
+    assert "1 of 2 runs done" in output
+    assert "row.json, --resume adds it: No space left" in " ".join(output.split())
+    assert [row.seed for row in read_rows(table)] == [1]
+    monkeypatch.undo()
+    assert train(tmp_path, *words, "--resume")[0] == 0
+    assert sorted(row.seed for row in read_rows(table)) == [0, 1]
+
+
+def test_runs_of_other_settings_are_told_apart(tmp_path: Path) -> None:
+    code, output = train(tmp_path, TOY, "--each", "lr=1e-3,1e-2", "--set", "epochs=1")
+    assert code == 0
+    assert "toy plain seed 0 lr=0.001: accuracy" in output
+    # the recipe's own
+    assert "toy plain seed 0: accuracy" in output
+
+
+def test_a_method_without_the_option_is_run_once(tmp_path: Path) -> None:
+    words = [TOY, "--method", "plain,gfsa", "--each", "filter_lr=1e-3,1e-2", "--set", "epochs=1"]
+    code, output = train(tmp_path, *words)
+    assert code == 0
+    assert "3 of 3 runs done" in output
+
+
+def test_models_of_the_same_name_are_two_models() -> None:
+    from gfsa_experiments.runs.run import Run
+    from gfsa_experiments.tasks.glue.recipe import GlueConfig
+
+    blank = Run(recipe="glue", config=GlueConfig(model="my models/bert", task="rte"))
+    words = shlex.split(blank.command)
+    assert words[-4:] == ["--set", "task=rte", "--set", "model=my models/bert"]
+    assert settings_of(GlueConfig(model="minilm")) == ""
+    assert settings_of(GlueConfig(model="a/bert")) != settings_of(GlueConfig(model="b/bert"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nothing"], "there is no recipe 'nothing'"),
+        (["no.where"], "there is no module 'no' with a recipe"),
+        (["support.tiny"], "support.tiny has no RECIPE"),
+        ([TOY, "--method", "magic"], "there is no method 'magic'"),
+        ([TOY, "--set", "epoch=3"], "did you mean epochs"),
+        ([TOY, "--set", "epochs=many"], "epochs must be of type float"),
+        ([TOY, "--set", "epochs"], "key=value"),
+        ([TOY, "--set", "precision=int8"], "fp32, tf32, bf16, fp16"),
+        ([TOY, "--set", "K=4"], "has such an option"),
+        ([TOY, "--method", "degree1", "--K", "4"], "has such an option"),
+        ([TOY, "--set", "seed=3"], "--seeds"),
+        ([TOY, "--seeds", "a-b"], "0-4"),
+        ([TOY, "--seeds", "4-0"], "0-4"),
+        ([TOY, "--seeds", "0-2,9-7"], "--seeds takes numbers such as"),
+        ([TOY, "--method", "gfsa", "--K", "1"], "K must be an integer of at least 2"),
+        ([TOY, "--method", "gfsa", "--set", "learn="], "learn names what a filter learns"),
+        ([TOY, "--set", "epochs=1", "--set", "max_steps=3"], "both say when to stop"),
+        ([TOY, "--set", "schedule=constant", "--set", "min_lr=0.1"], "min_lr (schedule=constant"),
+        (["lra", "--method", "gfsa", "--set", "attention=linformer"], "cannot be put into"),
+        ([TOY, "--seeds", "0-999999999"], "at most 10000 numbers"),
+        ([TOY, "--set", "epochs=1e308"], "epochs must be at most 1e+09"),
+        ([], "--list"),
+        ([TOY, "--plan", "x.txt"], "--plan"),
+        (["--plan", "/nowhere/x.txt"], "No such file"),
+        ([TOY, "--set", "batch_size=0"], "batch_size must be above 0"),
+        ([TOY, "--set", "clip=nan"], "clip must be finite"),
+        ([TOY, "--set", "min_lr=inf"], "min_lr must be finite"),
+        ([TOY, "--each", "lr=1,2", "--each", "lr=3"], "lr given twice"),
+        ([TOY, "--each", "lr=1,2", "--set", "lr=3"], "lr given twice"),
+        ([TOY, "--method", "gfsa", "--K", "2", "--set", "K=4"], "K is given by --K and by --set"),
+        (["--plan", "x.txt", "--seeds", "0-4"], "--seeds would change nothing beside --plan"),
+        (["--plan", "x.txt", "--method", "gfsa", "--set", "lr=1"], "--method, --set would change"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, words: list[str], told: str) -> None:
+    code, output = train(tmp_path, *words)
+    assert code == 2
+    assert told in " ".join(output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("RECIPE = 3", "it is not a gfsa_experiments.engine.task.Recipe: got int"),
+        ("def", "cannot be imported: invalid syntax"),
+        ("from gfsa import nothing", "cannot be imported: cannot import name 'nothing'"),
+    ],
+)
+def test_a_broken_module_of_ones_own_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
+) -> None:
+    package = tmp_path / f"broken{abs(hash(text))}"
+    package.mkdir()
+    (package / "mine.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, output = train(tmp_path, f"{package.name}.mine")
+    assert code == 2
+    assert told in " ".join(output.replace("│", " ").split())
+
+
+def test_the_list_names_every_recipe_and_method(tmp_path: Path) -> None:
+    code, output = train(tmp_path, "--list")
+    assert code == 0
+    for name in (*gfsa_experiments.tasks.RECIPES, "contranorm", "degree1"):
+        assert name in output
+
+
+def test_runs_side_by_side_give_the_numbers_of_runs_alone(tmp_path: Path) -> None:
+    code, _ = train(tmp_path, TOY, "--seeds", "0-1", "--set", "epochs=1")
+    assert code == 0
+    alone = {row.seed: row.test for row in read_rows(tmp_path / "results" / "toy.csv")}
+    from gfsa_experiments.runs.run_many import carry_out_all
+
+    runs = Request(TOY, seeds=(0, 1), settings=(("epochs", "1"),)).runs(
+        out=tmp_path / "beside", device="cpu", jobs=2
+    )
+    finished = list(carry_out_all(runs, jobs=2))
+    assert {f.run.config.seed: f.row.test for f in finished if f.row} == alone
+
+
+def test_text_becomes_typed_values() -> None:
+    assert parse("x", "none", int | None) is None
+    assert parse("x", "3", int | None) == 3
+    assert parse("x", "a, b", tuple[str, ...]) == ("a", "b")
+    assert parse("x", "yes", bool) is True
+    assert numbers_of("--K", "2-4,7") == (2, 3, 4, 7)
+    changed = from_text(TrainConfig, {"lr": "1e-3", "workers": "2"})
+    assert settings_of(changed) == "lr=0.001"
+
+
+def test_a_plan_shares_and_varies_settings(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text(
+        f"common --seeds 1 --set epochs=1\n{TOY} --method gfsa --each lr=1e-3,1e-2 --each K=2,4\n"
+        f"common\n{TOY} --set epochs=3\n"
+    )
+    runs = [run for request in read_plan(plan) for run in request.runs(out=tmp_path)]
+    assert [(r.config.seed, r.config.epochs, r.config.lr, r.options.K) for r in runs] == [
+        (1, 1, 1e-3, 2),
+        (1, 1, 1e-3, 4),
+        (1, 1, 1e-2, 2),
+        (1, 1, 1e-2, 4),
+        (0, 3, 1e-2, 3),
+    ]
+
+
+def test_missing_leaves_out_what_results_have(tmp_path: Path) -> None:
+    words = [TOY, "--seeds", "0", "--set", "epochs=1"]
+    assert train(tmp_path, *words)[0] == 0
+    # on another machine: the results are there, the runs are not
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    words[2] = "0-1"
+    code, output = train(tmp_path, *words, "--missing")
+    assert code == 0
+    assert "1 of 1 runs done" in output
+    assert [row.seed for row in read_rows(tmp_path / "results" / "toy.csv")] == [0, 1]
+    code, output = train(tmp_path, *words, "--missing")
+    assert code == 0
+    assert "has all of these runs" in output
+
+
+def test_a_plan_says_which_line_is_wrong(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text("toy\ntoy --sets epochs=1\n")
+    with pytest.raises(ValueError, match=r"plan\.txt:2: .*--sets"):
+        read_plan(plan)
+    plan.write_text("# nothing\n")
+    with pytest.raises(ValueError, match="no runs"):
+        read_plan(plan)

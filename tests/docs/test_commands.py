@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.runs.run import Run
-from gfsa_experiments.runs.sweep import runs_of_plan
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

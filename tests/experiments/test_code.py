@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import gfsa
-from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.commands.train import runs_of_plan
+from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.runs.sweep import read_plan
 from gfsa_experiments.tasks.code.recipe import CodeConfig, CodeTask
 from support.interrupting import ends_as_if_never_interrupted
 from support.tiny_texts import save_model, write_clones, write_devign
@@ -203,7 +203,7 @@ def test_an_interrupted_run_comes_to_the_same_end(
 
 def test_the_plan_can_be_read() -> None:
     plan = Path(__file__).parents[2] / "results/plans/code.txt"
-    runs = [run for request in read_plan(plan) for run in request.runs()]
+    runs = runs_of_plan(plan)
     assert {"plain", "gfsa"} <= {run.method for run in runs}
     assert {run.config.seed for run in runs} >= {0, 1, 2, 3, 4}
 

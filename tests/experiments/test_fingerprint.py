@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, Task, as_it_is
-from gfsa_experiments.runs.fingerprint import difference, fingerprint
+from gfsa_experiments.runs.fingerprint import fingerprint
+from gfsa_experiments.runs.same_data import difference
 from gfsa_experiments.tasks.image.cifar import _read as read_cifar_once
 from gfsa_experiments.tasks.image.image_folder import list_images
 from gfsa_experiments.tasks.image.recipe import ImageConfig, build
@@ -188,10 +189,10 @@ def test_nothing_is_drawn_from_the_generators_of_training() -> None:
 
 def test_differences_are_told() -> None:
     assert difference("3+1+2 aaaaaaaa", "4+1+2 bbbbbbbb") == (
-        "3+1+2 examples to train+validate+test on then, 4+1+2 now"
+        "3+1+2 examples in train+valid+test then, 4+1+2 now"
     )
     assert difference("3+1+2 aaaaaaaa", "3+1+2 bbbbbbbb") == (
-        "as many examples, 3+1+2, but others: aaaaaaaa then, bbbbbbbb now"
+        "as many examples, 3+1+2, but different ones: aaaaaaaa then, bbbbbbbb now"
     )
 
 

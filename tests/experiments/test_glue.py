@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import gfsa
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.data.pretrained import model_source
 from gfsa_experiments.data.token_batches import hold_out
-from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.runs.sweep import read_plan
 from gfsa_experiments.tasks.glue.recipe import GlueConfig, GlueTask
 from support.interrupting import ends_as_if_never_interrupted
 from support.tiny_texts import save_model, write_glue
@@ -226,7 +226,7 @@ def test_an_interrupted_run_comes_to_the_same_end(
 
 def test_the_plan_can_be_read() -> None:
     plan = Path(__file__).parents[2] / "results/plans/glue.txt"
-    runs = [run for request in read_plan(plan) for run in request.runs()]
+    runs = runs_of_plan(plan)
     assert {run.config.task for run in runs} >= {"cola", "rte", "stsb", "sst2", "qnli"}  # type: ignore[attr-defined]
     assert all(run.config.holdout > 0 for run in runs)  # type: ignore[attr-defined]
 

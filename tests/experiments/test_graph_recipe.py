@@ -16,9 +16,9 @@ from torch_geometric.nn import GPSConv
 import gfsa
 from gfsa.models import GraphormerCollator, GraphViT, GraphViTCollator
 from gfsa_experiments.engine.compiling import compile_blocks
-from gfsa_experiments.engine.methods import MethodConfig
 from gfsa_experiments.engine.nested import signature_of
 from gfsa_experiments.runs.fingerprint import fingerprint
+from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.graph import recipe as graph

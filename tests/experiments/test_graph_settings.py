@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 import pytest
 
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.engine.config import from_text, settings_of
 from gfsa_experiments.runs.run import Run
-from gfsa_experiments.runs.sweep import read_plan
 from gfsa_experiments.tasks.graph.data_sets import DataName
 from gfsa_experiments.tasks.graph.recipe import GraphConfig, ModelName
 from gfsa_experiments.tasks.graph.settings import paper_settings
@@ -92,7 +92,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 
 def test_the_planned_experiments_are_runs() -> None:
     plan = Path(__file__).parents[2] / "results" / "plans" / "graph.txt"
-    runs = [run for request in read_plan(plan) for run in request.runs()]
+    runs = runs_of_plan(plan)
     compared: dict[str, set[str]] = {}
     for one in runs:
         compared.setdefault(one.config.label(), set()).add(settings_of(one.config))

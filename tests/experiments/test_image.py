@@ -11,11 +11,11 @@ import torch
 from timm.data import Mixup
 
 import gfsa
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.engine.config import settings_of
-from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.runs.sweep import read_plan
 from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.image import recipe as image_recipe
 from gfsa_experiments.tasks.image.augment import (
@@ -243,7 +243,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 
 def test_the_planned_experiments_are_runs() -> None:
     plan = Path(__file__).parents[2] / "results" / "plans" / "image.txt"
-    runs = [run for request in read_plan(plan) for run in request.runs()]
+    runs = runs_of_plan(plan)
     assert {run.config.label() for run in runs} == {
         "cifar10 deit_tiny-d12",
         "cifar10 deit_tiny-d24",

@@ -13,10 +13,10 @@ from PIL import Image
 
 import gfsa
 from gfsa.operators import LinearOperator
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.engine.config import settings_of
-from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
-from gfsa_experiments.runs.sweep import read_plan
 from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.lra import recipe as lra
 from gfsa_experiments.tasks.lra.listops import write_listops
@@ -237,7 +237,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize("name", ["lra", "lra-time"])
 def test_the_planned_experiments_are_runs(name: str) -> None:
     plan = Path(__file__).parents[2] / "results" / "plans" / f"{name}.txt"
-    runs = [one for request in read_plan(plan) for one in request.runs()]
+    runs = runs_of_plan(plan)
     assert {one.config.label() for one in runs} == {
         f"{task} {attention}"
         for task in ("listops", "image")

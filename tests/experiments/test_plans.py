@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from gfsa_experiments.engine.methods import METHODS, Method, MethodConfig, check_fit, check_options
+from gfsa_experiments.commands.train import runs_of_plan
+from gfsa_experiments.runs.methods import METHODS, Method, MethodConfig, check_fit, check_options
 from gfsa_experiments.runs.row import Row, read_rows
 from gfsa_experiments.runs.run import Key, Run
-from gfsa_experiments.runs.sweep import Request, numbers_of, runs_of_plan
+from gfsa_experiments.runs.sweep import Request, numbers_of
 
 TOY = "support.toy_recipe"
 RESULTS = Path(__file__).parents[2] / "results"
@@ -122,10 +123,10 @@ def test_numbers_are_each_taken_once() -> None:
         ("gfsa", "K=1", "K must be an integer of at least 2"),
         ("gfsa", "w0=nan", "w0 must be finite"),
         ("gfsa", "lr_multiplier=-1", "lr_multiplier must be a positive number"),
-        ("gfsa", "filter_lr=-1", "filter_lr must be a number of at least 0"),
+        ("gfsa", "filter_lr=-1", "filter_lr must be at least 0 and finite"),
         ("gfsa", "learn=w0,w0", "at most once"),
-        ("gfsa", "learn=", "learn names what a filter learns"),
-        ("gfsa-even", "learn=", "learn names what a filter learns"),
+        ("gfsa", "learn=", "learn lists the coefficients that a filter learns"),
+        ("gfsa-even", "learn=", "learn lists the coefficients that a filter learns"),
         ("pagerank", "alpha=7", "alpha is a probability"),
         ("pagerank", "hops=0", "hops must be an integer of at least 1"),
         ("polynomial", "degree=-1", "degree must be an integer of at least 0"),
@@ -177,7 +178,7 @@ def test_without_its_term_the_order_is_nobodys_option() -> None:
         ("learn=w0 power=exact", ()),
         ("learn=w1", (2,)),
     ):
-        with pytest.raises(ValueError, match=r"(K|power) \(none .* such an option beside learn=w"):
+        with pytest.raises(ValueError, match=r"(K|power) \(none .* such an option with learn=w"):
             runs_of(TOY, settings, "gfsa", orders=orders)
     # for a method that has the term it is one; the other is run once
     runs = runs_of(TOY, "learn=w0", "gfsa", "gfsa-published", orders=(2, 4))
@@ -206,7 +207,7 @@ def test_a_device_that_is_none_is_found_at_once(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("method", ["gfsa", "polynomial", "attnscale"])
 def test_a_map_that_is_not_square_takes_no_filter(method: str) -> None:
-    with pytest.raises(ValueError, match="cannot be put into listops linformer") as caught:
+    with pytest.raises(ValueError, match="cannot be applied to listops linformer") as caught:
         runs_of("lra", "attention=linformer", "plain", method)
     # two layers are enough to see why
     assert "blocks.1" in str(caught.value)
@@ -218,8 +219,8 @@ def test_a_map_that_is_not_square_takes_no_filter(method: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ("model=resnet18", "cannot be put into folder resnet18: found no self-attention"),
-        ("model=convit_tiny", "cannot be put into folder convit_tiny: .*no adapter knows MHSA"),
+        ("model=resnet18", "cannot be applied to folder resnet18: found no self-attention"),
+        ("model=convit_tiny", "cannot be applied to folder convit_tiny: .*no adapter knows MHSA"),
         ("model=deit_huge", "timm has no model 'deit_huge'; short names here: deit_tiny"),
         ("model=resnet18 dataset=cifar10", "timm cannot make resnet18 with .*image_size=32"),
         ("model=swinv2_tiny_window8_256 image_size=224", "timm cannot make .* image_size=224"),

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import gfsa
-from gfsa_experiments.engine.methods import MethodConfig
+from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.speech.augment import masks, warp_time

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import gfsa_experiments.runs.row
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.engine.config import TrainConfig, from_text, parse, settings_of
 from gfsa_experiments.runs.row import Row, read_rows
-from gfsa_experiments.runs.sweep import Request, numbers_of, read_plan
+from gfsa_experiments.runs.sweep import Request, numbers_of
 from support.train_command import train
 
 TOY = "support.toy_recipe"
@@ -34,7 +35,7 @@ def test_methods_orders_and_seeds_are_all_run(tmp_path: Path) -> None:
     ]
     code, output = train(tmp_path, *words, "--resume")
     assert code == 0
-    assert output.count("was there") == 6
+    assert output.count("finished before") == 6
     assert len(read_rows(tmp_path / "results" / "toy.csv")) == 6
 
 
@@ -66,7 +67,7 @@ def test_a_row_that_got_lost_is_added_later(tmp_path: Path) -> None:
     (tmp_path / "results" / "toy.csv").unlink()
     code, output = train(tmp_path, *words, "--resume")
     assert code == 0
-    assert "was there" in output
+    assert "finished before" in output
     assert len(read_rows(tmp_path / "results" / "toy.csv")) == 1
 
 
@@ -184,23 +185,29 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--seeds", "4-0"], "0-4"),
         ([TOY, "--seeds", "0-2,9-7"], "--seeds takes numbers such as"),
         ([TOY, "--method", "gfsa", "--K", "1"], "K must be an integer of at least 2"),
-        ([TOY, "--method", "gfsa", "--set", "learn="], "learn names what a filter learns"),
+        (
+            [TOY, "--method", "gfsa", "--set", "learn="],
+            "learn lists the coefficients that a filter learns",
+        ),
         ([TOY, "--set", "epochs=1", "--set", "max_steps=3"], "both say when to stop"),
         ([TOY, "--set", "schedule=constant", "--set", "min_lr=0.1"], "min_lr (schedule=constant"),
-        (["lra", "--method", "gfsa", "--set", "attention=linformer"], "cannot be put into"),
+        (["lra", "--method", "gfsa", "--set", "attention=linformer"], "cannot be applied to"),
         ([TOY, "--seeds", "0-999999999"], "at most 10000 numbers"),
-        ([TOY, "--set", "epochs=1e308"], "epochs must be at most 1e+09"),
+        ([TOY, "--set", "epochs=1e308"], "epochs must lie in (0, 1e+09]"),
         ([], "--list"),
         ([TOY, "--plan", "x.txt"], "--plan"),
         (["--plan", "/nowhere/x.txt"], "No such file"),
-        ([TOY, "--set", "batch_size=0"], "batch_size must be above 0"),
-        ([TOY, "--set", "clip=nan"], "clip must be finite"),
-        ([TOY, "--set", "min_lr=inf"], "min_lr must be finite"),
+        ([TOY, "--set", "batch_size=0"], "batch_size must be at least 1 and finite, got 0"),
+        ([TOY, "--set", "clip=nan"], "clip must be at least 0 and finite, got nan"),
+        ([TOY, "--set", "min_lr=inf"], "min_lr must be at least 0 and finite, got inf"),
         ([TOY, "--each", "lr=1,2", "--each", "lr=3"], "lr given twice"),
         ([TOY, "--each", "lr=1,2", "--set", "lr=3"], "lr given twice"),
         ([TOY, "--method", "gfsa", "--K", "2", "--set", "K=4"], "K is given by --K and by --set"),
-        (["--plan", "x.txt", "--seeds", "0-4"], "--seeds would change nothing beside --plan"),
-        (["--plan", "x.txt", "--method", "gfsa", "--set", "lr=1"], "--method, --set would change"),
+        (["--plan", "x.txt", "--seeds", "0-4"], "--seeds would have no effect with --plan"),
+        (
+            ["--plan", "x.txt", "--method", "gfsa", "--set", "lr=1"],
+            "--method, --set would have no effect",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, words: list[str], told: str) -> None:
@@ -265,7 +272,7 @@ def test_a_plan_shares_and_varies_settings(tmp_path: Path) -> None:
         f"common --seeds 1 --set epochs=1\n{TOY} --method gfsa --each lr=1e-3,1e-2 --each K=2,4\n"
         f"common\n{TOY} --set epochs=3\n"
     )
-    runs = [run for request in read_plan(plan) for run in request.runs(out=tmp_path)]
+    runs = runs_of_plan(plan, out=tmp_path)
     assert [(r.config.seed, r.config.epochs, r.config.lr, r.options.K) for r in runs] == [
         (1, 1, 1e-3, 2),
         (1, 1, 1e-3, 4),
@@ -292,9 +299,17 @@ def test_missing_leaves_out_what_results_have(tmp_path: Path) -> None:
 
 def test_a_plan_says_which_line_is_wrong(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
-    plan.write_text("toy\ntoy --sets epochs=1\n")
-    with pytest.raises(ValueError, match=r"plan\.txt:2: .*--sets"):
-        read_plan(plan)
+    for line, message in (
+        ("--sets epochs=1", "No such option: --sets"),
+        ("--set", "--set.* requires an argument"),
+        ("--seeds a-b", "--seeds takes numbers"),
+        ("twice", "unexpected extra argument"),
+        ("--jobs 2 --data-dir here", "a line of a plan takes .* --each; .* --data-dir, --jobs"),
+        ("--help", "No such option: --help"),
+    ):
+        plan.write_text(f"{TOY}\n{TOY} {line}\n")
+        with pytest.raises(ValueError, match=rf"plan\.txt:2: .*{message}"):
+            runs_of_plan(plan)
     plan.write_text("# nothing\n")
     with pytest.raises(ValueError, match="no runs"):
-        read_plan(plan)
+        runs_of_plan(plan)

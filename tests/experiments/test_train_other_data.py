@@ -44,7 +44,7 @@ def test_folders_of_images_are_not_mixed_up(tmp_path: Path) -> None:
     assert train(tmp_path, *words, str(first), "--method", "plain")[0] == 0
     code, output = train(tmp_path, *words, str(second), "--method", "plain", "--resume")
     assert code == 0
-    assert "was there" not in output
+    assert "finished before" not in output
     code, output = train(tmp_path, *words, str(second), "--method", "plain,gfsa", "--missing")
     assert code == 0
     # plain on B is there by now, from the line above
@@ -88,7 +88,7 @@ def test_folders_of_one_name_are_told_apart_by_what_is_in_them(tmp_path: Path) -
     assert code == 1
     told = " ".join(output.split())
     assert "holds a finished run on other data, from " in told
-    assert "as many examples, 14+2+8, but others: " in told
+    assert "as many examples, 14+2+8, but different ones: " in told
     assert len(read_rows(tmp_path / "results" / "image.csv")) == 1
 
 

@@ -1,8 +1,9 @@
-"""``gfsa train``."""
+"""``gfsa train``: run a sweep, or the sweeps of a plan, and append a row for each run."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +14,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gfsa_experiments.runs.run import Run
+    from gfsa_experiments.runs.sweep import Request
+
+# click's own class, or that of the copy of click in newer versions of typer
+_UsageError: Any = typer.BadParameter.__base__
+
+# the parameters that describe a sweep, which a line of a plan may have, and their flags
+_SWEEP = {
+    "method": "--method",
+    "K": "--K",
+    "seeds": "--seeds",
+    "setting": "--set",
+    "each": "--each",
+}
 
 
 def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="glue, causal_lm, code, image, graph …")] = "",
-    method: Annotated[str, typer.Option(help="plain, gfsa, gfsa-even …, by commas.")] = "plain",
+    method: Annotated[
+        str, typer.Option(help="plain, gfsa, gfsa-even …, separated by commas.")
+    ] = "plain",
     K: Annotated[str, typer.Option("--K", help="Order of the filter: 3, or 2-10 for all.")] = "",
     seeds: Annotated[str, typer.Option(help="0,1,2 or 0-4.")] = "0",
     data_dir: Annotated[Path, typer.Option(envvar="GFSA_DATA", help="Where data sets lie.")] = Path(
@@ -46,7 +62,7 @@ def train(
     ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show recipes and methods.")] = False,
 ) -> None:
-    """Train with and without a graph filter, and write down what came out."""
+    """Train with and without a graph filter, and record the results."""
     from rich.console import Console
 
     try:
@@ -56,28 +72,22 @@ def train(
             f"gfsa train needs {error.name}: pip install gfsa-experiments"
         ) from error
 
-    # launchers tell each process its place; asking torch would take a GPU for this one
+    # launchers set the rank; asking torch for it would initialise a GPU in this process
     rank = int(os.environ.get("RANK", 0))
     console = Console(quiet=rank > 0)
-    # recipes of one's own lie where one stands, as for python -m
+    # as for python -m, modules of the user's own are found in the working directory
     sys.path.append(os.getcwd())
     if show:
-        _show(console)
+        _print_recipes_and_methods(console)
         return
     from gfsa_experiments.runs.row import check_rows_fit
-    from gfsa_experiments.runs.sweep import (
-        Request,
-        lacking,
-        names_of,
-        numbers_of,
-        runs_of_plan,
-        setting_of,
-    )
+    from gfsa_experiments.runs.same_data import compare_once
+    from gfsa_experiments.runs.sweep import Request, lacking
 
     if bool(recipe) == (plan is not None):
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
     if plan is not None:
-        _refuse_beside_a_plan(context)
+        _refuse_sweep_with_plan(context)
     places: dict[str, Any] = {
         "data_dir": data_dir,
         "out": out,
@@ -85,109 +95,143 @@ def train(
         "resume": resume,
         "jobs": jobs,
     }
-    runs: list[Run] = []
     try:
         if plan is not None:
             runs = runs_of_plan(plan, **places)
-            # whatever time cuts off, the seeds that are there are there for every method
+            # if time runs out, every method has the same seeds
             runs.sort(key=lambda run: run.config.seed)
         else:
-            request = Request(
-                recipe,
-                methods=names_of(method),
-                orders=numbers_of("--K", K) if K else (),
-                seeds=numbers_of("--seeds", seeds),
-                settings=tuple(setting_of(text) for text in setting or []),
-                each=tuple(setting_of(text) for text in each or []),
-            )
+            request = Request.from_arguments(recipe, method, K, seeds, setting, each)
             runs = request.runs(**places)
         runs = list({run.folder: run for run in runs}.values())
         for name in {run.key().recipe for run in runs}:
             check_rows_fit(results / f"{name}.csv")
-        # reads every row: a damaged table is found now, not when there is a row to add
-        lacked = lacking(runs, results)
+        # reads every row: a damaged table is found now, not when the first row is appended
+        without_row = lacking(runs, results)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
-        runs = lacked
+        runs = without_row
         if not runs:
             console.print(f"{results} has all of these runs")
             return
     _print_config(console, runs[0])
-    runs = _told_of_other_data(runs, results)
-    failed = _carry_out(console, runs, jobs, results, write=rank == 0)
+    failed = _carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
 
 
-def _told_of_other_data(runs: list[Run], results: Path) -> list[Run]:
-    """One run of each experiment looks whether there are rows on other data: once is enough."""
-    import dataclasses
-
-    first: dict[tuple[str, str, str], Run] = {}
-    for run in runs:
-        if not (run.resume and (run.folder / "row.json").exists()):
-            key = run.key()
-            first.setdefault((key.recipe, key.task, key.settings), run)
-    looking = {run.folder for run in first.values()}
-    return [
-        dataclasses.replace(run, results=results if run.folder in looking else None) for run in runs
-    ]
+def runs_of_plan(path: Path, **places: Any) -> list[Run]:
+    """The runs of every line of a plan; an error names its line."""
+    runs: list[Run] = []
+    for number, request in _read_plan(path):
+        try:
+            runs += request.runs(**places)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+    return runs
 
 
-def _refuse_beside_a_plan(context: typer.Context) -> None:
-    flags = {"method": "--method", "K": "--K", "seeds": "--seeds", "setting": "--set"}
-    given = [
-        flag
-        for name, flag in (flags | {"each": "--each"}).items()
-        if (source := context.get_parameter_source(name)) and source.name != "DEFAULT"
-    ]
+def _read_plan(path: Path) -> list[tuple[int, Request]]:
+    """The line numbers and requests of a file with arguments of ``gfsa train`` on each line.
+
+    ``#`` begins a comment. A line ``common`` with arguments adds these to every line below it, up
+    to the next ``common``.
+    """
+    requests = []
+    common: list[str] = []
+    # some editors write a byte order mark
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        try:
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["common"]:
+                common = words[1:]
+            elif words:
+                requests.append((number, _parse_line([words[0], *common, *words[1:]])))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+    if not requests:
+        raise ValueError(f"{path} has no runs in it")
+    return requests
+
+
+def _parse_line(words: list[str]) -> Request:
+    """A line of a plan, parsed by the command itself."""
+    from gfsa_experiments.runs.sweep import Request
+
+    app = typer.Typer(add_completion=False)
+    app.command(add_help_option=False)(train)
+    command = typer.main.get_command(app)
+    try:
+        context = command.make_context("gfsa train", list(words))
+    except _UsageError as error:
+        raise ValueError(error.format_message()) from error
+    others = [name for name in _given(context) if name not in ("recipe", *_SWEEP)]
+    if others:
+        raise ValueError(
+            f"a line of a plan takes {', '.join(_SWEEP.values())}; give the command itself "
+            f"--{', --'.join(name.replace('_', '-') for name in others)}"
+        )
+    return Request.from_arguments(**{name: context.params[name] for name in ("recipe", *_SWEEP)})
+
+
+def _given(context: Any) -> list[str]:
+    """The parameters of a command that were given on its command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
+def _refuse_sweep_with_plan(context: typer.Context) -> None:
+    given = [_SWEEP[name] for name in _given(context) if name in _SWEEP]
     if given:
         raise typer.BadParameter(
-            f"{', '.join(given)} would change nothing beside --plan, whose lines say it all; "
-            "write it into the plan (a line that begins with common is for all below)"
+            f"{', '.join(given)} would have no effect with --plan, whose lines have their own; write "
+            "it into the plan (a line that begins with common is for all lines below it)"
         )
 
 
 def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
-    """Run everything, add each row as it comes, and give the number of runs that failed."""
-    from gfsa_experiments.engine.progress import many, one_at_a_time
-    from gfsa_experiments.runs.row import append_rows, has_row
+    """Run everything, append each row as it comes, and return the number of failed runs."""
+    from gfsa_experiments.commands.progress_bars import all_runs, each_run
+    from gfsa_experiments.runs.row import append_rows
     from gfsa_experiments.runs.run_many import carry_out_all
+    from gfsa_experiments.runs.same_data import has_row
 
-    done = {run.folder for run in runs if run.resume and (run.folder / "row.json").exists()}
+    done = {run.folder for run in runs if run.is_resumed_and_finished}
     if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise typer.BadParameter("--jobs is for one process; accelerate launch has started several")
+        raise typer.BadParameter(
+            "--jobs needs a single process, but accelerate launch has started several"
+        )
     failed, names = 0, _names(runs)
-    with (one_at_a_time if jobs == 1 else many)(console, len(runs)) as (progress, advance):
+    with (each_run if jobs == 1 else all_runs)(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, error = finished.run, finished.row, finished.error
             if row is not None and write:
                 try:
-                    # of several rows of one run the latest counts; one that was finished before
-                    # has its row here, unless that did not get here for whatever reason
+                    # of several rows of a run the latest counts; a run that was finished before
+                    # usually has its row in the table
                     table = results / f"{row.recipe}.csv"
                     if run.folder not in done or not has_row(table, row):
                         append_rows(table, [row])
                 except (ValueError, OSError) as reason:
-                    # nor does it take the others along
+                    # the other runs continue
                     kept = f"its row is in {run.folder / 'row.json'}, --resume adds it: {reason}"
                     error = f"{error}; {kept}" if error else kept
             if row is None or error:
                 failed += 1
-                told = f"failed: {names[run.folder]}: {error}"
-                console.print(told, style="red", markup=False)
+                message = f"failed: {names[run.folder]}: {error}"
+                console.print(message, style="red", markup=False)
             else:
-                was_there = "was there: " if run.folder in done else ""
-                told = f"{was_there}{names[run.folder]}: {row.metric} {row.test:.4f}"
-                console.print(told, highlight=False, markup=False)
+                before = "finished before: " if run.folder in done else ""
+                message = f"{before}{names[run.folder]}: {row.metric} {row.test:.4f}"
+                console.print(message, highlight=False, markup=False)
             advance()
     console.print(f"{len(runs) - failed} of {len(runs)} runs done; gfsa results shows the tables")
     return failed
 
 
 def _names(runs: list[Run]) -> dict[Path, str]:
-    """What each run is called: itself, and the settings that not all of them have."""
+    """The name of each run, with the settings that not all of them share."""
     settings = {run.folder: run.key().settings.split() for run in runs}
     shared = set.intersection(*map(set, settings.values()))
     own = {
@@ -209,14 +253,14 @@ def _print_config(console: Console, run: Run) -> None:
     console.print(table)
 
 
-def _show(console: Console) -> None:
+def _print_recipes_and_methods(console: Console) -> None:
     from rich.table import Table
 
-    from gfsa_experiments.engine.methods import METHODS
+    from gfsa_experiments.runs.methods import METHODS
     from gfsa_experiments.tasks import RECIPES, find_recipe
 
     table = Table(title="Recipes", show_lines=True)
-    for column in ("recipe", "what it trains", "data", "looked for under --data-dir", "from"):
+    for column in ("recipe", "what it trains", "data", "files under --data-dir", "source"):
         table.add_column(column)
     for name in RECIPES:
         recipe = find_recipe(name)

@@ -1,6 +1,6 @@
-"""Which examples a step sees: a function of the seed and the step alone.
+"""Samplers and loaders: the examples of a step depend on the seed and the step alone.
 
-So an interrupted run goes on in the middle of an epoch without reading what it has seen already.
+So a resumed run continues in the middle of an epoch without reading earlier batches again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gfsa_experiments.engine.randomness import drawing_apart
+from gfsa_experiments.engine.randomness import isolated_generators
 from gfsa_experiments.engine.task import Split
 
-# batches whose examples are sorted by length together
+# number of batches whose examples are sorted by length together
 _POOL = 50
 
 
@@ -24,13 +24,13 @@ class EpochBatches(Sampler[list[int]]):
     """The indices of each batch of one epoch, for one of several processes.
 
     Args:
-        count: how many examples there are.
+        count: number of examples.
         batch_size: examples per optimiser step.
-        seed, epoch: decide the order.
-        lengths: sizes, if a batch is to hold examples of like size.
+        seed, epoch: determine the order.
+        lengths: sizes of the examples, to group examples of similar size.
         pieces: batches per optimiser step (accumulation × processes).
-        mine: which of these pieces this process takes.
-        start: optimiser steps of this epoch that are done already.
+        mine: the pieces of this process.
+        start: optimiser steps of this epoch that are done.
         drop_last: leave out the last, smaller batch; also done if there are several pieces.
     """
 
@@ -71,7 +71,7 @@ class EpochBatches(Sampler[list[int]]):
         generator = np.random.default_rng((self.seed, self.epoch))
         order = generator.permutation(self.count)
         if self.drop_last:
-            # now, while the order is random: after sorting it would always be the longest
+            # before sorting: afterwards the longest examples would always be left out
             order = order[: self.steps() * self.batch_size]
         if self.lengths is not None:
             sizes = np.asarray(self.lengths)
@@ -88,8 +88,8 @@ class EpochBatches(Sampler[list[int]]):
 class SeededItems(Dataset[Any]):
     """A dataset with random transforms whose items depend on seed, epoch and index alone.
 
-    Transforms of other libraries draw from the global generators of Python, numpy and torch;
-    these are seeded anew for each item and are afterwards as they were.
+    Transforms of other libraries draw from the global generators of Python, numpy and torch; these
+    are seeded for each item and then restored.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
@@ -101,30 +101,30 @@ class SeededItems(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
-        own = int(np.random.SeedSequence((self.seed, self.epoch, index)).generate_state(1)[0])
-        with drawing_apart(own):
+        seed = int(np.random.SeedSequence((self.seed, self.epoch, index)).generate_state(1)[0])
+        with isolated_generators(seed):
             return self.dataset[index]
 
 
 def training_loader(
     split: Split, batches: EpochBatches, workers: int = 0, pin: bool = False
 ) -> DataLoader[Any]:
-    """Batches of one epoch; drawing from it touches no global random state."""
+    """Batches of one epoch; iterating does not change the global random state."""
     if hasattr(split.dataset, "epoch"):
         split.dataset.epoch = batches.epoch
     return DataLoader(
         split.dataset,
         batch_sampler=batches,
         collate_fn=split.collate,
-        num_workers=_as_many_as_cores(workers),
+        num_workers=_at_most_cores(workers),
         pin_memory=pin,
-        # the loader draws a seed for its workers when an epoch begins
+        # from this generator the loader draws the base seed of its workers
         generator=torch.Generator().manual_seed(batches.seed),
     )
 
 
 class InOrder(Sampler[list[int]]):
-    """Consecutive batches; of these, every ``step``-th from ``first`` on."""
+    """Consecutive batches, of which every ``step``-th from ``first`` on is yielded."""
 
     def __init__(self, count: int, batch_size: int, first: int = 0, step: int = 1) -> None:
         cuts = range(0, count, batch_size)
@@ -141,18 +141,18 @@ class InOrder(Sampler[list[int]]):
 def evaluation_loader(
     split: Split, order: InOrder, workers: int = 0, pin: bool = False
 ) -> DataLoader[Any]:
-    """A split from beginning to end."""
+    """Batches of a split in their order."""
     return DataLoader(
         split.dataset,
         batch_sampler=order,
         collate_fn=split.collate,
-        num_workers=_as_many_as_cores(workers),
+        num_workers=_at_most_cores(workers),
         pin_memory=pin,
         generator=torch.Generator().manual_seed(0),
     )
 
 
-def _as_many_as_cores(workers: int) -> int:
-    """More processes than cores only wait for each other; items do not depend on how many."""
+def _at_most_cores(workers: int) -> int:
+    """``workers``, at most one per core; items do not depend on the number of workers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(workers, cores or 1)

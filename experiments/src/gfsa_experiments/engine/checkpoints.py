@@ -1,7 +1,7 @@
-"""Checkpoints that survive ``kill -9`` at any moment.
+"""Files that an interrupted run resumes from: checkpoints and the history of its metrics.
 
-A checkpoint is a folder that is written under another name, flushed to the disk and then renamed:
-whatever carries the name ``step-…`` is whole.
+Checkpoints survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
+temporary name, flushed to the disk and then renamed, so whatever is called ``step-…`` is complete.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def write_checkpoint(
     save: Callable[[Path], None],
     accelerator: Accelerator,
 ) -> None:
-    """Keep ``state`` and whatever ``save`` writes into a folder; older checkpoints go.
+    """Write a checkpoint and delete older ones; every process calls this.
 
     Args:
-        folder: where checkpoints lie.
+        folder: the folder of all checkpoints.
         step: optimiser steps done.
-        state: where the loop is, as plain data.
+        state: the position of the training loop, as JSON data.
         save: writes everything else into the folder it is given, in every process.
-        accelerator: the processes, which all call this.
+        accelerator: the processes.
     """
     unfinished, finished = folder / f".writing-{step}", folder / f"step-{step:09d}"
     if accelerator.is_main_process:
-        for left in folder.glob(".writing-*"):
-            shutil.rmtree(left)
+        for leftover in folder.glob(".writing-*"):
+            shutil.rmtree(leftover)
         unfinished.mkdir(parents=True)
     accelerator.wait_for_everyone()
     save(unfinished)
@@ -51,14 +51,15 @@ def write_checkpoint(
         shutil.rmtree(finished, ignore_errors=True)
         unfinished.rename(finished)
         _flush(folder)
-        for old in _all(folder)[:-_KEPT]:
+        for old in checkpoints(folder)[_KEPT:]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, the newest first."""
-    return _all(folder)[::-1]
+    """Complete checkpoints, the newest first."""
+    # a checkpoint that was being deleted when the machine stopped may have lost its state
+    return sorted((p for p in folder.glob("step-*") if (p / _STATE).exists()), reverse=True)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -69,9 +70,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def _all(folder: Path) -> list[Path]:
-    # one that was being deleted when the machine died has no state any more, perhaps
-    return sorted(p for p in folder.glob("step-*") if (p / _STATE).exists())
+def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
+    """Write ``metrics.jsonl``: the metrics over time, one JSON object per line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / ".metrics.jsonl"
+    unfinished.write_text("".join(json.dumps(line) + "\n" for line in history))
+    unfinished.replace(folder / "metrics.jsonl")
 
 
 def _flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Typed settings: dataclasses that can be printed, overridden from the command line and checked."""
+"""Typed settings of a training run: their defaults and bounds, and their form as text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typing
 from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
+    Annotated,
     Any,
     ClassVar,
     Literal,
@@ -28,92 +29,122 @@ Compile = Literal["no", "model", "blocks"]
 
 AnyConfig = TypeVar("AnyConfig")
 
-# more than anybody trains; beyond it steps cannot be counted
-_MOST_EPOCHS = 1e9
+
+@dataclass(frozen=True)
+class Bounds:
+    """The finite numbers from ``lower`` to ``upper`` that a setting may have.
+
+    A field states its bounds in its type, ``Annotated[float, Bounds(0, 1)]``;
+    :func:`check_bounds` enforces them.
+    """
+
+    lower: float
+    upper: float = math.inf
+    lower_open: bool = False
+    """``lower`` itself is excluded."""
+    upper_open: bool = False
+
+    def refusal(self, value: float) -> str | None:
+        """Why ``value`` is out of bounds: ``must lie in [0, 1)``. None if it is not."""
+        # NaN compares false with everything, so it fails both
+        above = value > self.lower if self.lower_open else value >= self.lower
+        below = value < self.upper if self.upper_open else value <= self.upper
+        if above and below and math.isfinite(value):
+            return None
+        if self.upper == math.inf:
+            return f"must be {'above' if self.lower_open else 'at least'} {self.lower} and finite"
+        left, right = "(" if self.lower_open else "[", ")" if self.upper_open else "]"
+        return f"must lie in {left}{self.lower:g}, {self.upper:g}{right}"
+
+
+Count = Annotated[int, Bounds(1)]
+CountOrZero = Annotated[int, Bounds(0)]
+Positive = Annotated[float, Bounds(0, lower_open=True)]
+NotNegative = Annotated[float, Bounds(0)]
+Share = Annotated[float, Bounds(0, 1)]
+ShareBelowOne = Annotated[float, Bounds(0, 1, upper_open=True)]
+# above the upper bound the steps of a run cannot be counted
+Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
+
+
+def check_bounds(config: Any) -> None:
+    """Raise ValueError if a field of a config is outside the bounds in its type; None is inside."""
+    for name, kind in get_type_hints(type(config), include_extras=True).items():
+        options = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+        for bounds in (b for option in options for b in getattr(option, "__metadata__", ())):
+            value = getattr(config, name)
+            refusal = bounds.refusal(value) if value is not None else None
+            if refusal is not None:
+                raise ValueError(f"{name} {refusal}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What every recipe has; a recipe subclasses it, with the paper's settings as defaults."""
+    """The settings of every recipe; a recipe subclasses it, with the paper's values as defaults."""
 
     in_label: ClassVar[tuple[str, ...]] = ()
-    """Settings that :meth:`label` tells already."""
+    """Settings that :meth:`label` shows already."""
 
-    seed: int = 0
-    epochs: float = 5
-    """Passes over the training data; a fraction stops within one."""
-    max_steps: int = 0
-    """If above 0, stop after that many optimiser steps instead; ``epochs`` that are given on the
-    command line go before a recipe's own."""
-    batch_size: int = 32
+    seed: CountOrZero = 0
+    epochs: Epochs = 5
+    """Passes over the training data; a fraction stops within a pass."""
+    max_steps: CountOrZero = 0
+    """If above 0, stop after that many optimiser steps instead of after ``epochs``. ``epochs`` on
+    the command line override a recipe's default ``max_steps``."""
+    batch_size: Count = 32
     """Examples per optimiser step, over all processes and accumulated batches."""
-    eval_batch_size: int = 0
+    eval_batch_size: CountOrZero = 0
     """0: as ``batch_size``."""
-    accumulate: int = 1
-    """Batches per optimiser step, for models that do not fit otherwise."""
-    lr: float = 5e-5
-    weight_decay: float = 0.0
-    beta2: float = 0.999
+    accumulate: Count = 1
+    """Batches per optimiser step, to save memory."""
+    lr: Positive = 5e-5
+    weight_decay: NotNegative = 0.0
+    beta2: ShareBelowOne = 0.999
     schedule: Schedule = "linear"
-    warmup: float = 0.0
+    warmup: ShareBelowOne = 0.0
     """Share of all steps over which the learning rate rises."""
-    min_lr: float = 0.0
+    min_lr: NotNegative = 0.0
     """Where the schedule ends, as a share of ``lr``."""
-    clip: float = 1.0
-    """Largest norm of the gradient; 0 for none."""
+    clip: NotNegative = 1.0
+    """Largest norm of the gradient; 0 for no clipping."""
     precision: Precision = "fp32"
-    """``tf32`` keeps 32 bits, but lets tensor cores round what they multiply to 19 of them."""
-    ema: float = 0.0
-    """Decay of an average of the weights that is evaluated in their stead; 0 for none."""
+    """``tf32``: float32, with matrix products that tensor cores round to 19 bits."""
+    ema: ShareBelowOne = 0.0
+    """Decay of a moving average of the weights, which is evaluated instead of them; 0 for none."""
     group_by_length: bool = False
-    """Batches of examples of like length (in random order)."""
+    """Batches of examples of similar length (in random order)."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch (always so with several processes)."""
-    workers: int = 0
+    workers: CountOrZero = 0
     """Processes that read data."""
-    eval_every: float = 1.0
+    eval_every: Positive = 1.0
     """Epochs between evaluations of ``valid``."""
-    patience: int = 0
+    patience: CountOrZero = 0
     """Evaluations without improvement of ``valid`` before stopping, at the best weights (as
     ``best``); 0 never stops early."""
     best: bool = False
     """Report the weights that were best on ``valid`` rather than the last ones."""
-    log_every: int = 50
+    log_every: Count = 50
     """Steps between lines of the log."""
     compile: Compile = "no"
-    """torch.compile the ``model``, or the ``blocks`` it is a stack of, which takes less time."""
+    """torch.compile the ``model``, or its repeated ``blocks``, which compiles faster."""
     graphs: bool = False
     """Replay whole training steps as CUDA graphs: small models are bound by launches."""
     deterministic: bool = False
     """Refuse operations that differ from run to run on a GPU."""
     tensorboard: bool = True
-    checkpoint_every: int = 0
+    checkpoint_every: CountOrZero = 0
     """Steps between checkpoints; 0: at the end of each epoch."""
     checkpoints: bool = True
-    """Write checkpoints; without them an interrupted run begins anew."""
+    """Write checkpoints; without them an interrupted run starts again from step 0."""
     lens: bool = False
     """Write a lens page of the trained model."""
     save_model: bool = False
     """Keep the trained weights (the filters are always kept)."""
 
     def check(self) -> None:
-        """Raise ValueError for settings that make no sense; subclasses add their own."""
-        positive = ("epochs", "batch_size", "accumulate", "lr", "eval_every", "log_every")
-        for name in positive:
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be above 0 and finite, got {value}")
-        if self.epochs > _MOST_EPOCHS:
-            raise ValueError(f"epochs must be at most {_MOST_EPOCHS:g}, got {self.epochs:g}")
-        at_least_zero = ("max_steps", "eval_batch_size", "weight_decay", "clip", "workers")
-        for name in (*at_least_zero, "patience", "checkpoint_every", "min_lr", "seed"):
-            value = getattr(self, name)
-            # no number is not below 0 either
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be finite and not negative, got {value}")
-        for name in ("warmup", "ema", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        """Raise ValueError for settings that make no sense; subclasses add their own checks."""
+        check_bounds(self)
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size {self.batch_size} cannot be split into accumulate={self.accumulate} "
@@ -123,14 +154,14 @@ class TrainConfig:
             raise ValueError("graphs=true captures one batch a step in fp32, tf32 or bf16")
 
     def unused(self) -> dict[str, str]:
-        """Settings that change nothing beside the present ones: name → what would use it.
+        """Settings that have no effect given the others: name → why, and what would use it.
 
-        Whoever gives one of them means something that will not happen, and would get rows that
-        look like another experiment's: ``gfsa train`` refuses it. Subclasses add their own.
+        A user who sets one of them expects an effect that does not happen, and the row would look
+        like that of a different experiment: ``gfsa train`` refuses it. Subclasses add their own.
         """
         unused: dict[str, str] = {}
         if self.schedule == "constant":
-            unused["min_lr"] = "schedule=constant never falls; linear and cosine do"
+            unused["min_lr"] = "schedule=constant never decays; linear and cosine do"
         if self.patience:
             unused["best"] = f"patience={self.patience} reports the best weights by itself"
         if self.accumulate > 1:
@@ -138,9 +169,9 @@ class TrainConfig:
         return unused
 
     def sketch(self) -> nn.Module | None:
-        """The model without its numbers (on the device ``meta``), for trying a method on it.
+        """The model on the device ``meta``, without weights, to try a method on.
 
-        None where it takes data, or a package that is not there, to know what the model is.
+        None if the model depends on the data, or on a package that is not installed.
 
         Raises:
             ValueError: if there is no such model.
@@ -148,15 +179,15 @@ class TrainConfig:
         return None
 
     def label(self) -> str:
-        """What is trained, for tables: the data set, or the data set and the model."""
+        """The name of the task in tables: the data set, or the data set and the model."""
         raise NotImplementedError
 
     def usual(self) -> TrainConfig:
-        """The recipe's defaults, for telling what was changed."""
+        """The recipe's defaults, which :func:`changed_settings` compares with."""
         return type(self)()
 
 
-# these change neither what is learned nor how fast
+# settings that change neither what is learned nor how fast
 HARMLESS = (
     "seed",
     "workers",
@@ -171,18 +202,18 @@ HARMLESS = (
 
 
 def settings_of(config: TrainConfig) -> str:
-    """What makes this experiment another than the recipe's: ``epochs=2 lr=0.001``."""
+    """The settings that differ from the recipe's defaults: ``epochs=2 lr=0.001``."""
     changed = changed_settings(config)
-    return as_text({k: v for k, v in changed.items() if not _told(config, k, v)})
+    return as_text({k: v for k, v in changed.items() if not _label_shows(config, k, v)})
 
 
-def _told(config: TrainConfig, name: str, value: Any) -> bool:
-    """Whether the label says it all; of a path it has the last part only."""
+def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:
+    """Whether the label shows the whole value; of a path it shows the last part only."""
     return name in config.in_label and "/" not in str(value)
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:
-    """Settings that matter and are not the recipe's defaults."""
+    """The settings that differ from the recipe's defaults, without the harmless ones."""
     defaults = config.usual()
     return {
         name: getattr(config, name)
@@ -200,7 +231,7 @@ def as_text(values: dict[str, Any]) -> str:
 
 
 def from_text(kind: type[AnyConfig], settings: dict[str, str]) -> AnyConfig:
-    """A config with some fields given as text, on the command line; the others as they are."""
+    """A config with some fields parsed from text; the others have their defaults."""
     hints = get_type_hints(kind)
     names = field_names(kind)
     given: dict[str, Any] = {}
@@ -221,12 +252,12 @@ def field_names(config: Any) -> list[str]:
 
 
 def parse(name: str, text: str, kind: Any) -> Any:
-    """``text`` as a value of ``kind``: bool, int, float, str, Literal, tuple or an optional."""
+    """``text`` as a value of ``kind``: bool, int, float, str, Literal or tuple, optional or not."""
     origin = get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         if text.lower() == "none":
             return None
-        (kind,) = [one for one in get_args(kind) if one is not type(None)]
+        (kind,) = [option for option in get_args(kind) if option is not type(None)]
         return parse(name, text, kind)
     if origin is Literal:
         choices = get_args(kind)

@@ -1,4 +1,4 @@
-"""Measure a model on a split."""
+"""Evaluate a model on a split."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ def evaluate(
         predictions = _in_order(gather_object([predictions]))
     scores = task.score(predictions)
     if task.metric not in scores:
-        raise KeyError(f"the task is judged by {task.metric!r}, but it scored {', '.join(scores)}")
+        raise KeyError(
+            f"the task reports {task.metric!r}, but its score() gave {', '.join(scores)}"
+        )
     return {name: float(value) for name, value in scores.items()}
 
 
 def _in_order(shares: list[list[Any]]) -> list[Any]:
-    """Batches dealt out to processes in turn, back in order."""
+    """The batches of all processes, which took them in turn, in their original order."""
     longest = max(len(share) for share in shares)
     return [share[i] for i in range(longest) for share in shares if i < len(share)]

@@ -1,4 +1,4 @@
-"""Batches: tensors inside dicts, lists, tuples and dataclasses."""
+"""Functions on nested batches: tensors inside dicts, lists, tuples and dataclasses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """``batch`` with every tensor replaced by ``function`` of it; anything else stays."""
+    """``batch`` with ``function`` applied to every tensor; other values stay."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
@@ -29,7 +29,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def leaves_of(batch: Any) -> Iterator[Any]:
-    """What a batch consists of, in order: tensors, and whatever is none."""
+    """The tensors and other values of a batch, in order."""
     if isinstance(batch, dict):
         parts: Any = batch.values()
     elif isinstance(batch, (list, tuple)):
@@ -49,16 +49,16 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch on ``device``, by its own ``.to`` if it has one (a graph batch, say)."""
+    """A batch on ``device``, by its own ``.to`` if it has one (as graph batches do)."""
     if hasattr(batch, "to"):
         return batch.to(device, non_blocking=True)
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def signature_of(batch: Any) -> tuple[Any, ...]:
-    """What two batches have in common if one computation serves both.
+    """The key of a batch among captured graphs.
 
-    Shapes and types of the tensors, and the text of everything else.
+    The shapes and dtypes of its tensors, and the ``repr`` of every other value.
     """
     return tuple(
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)

@@ -1,4 +1,4 @@
-"""Random generators: seeded together, saved and restored together."""
+"""The random generators of Python, numpy and torch: seeded, saved and restored together."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def drawing_apart(seed: int) -> Iterator[None]:
-    """Inside, this host's generators are seeded anew; afterwards they are as they were."""
+def isolated_generators(seed: int) -> Iterator[None]:
+    """Seed the CPU's generators inside the block; afterwards they have their old state."""
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -33,7 +33,11 @@ def drawing_apart(seed: int) -> Iterator[None]:
 
 
 def save_randomness(path: Path) -> None:
-    """The state of every generator of this process."""
+    """Save the state of every generator of this process.
+
+    accelerate's ``save_state`` saves them too, but its ``load_state`` ignores a file that it cannot
+    read, and the run would go on with other random numbers: so this state has a file of its own.
+    """
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     assert isinstance(keys, np.ndarray)
     torch.save(

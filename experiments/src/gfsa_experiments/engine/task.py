@@ -1,4 +1,4 @@
-"""What a recipe hands to the training loop."""
+"""The interface between a recipe and the training loop: Task, Split, Recipe."""
 
 from __future__ import annotations
 
@@ -17,79 +17,81 @@ if TYPE_CHECKING:
 
 @dataclass
 class Split:
-    """Examples, and how some of them become a batch.
+    """Examples, and the function that makes a batch of some of them.
 
-    The loop hands ``collate`` a list of ``dataset[i]``; a dataset with ``__getitems__(indices)``
-    (torch's own hook) may cut out a whole batch at once and take ``collate=as_it_is``.
-    A batch is a tensor, a dict, list or tuple of them, or anything with ``.to(device)``.
+    The loop calls ``collate`` with a list of ``dataset[i]``; a dataset with
+    ``__getitems__(indices)`` (a hook of torch) may return a whole batch and take
+    ``collate=as_it_is``. A batch is a tensor, a dict, list or tuple of tensors, or an object with
+    ``.to(device)``.
 
-    Items must not depend on anything but the index: what is random belongs into ``Task.loss``, on
-    the device, or into a :class:`~gfsa_experiments.engine.batches.SeededItems` around the dataset,
-    so that an interrupted run goes on with the very same batches.
+    Items must depend on the index alone. Random operations belong in ``Task.prepare`` and
+    ``Task.loss``, on the device, or in a dataset wrapped in
+    :class:`~gfsa_experiments.engine.batches.SeededItems`, so that a resumed run sees the same
+    batches.
     """
 
     dataset: Dataset[Any]
     collate: Callable[[Any], Any]
     lengths: Sequence[int] | None = None
-    """Size of each item, if batches are to be made of items of like size."""
+    """Size of each item, for batches of items of similar size."""
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
 
 def as_it_is(batch: Any) -> Any:
-    """The collate function of datasets that cut out batches themselves."""
+    """The collate function of datasets that return whole batches."""
     return batch
 
 
 class Task(ABC):
-    """A model, its data, its loss and its measure: what one run trains.
+    """A model, its data, its loss and its metrics: everything that one run trains.
 
-    ``splits["train"]`` is learned from, ``splits["valid"]`` may choose (early stopping, options),
-    and ``splits["test"]`` is reported and chooses nothing. ``valid`` may be missing where a data
-    set has no such part and none was split off.
+    ``splits["train"]`` is for training, ``splits["valid"]`` for choices (early stopping, options),
+    and ``splits["test"]`` is reported and used for no choice. ``valid`` may be missing if the data
+    set has no such part and none is held out.
     """
 
     model: nn.Module
     splits: dict[str, Split]
     metric: str
-    """The key of :meth:`score` that is reported and stopped on."""
+    """The key of :meth:`score` that is reported, and that early stopping looks at."""
     higher_is_better: bool = True
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The training loss, a scalar that is a mean over the batch; ``model`` may be wrapped."""
+        """The training loss, a scalar, the mean over the batch; ``model`` may be a wrapper."""
 
     @abstractmethod
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        """What :meth:`score` needs of one batch: tensors (in any dict, list or tuple) or text.
+        """The predictions that :meth:`score` needs: tensors (in dicts, lists or tuples) or text.
 
-        Called without gradients, the model in eval mode.
+        Called without gradients, with the model in eval mode.
         """
 
     @abstractmethod
     def score(self, predictions: list[Any]) -> dict[str, float]:
-        """Metrics over all batches of a split, tensors on the CPU by now, in order."""
+        """Metrics of a split, from the predictions of its batches in order, on the CPU."""
 
     def prepare(self, batch: Any) -> Any:
-        """Whatever is random in a training batch, on the device (augmentation, mixing).
+        """A training batch after random augmentation, on the device.
 
         torch's global generators are seeded for it by run, step and process.
         """
         return batch
 
     def example(self) -> Any:
-        """Inputs for the lens: what ``gfsa.diagnose(model, inputs)`` takes. None for no page."""
+        """Inputs of ``gfsa.diagnose(model, inputs)`` for the lens page. None for no page."""
         return None
 
     def identity(self, split: str, index: int) -> Any:
-        """What tells an example from those of other data; :mod:`~gfsa_experiments.runs` asks.
+        """The content of an example that the data's fingerprint is computed from.
 
-        Numbers, text, bytes or tensors, in any dict, list, tuple or dataclass; the same in every
-        run on this data, whatever seed and machine. So where items are worked out (a spectrum,
-        eigenvectors), which machines round differently, it is better what they were worked out
-        from. By default the item itself, and of ``train``, whose items may be augmented, nothing:
-        its size counts alone.
+        Numbers, text, bytes or tensors, in dicts, lists, tuples or dataclasses; the same in every
+        run on this data, for every seed and machine. If items are computed (a spectrum,
+        eigenvectors), with rounding that depends on the machine, return the input of that
+        computation. The default is the item itself, and None for ``train``, whose items may be
+        augmented: only its size counts.
         """
         if split == "train":
             return None
@@ -100,30 +102,30 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set that a recipe can read, for ``gfsa train --list`` and for errors."""
+    """A data set that a recipe reads, for ``gfsa train --list`` and error messages."""
 
     name: str
     files: str
-    """The files it consists of, as looked for under ``--data-dir``."""
+    """Its files, relative to ``--data-dir``."""
     where: str
     """Where to get them."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment by name."""
+    """A named experiment: its settings and how its task is built."""
 
     name: str
     title: str
     config: type[TrainConfig]
     build: Callable[[Any, Path], Task]
-    """``build(config, data_dir)``: read the data and make a model, seeded by ``config.seed``."""
+    """``build(config, data_dir)``: read the data and make the model; the caller seeds it."""
     sources: tuple[DataSource, ...] = field(default=())
-    extra: str = "train"
-    """The extra of the package that installs what it imports."""
+    extra: str = "text"
+    """The extra of gfsa-experiments that installs the packages it needs."""
     label: Callable[[Any, Path], str] | None = None
-    """``label(config, data_dir)``, for data that goes by its folder's name."""
+    """``label(config, data_dir)``, for data named after its folder; None for ``config.label()``."""
 
     def label_of(self, config: TrainConfig, data_dir: Path) -> str:
-        """What tables call a run's task: the config's label, unless the recipe knows more."""
+        """The name of a run's task in tables."""
         return config.label() if self.label is None else self.label(config, data_dir)

@@ -1,4 +1,4 @@
-"""One optimiser step, eagerly or as a CUDA graph."""
+"""One optimiser step: eager, or replayed as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gfsa_experiments.engine.nested import map_tensors, signature_of, tensors_of
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
-# beyond so many shapes the batches are not of a kind that graphs help with
+# with more shapes than this, graphs do not help
 _MOST_GRAPHS = 64
 
 
 class EagerStep:
-    """Accumulate the gradient of some batches, clip it, and move."""
+    """Accumulate the gradient of some batches, clip it, and update the parameters."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class EagerStep:
         return torch.stack(losses).mean()
 
 
-class GraphedStep:
-    """The same for one process and one batch a step, replayed from a CUDA graph.
+class GraphedStep(EagerStep):
+    """The same for one process and one batch per step, replayed from a CUDA graph.
 
-    A shape that is seen for the first time runs eagerly (and warms up whatever compiles), the
-    second time it is captured, from then on it is one launch.
+    The first batch of a shape runs eagerly (which warms up what compiles), the second is captured,
+    and from then on a step is one launch.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class GraphedStep:
                 "graphs=true replays steps of one process on one GPU; "
                 f"this run has {accelerator.num_processes} on {accelerator.device.type}"
             )
-        self.accelerator, self.model = accelerator, model
-        self.optimiser = optimiser.optimizer
-        self.loss_of, self.clip = loss_of, clip
+        super().__init__(accelerator, model, optimiser.optimizer, loss_of, clip)
         self._seen: set[Any] = set()
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -78,7 +76,7 @@ class GraphedStep:
 
     def __call__(self, batches: list[Any]) -> Tensor:
         (batch,) = batches
-        # what is no tensor is frozen into the graph, so it is part of what tells graphs apart
+        # values that are not tensors become constants of the graph, so they are part of its key
         shape = signature_of(batch)
         if not tensors_of(batch):
             raise ValueError(
@@ -88,10 +86,10 @@ class GraphedStep:
         if shape not in self._graphs:
             if shape not in self._seen or len(self._graphs) >= _MOST_GRAPHS:
                 if len(self._graphs) >= _MOST_GRAPHS:
-                    # python shows a warning of one place once
+                    # python shows the warning of a line once
                     warnings.warn(
-                        f"batches have come in more than {_MOST_GRAPHS} shapes: those of further "
-                        "ones are not replayed from graphs; pad them to fewer (pad_to_multiple)",
+                        f"batches have come in more than {_MOST_GRAPHS} shapes: batches of further "
+                        "shapes run eagerly; pad to fewer shapes (pad_to_multiple)",
                         stacklevel=2,
                     )
                 self._seen.add(shape)
@@ -113,7 +111,7 @@ class GraphedStep:
         return loss.detach().float()
 
     def _eagerly(self, batch: Any) -> Tensor:
-        # on a side stream, as capture wants its warm-up
+        # warm-up for a capture has to run on a side stream
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             loss = self._work(batch)
@@ -125,14 +123,14 @@ class GraphedStep:
         inputs = map_tensors(torch.clone, batch)
         known = len(self.optimiser.state)
         graph = torch.cuda.CUDAGraph()
-        # threads that read data may pin memory meanwhile
+        # threads of data loaders may pin memory during the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._work(inputs)
         if len(self.optimiser.state) > known:
             raise RuntimeError(
-                "a parameter got its first gradient while a step was captured, and its optimiser "
-                "state would begin anew at each replay; run this model with graphs=false"
+                "a parameter got its first gradient while a step was captured; each replay would "
+                "reset its optimiser state; run this model with graphs=false"
             )
-        # the gradients belong to the graph: it makes them anew at each replay
+        # the gradients are memory of the graph, which writes them at each replay
         self.optimiser.zero_grad(set_to_none=True)
         return graph, inputs, loss

@@ -18,25 +18,30 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa_experiments.engine.batches import EpochBatches, training_loader
-from gfsa_experiments.engine.checkpoints import checkpoints, read_state, write_checkpoint
+from gfsa_experiments.engine.checkpoints import (
+    checkpoints,
+    read_state,
+    write_checkpoint,
+    write_metrics,
+)
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.evaluate import evaluate
-from gfsa_experiments.engine.log import Log
 from gfsa_experiments.engine.nested import to_device
-from gfsa_experiments.engine.optimiser import build_optimiser, set_learning_rate
+from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
 from gfsa_experiments.engine.randomness import load_randomness, save_randomness
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.train_step import EagerStep, GraphedStep
-from gfsa_experiments.engine.weight_ema import WeightAverage
-from gfsa_experiments.runs.run_folder import write_metrics
 
 _BEST = "best.pt"
+
+Progress = Callable[[int, int, str], None]
+"""Called with steps done, steps in all, and a short status."""
 
 
 @dataclass
 class Outcome:
-    """What came out of training."""
+    """The metrics and the cost of a run."""
 
     test: dict[str, float]
     valid: dict[str, float] | None
@@ -50,7 +55,7 @@ class Outcome:
 
 @dataclass
 class _Position:
-    """Where the loop is; all of it goes into a checkpoint."""
+    """The position of the training loop; all of it goes into a checkpoint."""
 
     step: int = 0
     seconds: float = 0.0
@@ -61,14 +66,14 @@ class _Position:
 
 
 class Trainer:
-    """Trains the model of a task, and can be killed and asked to go on.
+    """Trains the model of a task; a killed run can be resumed.
 
     Args:
-        task: model, data, loss and measure.
+        task: model, data, loss and metrics.
         config: how to train.
         accelerator: devices and precision.
         folder: where metrics, logs and checkpoints go.
-        added: parameters that a method put into the model.
+        added: parameters that a method added to the model.
         filter_lr: their learning rate; None for the model's.
     """
 
@@ -85,7 +90,7 @@ class Trainer:
         if (config.patience or config.best) and "valid" not in task.splits:
             raise ValueError(
                 "patience and best choose on the split 'valid', which this data set lacks; "
-                "split some of train off (holdout=0.1, if the recipe has it)"
+                "hold out a part of train (holdout=0.1, if the recipe has it)"
             )
         task.model.to(accelerator.device)
         self.bare_model = task.model
@@ -114,18 +119,19 @@ class Trainer:
         self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
         self._rates: list[float] = []
         self._peak = 0
+        self._tensorboard: Any = None
+        self._randomness_file = f"randomness-{accelerator.process_index}.pt"
 
-    def fit(
-        self, resume: bool = False, progress: Callable[[int, int, str], None] | None = None
-    ) -> Outcome:
-        """Train to the end (from the last checkpoint, if asked) and measure."""
+    def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
+        """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
         if resume:
             self._resume()
-        self._begin_memory()
-        log = Log(self.folder, self.config.tensorboard and self.accelerator.is_main_process)
+        self._reset_peak_memory()
+        wanted = self.config.tensorboard and self.accelerator.is_main_process
+        self._tensorboard = _open_tensorboard(self.folder) if wanted else None
         try:
-            self._train(log, progress)
-            self._take_memory()
+            self._train(progress)
+            self._record_peak_memory()
             if self._moved() == 0.0 and self.accelerator.is_main_process:
                 warnings.warn(
                     f"{self.folder}: no filter has moved in {self.position.step} steps: their "
@@ -134,22 +140,23 @@ class Trainer:
                     stacklevel=2,
                 )
             if self._best is not None:
-                self.judged.load_state_dict(self._best)
+                self.evaluated_model.load_state_dict(self._best)
             valid = self._final_valid()
-            test = self._measure("test")
-            self._note(log, {"step": self.position.step} | _named("test", test))
+            test = self._evaluate("test")
+            self._log({"step": self.position.step} | _prefixed("test", test))
         finally:
-            log.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
         if self.accelerator.is_main_process:
             write_metrics(self.folder, self.history)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
-        # who looks into the model afterwards finds it as it was built
+        # hooks that the caller adds afterwards are called in the uncompiled model only
         forget_compiled(self.bare_model)
         return self._outcome(test, valid)
 
     def _final_valid(self) -> dict[str, float] | None:
-        """What ``valid`` says of the weights that are reported."""
+        """The metrics of the reported weights on ``valid``."""
         if "valid" not in self.task.splits:
             return None
         at = self.position.best_step if self._best is not None else self.position.step
@@ -157,12 +164,12 @@ class Trainer:
             if line["step"] == at and f"valid/{self.task.metric}" in line:
                 found = {k: v for k, v in line.items() if k.startswith("valid/")}
                 return {name.removeprefix("valid/"): value for name, value in found.items()}
-        return self._measure("valid")
+        return self._evaluate("valid")
 
-    def failure(self) -> Outcome:
-        """The outcome of a run that came to nothing."""
-        nothing = {self.task.metric: math.nan}
-        return self._outcome(nothing, nothing if "valid" in self.task.splits else None)
+    def diverged_outcome(self) -> Outcome:
+        """The outcome of a run whose loss is not finite."""
+        undefined = {self.task.metric: math.nan}
+        return self._outcome(undefined, undefined if "valid" in self.task.splits else None)
 
     def _outcome(self, test: dict[str, float], valid: dict[str, float] | None) -> Outcome:
         return Outcome(
@@ -177,15 +184,16 @@ class Trainer:
         )
 
     @property
-    def judged(self) -> nn.Module:
-        """The model that is evaluated: the average, if there is one."""
+    def evaluated_model(self) -> nn.Module:
+        """The average of the weights if there is one, the model otherwise."""
         if self.average is not None:
             return self.average.module
-        # a wrapper that speaks to other processes would wait for one that has no batch
-        alone = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        return self.bare_model if alone else self.model
+        # DistributedDataParallel synchronises in forward, and would wait for a process that has
+        # no batch left
+        distributed = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return self.bare_model if distributed else self.model
 
-    def _train(self, log: Log, progress: Callable[[int, int, str], None] | None) -> None:
+    def _train(self, progress: Progress | None) -> None:
         config, at = self.config, self.position
         eval_steps = max(1, round(config.eval_every * self.steps_per_epoch))
         save_steps = config.checkpoint_every or self.steps_per_epoch
@@ -204,19 +212,19 @@ class Trainer:
             saves = config.checkpoints and (at.step % save_steps == 0 or done)
             if not (evaluates or saves or done or at.step % config.log_every == 0):
                 continue
-            # the one place where the host waits for the device
+            # only here the host waits for the device
             loss = float(losses) / counted
             seconds = time.perf_counter() - since
             at.seconds += seconds
             self._rates.append(seconds / counted)
-            self._check(loss)
+            self._refuse_divergence(loss)
             line = {"step": at.step, "loss": loss, "lr": rate}
             if evaluates:
-                # larger batches, another computation: what it takes is not what training takes
-                self._take_memory()
-                line |= _named("valid", self._judge(at))
-                self._begin_memory()
-            self._note(log, line)
+                # the memory of evaluation does not count: its batches may be larger
+                self._record_peak_memory()
+                line |= _prefixed("valid", self._validate(at))
+                self._reset_peak_memory()
+            self._log(line)
             if progress is not None:
                 progress(at.step, self.total, f"loss {loss:.3g}")
             if saves or (at.stopped and config.checkpoints):
@@ -226,16 +234,16 @@ class Trainer:
             losses.zero_()
             counted, since = 0, time.perf_counter()
 
-    def _begin_memory(self) -> None:
+    def _reset_peak_memory(self) -> None:
         if self.accelerator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    def _take_memory(self) -> None:
+    def _record_peak_memory(self) -> None:
         if self.accelerator.device.type == "cuda":
             self._peak = max(self._peak, torch.cuda.max_memory_allocated())
 
     def _stream(self) -> Iterator[list[Any]]:
-        """The batches of each step that is still to do, on the device."""
+        """The batches of each remaining step, on the device."""
         pin = self.accelerator.device.type == "cuda"
         while self.position.step < self.total and not self.position.stopped:
             epoch, start = divmod(self.position.step, self.steps_per_epoch)
@@ -252,13 +260,13 @@ class Trainer:
                         return
 
     def _prepare(self, batch: Any, piece: int) -> Any:
-        """Augment a batch, by numbers that no method's dropout has a part in."""
+        """Augment a batch with random numbers that do not depend on the method's dropout."""
         if type(self.task).prepare is Task.prepare:
             return batch
         device = self.accelerator.device
-        place = (self.config.seed, self.position.step, piece, self.accelerator.process_index)
+        at = (self.config.seed, self.position.step, piece, self.accelerator.process_index)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
+            torch.manual_seed(int(np.random.SeedSequence(at).generate_state(1)[0]))
             return self.task.prepare(batch)
 
     def _batches(self, epoch: int, start: int) -> EpochBatches:
@@ -283,39 +291,44 @@ class Trainer:
             drop_last=config.drop_last,
         )
 
-    def _measure(self, split: str) -> dict[str, float]:
-        return evaluate(self.task, self.judged, split, self.config, self.accelerator)
+    def _evaluate(self, split: str) -> dict[str, float]:
+        return evaluate(self.task, self.evaluated_model, split, self.config, self.accelerator)
 
-    def _judge(self, at: _Position) -> dict[str, float]:
-        """Measure ``valid``, keep the best weights, and decide whether to stop."""
-        scores = self._measure("valid")
+    def _validate(self, at: _Position) -> dict[str, float]:
+        """Evaluate ``valid``, keep the best weights, and decide whether to stop."""
+        scores = self._evaluate("valid")
         score = scores[self.task.metric]
         sign = 1 if self.task.higher_is_better else -1
         better = at.best_score is None or sign * (score - at.best_score) > 0
         if math.isfinite(score) and better:
             at.best_score, at.best_step, at.worse = score, at.step, 0
             if self.config.best or self.config.patience:
-                state = self.judged.state_dict()
+                state = self.evaluated_model.state_dict()
                 self._best = {name: tensor.detach().clone() for name, tensor in state.items()}
         else:
             at.worse += 1
             at.stopped = bool(self.config.patience) and at.worse >= self.config.patience
         return scores
 
-    def _check(self, loss: float) -> None:
+    def _refuse_divergence(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss is {loss} at step {self.position.step}: training has diverged; "
                 "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
             )
 
-    def _note(self, log: Log, line: dict[str, Any]) -> None:
+    def _log(self, line: dict[str, Any]) -> None:
+        """Add a line to the history and to TensorBoard."""
         self.history.append(line)
-        moved = self._moved()
-        log.write(line if moved is None else line | {"filters/moved": moved})
+        if self._tensorboard is not None:
+            moved = self._moved()
+            values = line if moved is None else line | {"filters/moved": moved}
+            for name, value in values.items():
+                if name != "step":
+                    self._tensorboard.add_scalar(name, value, line["step"])
 
     def _moved(self) -> float | None:
-        """Mean |w − its start| over what the filters learn."""
+        """Mean |coefficient − its start| over the learned numbers of all filters."""
         if not self._start:
             return None
         steps = [
@@ -327,7 +340,7 @@ class Trainer:
     def _save(self) -> None:
         def save(folder: Path) -> None:
             self.accelerator.save_state(str(folder / "state"))
-            save_randomness(folder / self._own_randomness())
+            save_randomness(folder / self._randomness_file)
             if self._best is not None and self.accelerator.is_main_process:
                 torch.save(self._best, folder / _BEST)
 
@@ -339,7 +352,7 @@ class Trainer:
             write_metrics(self.folder, self.history)
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint that can be read."""
+        """Continue from the newest checkpoint that can be read."""
         found = checkpoints(self.folder / "checkpoints")
         for checkpoint in found:
             try:
@@ -347,11 +360,9 @@ class Trainer:
                 return
             except Exception as error:
                 if self.accelerator.num_processes > 1:
-                    # the others may have read it: all of them go on together or not at all
+                    # other processes may have read it: all continue from the same step
                     raise ValueError(f"{checkpoint} cannot be read, delete it: {error}") from error
-                warnings.warn(
-                    f"{checkpoint} cannot be read and is passed over: {error}", stacklevel=2
-                )
+                warnings.warn(f"{checkpoint} cannot be read and is skipped: {error}", stacklevel=2)
         if found:
             raise ValueError(f"no checkpoint in {found[0].parent} can be read; delete it")
 
@@ -360,24 +371,35 @@ class Trainer:
         self.accelerator.load_state(str(checkpoint / "state"))
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
-                # it comes back on the CPU, where no graph would read it
+                # accelerate loads it to the CPU; a CUDA graph reads it from the device
                 group["lr"] = group["lr"].to(self.accelerator.device)
         best = checkpoint / _BEST
         if best.exists():
             self._best = torch.load(best, map_location=self.accelerator.device, weights_only=True)
         self.position = _Position(**state["position"])
         self.history, self._rates = state["history"], state["rates"]
-        load_randomness(checkpoint / self._own_randomness())
-
-    def _own_randomness(self) -> str:
-        return f"randomness-{self.accelerator.process_index}.pt"
+        load_randomness(checkpoint / self._randomness_file)
 
 
 def _learning(model: nn.Module) -> list[tuple[str, Any]]:
-    """The filters that learn something."""
+    """The filters that have learned numbers."""
     found = gfsa.filters_of(model).items()
     return [(name, f) for name, f in found if getattr(f, "theta", None) is not None]
 
 
-def _named(split: str, scores: dict[str, float]) -> dict[str, float]:
+def _open_tensorboard(folder: Path) -> Any:
+    """A SummaryWriter, or None with a warning if TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError:
+        warnings.warn(
+            "no TensorBoard log: pip install tensorboard, or --set tensorboard=false; "
+            "metrics.jsonl has the metrics in any case",
+            stacklevel=2,
+        )
+        return None
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _prefixed(split: str, scores: dict[str, float]) -> dict[str, float]:
     return {f"{split}/{name}": value for name, value in scores.items()}

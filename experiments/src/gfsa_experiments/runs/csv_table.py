@@ -1,4 +1,4 @@
-"""CSV tables that grow a row at a time, by several processes if need be."""
+"""CSV tables that several processes may append rows to."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gfsa_experiments.runs.locks import locked
+from filelock import FileLock
 
 
 def check_table(path: Path, columns: Sequence[str], added: Sequence[str] = ()) -> None:
-    """Raise ValueError if rows of ``columns`` cannot be added to ``path``, which may be new.
+    """Raise ValueError if rows of ``columns`` cannot be appended to ``path``, which may be new.
 
     Args:
         added: columns that tables of earlier versions lack.
@@ -22,8 +22,8 @@ def check_table(path: Path, columns: Sequence[str], added: Sequence[str] = ()) -
         raise ValueError(f"{path} is a folder; name a file in it")
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not os.access(existing, os.W_OK):
-        raise ValueError(f"{existing} cannot be written to; name another place")
-    if not path.exists() or path.stat().st_size == 0:
+        raise ValueError(f"{existing} is not writable; choose another place")
+    if not has_header(path):
         return
     header = _header(path)
     if not fits(header, columns, added):
@@ -33,8 +33,13 @@ def check_table(path: Path, columns: Sequence[str], added: Sequence[str] = ()) -
         )
 
 
+def has_header(path: Path) -> bool:
+    """Whether there is a table; an empty file is left if a machine stops before the first row."""
+    return path.exists() and path.stat().st_size > 0
+
+
 def fits(header: Sequence[str], columns: Sequence[str], added: Sequence[str] = ()) -> bool:
-    """Whether a table has these columns in this order, perhaps without some that were added."""
+    """Whether a table has these columns in this order; some of ``added`` may be missing."""
     return list(header) == [name for name in columns if name in header or name not in added]
 
 
@@ -45,28 +50,29 @@ def append_lines(
     end: str,
     added: Sequence[str] = (),
 ) -> None:
-    """Add ``lines`` to the table at ``path``, made with a header if it is new or empty.
+    """Append ``lines`` to the table at ``path``; a new or empty table gets a header.
 
     Args:
-        end: what the table's lines end with.
+        end: the line terminator of the table.
         added: columns that tables of earlier versions lack; such a table gets them, empty.
     """
-    with locked(path, wait=True):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # results may be a link, and two names of a table need one lock
+    place = path.resolve()
+    with FileLock(place.with_name(f".{place.name}.lock")):
         check_table(path, columns, added)
-        if path.stat().st_size and _header(path) != list(columns):
-            _widen(path, columns, end)
-    # widening has put another file in its place, which wants a lock of its own
-    with locked(path, wait=True):
+        is_new = not has_header(path)
+        if not is_new and _header(path) != list(columns):
+            _add_columns(place, columns, end)
         with path.open("a+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size:
+            if not is_new:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
-                    # a write was cut short: what follows begins a line of its own
+                    # a write was interrupted: the next row begins a line of its own
                     file.write(end.encode())
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, columns, lineterminator=end)
-            if not size:
+            if is_new:
                 writer.writeheader()
             writer.writerows(lines)
 
@@ -79,8 +85,8 @@ def _header(path: Path) -> list[str]:
             raise ValueError(f"{path} is not CSV: {error}; move it away first") from error
 
 
-def _widen(path: Path, columns: Sequence[str], end: str) -> None:
-    """Give a table the columns that it lacks, empty; whole or not at all."""
+def _add_columns(path: Path, columns: Sequence[str], end: str) -> None:
+    """Add the missing columns, empty, to the whole table or not at all."""
     with path.open(newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
@@ -92,11 +98,9 @@ def _widen(path: Path, columns: Sequence[str], end: str) -> None:
         if len(line) != len(header):
             raise ValueError(
                 f"{path}, row {number}: expected {len(header)} columns, got {len(line)}; the file "
-                "is damaged (a write cut short, or an edit): repair or remove the row"
+                "is damaged (an interrupted write, or an edit): repair or remove the row"
             )
-    # results may be a link to another folder
-    place = path.resolve()
-    unfinished = place.with_name(f".{place.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, restval="", lineterminator=end)
@@ -104,7 +108,7 @@ def _widen(path: Path, columns: Sequence[str], end: str) -> None:
             writer.writerows(dict(zip(header, line, strict=True)) for line in lines)
             file.flush()
             os.fsync(file.fileno())
-        shutil.copymode(place, unfinished)
-        unfinished.replace(place)
+        shutil.copymode(path, unfinished)
+        unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

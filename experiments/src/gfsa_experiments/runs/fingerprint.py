@@ -1,4 +1,4 @@
-"""What a run is trained and measured on, in a few characters that can be compared."""
+"""The fingerprint of a task's data: the sizes of its splits and a hash of some examples."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.engine.randomness import drawing_apart
+from gfsa_experiments.engine.randomness import isolated_generators
 from gfsa_experiments.engine.task import Task
 
 _PARTS = ("train", "valid", "test")
-# of each part: enough to tell data sets apart, few enough to be read in no time
+# examples hashed per split: enough to distinguish data sets, few enough to be read quickly
 _EXAMPLES = 32
-# things inside of things, before what is left counts by its type alone
+# nesting depth below which a value counts by its type alone
 _DEEPEST = 8
 
 
 def fingerprint(task: Task) -> str:
-    """``45000+5000+10000 3fa2c1d0``: examples to train, validate and test on, and a hash of some.
+    """``45000+5000+10000 3fa2c1d0``: the sizes of train, valid and test, and a hash.
 
-    The hash is over evenly spaced examples, as :meth:`Task.identity` gives them. Nothing is drawn
-    from the generators that training draws from.
+    The hash is over evenly spaced examples, as :meth:`Task.identity` returns them. The random state
+    of training does not change.
     """
     sizes = {name: len(task.splits[name]) if name in task.splits else 0 for name in _PARTS}
     digest = sha256()
-    with drawing_apart(0):
+    with isolated_generators(0):
         for name, size in sizes.items():
             for index in _spread(size):
                 for piece in _pieces(task.identity(name, index)):
@@ -39,26 +39,18 @@ def fingerprint(task: Task) -> str:
     return f"{'+'.join(map(str, sizes.values()))} {digest.hexdigest()[:8]}"
 
 
-def difference(old: str, new: str) -> str:
-    """In words, how two fingerprints differ."""
-    (old_sizes, _, old_hash), (new_sizes, _, new_hash) = old.partition(" "), new.partition(" ")
-    if old_sizes != new_sizes:
-        return f"{old_sizes} examples to train+validate+test on then, {new_sizes} now"
-    return f"as many examples, {new_sizes}, but others: {old_hash} then, {new_hash} now"
-
-
 def _spread(count: int) -> Sequence[int]:
-    """Some of ``count`` indices, from the first to the last."""
+    """At most ``_EXAMPLES`` of ``count`` indices, evenly spaced from the first to the last."""
     if count <= _EXAMPLES:
         return range(count)
     return [at * (count - 1) // (_EXAMPLES - 1) for at in range(_EXAMPLES)]
 
 
 def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
-    """A value as bytes that say what it is, how much of it there is, and what is in it.
+    """A value as bytes: its type, its size and its content.
 
-    The same in every process: nothing hangs on addresses, on the order of a dict or on how many
-    bits a number is stored in.
+    The same in every process: independent of addresses, of the order of a dict and of the width
+    that a number is stored in.
     """
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         yield from _of_array(value, depth)
@@ -68,10 +60,10 @@ def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
     elif value is None or isinstance(value, (bool, int, float, complex)):
         yield f"{type(value).__name__} {value!r}:".encode()
     elif isinstance(value, PurePath):
-        # where it lies is another matter on every machine
+        # folders differ between machines
         yield from _pieces(value.name)
     elif hasattr(value, "tobytes") and hasattr(value, "mode"):
-        # an image of Pillow's
+        # an image of Pillow
         yield from _pieces([value.mode, *value.size, value.tobytes()], depth)
     elif depth == _DEEPEST or isinstance(value, types.ModuleType) or callable(value):
         yield f"{type(value).__name__}:".encode()
@@ -81,7 +73,7 @@ def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
 
 def _of_array(value: Any, depth: int) -> Iterator[bytes]:
     if isinstance(value, Tensor):
-        value = _widened(value.detach().cpu())
+        value = _as_array(value.detach().cpu())
     array = np.asarray(value)
     kind = "i" if array.dtype.kind in "biumM" else array.dtype.kind
     if kind not in "ifc":
@@ -90,13 +82,13 @@ def _of_array(value: Any, depth: int) -> Iterator[bytes]:
         return
     array = array.astype({"i": "<i8", "f": "<f8", "c": "<c16"}[kind])
     if kind == "f":
-        # there are many bit patterns for no number
+        # NaN has many bit patterns
         array = np.where(np.isnan(array), np.nan, array)
     yield f"{kind} {array.shape}:".encode() + array.tobytes()
 
 
-def _widened(tensor: Tensor) -> np.ndarray:
-    """In numbers that numpy knows, which has no bfloat16."""
+def _as_array(tensor: Tensor) -> np.ndarray:
+    """A tensor as a dense array of a dtype that numpy has (it lacks bfloat16)."""
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_floating_point():
@@ -124,6 +116,6 @@ def _named_parts(value: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if hasattr(value, "to_dict"):
-        # a graph of PyG's
+        # a graph of PyG
         return _named_parts(dict(value.to_dict()))
     return dict(getattr(value, "__dict__", {})) | {"": type(value).__name__}

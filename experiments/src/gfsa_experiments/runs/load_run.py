@@ -1,32 +1,32 @@
-"""A run's trained model, back from its folder."""
+"""Load the trained model of a run from its folder."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gfsa_experiments.tasks import find_recipe
 from gfsa_experiments.engine.config import field_names
-from gfsa_experiments.engine.methods import MethodConfig, find_method
 from gfsa_experiments.engine.randomness import seed_everything
 from gfsa_experiments.engine.task import Task
+from gfsa_experiments.runs.methods import MethodConfig, find_method
+from gfsa_experiments.runs.run_folder import read_json
+from gfsa_experiments.tasks import find_recipe
 
 
 def trained_task(folder: Path, data_dir: Path, device: torch.device | str = "cpu") -> Task:
-    """The task of a run with its model as trained, in evaluation mode.
+    """The task of a run with its trained model, in evaluation mode.
 
     Args:
-        folder: of a run made with ``--set save_model=true``.
-        data_dir: where its data set lies.
+        folder: the folder of a run with ``save_model=true``.
+        data_dir: where its data set is.
         device: where the model goes.
     """
     weights = folder / "model.pt"
     if not weights.exists():
-        raise FileNotFoundError(f"{weights} is not there; train with --set save_model=true")
-    written = json.loads((folder / "config.json").read_text())
+        raise FileNotFoundError(f"{weights} does not exist; train with --set save_model=true")
+    written = read_json(folder / "config.json")
     recipe = find_recipe(written["recipe"])
     config = recipe.config(**_fields(recipe.config, written))
     seed_everything(config.seed)
@@ -39,6 +39,9 @@ def trained_task(folder: Path, data_dir: Path, device: torch.device | str = "cpu
 
 
 def _fields(config: Any, written: dict[str, Any]) -> dict[str, Any]:
-    """Fields from JSON, where tuples had become lists."""
-    found = {name: written[name] for name in field_names(config)}
+    """The fields of a config from JSON, which turned tuples into lists.
+
+    A setting that the version of the folder did not have keeps its default.
+    """
+    found = {name: written[name] for name in field_names(config) if name in written}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}

@@ -1,4 +1,4 @@
-"""The one line that a run leaves in ``results/``."""
+"""The result of a run as a row of ``results/RECIPE.csv``, written and read without pandas."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gfsa_experiments.runs.csv_table import append_lines, check_table, fits
+from gfsa_experiments.runs.csv_table import append_lines, check_table, fits, has_header
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was run, on what, and what came out."""
+    """What was run, on which data and machine, and the result."""
 
     recipe: str
     task: str
@@ -31,9 +31,9 @@ class Row:
     others: str = ""
     """Further metrics of the test split, ``f1=0.81 accuracy=0.9``."""
     parameters: int = 0
-    """Learned numbers of the whole model."""
+    """Trainable numbers of the whole model."""
     added: int = 0
-    """Of which the method added."""
+    """Trainable numbers that the method added."""
     moved: float | None = None
     """Mean |coefficient − its start| over the filters' learned numbers at the end."""
     coefficients: str = ""
@@ -41,12 +41,12 @@ class Row:
     epochs: float = 0.0
     steps: int = 0
     seconds: float = 0.0
-    """Training time without evaluation and set-up."""
+    """Training time without evaluation and setup."""
     seconds_per_step: float = 0.0
     peak_memory_mib: float | None = None
     """Of the GPU."""
     jobs: int = 1
-    """How many runs shared the machine; times are comparable only where this is 1."""
+    """Number of runs that shared the machine; times are comparable only if it is 1."""
     device: str = ""
     precision: str = ""
     torch: str = ""
@@ -55,52 +55,45 @@ class Row:
     date: str = ""
     command: str = ""
     data: str = ""
-    """What was trained and measured on, ``45000+5000+10000 3fa2c1d0``: examples in train, valid
-    and test, and a hash of some of them; empty in rows of earlier versions."""
+    """The fingerprint of the data, ``45000+5000+10000 3fa2c1d0``: the sizes of train, valid and
+    test, and a hash of some examples; empty in rows of earlier versions."""
+
+    @property
+    def experiment(self) -> Experiment:
+        """The key of rows that are compared with each other, if they are on the same data."""
+        return self.recipe, self.task, self.settings
+
+    @property
+    def name(self) -> str:
+        """The method with its options."""
+        return f"{self.method} {self.options}".strip()
 
 
-_COLUMNS = [field.name for field in fields(Row)]
-# tables of earlier versions lack these; their rows have nothing to say there
+Experiment = tuple[str, str, str]
+COLUMNS = [field.name for field in fields(Row)]
+# tables of earlier versions lack these columns
 _ADDED = ("data",)
 
 
-def same_data(one: Row, other: Row) -> bool:
-    """Whether two rows may be on the same data: one that does not say goes with any."""
-    return not one.data or not other.data or one.data == other.data
-
-
 def check_rows_fit(path: Path) -> None:
-    """Raise ValueError if rows cannot be added to ``path``."""
-    check_table(path, _COLUMNS, _ADDED)
+    """Raise ValueError if rows cannot be appended to ``path``."""
+    check_table(path, COLUMNS, _ADDED)
 
 
 def append_rows(path: Path, rows: list[Row]) -> None:
-    """Add rows to a table, with a header if it is new; several processes may do so."""
+    """Append rows to a table; several processes may do so at the same time."""
     lines = [{k: "" if v is None else v for k, v in asdict(row).items()} for row in rows]
-    append_lines(path, _COLUMNS, lines, end="\r\n", added=_ADDED)
+    append_lines(path, COLUMNS, lines, end="\r\n", added=_ADDED)
 
 
-def rows_of_experiment(path: Path, recipe: str, task: str, settings: str) -> list[Row]:
-    """The rows that a run with these is compared with; none if there is no table yet."""
-    # who is to add the first row begins with an empty file
-    if not path.exists() or not path.stat().st_size:
-        return []
-    wanted = (recipe, task, settings)
-    return [row for row in read_rows(path) if (row.recipe, row.task, row.settings) == wanted]
-
-
-def has_row(path: Path, row: Row) -> bool:
-    """Whether a table has a row of this very run, on the same data."""
-    this = (row.method, row.options, row.seed)
-    return any(
-        (other.method, other.options, other.seed) == this and same_data(row, other)
-        for other in rows_of_experiment(path, row.recipe, row.task, row.settings)
-    )
+def read_rows_if_any(path: Path) -> list[Row]:
+    """The rows of a table, which may not exist yet."""
+    return read_rows(path) if has_header(path) else []
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a table, typed; ValueError names the file, the line and the column at fault."""
-    names = _COLUMNS
+    """The rows of a table, typed; a ValueError names the file, the line and the column."""
+    names = COLUMNS
     rows = []
     with path.open(newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -119,7 +112,7 @@ def read_rows(path: Path) -> list[Row]:
                 if len(line) != len(header):
                     raise ValueError(
                         f"{where}: expected {len(header)} columns, got {len(line)}; the file is "
-                        "damaged (a write cut short, or an edit): repair or remove the line"
+                        "damaged (an interrupted write, or an edit): repair or remove the line"
                     )
                 rows.append(Row(**_typed(dict(zip(header, line, strict=True)), where)))
         except (csv.Error, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What one run is, and how it is carried out from beginning to end."""
+"""One run: what identifies it, and how it is carried out from its data to its row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,30 +18,52 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from filelock import FileLock, Timeout
 from torch import nn
 
 import gfsa
 from gfsa._version import __version__
 from gfsa.environment import commit, device_name
-from gfsa_experiments.runs.locks import locked
-from gfsa_experiments.tasks import find_recipe
-from gfsa_experiments.engine.config import (HARMLESS, TrainConfig, as_text, changed_settings, settings_of)
-from gfsa_experiments.engine.devices import check_device
-from gfsa_experiments.runs.fingerprint import difference, fingerprint
-from gfsa_experiments.runs.run_folder import (RunData, differences, environment, is_begun, now, read_data, read_row, run_folder, write_config, write_data, write_json, write_row)
-from gfsa_experiments.engine.methods import MethodConfig, added_parameters, find_method, options_of
-from gfsa_experiments.engine.randomness import seed_everything
-from gfsa_experiments.runs.row import Row, rows_of_experiment
-from gfsa_experiments.engine.task import Task
-from gfsa_experiments.engine.trainer import Outcome, Trainer
+from gfsa_experiments.engine.config import (
+    HARMLESS,
+    TrainConfig,
+    as_text,
+    changed_settings,
+    settings_of,
+)
 from gfsa_experiments.engine.nested import to_device
-
-Progress = Callable[[int, int, str], None]
-"""Called with steps done, steps in all, and a few words."""
+from gfsa_experiments.engine.randomness import seed_everything
+from gfsa_experiments.engine.task import Task
+from gfsa_experiments.engine.trainer import Outcome, Progress, Trainer
+from gfsa_experiments.runs.fingerprint import fingerprint
+from gfsa_experiments.runs.methods import (
+    MethodConfig,
+    added_parameters,
+    changed_options,
+    find_method,
+)
+from gfsa_experiments.runs.row import Experiment, Row
+from gfsa_experiments.runs.run_folder import (
+    differences,
+    is_begun,
+    now,
+    read_row,
+    run_folder,
+    write_config,
+    write_environment,
+    write_row,
+)
+from gfsa_experiments.runs.same_data import (
+    check_finished_data,
+    check_resumed_data,
+    warn_of_rows_on_other_data,
+    write_data,
+)
+from gfsa_experiments.tasks import find_recipe
 
 
 class Key(NamedTuple):
-    """What a run is, as its row says it."""
+    """The columns of a row that identify its run."""
 
     recipe: str
     task: str
@@ -49,6 +71,10 @@ class Key(NamedTuple):
     options: str
     settings: str
     seed: int
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.recipe, self.task, self.settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,42 +91,46 @@ class Run:
     resume: bool = False
     jobs: int = 1
     results: Path | None = None
-    """Where its row goes; if there are rows on other data there, a warning says so."""
+    """A folder of rows: the run warns if rows of its experiment there are on other data."""
 
     def check(self) -> None:
-        """Everything that can be wrong before any data is read."""
+        """Raise ValueError for everything that can be found before any data is read."""
+        refuse_missing_device(self.device)
         self.config.check()
-        options_of(find_method(self.method), self.options)
+        self._changed_options()
 
-    @property
-    def told_options(self) -> str:
-        return as_text(options_of(find_method(self.method), self.options))
+    def _changed_options(self) -> dict[str, Any]:
+        return changed_options(find_method(self.method), self.options)
 
     def key(self) -> Key:
-        """What tells this run from every other."""
+        """What identifies this run."""
         recipe = find_recipe(self.recipe)
         return Key(
             recipe=recipe.name,
             task=recipe.label_of(self.config, self.data_dir),
             method=self.method,
-            options=self.told_options,
+            options=as_text(self._changed_options()),
             settings=settings_of(self.config),
             seed=self.config.seed,
         )
 
     @property
     def command(self) -> str:
-        """What to type for this run alone."""
+        """The command of this run alone."""
         words = ["gfsa train", self.recipe, "--method", self.method, "--seeds", self.config.seed]
-        options = options_of(find_method(self.method), self.options)
-        changed = changed_settings(self.config) | options
-        # one by one: there may be blanks in a value
+        changed = changed_settings(self.config) | self._changed_options()
+        # quoted one by one: a value may have blanks in it
         pairs = [shlex.quote(as_text({name: value})) for name, value in changed.items()]
         return " ".join(map(str, words)) + "".join(f" --set {pair}" for pair in pairs)
 
     @property
     def folder(self) -> Path:
         return run_folder(self.out, *self.key())
+
+    @property
+    def is_resumed_and_finished(self) -> bool:
+        """Whether the run only gives the row that is in its folder."""
+        return self.resume and (self.folder / "row.json").exists()
 
     def __str__(self) -> str:
         key = self.key()
@@ -109,7 +139,7 @@ class Run:
 
 
 class DivergedError(FloatingPointError):
-    """Training came to no finite loss; that is a result, and has a row."""
+    """The loss became infinite or NaN; that is a result, and has a row."""
 
     def __init__(self, message: str, row: Row) -> None:
         super().__init__(message)
@@ -117,9 +147,9 @@ class DivergedError(FloatingPointError):
 
 
 def carry_out(run: Run, progress: Progress | None = None) -> Row:
-    """Train, measure and write everything down; a finished run is not run again."""
+    """Train, evaluate and write the run's folder; a finished run only gives its row."""
     run.check()
-    # what an earlier run of this process left on the device counts as this one's otherwise
+    # memory that an earlier run of this process left on the device would count as this run's
     gc.collect()
     accelerator = _accelerator(run)
     if accelerator.device.type == "cuda":
@@ -127,32 +157,32 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     finished = read_row(run.folder)
     if finished is not None and run.resume:
         _check_finished(run, accelerator.num_processes)
-        _check_finished_data(run)
+        check_finished_data(run.folder, run.data_dir, lambda: fingerprint(_build(run)))
         return finished
-    with _one_at_a_time(run.folder) if accelerator.is_main_process else nullcontext():
+    with _exclusive(run.folder) if accelerator.is_main_process else nullcontext():
         return _carry_out(run, accelerator, progress)
 
 
 def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) -> Row:
     folder, config = run.folder, run.config
     if accelerator.is_main_process:
-        write_config(folder, _as_data(run, accelerator.num_processes), run.resume)
-        write_json(folder / "environment.json", environment(accelerator.device))
+        settings = _as_data(run, accelerator.num_processes)
+        write_config(folder, settings, _defaults(run), run.resume)
+        write_environment(folder, accelerator.device)
     accelerator.wait_for_everyone()
     with _determinism(config.deterministic), _tensor_cores(config.precision == "tf32"):
-        seed_everything(config.seed)
         task = _build(run)
-        data = _note_data(run, task, accelerator)
+        data = _record_data(run, task, accelerator)
         added = find_method(run.method).apply(task.model, run.options)
-        # every method goes on from the same state, whatever it drew to begin with, and every
-        # process drops other units than its neighbours
+        # the same state for every method, however many numbers its initialisation drew, and
+        # another dropout in each process
         seed_everything(config.seed + 7919 * accelerator.process_index)
         new = added_parameters(task.model)
         trainer = Trainer(task, config, accelerator, folder, new, run.options.filter_lr)
         try:
             outcome = trainer.fit(run.resume, progress)
         except FloatingPointError as error:
-            row = _row(run, task, data, added, trainer.failure(), accelerator)
+            row = _row(run, task, data, added, trainer.diverged_outcome(), accelerator)
             if accelerator.is_main_process:
                 write_row(folder, row)
             raise DivergedError(str(error), row) from error
@@ -160,24 +190,31 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
         if accelerator.is_main_process:
             _keep(task, trainer.bare_model, folder, config, run)
             write_row(folder, row)
-            # what they were for is reached, or over
+            # a finished run is not resumed
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             (folder / "error.txt").unlink(missing_ok=True)
     return row
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
+def _exclusive(folder: Path) -> Iterator[None]:
+    """A lock on the run's folder; the system releases it when the process ends in any way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
     try:
-        with locked(folder / ".lock", wait=False):
-            yield
-    except BlockingIOError as error:
-        raise FileExistsError(f"another process is at the run in {folder}") from error
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FileExistsError(f"another process is running the run in {folder}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _check_finished(run: Run, processes: int) -> None:
-    """A finished run is only handed out for what it was."""
-    differing = differences(run.folder, _as_data(run, processes), ignored=HARMLESS)
+    """Raise ValueError if a finished run has other settings or lacks a file that is wanted."""
+    settings = _as_data(run, processes)
+    differing = differences(run.folder, settings, _defaults(run), ignored=HARMLESS)
     if differing:
         raise ValueError(
             f"{run.folder} holds a finished run with other settings ({', '.join(differing)}); "
@@ -187,86 +224,47 @@ def _check_finished(run: Run, processes: int) -> None:
     for name, asked in wanted.items():
         if asked and not (run.folder / name).exists():
             raise ValueError(
-                f"{run.folder} holds a finished run that was not asked for {name}; "
-                "delete it to run again"
+                f"{run.folder} holds a finished run without {name}; delete it to run again"
             )
 
 
-def _check_finished_data(run: Run) -> None:
-    """Nor for other data; what lies where it lay is taken for the same without being read."""
-    noted, place = read_data(run.folder), str(run.data_dir.resolve())
-    if noted is None or noted.data_dir == place:
-        return
-    seed_everything(run.config.seed)
-    try:
-        found = fingerprint(_build(run))
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"{run.folder} holds a finished run on the data in {noted.data_dir}; whether that in "
-            f"{place} is the same cannot be seen, give --data-dir {noted.data_dir} or use another "
-            f"--out: {error}"
-        ) from error
-    if found != noted.data:
-        raise ValueError(
-            f"{run.folder} holds a finished run on other data, from {noted.data_dir} "
-            f"({difference(noted.data, found)}); use another --out"
-        )
-
-
-def _note_data(run: Run, task: Task, accelerator: Accelerator) -> str:
-    """Write down what it runs on; an interrupted run goes on with what it began with."""
+def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
+    """The data's fingerprint, after comparing it with what the run's folder and rows have."""
     data = fingerprint(task)
-    noted = read_data(run.folder) if run.resume and is_begun(run.folder) else None
-    if noted is not None and noted.data != data:
-        raise ValueError(
-            f"{run.folder} was begun on other data, from {noted.data_dir} "
-            f"({difference(noted.data, data)}); give it that data, or use another --out"
-        )
-    # every process has compared before one of them writes
+    if run.resume and is_begun(run.folder):
+        check_resumed_data(run.folder, data)
+    # every process has compared before the main process writes
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        write_data(run.folder, RunData(data, str(run.data_dir.resolve())))
-        _tell_of_other_data(run, data)
+        write_data(run.folder, data, run.data_dir)
+        warn_of_rows_on_other_data(run, data)
     return data
 
 
-def _tell_of_other_data(run: Run, data: str) -> None:
-    """Warn, before hours of training, that the rows in the table are not comparable with it."""
-    if run.results is None:
-        return
-    key = run.key()
-    path = run.results / f"{key.recipe}.csv"
-    seeds: dict[str, set[int]] = {}
-    # for a warning's sake no run ends; who adds to the table says what is wrong with it
-    with contextlib.suppress(ValueError, OSError):
-        for row in rows_of_experiment(path, key.recipe, key.task, key.settings):
-            if row.data not in ("", data):
-                name = f"{row.method} {row.options}".strip()
-                seeds.setdefault(f"{name} on {row.data}, seed ", set()).add(row.seed)
-    if seeds:
-        told = "; ".join(name + ", ".join(map(str, sorted(of))) for name, of in seeds.items())
-        warnings.warn(
-            f"{run} runs on data {data}, and {path} has rows of the same experiment on other data "
-            f"({told}): they are not compared with each other",
-            stacklevel=2,
-        )
-
-
 def _build(run: Run) -> Task:
+    """The task of a run, with a model that depends on the seed alone."""
+    seed_everything(run.config.seed)
     recipe = find_recipe(run.recipe)
     try:
         return recipe.build(run.config, run.data_dir)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"recipe {recipe.name} needs {error.name}, which is not installed: "
-            f"pip install 'gfsa[{recipe.extra}]'"
+            f"pip install 'gfsa-experiments[{recipe.extra}]'"
         ) from error
 
 
+def refuse_missing_device(name: str) -> None:
+    """Raise ValueError for a device that is unknown or missing."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch finds no GPU here; auto uses a GPU if there is one")
+
+
 def _accelerator(run: Run) -> Accelerator:
-    # accelerate remembers the precision of the last run in this process
+    # accelerate keeps the precision of the last run in this process
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
-    check_device(run.device)
     precision = run.config.precision
     return Accelerator(
         cpu=run.device == "cpu",
@@ -279,7 +277,7 @@ def _accelerator(run: Run) -> Accelerator:
 def _determinism(wanted: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
-        # cuBLAS wants to be told too, before it begins
+        # cuBLAS reads this when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted or before)
     try:
@@ -290,7 +288,7 @@ def _determinism(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tensor_cores(wanted: bool) -> Iterator[None]:
-    """Let them multiply 32-bit numbers; unless that is wanted torch's settings are not touched."""
+    """Allow TF32 in matrix products; if not wanted, torch's setting stays."""
     if not wanted:
         yield
         return
@@ -310,6 +308,12 @@ def _as_data(run: Run, processes: int) -> dict[str, Any]:
         "options": dataclasses.asdict(run.options),
         **dataclasses.asdict(run.config),
     }
+
+
+def _defaults(run: Run) -> dict[str, Any]:
+    """The settings and options of a run unless they are changed."""
+    options = dataclasses.asdict(MethodConfig())
+    return {"options": options, **dataclasses.asdict(type(run.config)())}
 
 
 def _row(
@@ -351,12 +355,12 @@ def _devices(accelerator: Accelerator) -> str:
 
 
 def _polynomials(model: nn.Module) -> list[gfsa.GraphFilter]:
-    """The model's filters, without those of other methods that are no polynomial of A."""
+    """The model's filters that are a polynomial of A; those of some baselines are not."""
     return [f for f in gfsa.filters_of(model).values() if f.is_polynomial]
 
 
 def _coefficients(model: nn.Module) -> str:
-    """Mean over heads and layers of each power's coefficient."""
+    """The coefficient of each power of A, averaged over heads and layers."""
     found = [f.coefficients().detach().double().cpu() for f in _polynomials(model)]
     if not found:
         return ""
@@ -366,7 +370,7 @@ def _coefficients(model: nn.Module) -> str:
 
 
 def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: Run) -> None:
-    """What the run leaves besides numbers."""
+    """Save filters, and if wanted the weights and a lens page, in the run's folder."""
     if _polynomials(model):
         gfsa.save(model, folder / "filters")
     if config.save_model:
@@ -374,7 +378,7 @@ def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: 
     if config.lens:
         example = task.example()
         if example is None:
-            warnings.warn(f"recipe {run.recipe} gives the lens nothing to look at", stacklevel=2)
+            warnings.warn(f"no lens page: recipe {run.recipe} has no example inputs", stacklevel=2)
             return
         device = next(model.parameters()).device
         report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)

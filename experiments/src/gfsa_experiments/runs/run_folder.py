@@ -1,4 +1,4 @@
-"""The folder of one run: what was asked for, on what it ran, what came of it."""
+"""The folder of one run: its path, and the JSON files that record settings, machine and result."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gfsa.environment import commit, device_name, version_of
 from gfsa_experiments.engine.checkpoints import checkpoints
 from gfsa_experiments.runs.row import Row
+
+Record = TypeVar("Record")
 
 _PACKAGES = (
     "torch",
@@ -33,119 +34,77 @@ _PACKAGES = (
 )
 
 
-def slug(text: str) -> str:
-    """``text`` as a name of a file."""
-    return re.sub(r"[^\w.=-]+", "_", text.strip()).strip("_")
-
-
 def run_folder(
     out: Path, recipe: str, label: str, method: str, options: str, settings: str, seed: int
 ) -> Path:
-    """Where a run lies: the same for the same settings, another for others."""
-    name = slug(f"{method} {options}")
+    """The path of a run's folder, which is unique to its settings."""
+    name = _file_name(f"{method} {options}")
     if settings:
         name += "-" + sha256(settings.encode()).hexdigest()[:8]
-    return out / recipe / slug(label) / name / f"seed-{seed}"
+    return out / recipe / _file_name(label) / name / f"seed-{seed}"
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write a file as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(data, indent=1) + "\n")
-    unfinished.replace(path)
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.=-]+", "_", text.strip()).strip("_")
 
 
-def write_config(folder: Path, config: dict[str, Any], resume: bool) -> None:
-    """Note what is run, or check that an interrupted run is asked to go on as it began."""
-    path = folder / "config.json"
-    if not path.exists() or not is_begun(folder):
-        write_json(path, config)
+def is_begun(folder: Path) -> bool:
+    """Whether a run can be resumed, or is finished."""
+    return (folder / "row.json").exists() or bool(checkpoints(folder / "checkpoints"))
+
+
+def write_config(
+    folder: Path, config: dict[str, Any], defaults: dict[str, Any], resume: bool
+) -> None:
+    """Write ``config.json``, or check that a resumed run has the settings that it began with.
+
+    Args:
+        config: the settings and options of the run.
+        defaults: what they are unless changed.
+        resume: whether a run that is begun may be continued.
+    """
+    if not (folder / "config.json").exists() or not is_begun(folder):
+        write_json(folder / "config.json", config)
         return
     if not resume:
         raise FileExistsError(
-            f"{folder} holds a run already; --resume goes on with it, --out names another place, "
+            f"{folder} holds a run already; --resume continues it, --out names another place, "
             "or delete it"
         )
-    differing = differences(folder, config)
+    differing = differences(folder, config, defaults)
     if differing:
         raise ValueError(
             f"{folder} was begun with other settings ({', '.join(differing)}); use another --out"
         )
 
 
-def is_begun(folder: Path) -> bool:
-    """Whether there is anything of a run to go on with."""
-    return (folder / "row.json").exists() or bool(checkpoints(folder / "checkpoints"))
+def differences(
+    folder: Path, config: dict[str, Any], defaults: dict[str, Any], ignored: Sequence[str] = ()
+) -> list[str]:
+    """The settings that differ from those in the folder: ``lr: 0.1 → 0.2``.
 
-
-@dataclass(frozen=True)
-class RunData:
-    """What a run is trained and measured on, and where that lay."""
-
-    data: str
-    """As in its row."""
-    data_dir: str
-    """The whole path: it stays in the run's folder, rows are for others to see."""
-
-
-def write_data(folder: Path, data: RunData) -> None:
-    write_json(folder / "data.json", dataclasses.asdict(data))
-
-
-def read_data(folder: Path) -> RunData | None:
-    """What a run began with; None if it is of a version that did not write it down."""
-    path = folder / "data.json"
-    if not path.exists():
-        return None
-    try:
-        return RunData(**read_json(path))
-    except TypeError as error:
-        raise ValueError(f"{path} is of another version, delete its folder: {error}") from error
-
-
-def differences(folder: Path, config: dict[str, Any], ignored: Sequence[str] = ()) -> list[str]:
-    """Where a run's settings are others than those in its folder: ``lr: 0.1 → 0.2``."""
-    # through JSON, as the old one came: tuples are lists there
-    old, new = read_json(folder / "config.json"), json.loads(json.dumps(config))
+    A setting that the version of the folder did not have had its default.
+    """
+    # through JSON, which turns tuples into lists
+    new, usual = json.loads(json.dumps(config)), json.loads(json.dumps(defaults))
+    old = usual | read_json(folder / "config.json")
+    old["options"] = usual["options"] | old["options"]
     names = sorted((old.keys() | new.keys()) - set(ignored))
     return [f"{k}: {old.get(k)!r} → {new.get(k)!r}" for k in names if old.get(k) != new.get(k)]
 
 
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged, delete its folder to run anew: {error}") from error
-
-
-def environment(device: Any) -> dict[str, Any]:
-    return {
+def write_environment(folder: Path, device: Any) -> None:
+    """Write ``environment.json``: machine, versions and command."""
+    record = {
         "device": device_name(device),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: version_of(name) for name in _PACKAGES if version_of(name)},
         "commit": commit(),
-        "command": command_line(),
+        "command": " ".join(["gfsa", *sys.argv[1:]]),
         "date": now(),
     }
-
-
-def command_line() -> str:
-    """The arguments as typed."""
-    return " ".join(["gfsa", *sys.argv[1:]])
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
-    """Metrics over time, one line each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / ".metrics.jsonl"
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in history))
-    unfinished.replace(folder / "metrics.jsonl")
+    write_json(folder / "environment.json", record)
 
 
 def write_row(folder: Path, row: Row) -> None:
@@ -153,11 +112,34 @@ def write_row(folder: Path, row: Row) -> None:
 
 
 def read_row(folder: Path) -> Row | None:
-    """The result of a finished run, or None."""
-    path = folder / "row.json"
+    """The result of a finished run; None if it is not finished."""
+    return read_record(folder / "row.json", Row)
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a whole file, or nothing if interrupted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(data, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, delete its folder to run again: {error}") from error
+
+
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """A dataclass from a JSON file; None if there is no such file."""
     if not path.exists():
         return None
     try:
-        return Row(**read_json(path))
+        return kind(**read_json(path))
     except TypeError as error:
         raise ValueError(f"{path} is of another version, delete its folder: {error}") from error

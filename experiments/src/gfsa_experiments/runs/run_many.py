@@ -1,4 +1,4 @@
-"""Many runs, one after another or side by side."""
+"""Many runs: one after another, or several at a time in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
+from gfsa_experiments.engine.trainer import Progress
 from gfsa_experiments.runs.row import Row
-from gfsa_experiments.runs.run import DivergedError, Progress, Run, carry_out
+from gfsa_experiments.runs.run import DivergedError, Run, carry_out
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that is over: with a row, with the reason why not, or (diverged) with both."""
+    """A run that has ended: with a row, with an error, or (if it diverged) with both."""
 
     run: Run
     row: Row | None
@@ -30,12 +31,12 @@ def carry_out_all(
     jobs: int = 1,
     progress: Callable[[Run], Progress] | None = None,
 ) -> Iterator[Finished]:
-    """Each run as it ends; one that fails does not take the others along.
+    """Yield each run as it ends; the others continue if one fails.
 
     Args:
-        runs: what to run, the first ones first.
-        jobs: how many at a time, each in a process of its own that it leaves to the next.
-        progress: of one run, told as it goes on; only one at a time can be.
+        runs: the runs, started in this order.
+        jobs: how many run at a time; above 1 each has a process, which later runs reuse.
+        progress: makes the progress callback of a run; used if ``jobs`` is 1.
     """
     if jobs == 1:
         for run in runs:
@@ -48,11 +49,10 @@ def carry_out_all(
                 left.remove(finished.run)
                 yield finished
         except BrokenProcessPool:
-            # the system killed a worker (no memory, perhaps) and with it the pool; nobody knows
-            # whose fault it was, so each of those that were running is tried alone
+            # the system killed a worker (memory, perhaps), which ends the pool; any of the active
+            # runs may be the cause, so each of them is resumed alone
             lost, left = left[:jobs], left[jobs:]
             for run in lost:
-                # it goes on from where it was
                 yield _in_a_process(dataclasses.replace(run, resume=True))
 
 
@@ -62,7 +62,7 @@ def _in_a_pool(runs: Sequence[Run], jobs: int) -> Iterator[Finished]:
         for future in as_completed([pool.submit(attempt, run) for run in runs]):
             yield future.result()
     except BaseException:
-        # whoever interrupts wants an end, not what is in the queue
+        # an interrupt ends the queued runs too
         workers = list((pool._processes or {}).values())
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
@@ -76,13 +76,13 @@ def _in_a_process(run: Run) -> Finished:
         with _pool(1) as pool:
             return pool.submit(attempt, run).result()
     except BrokenProcessPool:
-        return Finished(run, None, "its process was killed (was there memory enough?)")
+        return Finished(run, None, "its process was killed (out of memory?)")
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(
         jobs,
-        # a fork would take the parent's GPU and threads along
+        # a forked process cannot use the parent's CUDA context and threads
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin_worker,
         initargs=(max(1, (os.cpu_count() or 1) // jobs),),
@@ -94,28 +94,27 @@ def _begin_worker(threads: int) -> None:
 
     import torch
 
-    # the parent decides what an interrupt ends
+    # the parent handles interrupts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
 
 
 def attempt(run: Run, progress: Progress | None = None) -> Finished:
-    """Carry out a run; what goes wrong is told, not raised."""
+    """Carry out a run; an error is part of what is returned, not raised."""
     try:
         return Finished(run, carry_out(run, progress))
     except Exception as error:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            # the other processes are in the midst of it: the launcher ends them with this one
+            # the launcher has to end the other processes, which wait for this one
             raise
         details = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
             if run.folder.exists():
                 (run.folder / "error.txt").write_text(details)
         row = error.row if isinstance(error, DivergedError) else None
-        return Finished(run, row, details if _is_ours(error) else f"{error}")
+        return Finished(run, row, f"{error}" if _is_expected(error) else details)
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether it is a fault of the program rather than of what it was given."""
-    expected = (ValueError, OSError, FloatingPointError)
-    return not isinstance(error, expected)
+def _is_expected(error: Exception) -> bool:
+    """Whether the message says enough; of other errors the whole traceback is shown."""
+    return isinstance(error, (ValueError, OSError, FloatingPointError))

@@ -293,6 +293,6 @@ RECIPE = Recipe(
     config=GraphConfig,
     build=build,
     sources=SOURCES,
-    extra="train,graph",
+    extra="graph",
 )
 assert {field.name for field in dataclasses.fields(GraphConfig)} >= set(FOLLOWING)

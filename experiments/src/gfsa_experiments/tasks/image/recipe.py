@@ -381,6 +381,6 @@ RECIPE = Recipe(
     config=ImageConfig,
     build=build,
     sources=(image_folder.SOURCE, *cifar.SOURCES),
-    extra="timm",
+    extra="image",
     label=label,
 )

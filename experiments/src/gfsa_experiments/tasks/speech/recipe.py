@@ -210,5 +210,5 @@ RECIPE = Recipe(
     config=SpeechConfig,
     build=build,
     sources=(librispeech.SOURCE, an4.SOURCE),
-    extra="train,speech",
+    extra="speech",
 )

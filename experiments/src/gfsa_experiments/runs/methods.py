@@ -1,8 +1,7 @@
-"""The methods that are compared: what each does to a model before it is trained."""
+"""The methods that are compared: the change that each makes to a model before training."""
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,27 +13,27 @@ from torch import nn
 
 import gfsa
 from gfsa.filters.gfsa import Power
-from gfsa_experiments.engine.config import as_text
+from gfsa_experiments.engine.config import NotNegative, as_text, check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """Options of the methods; each uses those that it has."""
+    """The options of all methods; a method reads some of them."""
 
     K: int = 3
     learn: tuple[Literal["w0", "w1", "wK"], ...] = ("w0", "w1", "wK")
     power: Power = "extrapolated"
     w0: float = 0.0
-    """Where w0 starts, or stays if it is not learned."""
+    """The initial w0, which stays if it is not learned."""
     layers: Literal["all", "even", "odd"] = "all"
-    filter_lr: float | None = None
-    """A learning rate for what the method adds; None: the model's."""
+    filter_lr: NotNegative | None = None
+    """The learning rate of the parameters that the method adds; None: the model's."""
     lr_multiplier: float = 1.0
-    """The same inside the filter: coefficient = multiplier·θ."""
+    """A factor inside the filter: coefficient = multiplier·θ."""
     degree: int = 2
     """Of ``polynomial``."""
     alpha: float = 0.15
-    """Of ``pagerank``: the chance to return."""
+    """Of ``pagerank``: the probability of a restart."""
     hops: int = 4
     """Of ``pagerank``."""
     strength: float | None = None
@@ -45,19 +44,19 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to change a model."""
+    """A change of a model, by name."""
 
     name: str
     what: str
     apply: Callable[[nn.Module, MethodConfig], int]
-    """Changes the model in place and gives the learned numbers added."""
+    """Changes the model in place and returns how many trainable numbers it added."""
     uses: tuple[str, ...] = ()
-    """The options that it reads; others may not be set."""
+    """The options that it reads; setting another one is an error."""
 
-    def uses_beside(self, options: MethodConfig) -> tuple[str, ...]:
-        """The options that it reads if the others are these."""
+    def used_options(self, options: MethodConfig) -> tuple[str, ...]:
+        """The options that have an effect, given the values of the others."""
         if "learn" in self.uses and "wK" not in options.learn:
-            # wK stays 0: the term that K and power are about is not there
+            # wK stays 0, so there is no term of order K
             return tuple(name for name in self.uses if name not in ("K", "power"))
         return self.uses
 
@@ -168,10 +167,9 @@ def find_method(name: str) -> Method:
     return METHODS[name]
 
 
-def options_of(method: Method, config: MethodConfig) -> dict[str, Any]:
-    """The options that differ from the defaults, all of which the method must use."""
-    if config.filter_lr is not None and not 0 <= config.filter_lr < math.inf:
-        raise ValueError(f"filter_lr must be a number of at least 0, got {config.filter_lr}")
+def changed_options(method: Method, config: MethodConfig) -> dict[str, Any]:
+    """The options that differ from their defaults; the method must read all of them."""
+    check_bounds(config)
     defaults = MethodConfig()
     changed = {
         field.name: getattr(config, field.name)
@@ -186,59 +184,59 @@ def options_of(method: Method, config: MethodConfig) -> dict[str, Any]:
 
 
 def check_options(name: str, options: MethodConfig) -> None:
-    """Raise ValueError for options with which a method fits no model at all."""
+    """Raise ValueError for options that the method accepts for no model."""
     method = find_method(name)
-    told = as_text(options_of(method, options))
+    given = as_text(changed_options(method, options))
     if not options.learn:
         raise ValueError(
-            "learn names what a filter learns, some of w0, w1 and wK by commas, got nothing; "
-            "--method plain is the model without a filter"
+            "learn lists the coefficients that a filter learns (w0,w1,wK, separated by commas), "
+            "got none; --method plain is the model without a filter"
         )
     try:
-        _try(method, options, _stand_in())
+        _try(method, options, _small_model())
     except ValueError as error:
-        # the filter may have another name for an option than the command line
-        raise ValueError(f"method {name} cannot take {told}: {error}") from error
+        # the filter's name of an option may differ from that of the command line
+        raise ValueError(f"method {name} cannot take {given}: {error}") from error
 
 
 def check_fit(name: str, options: MethodConfig, model: nn.Module, what: str) -> None:
-    """Raise ValueError if a method cannot be put into a model, which is spent on the attempt.
+    """Raise ValueError if a method cannot be applied to a model, which this changes.
 
     Args:
-        model: on the device ``meta``, say.
-        what: what to call it.
+        model: may be on the device ``meta``.
+        what: the name of the model in the error.
     """
     try:
         _try(find_method(name), options, model)
     except ValueError as error:
-        # a line for every layer would bury the reason
+        # the first two layers show the reason; one line per layer would hide it
         first, *layers = str(error).splitlines()
         reasons = "\n".join([first, *layers[:2], *(["  …"] if layers[2:] else [])])
-        raise ValueError(f"method {name} cannot be put into {what}: {reasons}") from error
+        raise ValueError(f"method {name} cannot be applied to {what}: {reasons}") from error
     except RuntimeError:
-        # it takes numbers, which a sketch has not: the run will tell
+        # the method reads weights, which a model on meta does not have: the run will show
         return
 
 
 def _try(method: Method, options: MethodConfig, model: nn.Module) -> None:
     with warnings.catch_warnings():
-        # whatever there is to be said about a model is said when it is trained
+        # the run itself repeats these warnings
         warnings.simplefilter("ignore")
         method.apply(model, options)
 
 
-def _stand_in() -> nn.Module:
-    """A model that every method fits, without memory and without random numbers."""
+def _small_model() -> nn.Module:
+    """A model that every method can be applied to, without memory or random numbers."""
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def added_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What a method has put into the model for learning."""
+    """The trainable parameters that a method added to the model."""
     found = [p for f in gfsa.filters_of(model).values() for p in f.parameters()]
-    # a model has baselines in it only where they were asked for
+    # if nothing imported the baselines, no model has one
     baselines = sys.modules.get("gfsa.baselines")
-    theirs = baselines.parameters_of(model) if baselines is not None else []
+    of_baselines = baselines.parameters_of(model) if baselines is not None else []
     known = {id(p) for p in found}
-    return found + [p for p in theirs if id(p) not in known]
+    return found + [p for p in of_baselines if id(p) not in known]

@@ -2,7 +2,10 @@
 
 import csv
 import re
+import subprocess
+import sys
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,6 +15,8 @@ from gfsa import cli
 from gfsa_experiments.results.figures import draw
 from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.page_blocks import (
+    BEGIN,
+    END,
     Bullets,
     Commands,
     Grid,
@@ -20,7 +25,7 @@ from gfsa_experiments.results.page_blocks import (
     show,
     to_markdown,
 )
-from gfsa_experiments.results.readme_update import BEGIN, END
+from gfsa_experiments.results.page_sections import commands_of
 from gfsa_experiments.results.summary import titles
 from gfsa_experiments.results.tables import make_tables
 from gfsa_experiments.runs.row import append_rows
@@ -184,8 +189,8 @@ def test_filters(folder):
         (("--task", "rte"), "no task with 'rte' in its name; there are cola minilm, zinc gps"),
         (("--method", "gfsa,nope"), "no run of method nope; there are contranorm, gfsa, plain"),
         (("--write", "--task", "zinc"), "--write makes the whole page"),
-        (("--write", "--plot", "/elsewhere/x.svg"), "--plot has to lie in"),
-        (("--plot", "x.jpeg2"), "cannot write .jpeg2; endings that work: "),
+        (("--write", "--plot", "/elsewhere/x.svg"), "--plot has to be a file in"),
+        (("--plot", "x.jpeg2"), "cannot write .jpeg2; known extensions: "),
         (("--dir", "/nowhere"), "there is no folder /nowhere"),
     ],
 )
@@ -258,6 +263,27 @@ def test_write_begins_a_page_and_keeps_what_is_written_around(folder):
     assert page.read_text() == text
 
 
+def test_the_page_of_this_repository_is_made_from_its_rows(tmp_path):
+    """To the byte: what ``gfsa results --write`` would put between the marks is there already."""
+    ours = Path(__file__).parents[2] / "results"
+    for table in ours.glob("*.csv"):
+        (tmp_path / table.name).write_bytes(table.read_bytes())
+    page = (ours / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "README.md").write_text(page, encoding="utf-8")
+    done = run(tmp_path, "--write", "--paper", "--plot", tmp_path / "differences.svg")
+    assert done.exit_code == 0, done.output
+    # the command names the folder
+    made = (tmp_path / "README.md").read_text(encoding="utf-8")
+    made = made.replace(f" --dir {tmp_path}", "").replace(str(tmp_path), "results")
+    assert made == page
+
+
+def test_a_command_is_found_without_an_entry_point(folder):
+    command = [sys.executable, "-m", "gfsa_experiments", "results", "--dir", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == text_of(folder)
+
+
 @pytest.mark.parametrize("page", ["no marks", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{END}{END}"])
 def test_write_refuses_a_page_without_its_marks(folder, page):
     (folder / "README.md").write_text(page)
@@ -305,3 +331,15 @@ def test_blocks_in_a_terminal():
     assert "[red]c" in text
     assert "time" not in text
     assert "gfsa train" not in text
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_command():
+    def command(method, seed):
+        return f"gfsa train glue --method {method} --seeds {seed} --set lr=1"
+
+    made = [row(m, seed=s, command=command(m, s)) for m in ("plain", "gfsa") for s in (1, 0, 11)]
+    runs = latest([*made, row("plain", seed=3, command="")])
+    assert commands_of(runs.rows) == [
+        "gfsa train glue --method plain --seeds 0,1,11 --set lr=1",
+        "gfsa train glue --method gfsa --seeds 0,1,11 --set lr=1",
+    ]

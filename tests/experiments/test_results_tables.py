@@ -118,7 +118,8 @@ def test_runs_on_other_data_are_neither_paired_nor_averaged():
     assert line_of(tables[A], "plain").mean == 50.5
     assert line_of(tables[B], "plain").mean == 10.5
     assert line_of(tables[B], "gfsa").difference.values == (3, 4)
-    assert not tables[A].replaced + tables[B].replaced
+    assert tables[A].replaced.empty
+    assert tables[B].replaced.empty
     (note,) = notes_of(tables[A])
     assert note.startswith("Runs on other data have tables of their own")
     assert A in note
@@ -165,11 +166,11 @@ def test_rows_that_do_not_say_stay_together_where_there_are_several_data():
 def test_a_later_row_takes_the_place_of_one_that_may_be_on_the_same_data():
     old, new = row("plain", 0, 50), row("plain", 0, 60, date="2026-11-16", data=A)
     table = table_of([old, new])
-    assert table.rows == [new]
-    assert table.replaced == (old,)
+    assert (table.rows.test.tolist(), table.rows.data.tolist()) == ([new.test], [A])
+    assert (table.replaced.test.tolist(), table.replaced.data.tolist()) == ([old.test], [""])
     # and leaves those on other data in theirs
     tables = tables_by_data([new, row("plain", 0, 70, date="2026-11-17", data=B)])
-    assert [one.rows[0].test for one in tables.values()] == [60, 70]
+    assert [one.rows.test.tolist() for one in tables.values()] == [[60], [70]]
 
 
 def test_times_only_from_runs_alone_on_the_same_device():

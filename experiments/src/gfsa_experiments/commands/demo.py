@@ -1,4 +1,4 @@
-"""``gfsa demo``."""
+"""``gfsa demo``: the digits experiment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gfsa results``."""
+"""``gfsa results``: compare methods from the rows of runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def results(
         str, typer.Option(help="Only these methods, separated by commas (and plain).")
     ] = "",
     paper: Annotated[
-        bool, typer.Option("--paper", help="Put the paper's own figures beside ours.")
+        bool, typer.Option("--paper", help="Show the paper's own figures beside ours.")
     ] = False,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Markdown, also in a terminal.")
@@ -67,14 +67,13 @@ def _results(
     from gfsa_experiments.results import figures
     from gfsa_experiments.results.export import write_csv
     from gfsa_experiments.results.load_rows import read_folder
-    from gfsa_experiments.results.page_blocks import show, to_markdown
+    from gfsa_experiments.results.page_blocks import show, to_markdown, update_page
     from gfsa_experiments.results.page_sections import page
-    from gfsa_experiments.results.readme_update import update_page
     from gfsa_experiments.results.tables import make_tables
 
     if write and plot is not None and not plot.resolve().is_relative_to(folder.resolve()):
         raise ValueError(
-            f"--write links to the figure, so --plot has to lie in {folder}, got {plot}"
+            f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
         )
     every = make_tables(read_folder(folder))
     shown = _chosen(every, *filters)
@@ -95,7 +94,7 @@ def _results(
 
 
 def _chosen(tables: list[ResultTable], recipe: str, task: str, method: str) -> list[ResultTable]:
-    """The tables and lines that were asked for; asking for what is not there is an error."""
+    """The tables and lines that were asked for; a ValueError names one that does not exist."""
     recipes = sorted({table.recipe for table in tables})
     if recipe and recipe not in recipes:
         raise ValueError(f"no run of recipe {recipe!r}; there are {', '.join(recipes)}")
@@ -118,7 +117,7 @@ def _chosen(tables: list[ResultTable], recipe: str, task: str, method: str) -> l
         replace(
             table,
             lines=tuple(line for line in table.lines if line.method in kept),
-            replaced=tuple(row for row in table.replaced if row.method in kept),
+            replaced=table.replaced[table.replaced.method.isin(list(kept))],
         )
         for table in tables
         if any(line.method in wanted for line in table.lines)
@@ -126,7 +125,7 @@ def _chosen(tables: list[ResultTable], recipe: str, task: str, method: str) -> l
 
 
 def _committed(blocks: list[Block], folder: Path, paper: bool, plot: Path | None) -> list[Block]:
-    """The page with the command that makes it, and the figure if that was drawn too."""
+    """The page with the command that makes it, and the figure if there is one."""
     from gfsa_experiments.results.page_blocks import Picture, Text
 
     command = "gfsa results --write"
@@ -140,5 +139,5 @@ def _committed(blocks: list[Block], folder: Path, paper: bool, plot: Path | None
         command += f" --plot {plot}"
         place = Path(os.path.relpath(plot, folder)).as_posix()
         head = [Picture(place, "Differences to plain with 95 % intervals")]
-    made = Text(f"Made by `{command}` from the rows in this folder; edit outside the two marks.")
-    return [made, *blocks[:2], *head, *blocks[2:]]
+    source = Text(f"Made by `{command}` from the rows in this folder; edit outside the two marks.")
+    return [source, *blocks[:2], *head, *blocks[2:]]

@@ -185,8 +185,8 @@ def _refuse_sweep_with_plan(context: typer.Context) -> None:
     given = [_SWEEP[name] for name in _given(context) if name in _SWEEP]
     if given:
         raise typer.BadParameter(
-            f"{', '.join(given)} would have no effect with --plan, whose lines have their own; write "
-            "it into the plan (a line that begins with common is for all lines below it)"
+            f"{', '.join(given)} would have no effect with --plan, whose lines have their own; "
+            "write it into the plan (a line that begins with common is for all lines below it)"
         )
 
 

@@ -1,1 +1,1 @@
-"""``gfsa results``: tables, figures and verdicts from the rows that runs leave in ``results/``."""
+"""``gfsa results``: tables, figures and verdicts from the rows of runs; needs pandas and scipy."""

@@ -1,11 +1,12 @@
-"""The lines of all tables as one CSV file, numbers unrounded and in the metric's own unit."""
+"""The lines of all tables as one CSV file, with unrounded numbers in the metric's own unit."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from gfsa_experiments.results.notes import notes_of
 from gfsa_experiments.results.paper import counterpart
@@ -13,13 +14,10 @@ from gfsa_experiments.results.tables import Line, ResultTable
 
 
 def write_csv(path: Path, tables: Sequence[ResultTable], paper: bool) -> None:
-    """One line a method with its options; with ``paper`` also the paper's differences."""
+    """One line per method with its options; with ``paper`` also the paper's differences."""
     records = [_record(table, line, paper) for table in tables for line in table.lines]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(records[0]))
-        writer.writeheader()
-        writer.writerows(records)
+    pd.DataFrame(records, dtype=object).to_csv(path, index=False, lineterminator="\r\n")
 
 
 def _record(table: ResultTable, line: Line, paper: bool) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def _record(table: ResultTable, line: Line, paper: bool) -> dict[str, Any]:
         "recipe": table.recipe,
         "task": table.task,
         "settings": table.settings,
-        "data": " ".join(sorted({row.data for row in line.rows if row.data})),
+        "data": " ".join(sorted(set(line.rows.data) - {""})),
         "metric": table.metric,
         "higher_is_better": table.higher_is_better,
         "method": line.method,
@@ -63,7 +61,7 @@ def _paper(table: ResultTable, line: Line) -> str:
     if match is None:
         return ""
     return "; ".join(
-        f"{one.difference:+.6g} {one.figure.metric} ({match.data}, {one.figure.backbone}, "
-        f"Table {one.figure.table})"
-        for one in match.differences(line.method, line.options)
+        f"{found.difference:+.6g} {found.figure.metric} ({match.data}, {found.figure.backbone}, "
+        f"Table {found.figure.table})"
+        for found in match.differences(line.method, line.options)
     )

@@ -1,4 +1,4 @@
-"""Paired differences to plain with their intervals, a panel for each table."""
+"""A figure of the paired differences to plain with their intervals, one panel per table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gfsa_experiments.results.tables import Line, ResultTable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours; the markers differ as well, so that nothing hangs on colour alone
+# Okabe and Ito's colours; the markers differ too, for readers who cannot tell the colours apart
 LOOKS = {
     "better": ("#0072B2", "^"),
     "worse": ("#D55E00", "v"),
@@ -30,7 +30,7 @@ PANELS_A_ROW = 2
 
 
 def plot(tables: Sequence[ResultTable], path: Path) -> None:
-    """Write the figure, in the format of the path's ending."""
+    """Write the figure, in the format of the path's extension."""
     import matplotlib
 
     figure = draw(tables)
@@ -38,17 +38,17 @@ def plot(tables: Sequence[ResultTable], path: Path) -> None:
     ending = path.suffix.lstrip(".")
     if ending not in formats:
         raise ValueError(
-            f"--plot {path}: cannot write {path.suffix or 'a file without an ending'}; "
-            f"endings that work: {', '.join(sorted(formats))}"
+            f"--plot {path}: cannot write {path.suffix or 'a file without extension'}; "
+            f"known extensions: {', '.join(sorted(formats))}"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # text as text, and the same file for the same rows
+    # text stays text, and the same rows give the same file
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gfsa"}):
         figure.savefig(path, dpi=160, metadata={"Date": None} if ending == "svg" else None)
 
 
 def draw(tables: Sequence[ResultTable]) -> Figure:
-    """Right is better in every panel, whichever way the metric counts."""
+    """The figure; in every panel, right is better."""
     from matplotlib.figure import Figure
 
     compared = [table for table in tables if any(line.difference for line in table.lines)]

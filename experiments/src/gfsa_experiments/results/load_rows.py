@@ -1,91 +1,72 @@
-"""The rows of every run, from a folder of CSV files."""
+"""The rows of all runs in a folder of CSV files, as data frames."""
 
 from __future__ import annotations
 
 import csv
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gfsa_experiments.runs.row import Row, read_rows
+import pandas as pd
+
+from gfsa_experiments.runs.row import COLUMNS, Row, read_rows
+from gfsa_experiments.runs.same_data import data_of_experiments
 from gfsa_experiments.tasks import RECIPES
 
-COLUMNS = tuple(field.name for field in fields(Row))
-# a table with these columns is meant to be one of runs, even if others are missing or unknown
+# a table with these columns should be one of runs, even if other columns are missing or unknown
 MARKS = {"recipe", "task", "method", "seed"}
 
-RunKey = tuple[str, str, str, str, str, int, str | None]
-Experiment = tuple[str, str, str]
+TABLE = ["recipe", "task", "settings", "only_data"]
+"""The columns of rows that share a table; ``only_data`` as in :func:`latest`."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """One row a run, and which runs were there more than once."""
+    """One row per run, and the rows that a later run replaced; columns as in the CSV files."""
 
-    rows: tuple[Row, ...]
-    replaced: tuple[Row, ...]
-    """Rows that a later row of the same run took the place of."""
+    rows: pd.DataFrame
+    replaced: pd.DataFrame
 
 
 def read_folder(folder: Path) -> Runs:
-    """Every table of runs in ``folder``; tables with other columns are left alone."""
+    """Every table of runs in ``folder``; tables with other columns are ignored."""
     if not folder.is_dir():
         raise ValueError(
-            f"there is no folder {folder}; rows are written by `gfsa train`, and --dir names the "
-            "folder that has them"
+            f"there is no folder {folder}; `gfsa train` writes rows, and --dir names the folder "
+            "that has them"
         )
     paths = sorted(folder.glob("*.csv"))
-    tables = [path for path in paths if _is_table_of_runs(path)]
-    rows = [row for path in tables for row in read_rows(path)]
+    rows = [row for path in paths if _is_table_of_runs(path) for row in read_rows(path)]
     if not rows:
-        seen = ", ".join(path.name for path in paths) or "no CSV file at all"
+        found = ", ".join(path.name for path in paths) or "no CSV file at all"
         raise ValueError(
-            f"{folder} has no rows of runs (it has {seen}); run `gfsa train RECIPE` first"
+            f"{folder} has no rows of runs (it has {found}); run `gfsa train RECIPE` first"
         )
     return latest(rows)
 
 
-def latest(rows: Iterable[Row]) -> Runs:
-    """Of several rows of one run (same key, seed and data) the one with the latest date counts."""
-    rows = list(rows)
-    data_of = told_apart(rows)
-    chosen: dict[RunKey, Row] = {}
-    replaced = []
-    # the sort is stable: rows of one date stay in the order they were written
-    for row in sorted(rows, key=lambda row: row.date):
-        key = (*experiment(row), row.method, row.options, row.seed, data_of(row))
-        if key in chosen:
-            replaced.append(chosen.pop(key))
-        chosen[key] = row
-    return Runs(tuple(chosen.values()), tuple(replaced))
+def latest(rows: Sequence[Row]) -> Runs:
+    """Of several rows of one run (same key, seed and data) the one with the latest date counts.
 
-
-def experiment(row: Row) -> Experiment:
-    """What rows have in common that are compared, if they are on the same data."""
-    return (row.recipe, row.task, row.settings)
-
-
-def told_apart(rows: Iterable[Row]) -> Callable[[Row], str | None]:
-    """Gives the data of a row if its experiment was run on several, None if on one.
-
-    Rows of earlier versions do not say what they are on: they go with the one there is. Where
-    there are several, nobody knows with which, and they stay apart (as ``""``).
+    The column ``only_data`` is added: the data of a row if its experiment has rows on several.
     """
-    found: dict[Experiment, set[str]] = defaultdict(set)
-    for row in rows:
-        if row.data:
-            found[experiment(row)].add(row.data)
-    several = {one for one, data in found.items() if len(data) > 1}
-    return lambda row: row.data if experiment(row) in several else None
+    data_of = data_of_experiments(rows)
+    frame = pd.DataFrame([asdict(row) for row in rows], columns=COLUMNS)
+    # numbers, also where no row has one
+    frame = frame.astype(dict.fromkeys(("valid", "moved", "peak_memory_mib"), float))
+    frame["only_data"] = pd.Series([data_of(row) for row in rows], dtype=object)
+    # stable: rows of one date stay in the order they were written
+    frame = frame.sort_values("date", kind="stable")
+    is_replaced = frame.duplicated([*TABLE, "method", "options", "seed"], keep="last")
+    return Runs(frame[~is_replaced], frame[is_replaced])
 
 
 def _is_table_of_runs(path: Path) -> bool:
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        header = next(csv.reader(file), [])
+        header = set(next(csv.reader(file), []))
     if not header:
-        raise ValueError(f"{path} is empty: not even a header; remove it or restore it")
-    if path.stem in RECIPES:
-        # it has to be one: left alone, its runs would be missing from the page in silence
-        return True
-    return set(header) >= MARKS or len(set(header) & set(COLUMNS)) > len(COLUMNS) / 2
+        raise ValueError(f"{path} is empty and has no header; remove it or restore it")
+    # a table named after a recipe has to be one of runs: otherwise its runs would silently be
+    # missing from the page
+    mostly_ours = len(header & set(COLUMNS)) > len(COLUMNS) / 2
+    return path.stem in RECIPES or header >= MARKS or mostly_ours

@@ -1,8 +1,7 @@
-"""What a reader of a table must know besides its numbers."""
+"""Notes under a table (missing, failed and repeated seeds, other data) and on all tables."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from gfsa_experiments.results.statistics import LEVEL
@@ -10,24 +9,24 @@ from gfsa_experiments.results.tables import Line, ResultTable
 
 
 def notes_of(table: ResultTable) -> list[str]:
-    """Other data, and missing, failed, repeated and lonely seeds of one table."""
+    """The notes of one table: its data, and missing, failed, repeated and single seeds."""
     notes = _of_data(table)
     plain = table.plain
     if plain is None:
         notes.append("No run of plain with these settings: no difference can be given.")
     for line in table.lines:
         notes.extend(_of_line(line, plain))
-    repeated = Counter(f"{row.method} {row.options}".strip() for row in table.replaced)
-    for name, times in repeated.items():
-        rows = "row was" if times == 1 else "rows were"
-        notes.append(f"{name}: {times} {rows} replaced by a later run of the same seed.")
+    for (method, options), count in table.replaced.value_counts(["method", "options"]).items():
+        rows = "row was" if count == 1 else "rows were"
+        name = f"{method} {options}".strip()
+        notes.append(f"{name}: {count} {rows} replaced by a later run of the same seed.")
     return notes
 
 
 def _of_data(table: ResultTable) -> list[str]:
-    """What the rows are on, where that is not the same for all."""
+    """The data of the rows, if it is not the same for all."""
     rows = table.rows
-    silent = sum(not row.data for row in rows)
+    without_data = int((rows.data == "").sum())
     notes = []
     if table.data:
         notes.append(
@@ -39,10 +38,10 @@ def _of_data(table: ResultTable) -> list[str]:
             "These rows are of a version that did not note the data, and there are later ones on "
             "different data; they are compared with each other alone."
         )
-    if 0 < silent < len(rows):
+    if 0 < without_data < len(rows):
         notes.append(
-            f"{silent} of {len(rows)} rows are of a version that did not note the data; they are "
-            "taken to be on that of the others."
+            f"{without_data} of {len(rows)} rows are of a version that did not note the data; they "
+            "are taken to be on that of the others."
         )
     return notes
 
@@ -79,7 +78,7 @@ def seeds(numbers: Iterable[int]) -> str:
 
 
 def footnotes(tables: list[ResultTable]) -> list[str]:
-    """How to read all tables; ``tables`` are those of the whole folder."""
+    """How to read the tables; ``tables`` are those of the whole folder."""
     judged = [
         line.difference.verdict
         for table in tables

@@ -1,4 +1,4 @@
-"""How numbers are written: shares in percent, as many digits as the spread allows."""
+"""How numbers are printed: shares in percent, with as many digits as the spread allows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ SHARES = {
     "wer",
     "cer",
 }
-# more words may be wrong than there are
+# an error rate can be above 1, if there are insertions
 ERROR_RATES = {"wer", "cer"}
 NONE = "–"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How the numbers of one table are written."""
+    """The number format of one table."""
 
     factor: int
     decimals: int
@@ -45,7 +45,7 @@ class Scale:
         return NONE if value is None else signed(self.factor * value, self.decimals)
 
     def difference(self, difference: PairedDifference) -> str:
-        """``+0.70 (+0.41 … +0.99)``, the interval where there is one."""
+        """``+0.70 (+0.41 … +0.99)``, with the interval if there is one."""
         mean = self.signed(difference.mean)
         if difference.low is None:
             return mean
@@ -53,15 +53,14 @@ class Scale:
 
 
 def scale_of(table: ResultTable) -> Scale:
-    """Digits enough for the spread over seeds of a typical line; rows have shares in percent."""
-    values = [row.test for row in table.rows]
+    """Enough digits for the spread over seeds of a typical line; rows have shares in percent."""
     spreads = [line.std for line in table.lines if line.std]
-    size = fmean(map(abs, values)) if values else 0.0
+    size = table.rows.test.abs().mean() if len(table.rows) else 0.0
     return Scale(1, decimals_for(median(spreads) if spreads else None, size))
 
 
 def percent_factor(metric: str, values: Iterable[float]) -> int:
-    """100 for a share given as a fraction, 1 for one given in percent and for everything else."""
+    """100 for a share that is given as a fraction, 1 for everything else."""
     name = re.sub(r"[^a-z0-9]", "", metric.lower().partition("(")[0])
     most = max((abs(value) for value in values), default=0.0)
     fraction = most <= (2 if name in ERROR_RATES else 1)
@@ -69,7 +68,7 @@ def percent_factor(metric: str, values: Iterable[float]) -> int:
 
 
 def decimals_for(spread: float | None, size: float) -> int:
-    """Two digits of the spread; without one, four of the number itself."""
+    """Decimals for two digits of the spread; without a spread, for four of the number itself."""
     if spread:
         digits = 1 - math.floor(math.log10(spread))
     else:
@@ -86,7 +85,7 @@ def signed(value: float | None, decimals: int) -> str:
 
 
 def span(values: Iterable[float], digits: int = 7) -> str:
-    """``5``, or ``5–7`` where runs differ; ``digits`` are those that count."""
+    """``5``, or ``5–7`` if runs differ, with ``digits`` significant digits."""
     ends = sorted(set(values))
     if not ends:
         return NONE
@@ -100,7 +99,7 @@ def amount(values: Iterable[float], what: str) -> str:
 
 
 def ratio(values: Iterable[float]) -> str:
-    """``1.62×``, or from the least to the most where devices disagree."""
+    """``1.62×``, or the range if devices differ."""
     ends = sorted(values)
     if not ends:
         return NONE
@@ -123,5 +122,5 @@ def p_value(value: float | None) -> str:
 
 
 def _minus(text: str) -> str:
-    # a rounded −0.00 has no sign worth showing
+    # −0.00 is printed without sign
     return re.sub(r"^-(?=[0.]+$)", "", text).replace("-", "−")

@@ -1,10 +1,11 @@
-"""A page as a list of blocks, and its two forms: Markdown, and rich for a terminal."""
+"""A page as a list of blocks: as Markdown, in a terminal, and in a file with a generated part."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gfsa_experiments.results.number_format import NONE
@@ -31,7 +32,7 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table; the columns named in ``words`` stand to the left, numbers to the right."""
+    """A table; the columns named in ``words`` are aligned left, the others right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -40,7 +41,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Commands:
-    """The commands that made the figures above; folded away on a page, left out in a terminal."""
+    """The commands that made the numbers above; collapsed on a page, left out in a terminal."""
 
     lines: Sequence[str]
 
@@ -97,7 +98,7 @@ def show(blocks: Sequence[Block], console: Console) -> None:
                 for item in items:
                     console.print(RichText(f"• {_unmarked(item)}", style="dim"))
             case Grid(columns, rows, words):
-                # room is dear: columns in which no line has anything are left out
+                # to save width, columns without any value are left out
                 kept = [at for at in range(len(columns)) if {row[at] for row in rows} != {NONE}]
                 shown = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
                 for at in kept:
@@ -112,5 +113,26 @@ def show(blocks: Sequence[Block], console: Console) -> None:
 
 
 def _unmarked(text: str) -> str:
-    """Without Markdown's signs for emphasis and code."""
+    """Text without Markdown's marks for emphasis and code."""
     return re.sub(r"\*+|`", "", text)
+
+
+BEGIN = "<!-- gfsa results: begin -->"
+END = "<!-- gfsa results: end -->"
+
+
+def update_page(path: Path, generated: str) -> None:
+    """Replace the part of ``path`` between two marks; a page that does not exist is created."""
+    page = path.read_text(encoding="utf-8") if path.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    counts = page.count(BEGIN), page.count(END)
+    if counts != (1, 1) or page.index(BEGIN) > page.index(END):
+        raise ValueError(
+            f"{path} must have one line {BEGIN} and after it one line {END}, around the generated "
+            f"part; it has {counts[0]} and {counts[1]}. Nothing was written"
+        )
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    # an interrupted write leaves the old page
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(f"{before}{BEGIN}\n\n{generated.strip()}\n\n{END}{after}", encoding="utf-8")
+    draft.replace(path)

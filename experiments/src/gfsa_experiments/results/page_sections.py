@@ -1,11 +1,12 @@
-"""Tables of results as blocks of a page."""
+"""The sections of the page: a summary, the tables by recipe, and how to read them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from statistics import fmean, median
+
+import pandas as pd
 
 from gfsa_experiments.results.notes import footnotes, notes_of
 from gfsa_experiments.results.number_format import (
@@ -23,23 +24,22 @@ from gfsa_experiments.results.page_blocks import Block, Bullets, Commands, Grid,
 from gfsa_experiments.results.paper import SOURCE, Counterpart, counterpart
 from gfsa_experiments.results.paper_sections import paper_blocks, paper_difference
 from gfsa_experiments.results.summary import summary, titles
-from gfsa_experiments.results.tables import Line, ResultTable
-from gfsa_experiments.runs.row import Row
+from gfsa_experiments.results.tables import Line, ResultTable, peak_memory, seconds_per_step
 
 _SEEDS = "--seeds …"
 
 
 def page(shown: Sequence[ResultTable], every: list[ResultTable], paper: bool) -> list[Block]:
-    """A summary, the tables by recipe, and how to read them.
+    """The blocks of the page.
 
     Args:
-        shown: the tables that were asked for.
-        every: those of the whole folder, for what is said about all comparisons.
-        paper: put the paper's figures beside ours.
+        shown: the tables that are shown.
+        every: the tables of the whole folder, for the statistics of all comparisons.
+        paper: show the paper's figures beside ours.
     """
     blocks: list[Block] = [Heading("Summary"), summary(shown, paper)]
     names = titles(shown)
-    for recipe, tables in groupby(zip(shown, names, strict=True), key=lambda one: one[0].recipe):
+    for recipe, tables in groupby(zip(shown, names, strict=True), key=lambda pair: pair[0].recipe):
         blocks.append(Heading(recipe))
         for table, title in tables:
             blocks.extend(section(table, title, paper))
@@ -55,7 +55,7 @@ def page(shown: Sequence[ResultTable], every: list[ResultTable], paper: bool) ->
 
 
 def section(table: ResultTable, title: str, paper: bool) -> list[Block]:
-    """One table with what belongs to it."""
+    """One table with its notes and commands."""
     match = _counterpart(table) if paper else None
     blocks: list[Block] = [
         Heading(title, 3),
@@ -80,20 +80,19 @@ def describe(table: ResultTable) -> str:
     percent = " in percent" if scale_of(table).factor == 100 else ""
     better = "higher" if table.higher_is_better else "lower"
     rows = table.rows
-    said = [f"{table.metric}{percent} on the test split, {better} is better"]
-    if rows:
-        said.append(f"{count(median(row.parameters for row in rows))} parameters")
-        said.append(amount((row.epochs for row in rows), "epoch"))
-        said.append(amount((row.steps for row in rows), "step"))
-    said += sorted({row.device for row in rows if row.device})
-    said += sorted({row.precision for row in rows if row.precision})
+    parts = [f"{table.metric}{percent} on the test split, {better} is better"]
+    if len(rows):
+        parts.append(f"{count(rows.parameters.median())} parameters")
+        parts.append(amount(rows.epochs, "epoch"))
+        parts.append(amount(rows.steps, "step"))
+    parts += sorted(set(rows.device) - {""}) + sorted(set(rows.precision) - {""})
     settings = f"`{table.settings}`, others" if table.settings else "all"
-    return f"{', '.join(said)}. Settings: {settings} by default."
+    return f"{', '.join(parts)}. Settings: {settings} by default."
 
 
 def _grid(table: ResultTable, match: Counterpart | None) -> Grid:
     scale = scale_of(table)
-    chosen_by = any(line.valid is not None for line in table.lines)
+    has_valid = any(line.valid is not None for line in table.lines)
     rows = []
     for line in table.lines:
         spread = "" if line.std is None else f" ± {scale.number(line.std)}"
@@ -102,7 +101,7 @@ def _grid(table: ResultTable, match: Counterpart | None) -> Grid:
             "seeds": str(len(line.rows)),
             table.metric: scale.number(line.mean) + spread,
         }
-        if chosen_by:
+        if has_valid:
             cells["valid"] = scale.number(line.valid)
         cells |= _difference(line, scale)
         cells |= _filter(line)
@@ -137,12 +136,11 @@ def _costs(line: Line) -> dict[str, str]:
 
 
 def _costs_of_plain(line: Line) -> dict[str, str]:
-    """What the ratios of the other lines are to."""
-    times = [1000 * fmean(of_device) for of_device in line.seconds_per_step.values()]
-    memories = [fmean(of_device) for of_device in line.peak_memory_mib.values()]
+    """The absolute costs, which the ratios of the other lines refer to."""
+    times, memories = 1000 * seconds_per_step(line.rows), peak_memory(line.rows)
     return {
-        "time": f"{span(times, digits=3)} ms" if times else NONE,
-        "memory": f"{span(memories, digits=4)} MiB" if memories else NONE,
+        "time": f"{span(times, digits=3)} ms" if len(times) else NONE,
+        "memory": f"{span(memories, digits=4)} MiB" if len(memories) else NONE,
     }
 
 
@@ -150,10 +148,10 @@ def _counterpart(table: ResultTable) -> Counterpart | None:
     return counterpart(table.recipe, table.task, [line.options for line in table.lines])
 
 
-def commands_of(rows: Sequence[Row]) -> list[str]:
-    """What to type for these runs: those that differ in their seeds alone are one command."""
+def commands_of(rows: pd.DataFrame) -> list[str]:
+    """The commands of these runs; runs that differ only in their seed share a command."""
     seeds: dict[str, list[int]] = {}
-    for row in rows:
+    for row in rows.itertuples():
         if row.command:
             without = re.sub(rf"--seeds {row.seed}(?= |$)", _SEEDS, row.command)
             seeds.setdefault(without, []).append(row.seed)

@@ -1,7 +1,8 @@
-"""The paper's own figures, typed in from its tables into ``paper.csv``: not measured here.
+"""The paper's own figures, transcribed from its tables to ``paper.csv``: not measured here.
 
 Choi et al., *Graph Convolutions Enrich the Self-Attention in Transformers!*, NeurIPS 2024. A line
-of the file is one cell of one table. Cells that are printed oddly stand as printed, with a note.
+of the file is one cell of one table. Cells with an apparent misprint are kept as printed, with a
+note.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ PROTOCOLS = {
     "lra": "Long Range Arena, no spread over seeds given",
 }
 
-# our data sets that the paper does not have, and the one of its own that comes nearest
+# data sets of ours that the paper does not have, and its most similar one
 STAND_INS = {
     ("image", "cifar10"): "ImageNet-1k",
     ("image", "cifar100"): "ImageNet-1k",
     ("image", "folder"): "ImageNet-1k",
-    # what rows of earlier versions call any folder
+    # the name of any folder in rows of earlier versions
     ("image", "imagenetstyle"): "ImageNet-1k",
     ("speech", "an4"): "LibriSpeech 100h",
 }
@@ -91,19 +92,19 @@ class PaperFigure:
 
 @dataclass(frozen=True)
 class PaperLine:
-    """A method in the paper beside the paper's own plain model."""
+    """A figure of the paper, compared with the paper's own plain model."""
 
     figure: PaperFigure
     difference: float | None
     time: float | None
-    """Training time relative to plain, where the paper gives it."""
+    """Training time relative to plain, if the paper gives it."""
     memory: float | None
     """GPU memory, likewise."""
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What the paper has on a task of ours."""
+    """The paper's figures on a task of ours."""
 
     data: str
     same_data: bool
@@ -112,7 +113,7 @@ class Counterpart:
     lines: tuple[PaperLine, ...]
 
     def differences(self, method: str, options: str = "") -> list[PaperLine]:
-        """The paper's differences for a method of ours, one a backbone."""
+        """The paper's differences for a method of ours, one per backbone."""
         name = SAME_METHOD.get(method, method)
         ours = set(options.split())
         chosen: list[PaperLine] = []
@@ -121,17 +122,17 @@ class Counterpart:
             figure, theirs = line.figure, set(line.figure.options.split())
             if figure.method != name or line.difference is None or not theirs <= ours:
                 continue
-            # "mae (train)" and the like stand beside the figure that counts
+            # "mae (train)" and the like accompany the main metric
             if " " in figure.metric or ("power=exact" in ours) != ("power=exact" in theirs):
                 continue
             (with_our_K if theirs else chosen).append(line)
-        # figures with the very K of ours go before those with the paper's best
+        # figures with the same K are preferred to those with the paper's best K
         return with_our_K or chosen
 
 
 @lru_cache(maxsize=1)
 def paper_figures() -> tuple[PaperFigure, ...]:
-    """Every typed-in cell, in the order of the paper's tables."""
+    """Every transcribed cell, in the order of the paper's tables."""
     text = files("gfsa_experiments.results").joinpath("paper.csv").read_text(encoding="utf-8")
     return tuple(_figure(line) for line in csv.DictReader(text.splitlines()))
 
@@ -158,7 +159,7 @@ def counterpart(recipe: str, task: str, options: Iterable[str] = ()) -> Counterp
     alike = [backbone for backbone in _alike(backbones, model) if _has_method(quality, backbone)]
     shown = alike or [backbone for backbone in backbones if _has_method(quality, backbone)]
     wanted = {word for text in options for word in text.split()}
-    # the same cell is often printed in several tables; the first counts, but for a spread
+    # the same cell is often printed in several tables: the first with a spread, or else the first
     cells: dict[tuple[str, str, str, str], PaperFigure] = {}
     for figure in quality:
         key = (figure.backbone, figure.method, figure.options, figure.metric)
@@ -176,8 +177,8 @@ def lower_is_better(metric: str) -> bool:
 
 
 def _data(recipe: str, name: str) -> tuple[str | None, bool]:
-    """The paper's name of a data set of ours, or of the nearest one."""
-    # folder=flowers: a folder of anything
+    """The paper's name of our data set, or of its most similar one, and whether it is the same."""
+    # folder=flowers is a folder of images
     wanted = _plain_text(name.partition("=")[0])
     wanted = OTHER_NAMES.get(wanted, wanted)
     for figure in paper_figures():
@@ -187,7 +188,7 @@ def _data(recipe: str, name: str) -> tuple[str | None, bool]:
 
 
 def _alike(backbones: Sequence[str], model: str) -> list[str]:
-    """The paper's backbones that a model of ours is named after, of the same depth if any is."""
+    """The paper's backbones that our model is named after, of the same depth if there is one."""
     wanted = _plain_text(model)
     names = {}
     for backbone in backbones:
@@ -200,11 +201,11 @@ def _alike(backbones: Sequence[str], model: str) -> list[str]:
     depth = re.search(r"-d(\d+)", model)
     if depth is None:
         return alike
-    return [one for one in alike if f" {depth[1]} layers" in one] or alike
+    return [name for name in alike if f" {depth[1]} layers" in name] or alike
 
 
 def _has_method(figures: Sequence[PaperFigure], backbone: str) -> bool:
-    """Whether the paper compares anything with plain on a backbone."""
+    """Whether the paper compares a method with plain on a backbone."""
     return any(figure.backbone == backbone and figure.method != "plain" for figure in figures)
 
 
@@ -219,7 +220,7 @@ def _beside_plain(figure: PaperFigure, others: Sequence[PaperFigure]) -> PaperLi
         return None
 
     def relative(*metrics: str) -> float | None:
-        # costs are given for the method, not for each of its options
+        # the paper gives costs for a method, not for each of its options
         for metric in metrics if not figure.options else ():
             ours, theirs = value(figure.method, metric), value("plain", metric)
             if ours is not None and theirs is not None:

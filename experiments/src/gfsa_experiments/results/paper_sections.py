@@ -8,7 +8,7 @@ from gfsa_experiments.results.paper import Counterpart, PaperFigure, lower_is_be
 
 
 def paper_difference(match: Counterpart, method: str, options: str = "") -> str:
-    """The paper's differences to its plain models, from the least to the most."""
+    """The range of the paper's differences to its plain models."""
     found = [
         (line.difference, _scale(line.figure))
         for line in match.differences(method, options)
@@ -16,12 +16,12 @@ def paper_difference(match: Counterpart, method: str, options: str = "") -> str:
     ]
     if not found:
         return NONE
-    ends = [min(found, key=lambda one: one[0]), max(found, key=lambda one: one[0])]
+    ends = [min(found, key=lambda pair: pair[0]), max(found, key=lambda pair: pair[0])]
     return " … ".join(dict.fromkeys(scale.signed(difference) for difference, scale in ends))
 
 
 def paper_blocks(match: Counterpart) -> list[Block]:
-    """What the paper reports on a task, beside its own plain models."""
+    """The paper's figures on a task, compared with its own plain models."""
     same = "the same data set" if match.same_data else "other data, the nearest the paper has"
     model = "the backbone of this name" if match.same_backbone else "other models"
     rows = []

@@ -1,11 +1,10 @@
-"""One line a method and task: what the paper claims, what was measured here, and the verdict."""
+"""The summary: for each method and task our difference, the paper's, and the verdict."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import groupby
-from statistics import median
 
 from gfsa_experiments.results.number_format import NONE, Scale, amount, count, scale_of, span
 from gfsa_experiments.results.page_blocks import Grid
@@ -15,7 +14,7 @@ from gfsa_experiments.results.tables import Line, ResultTable
 
 
 def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
-    """Methods with several choices of options are told by their range, never by their best."""
+    """Methods with several choices of options are shown by their range, never by their best."""
     columns = ["task", "scale here", "method", "seeds", "difference to plain, measured", "verdict"]
     if paper:
         columns.insert(5, "difference to plain, paper")
@@ -29,7 +28,7 @@ def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
             row = [_task(table, title), _scale(table), _name(method, lines), _seeds(lines)]
             row += [_measured(lines, scale), _verdict(lines)]
             if paper:
-                # with the very options of ours where there is one choice of them
+                # the paper's figure for the same options, if there is a single choice here
                 options = lines[0].options if len(lines) == 1 else ""
                 match = counterpart(table.recipe, table.task, [options])
                 row.insert(5, NONE if match is None else paper_difference(match, method, options))
@@ -38,14 +37,14 @@ def summary(tables: Sequence[ResultTable], paper: bool) -> Grid:
 
 
 def titles(tables: Sequence[ResultTable]) -> list[str]:
-    """The task of each table, with what sets it apart from other tables of that task."""
+    """The task of each table, with what distinguishes it from other tables of that task."""
     settings: dict[tuple[str, str], set[str]] = defaultdict(set)
     for table in tables:
         settings[table.recipe, table.task].add(table.settings)
     named = []
     for table in tables:
         of_task = settings[table.recipe, table.task]
-        shared = set.intersection(*(set(one.split()) for one in of_task))
+        shared = set.intersection(*(set(text.split()) for text in of_task))
         own = " ".join(word for word in table.settings.split() if word not in shared)
         apart = [own or "otherwise"] if len(of_task) > 1 else []
         if table.data is not None:
@@ -60,10 +59,9 @@ def _task(table: ResultTable, title: str) -> str:
 
 def _scale(table: ResultTable) -> str:
     rows = table.rows
-    if not rows:
+    if rows.empty:
         return NONE
-    parameters = count(median(row.parameters for row in rows))
-    return f"{parameters} parameters, {amount((row.epochs for row in rows), 'epoch')}"
+    return f"{count(rows.parameters.median())} parameters, {amount(rows.epochs, 'epoch')}"
 
 
 def _name(method: str, lines: Sequence[Line]) -> str:

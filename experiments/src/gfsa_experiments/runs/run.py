@@ -259,7 +259,9 @@ def refuse_missing_device(name: str) -> None:
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch finds no GPU here; auto uses a GPU if there is one")
+        raise ValueError(
+            "device=cuda, but torch finds no GPU here; auto uses a GPU if there is one"
+        )
 
 
 def _accelerator(run: Run) -> Accelerator:

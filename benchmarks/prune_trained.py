@@ -21,7 +21,7 @@ from torch import nn
 
 import gfsa
 from gfsa.environment import commit, device_name
-from gfsa_experiments.engine.batches import InOrder, evaluation_loader
+from gfsa_experiments.engine.batches import evaluation_loader, in_order
 from gfsa_experiments.engine.nested import tensors_of, to_device
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.runs.load_run import trained_task
@@ -63,7 +63,7 @@ def some_batches(
     task: Task, split_name: str, count: int, size: int, device: torch.device
 ) -> list[Any]:
     split = task.splits[split_name]
-    loader = evaluation_loader(split, InOrder(min(len(split), count * size), size))
+    loader = evaluation_loader(split, in_order(min(len(split), count * size), size))
     return [to_device(batch, device) for batch in loader]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from gfsa_experiments.engine.batches import EpochBatches, InOrder, SeededItems, evaluation_loader
+from gfsa_experiments.engine.batches import EpochBatches, SeededItems, evaluation_loader, in_order
 from gfsa_experiments.engine.task import Split
 
 
@@ -86,6 +86,8 @@ def test_random_items_depend_on_seed_epoch_and_index_alone() -> None:
 def test_there_are_no_more_readers_than_cores() -> None:
     split = Split(_Noise(), collate=list)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    order = InOrder(6, 2)
+    order = in_order(6, 2)
+    assert order == [[0, 1], [2, 3], [4, 5]]
+    assert in_order(7, 2, first=1, step=2) == [[2, 3], [6]]
     assert evaluation_loader(split, order, 10**6).num_workers == cores
     assert evaluation_loader(split, order, 0).num_workers == 0

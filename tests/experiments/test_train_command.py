@@ -304,7 +304,7 @@ def test_a_plan_says_which_line_is_wrong(tmp_path: Path) -> None:
         ("--set", "--set.* requires an argument"),
         ("--seeds a-b", "--seeds takes numbers"),
         ("twice", "unexpected extra argument"),
-        ("--jobs 2 --data-dir here", "a line of a plan takes .* --each; .* --data-dir, --jobs"),
+        ("--jobs 2 --data-dir here", "a line of a plan takes .* --each; .* --jobs, --data-dir"),
         ("--help", "No such option: --help"),
     ):
         plan.write_text(f"{TOY}\n{TOY} {line}\n")

@@ -269,7 +269,7 @@ def test_examples_of_one_length_are_not_grouped(
         ("causal_lm", "depth=3", "depth (gpt2 has its own; model=scratch takes it"),
         ("causal_lm", "vocab_size=300", "vocab_size (tokenizer=own has its own"),
         ("code", "dropout=0.2", "dropout (microsoft/codebert-base has its own"),
-        ("glue", "schedule=constant min_lr=0.1", "min_lr (schedule=constant never falls"),
+        ("glue", "schedule=constant min_lr=0.1", "min_lr (schedule=constant never decays"),
     ],
 )
 def test_what_would_change_nothing_is_refused(recipe: str, settings: str, told: str) -> None:

@@ -106,12 +106,29 @@ class SeededItems(Dataset[Any]):
             return self.dataset[index]
 
 
+def in_order(count: int, batch_size: int, first: int = 0, step: int = 1) -> list[list[int]]:
+    """The indices of consecutive batches, of which every ``step``-th from ``first`` on."""
+    starts = range(0, count, batch_size)[first::step]
+    return [list(range(start, min(start + batch_size, count))) for start in starts]
+
+
 def training_loader(
     split: Split, batches: EpochBatches, workers: int = 0, pin: bool = False
 ) -> DataLoader[Any]:
     """Batches of one epoch; iterating does not change the global random state."""
     if hasattr(split.dataset, "epoch"):
         split.dataset.epoch = batches.epoch
+    return _loader(split, batches, batches.seed, workers, pin)
+
+
+def evaluation_loader(
+    split: Split, batches: list[list[int]], workers: int = 0, pin: bool = False
+) -> DataLoader[Any]:
+    """Batches of a split in a given order."""
+    return _loader(split, batches, 0, workers, pin)
+
+
+def _loader(split: Split, batches: Any, seed: int, workers: int, pin: bool) -> DataLoader[Any]:
     return DataLoader(
         split.dataset,
         batch_sampler=batches,
@@ -119,36 +136,7 @@ def training_loader(
         num_workers=_at_most_cores(workers),
         pin_memory=pin,
         # from this generator the loader draws the base seed of its workers
-        generator=torch.Generator().manual_seed(batches.seed),
-    )
-
-
-class InOrder(Sampler[list[int]]):
-    """Consecutive batches, of which every ``step``-th from ``first`` on is yielded."""
-
-    def __init__(self, count: int, batch_size: int, first: int = 0, step: int = 1) -> None:
-        cuts = range(0, count, batch_size)
-        self._batches = [list(range(at, min(at + batch_size, count))) for at in cuts]
-        self._batches = self._batches[first::step]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches)
-
-
-def evaluation_loader(
-    split: Split, order: InOrder, workers: int = 0, pin: bool = False
-) -> DataLoader[Any]:
-    """Batches of a split in their order."""
-    return DataLoader(
-        split.dataset,
-        batch_sampler=order,
-        collate_fn=split.collate,
-        num_workers=_at_most_cores(workers),
-        pin_memory=pin,
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator().manual_seed(seed),
     )
 
 

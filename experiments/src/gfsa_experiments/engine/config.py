@@ -68,14 +68,25 @@ Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ValueError if a field of a config is outside the bounds in its type; None is inside."""
-    for name, kind in get_type_hints(type(config), include_extras=True).items():
-        options = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-        for bounds in (b for option in options for b in getattr(option, "__metadata__", ())):
+    """Raise ValueError if a field of a config is outside the bounds in its type; None is inside.
+
+    The bounds of base classes count too: a subclass that gives a field another default may repeat
+    its plain type.
+    """
+    for kind in filter(dataclasses.is_dataclass, type(config).__mro__):
+        for name, hint in get_type_hints(kind, include_extras=True).items():
             value = getattr(config, name)
-            refusal = bounds.refusal(value) if value is not None else None
-            if refusal is not None:
-                raise ValueError(f"{name} {refusal}, got {value}")
+            for bounds in _bounds_of(hint):
+                refusal = bounds.refusal(value) if value is not None else None
+                if refusal is not None:
+                    raise ValueError(f"{name} {refusal}, got {value}")
+
+
+def _bounds_of(hint: Any) -> list[Bounds]:
+    """The bounds in ``Annotated[float, Bounds(…)]``, also in a union with None."""
+    options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    found = [item for option in options for item in getattr(option, "__metadata__", ())]
+    return [item for item in found if isinstance(item, Bounds)]
 
 
 @dataclass(frozen=True, kw_only=True)

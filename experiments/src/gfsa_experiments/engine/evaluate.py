@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
-from gfsa_experiments.engine.batches import InOrder, evaluation_loader
+from gfsa_experiments.engine.batches import evaluation_loader, in_order
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.nested import map_tensors, to_device
 from gfsa_experiments.engine.task import Task
@@ -22,7 +22,7 @@ def evaluate(
     """The task's metrics on ``split``; several processes share the batches."""
     rank, processes = accelerator.process_index, accelerator.num_processes
     data = task.splits[split]
-    order = InOrder(len(data), config.eval_batch_size or config.batch_size, rank, processes)
+    order = in_order(len(data), config.eval_batch_size or config.batch_size, rank, processes)
     loader = evaluation_loader(data, order, config.workers, pin=accelerator.device.type == "cuda")
     was_training = model.training
     model.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +19,15 @@ LossOf = Callable[[nn.Module, Any], Tensor]
 _MOST_GRAPHS = 64
 
 
+@dataclass(eq=False)
 class EagerStep:
     """Accumulate the gradient of some batches, clip it, and update the parameters."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimiser: Any,
-        loss_of: LossOf,
-        clip: float,
-    ) -> None:
-        self.accelerator, self.model, self.optimiser = accelerator, model, optimiser
-        self.loss_of, self.clip = loss_of, clip
+    accelerator: Accelerator
+    model: nn.Module
+    optimiser: Any
+    loss_of: LossOf
+    clip: float
 
     def __call__(self, batches: list[Any]) -> Tensor:
         """The mean loss of the step, on the device."""
@@ -48,6 +45,7 @@ class EagerStep:
         return torch.stack(losses).mean()
 
 
+@dataclass(eq=False)
 class GraphedStep(EagerStep):
     """The same for one process and one batch per step, replayed from a CUDA graph.
 
@@ -55,20 +53,15 @@ class GraphedStep(EagerStep):
     and from then on a step is one launch.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimiser: Any,
-        loss_of: LossOf,
-        clip: float,
-    ) -> None:
-        if accelerator.device.type != "cuda" or accelerator.num_processes > 1:
+    def __post_init__(self) -> None:
+        processes, device = self.accelerator.num_processes, self.accelerator.device.type
+        if device != "cuda" or processes > 1:
             raise ValueError(
                 "graphs=true replays steps of one process on one GPU; "
-                f"this run has {accelerator.num_processes} on {accelerator.device.type}"
+                f"this run has {processes} on {device}"
             )
-        super().__init__(accelerator, model, optimiser.optimizer, loss_of, clip)
+        # torch's optimiser: a capture must not run the bookkeeping of accelerate's wrapper
+        self.optimiser = self.optimiser.optimizer
         self._seen: set[Any] = set()
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()

@@ -166,7 +166,7 @@ def test_a_pretrained_model(gpt2: str, data: Path, tmp_path: Path) -> None:
         ({"block": 1}, "predicts nothing"),
         ({"dropout": 1.0}, "dropout must lie in"),
         ({"width": 10, "heads": 3}, "cannot be split among 3 heads"),
-        ({"depth": 0}, "depth must be above 0"),
+        ({"depth": 0}, "depth must be at least 1"),
     ],
 )
 def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> None:

@@ -158,7 +158,7 @@ def test_metrics(data: Path) -> None:
         ({"width": 10, "heads": 3}, "cannot be split among 3 heads"),
         ({"dropout": 1.0}, "dropout must lie in"),
         ({"max_length": 2}, "hold no code"),
-        ({"vocab_size": 0}, "vocab_size must be above 0"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
     ],
 )
 def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> None:

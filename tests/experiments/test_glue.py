@@ -183,7 +183,7 @@ def test_where_models_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ({"holdout": 1.0}, "holdout must lie in"),
         ({"fraction": 0.0}, "fraction must lie in"),
-        ({"max_length": 0}, "max_length must be above 0"),
+        ({"max_length": 0}, "max_length must be at least 1"),
     ],
 )
 def test_settings_that_make_no_sense(setting: dict[str, Any], message: str) -> None:

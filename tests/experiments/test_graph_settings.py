@@ -81,7 +81,7 @@ def test_every_model_has_settings_for_every_data_set(data: str, model: str) -> N
         ({"model": "gps", "encoding_width": 64}, "encoding_width must lie between 0 and width 64"),
         ({"model": "graph-vit", "encoding": "laplacian"}, "laplacian is GPS's"),
         ({"model": "graph-vit", "gnn_depth": 0}, "needs a gnn_depth above 0"),
-        ({"patch_hops": -1}, "patch_hops must not be negative"),
+        ({"patch_hops": -1}, "patch_hops must be at least 0"),
         ({"lr": 0.0}, "lr must be above 0"),
     ],
 )

@@ -233,7 +233,7 @@ def test_jpegs_train(tmp_path: Path) -> None:
         ({"image_size": 64}, "only augment=workers does"),
         ({"holdout": 0.0}, "holdout must lie between 0 and 1"),
         ({"erase": 1.5}, r"erase must lie in \[0, 1\]"),
-        ({"mixup": -1.0}, "mixup must not be negative"),
+        ({"mixup": -1.0}, "mixup must be at least 0"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:

@@ -224,9 +224,9 @@ def test_the_lens_sees_a_sequence_without_padding(data: Path) -> None:
     ("settings", "message"),
     [
         ({"length": 1000}, "length must be above 1999"),
-        ({"pad_to_multiple": -1}, "pad_to_multiple must not be negative"),
-        ({"depth": 0}, "depth must be above 0"),
-        ({"holdout": 0.0}, "holdout must lie between 0 and 1"),
+        ({"pad_to_multiple": -1}, "pad_to_multiple must be at least 0"),
+        ({"depth": 0}, "depth must be at least 1"),
+        ({"holdout": 0.0}, r"holdout must lie in \(0, 1\)"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:

@@ -123,7 +123,7 @@ def test_numbers_are_each_taken_once() -> None:
         ("gfsa", "K=1", "K must be an integer of at least 2"),
         ("gfsa", "w0=nan", "w0 must be finite"),
         ("gfsa", "lr_multiplier=-1", "lr_multiplier must be a positive number"),
-        ("gfsa", "filter_lr=-1", "filter_lr must be at least 0 and finite"),
+        ("gfsa", "filter_lr=-1", "filter_lr must be at least 0, got -1"),
         ("gfsa", "learn=w0,w0", "at most once"),
         ("gfsa", "learn=", "learn lists the coefficients that a filter learns"),
         ("gfsa-even", "learn=", "learn lists the coefficients that a filter learns"),

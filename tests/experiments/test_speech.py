@@ -295,7 +295,7 @@ def test_validation_is_greedy_and_the_test_searched(data: Path) -> None:
         ({"test_sets": ("test-clean",) * 2}, "in test_sets and in test_sets"),
         ({"train_sets": ("train-clean",)}, "train_sets takes sets of LibriSpeech, train-clean-100"),
         ({"beam": 0}, "beam must be at least 1"),
-        ({"warp": -1}, "warp must not be negative"),
+        ({"warp": -1}, "warp must be at least 0"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:

@@ -197,7 +197,7 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([], "--list"),
         ([TOY, "--plan", "x.txt"], "--plan"),
         (["--plan", "/nowhere/x.txt"], "No such file"),
-        ([TOY, "--set", "batch_size=0"], "batch_size must be at least 1 and finite, got 0"),
+        ([TOY, "--set", "batch_size=0"], "batch_size must be at least 1, got 0"),
         ([TOY, "--set", "clip=nan"], "clip must be at least 0 and finite, got nan"),
         ([TOY, "--set", "min_lr=inf"], "min_lr must be at least 0 and finite, got inf"),
         ([TOY, "--each", "lr=1,2", "--each", "lr=3"], "lr given twice"),

@@ -30,13 +30,6 @@ def hold_out(count: int, share: float, fraction: float = 1.0) -> tuple[list[int]
     return sorted(kept.tolist()), sorted(order[:held].tolist())
 
 
-def check_shares(holdout: float, fraction: float) -> None:
-    if not 0 <= holdout < 1:
-        raise ValueError(f"holdout must lie in [0, 1), got {holdout}")
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must lie in (0, 1], got {fraction}")
-
-
 def padded(length: int, multiple: int, most: int) -> int:
     """``length`` rounded up to a multiple, at most ``most``."""
     return min(-(-length // multiple) * multiple, most)

@@ -52,7 +52,8 @@ class Bounds:
         if above and below and math.isfinite(value):
             return None
         if self.upper == math.inf:
-            return f"must be {'above' if self.lower_open else 'at least'} {self.lower} and finite"
+            text = f"must be {'above' if self.lower_open else 'at least'} {self.lower}"
+            return text if math.isfinite(value) else f"{text} and finite"
         left, right = "(" if self.lower_open else "[", ")" if self.upper_open else "]"
         return f"must lie in {left}{self.lower:g}, {self.upper:g}{right}"
 
@@ -63,6 +64,8 @@ Positive = Annotated[float, Bounds(0, lower_open=True)]
 NotNegative = Annotated[float, Bounds(0)]
 Share = Annotated[float, Bounds(0, 1)]
 ShareBelowOne = Annotated[float, Bounds(0, 1, upper_open=True)]
+InnerShare = Annotated[float, Bounds(0, 1, lower_open=True, upper_open=True)]
+Fraction = Annotated[float, Bounds(0, 1, lower_open=True)]
 # above the upper bound the steps of a run cannot be counted
 Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
 

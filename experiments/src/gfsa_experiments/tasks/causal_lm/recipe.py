@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
 from gfsa_experiments.data.tokenizers import GPT2_SOURCE, gpt2_tokenizer, token_ids, train_tokenizer
-from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.causal_lm.data import PARTS, SOURCES, count_words, read_corpus
 
@@ -39,26 +39,21 @@ class CausalLMConfig(TrainConfig):
     tokenizer: Literal["own", "gpt2", "bpe"] = "own"
     """The model's own; GPT-2's from its two files below ``--data-dir``; or one of ``vocab_size``
     tokens that is learned from the training text."""
-    vocab_size: int = 8192
+    vocab_size: Count = 8192
     block: int = 1024
     """Tokens that the model sees at once."""
-    dropout: float | None = 0.1
+    dropout: ShareBelowOne | None = 0.1
     """Everywhere in the model, attention included; None: as the model has it."""
-    depth: int = 6
-    width: int = 384
-    heads: int = 6
+    depth: Count = 6
+    width: Count = 384
+    heads: Count = 6
     epochs: float = 10
     batch_size: int = 4
 
     def check(self) -> None:
         super().check()
-        for name in ("depth", "width", "heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.block < 2:
             raise ValueError(f"a block of {self.block} tokens predicts nothing; set 2 or more")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} cannot be split among {self.heads} heads")
         if self.scratch and self.tokenizer == "own":

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from gfsa_experiments.data.pretrained import load_model, load_tokenizer
-from gfsa_experiments.data.token_batches import TokenMatrix, check_shares, hold_out
+from gfsa_experiments.data.token_batches import TokenMatrix, hold_out
 from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
-from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.config import Count, CountOrZero, Fraction, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.code.data import PARTS, SOURCES, CodePart, CodeSet, read_code_set
 
@@ -40,29 +40,23 @@ class CodeConfig(TrainConfig):
     batch_size: int = 16
     lr: float = 2e-5
     patience: int = 2
-    max_length: int = 0
+    max_length: CountOrZero = 0
     """Tokens of a function; 0: 512 for Devign, 400 for BigCloneBench."""
-    pad_to_multiple: int = 64
+    pad_to_multiple: Count = 64
     """Batches are padded to a multiple of this."""
-    fraction: float = 1.0
+    fraction: Fraction = 1.0
     """Share of the training examples to train on, the same in every run."""
-    depth: int = 4
-    width: int = 256
-    heads: int = 4
-    vocab_size: int = 8192
-    dropout: float = 0.1
+    depth: Count = 4
+    width: Count = 256
+    heads: Count = 4
+    vocab_size: Count = 8192
+    dropout: ShareBelowOne = 0.1
     """Of a model from scratch; a pretrained one keeps its own."""
 
     def check(self) -> None:
         super().check()
-        check_shares(0.0, self.fraction)
-        for name in ("depth", "width", "heads", "vocab_size", "pad_to_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} cannot be split among {self.heads} heads")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
         if self.max_length and self.max_length < 3:
             raise ValueError(f"{self.max_length} tokens hold no code between start and end")
 

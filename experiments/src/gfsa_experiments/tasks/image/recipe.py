@@ -15,7 +15,14 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.batches import SeededItems
-from gfsa_experiments.engine.config import Schedule, TrainConfig, as_text
+from gfsa_experiments.engine.config import (
+    CountOrZero,
+    NotNegative,
+    Schedule,
+    Share,
+    TrainConfig,
+    as_text,
+)
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.image import cifar, image_folder
 from gfsa_experiments.tasks.image.image_items import MemoryImages, Subset, Transformed, stack
@@ -46,28 +53,28 @@ class ImageConfig(TrainConfig):
     """``folder``: train/, val/ and perhaps test/, with one folder per class."""
     model: str = "deit_small"
     """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer of timm's."""
-    depth: int = 0
+    depth: CountOrZero = 0
     """Layers; 0: the model's own."""
-    image_size: int = 0
+    image_size: CountOrZero = 0
     """Side of the model's input; 0: 32 for CIFAR; for folders 224, or what timm has for another
     model than those four."""
-    patch_size: int = 0
+    patch_size: CountOrZero = 0
     """0: the model's own; for CIFAR 4 (2 for Swin, whose windows then have 4×4 tokens)."""
-    holdout: float = 0.1
+    holdout: Share = 0.1
     """Share of the training images that validates; unused if there are val/ and test/."""
     augment: Literal["auto", "device", "workers"] = "auto"
     """CIFAR: crop, flip, erase and mix on the ``device``, or all by timm in the ``workers``."""
     auto_augment: str = "rand-m9-mstd0.5-inc1"
     """timm's RandAugment policy, in the workers; empty for none."""
-    erase: float = 0.25
+    erase: Share = 0.25
     """Chance of Random Erasing."""
-    mixup: float = 0.8
-    cutmix: float = 1.0
-    switch: float = 0.5
+    mixup: NotNegative = 0.8
+    cutmix: NotNegative = 1.0
+    switch: Share = 0.5
     """Chance of CutMix rather than Mixup."""
-    smoothing: float = 0.1
-    drop_path: float = 0.1
-    dropout: float = 0.0
+    smoothing: Share = 0.1
+    drop_path: Share = 0.1
+    dropout: Share = 0.0
     """After attention and inside the MLPs."""
 
     epochs: float = 300
@@ -84,12 +91,6 @@ class ImageConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("holdout", "erase", "switch", "smoothing", "drop_path", "dropout"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        for name in ("depth", "image_size", "patch_size", "mixup", "cutmix"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.augment == "device" and self.dataset == "folder":
             raise ValueError(
                 "images in folders have different sizes and are augmented by the workers; "

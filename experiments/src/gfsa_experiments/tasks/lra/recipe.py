@@ -14,7 +14,13 @@ from torch.utils.data import Dataset
 
 from gfsa.models.encoder import Attention, Encoder
 from gfsa_experiments.data.token_batches import hold_out
-from gfsa_experiments.engine.config import TrainConfig
+from gfsa_experiments.engine.config import (
+    Count,
+    CountOrZero,
+    InnerShare,
+    ShareBelowOne,
+    TrainConfig,
+)
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.lra import listops
@@ -32,19 +38,19 @@ class LraConfig(TrainConfig):
     task: Literal["listops", "image"] = "listops"
     attention: Attention = "softmax"
     """``linformer`` is a reference and takes no filter."""
-    dim: int = 512
-    depth: int = 4
-    num_heads: int = 8
-    ffn_dim: int = 1024
-    projected: int = 256
+    dim: Count = 512
+    depth: Count = 4
+    num_heads: Count = 8
+    ffn_dim: Count = 1024
+    projected: Count = 256
     """Rows that Linformer squeezes a sequence to."""
-    dropout: float = 0.1
-    attention_dropout: float = 0.0
+    dropout: ShareBelowOne = 0.1
+    attention_dropout: ShareBelowOne = 0.0
     length: int = 2000
     """ListOps: tokens of a sequence with CLS; its lists have at most 1,999."""
-    pad_to_multiple: int = 0
+    pad_to_multiple: CountOrZero = 0
     """ListOps: pad a batch, CLS counted, to a multiple of this; 0: always to ``length``."""
-    holdout: float = 0.1
+    holdout: InnerShare = 0.1
     """Image: share of the training images that validates."""
 
     max_steps: int = 5000
@@ -57,12 +63,6 @@ class LraConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("dim", "depth", "num_heads", "ffn_dim", "projected"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         if self.dim % self.num_heads:
             raise ValueError(f"dim {self.dim} must be a multiple of num_heads {self.num_heads}")
         if self.attention == "efficient" and self.attention_dropout:
@@ -74,10 +74,6 @@ class LraConfig(TrainConfig):
             raise ValueError(
                 f"length must be above {listops.LONGEST}, the longest list, got {self.length}"
             )
-        if self.pad_to_multiple < 0:
-            raise ValueError(f"pad_to_multiple must not be negative, got {self.pad_to_multiple}")
-        if not 0 < self.holdout < 1:
-            raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}")
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gfsa_experiments.engine.config import Schedule, TrainConfig
+from gfsa_experiments.engine.config import (
+    Count,
+    CountOrZero,
+    Schedule,
+    Share,
+    ShareBelowOne,
+    TrainConfig,
+)
 from gfsa_experiments.tasks.speech.librispeech import UTTERANCES
 from gfsa_experiments.tasks.speech.models import Encoder
 from gfsa_experiments.tasks.speech.text import Tokens
@@ -31,67 +38,53 @@ class SpeechConfig(TrainConfig):
     valid_sets: tuple[str, ...] = ("dev-clean",)
     test_sets: tuple[str, ...] = ("test-clean", "test-other")
     """The first is the one in the table, the others are reported beside it."""
-    holdout: float = 0.1
+    holdout: ShareBelowOne = 0.1
     """Share of AN4's training utterances that is held out for validation, by speaker."""
     tokens: Tokens = "unigram"
-    vocabulary: int = 5000
+    vocabulary: Count = 5000
     """How many pieces of words to learn, unless tokens=char."""
 
     library: Literal["speechbrain", "torch"] = "speechbrain"
     """Whose model: SpeechBrain's with a decoder, or parts of torch.nn with CTC alone."""
     encoder: Encoder = "transformer"
-    depth: int = 0
+    depth: CountOrZero = 0
     """0: the paper's, 12 for the Transformer and 18 for the Branchformer."""
-    width: int = 512
-    heads: int = 0
+    width: Count = 512
+    heads: CountOrZero = 0
     """0: the paper's, 4 and 8."""
-    hidden: int = 0
+    hidden: CountOrZero = 0
     """Of the encoder's MLPs, the gated ones of the Branchformer; 0: the paper's, 2048 and 3072."""
-    kernel: int = 31
+    kernel: Count = 31
     """Frames that the Branchformer's convolutions see."""
     norm_first: bool = False
     """LayerNorm before the Transformer's attention and MLPs instead of after them."""
-    decoder_layers: int = 6
+    decoder_layers: CountOrZero = 6
     """0: CTC alone."""
-    decoder_hidden: int = 2048
+    decoder_hidden: Count = 2048
     """Of the decoder's MLPs beside a Branchformer; a Transformer's are as its encoder's."""
-    dropout: float = 0.1
+    dropout: ShareBelowOne = 0.1
 
-    ctc_weight: float = 0.3
-    label_smoothing: float = 0.1
+    ctc_weight: Share = 0.3
+    label_smoothing: ShareBelowOne = 0.1
     """Of the decoder's loss."""
-    warp: int = 5
+    warp: CountOrZero = 5
     """SpecAugment: frames by which a moment may move; 0 for none."""
-    time_masks: int = 5
-    time_width: int = 25
-    feature_masks: int = 2
-    feature_width: int = 35
+    time_masks: CountOrZero = 5
+    time_width: CountOrZero = 25
+    feature_masks: CountOrZero = 2
+    feature_width: CountOrZero = 35
 
     decode: Literal["greedy", "beam"] = "beam"
     """Of the test split; validation is always greedy by CTC."""
-    beam: int = 66
-    search_ctc_weight: float = 0.4
+    beam: Count = 66
+    search_ctc_weight: Share = 0.4
     """CTC's share in the joint beam search."""
-    pad_to_multiple: int = 64
+    pad_to_multiple: Count = 64
     """Frames of a batch are a multiple of this."""
-    pad_tokens_to_multiple: int = 32
+    pad_tokens_to_multiple: Count = 32
 
     def check(self) -> None:
         super().check()
-        counts = ("width", "vocabulary", "beam", "pad_to_multiple", "pad_tokens_to_multiple")
-        for name in (*counts, "kernel", "decoder_hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        masked = ("warp", "time_masks", "time_width", "feature_masks", "feature_width")
-        for name in (*masked, "depth", "heads", "hidden", "decoder_layers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("holdout", "dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        for name in ("ctc_weight", "search_ctc_weight"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
         for name in ("train_sets", "test_sets"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must name at least one set of LibriSpeech")

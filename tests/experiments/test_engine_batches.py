@@ -36,7 +36,7 @@ def test_started_late_it_goes_on_with_the_rest() -> None:
 def test_pieces_make_up_the_batch() -> None:
     whole = list(EpochBatches(50, 8, seed=0, epoch=0, drop_last=True))
     parts = [
-        list(EpochBatches(50, 8, seed=0, epoch=0, pieces=4, mine=(2 * rank, 2 * rank + 1)))
+        list(EpochBatches(50, 8, seed=0, epoch=0, pieces=4, own_pieces=(2 * rank, 2 * rank + 1)))
         for rank in range(2)
     ]
     for step, batch in enumerate(whole):

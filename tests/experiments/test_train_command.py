@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -313,3 +315,13 @@ def test_a_plan_says_which_line_is_wrong(tmp_path: Path) -> None:
     plan.write_text("# nothing\n")
     with pytest.raises(ValueError, match="no runs"):
         runs_of_plan(plan)
+
+
+def test_training_needs_no_pandas() -> None:
+    """Machines that train need not have what the tables of results are made with."""
+    code = (
+        "import sys; sys.modules['pandas'] = sys.modules['scipy.stats'] = None;"
+        "import gfsa_experiments.commands.train, gfsa_experiments.runs.run_many,"
+        " gfsa_experiments.runs.sweep, gfsa_experiments.runs.load_run"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

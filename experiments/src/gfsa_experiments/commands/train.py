@@ -37,7 +37,7 @@ def train(
     ] = "plain",
     K: Annotated[str, typer.Option("--K", help="Order of the filter: 3, or 2-10 for all.")] = "",
     seeds: Annotated[str, typer.Option(help="0,1,2 or 0-4.")] = "0",
-    data_dir: Annotated[Path, typer.Option(envvar="GFSA_DATA", help="Where data sets lie.")] = Path(
+    data_dir: Annotated[Path, typer.Option(envvar="GFSA_DATA", help="Folder of data sets.")] = Path(
         "data"
     ),
     setting: Annotated[
@@ -50,15 +50,13 @@ def train(
     plan: Annotated[
         Path | None, typer.Option(help="A file with arguments of `gfsa train` on each line.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
-    results: Annotated[Path, typer.Option(help="Where rows are added.")] = Path("results"),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what was interrupted.")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
+    results: Annotated[Path, typer.Option(help="Folder of the rows.")] = Path("results"),
+    resume: Annotated[bool, typer.Option("--resume", help="Resume interrupted runs.")] = False,
     missing: Annotated[
-        bool, typer.Option("--missing", help="Only runs that the results lack.")
+        bool, typer.Option("--missing", help="Only runs without a row in the results.")
     ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show recipes and methods.")] = False,
 ) -> None:

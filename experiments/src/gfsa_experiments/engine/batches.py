@@ -29,7 +29,7 @@ class EpochBatches(Sampler[list[int]]):
         seed, epoch: determine the order.
         lengths: sizes of the examples, to group examples of similar size.
         pieces: batches per optimiser step (accumulation × processes).
-        mine: the pieces of this process.
+        own_pieces: the pieces of this process.
         start: optimiser steps of this epoch that are done.
         drop_last: leave out the last, smaller batch; also done if there are several pieces.
     """
@@ -42,14 +42,14 @@ class EpochBatches(Sampler[list[int]]):
         epoch: int,
         lengths: Sequence[int] | None = None,
         pieces: int = 1,
-        mine: Sequence[int] = (0,),
+        own_pieces: Sequence[int] = (0,),
         start: int = 0,
         drop_last: bool = False,
     ) -> None:
         self.count, self.batch_size = count, batch_size
         self.seed, self.epoch = seed, epoch
         self.lengths = lengths
-        self.pieces, self.mine = pieces, tuple(mine)
+        self.pieces, self.own_pieces = pieces, tuple(own_pieces)
         self.start = start
         self.drop_last = drop_last or pieces > 1
 
@@ -59,12 +59,12 @@ class EpochBatches(Sampler[list[int]]):
         return whole if self.drop_last or not rest else whole + 1
 
     def __len__(self) -> int:
-        return (self.steps() - self.start) * len(self.mine)
+        return (self.steps() - self.start) * len(self.own_pieces)
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._order()[self.start :]:
             share = len(batch) // self.pieces
-            for piece in self.mine:
+            for piece in self.own_pieces:
                 yield batch[piece * share : (piece + 1) * share]
 
     def _order(self) -> list[list[int]]:

@@ -286,7 +286,7 @@ class Trainer:
             epoch,
             lengths=split.lengths if config.group_by_length else None,
             pieces=processes * config.accumulate,
-            mine=range(rank * config.accumulate, (rank + 1) * config.accumulate),
+            own_pieces=range(rank * config.accumulate, (rank + 1) * config.accumulate),
             start=start,
             drop_last=config.drop_last,
         )

@@ -165,7 +165,7 @@ import sys
 from pathlib import Path
 from support.toy_recipe import ToyConfig, ToyModel, ToyTask
 from gfsa_experiments.runs.run import Run, carry_out
-config = ToyConfig(epochs=30, checkpoint_every=1)
+config = ToyConfig(epochs=10, checkpoint_every=1)
 carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", out=Path(sys.argv[1]),
               device="cpu", resume=True))
 """
@@ -195,7 +195,7 @@ def test_killed_without_warning_it_goes_on(tmp_path: Path) -> None:
     assert killed == 2
     one = Run(
         recipe="support.toy_recipe",
-        config=ToyConfig(epochs=30, checkpoint_every=1),
+        config=ToyConfig(epochs=10, checkpoint_every=1),
         method="gfsa",
         out=tmp_path / "killed",
         device="cpu",

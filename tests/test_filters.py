@@ -13,7 +13,7 @@ import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
 from gfsa.filters.base import read_description
 from gfsa.filters.partial import PartialPolynomial
-from gfsa.operators import Coefficients, DenseOperator
+from gfsa.operators import AttentionOperator, Coefficients, DenseOperator
 from support.attention import Dispatched
 
 EVERY = {
@@ -425,6 +425,56 @@ def test_a_filter_of_ones_own() -> None:
     check(filter, 1.5, -0.5)
     check(filter.fold(), 1.5, -0.5)
     assert filter.config() == {"num_heads": 2}
+
+
+class Bounded(GFSA):
+    """Coefficients that are not affine in θ."""
+
+    def coefficients(self) -> torch.Tensor:
+        return super().coefficients().tanh()
+
+
+class Halved:
+    """A mixin, which knows nothing of filters."""
+
+    def coefficients(self) -> torch.Tensor:
+        return 0.5 * super().coefficients()  # type: ignore[misc]
+
+
+class HalvedPolynomial(Halved, Polynomial):
+    pass
+
+
+class HalvedBounded(Halved, Bounded):
+    pass
+
+
+class AffineAgain(Bounded):
+    """Overrides both: what an operator is given is what the filter applies."""
+
+    def polynomial_coefficients(self) -> Coefficients:
+        return GFSA.polynomial_coefficients(self)
+
+
+@pytest.mark.parametrize("kind", [Bounded, HalvedPolynomial, HalvedBounded])
+@pytest.mark.parametrize("operator", ["dense", "attention"])
+def test_coefficients_of_ones_own_are_applied(kind: type[GraphFilter], operator: str) -> None:
+    """A filter that overrides ``coefficients`` is applied with them, however it is derived."""
+    filter = shift(kind(2))
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
+    applied = (DenseOperator.from_qk if operator == "dense" else AttentionOperator)(q, k)
+    own, affine = filter.coefficients(), GraphFilter.coefficients(filter)
+    assert not torch.allclose(own, affine)
+    y = filter(applied, v)
+    torch.testing.assert_close(y, applied.polynomial(own, v), rtol=0, atol=0)
+    assert torch.autograd.grad(y.sum(), filter.theta)[0].abs().sum() > 0
+
+
+def test_the_method_overridden_last_holds() -> None:
+    filter = shift(AffineAgain(2))
+    operator, v = DenseOperator(torch.rand(2, 5, 5)), torch.randn(2, 5, 4)
+    expected = operator.polynomial(GraphFilter.coefficients(filter), v)
+    torch.testing.assert_close(filter(operator, v), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["GFSA", "Polynomial"])

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
+from gfsa.filters import PartialPolynomial
 from gfsa.operators import AttentionCall, Coefficients, DenseOperator, SDPAOperator
 from gfsa.operators.fused import autograd, coefficients
 from gfsa.operators.fused.autograd import filter_attention
@@ -194,6 +195,23 @@ def test_a_filter_learns_by_the_kernels(K: int, heads: int) -> None:
     for name, mine, exact in zip(NAMES, *results, strict=True):
         assert mine.shape == exact.shape
         assert error(mine, exact) <= 2e-6, name
+
+
+@pytest.mark.parametrize("high", [[0, 2], [1]])
+def test_a_filter_whose_basis_differs_from_head_to_head(high: list[int]) -> None:
+    """The kernels read one basis for all heads; torch computes these coefficients."""
+    q, k, v, _, g = Problem(1, 3, 20, 16).tensors()
+    layer = PartialPolynomial(3, degree=2, high=high)
+    with torch.no_grad():
+        layer.theta.copy_(torch.randn(3, 3))
+    results = []
+    for operator in (FusedOperator(AttentionCall(q, k)), DenseOperator.from_qk(q, k)):
+        y = layer(operator, v)
+        results.append([y.detach(), *torch.autograd.grad(y, [layer.theta], g)])
+        with torch.no_grad():
+            assert error(layer(operator, v), y) <= 1e-6
+    for fused, exact in zip(*results, strict=True):
+        assert error(fused, exact) <= 2e-6
 
 
 @pytest.mark.parametrize(("powers", "given"), [(3, 3), (2, 2), (2, 3)])

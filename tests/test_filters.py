@@ -13,8 +13,7 @@ import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
 from gfsa.filters.base import read_description
 from gfsa.filters.partial import PartialPolynomial
-from gfsa.operators import DenseOperator
-from gfsa.operators.base import affine
+from gfsa.operators import AttentionOperator, Coefficients, DenseOperator
 from support.attention import Dispatched
 
 EVERY = {
@@ -428,6 +427,56 @@ def test_a_filter_of_ones_own() -> None:
     assert filter.config() == {"num_heads": 2}
 
 
+class Bounded(GFSA):
+    """Coefficients that are not affine in θ."""
+
+    def coefficients(self) -> torch.Tensor:
+        return super().coefficients().tanh()
+
+
+class Halved:
+    """A mixin, which knows nothing of filters."""
+
+    def coefficients(self) -> torch.Tensor:
+        return 0.5 * super().coefficients()  # type: ignore[misc]
+
+
+class HalvedPolynomial(Halved, Polynomial):
+    pass
+
+
+class HalvedBounded(Halved, Bounded):
+    pass
+
+
+class AffineAgain(Bounded):
+    """Overrides both: what an operator is given is what the filter applies."""
+
+    def polynomial_coefficients(self) -> Coefficients:
+        return GFSA.polynomial_coefficients(self)
+
+
+@pytest.mark.parametrize("kind", [Bounded, HalvedPolynomial, HalvedBounded])
+@pytest.mark.parametrize("operator", ["dense", "attention"])
+def test_coefficients_of_ones_own_are_applied(kind: type[GraphFilter], operator: str) -> None:
+    """A filter that overrides ``coefficients`` is applied with them, however it is derived."""
+    filter = shift(kind(2))
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
+    applied = (DenseOperator.from_qk if operator == "dense" else AttentionOperator)(q, k)
+    own, affine = filter.coefficients(), GraphFilter.coefficients(filter)
+    assert not torch.allclose(own, affine)
+    y = filter(applied, v)
+    torch.testing.assert_close(y, applied.polynomial(own, v), rtol=0, atol=0)
+    assert torch.autograd.grad(y.sum(), filter.theta)[0].abs().sum() > 0
+
+
+def test_the_method_overridden_last_holds() -> None:
+    filter = shift(AffineAgain(2))
+    operator, v = DenseOperator(torch.rand(2, 5, 5)), torch.randn(2, 5, 4)
+    expected = operator.polynomial(GraphFilter.coefficients(filter), v)
+    torch.testing.assert_close(filter(operator, v), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["GFSA", "Polynomial"])
 def test_compiles_into_one_graph(name: str) -> None:
     torch._dynamo.reset()
@@ -501,7 +550,7 @@ def test_coefficients_that_move_one_by_one(made: GraphFilter, diagonal: bool) ->
     made = shift(copy.deepcopy(made).double())
     assert made.basis_is_diagonal is diagonal
     assert made.theta is not None
-    found, expected = made.coefficients(), affine(made.theta, made.base, made.basis)
+    found, expected = made.coefficients(), Coefficients(made.theta, made.base, made.basis).value()
     torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
     g = torch.randn_like(expected)
     gradients = [torch.autograd.grad(c, made.theta, g)[0] for c in (found, expected)]

@@ -350,7 +350,7 @@ REFUSED = {
         (X, X, X, C, torch.ones(5, 5, dtype=torch.long)),
         {},
         TypeError,
-        r"bool \(True takes part\).*got torch\.int64; an integer 0/1 mask wants attn_mask\.bool",
+        r"bool \(True takes part\).*got torch\.int64; .* 0/1 mask with attn_mask\.bool",
     ),
     "mask of a third dtype": (
         (X, X, X, C, torch.ones(5, 5, dtype=torch.float64)),
@@ -362,7 +362,7 @@ REFUSED = {
         (X, X, X, C, torch.ones(2, 5, dtype=torch.bool)),
         {},
         ValueError,
-        r"shape \(2, 5\) does not broadcast.*\(2, 4, 5, 5\).*wants attn_mask\[:, None, None, :\]",
+        r"shape \(2, 5\) does not broadcast.*\(2, 4, 5, 5\).*as attn_mask\[:, None, None, :\]",
     ),
     "mask with too many dimensions": (
         (X, X, X, C, torch.ones(1, 2, 4, 5, 5, dtype=torch.bool)),

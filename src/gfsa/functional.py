@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gfsa.operators.attention import AttentionOperator
 from gfsa.operators.autocast import autocast, no_autocast
-from gfsa.operators.call import check_coefficients, check_kinds, check_tokens
+from gfsa.operators.call import AttentionCall, check_call, check_coefficients, check_kinds
 from gfsa.operators.choice import Backend, Choice
 from gfsa.operators.linear import LinearOperator
 
@@ -30,8 +30,8 @@ def graph_filter_attention(
               \qquad A = \mathrm{softmax}(\mathrm{scale}\cdot q k^\top + \mathrm{mask})
 
     The signature of :func:`torch.nn.functional.scaled_dot_product_attention` with coefficients
-    added. Coefficients (0, 1) or (0, 1, 0) are ordinary attention: to the bit wherever torch's own
-    kernel makes the first pass, to rounding with the fused kernels for short sequences.
+    added. Coefficients (0, 1) or (0, 1, 0) are ordinary attention: to the bit where torch's own
+    kernel does the first pass, to rounding with the fused kernels for short sequences.
 
     Args:
         q, k, v: ``(..., H, N, D)``; v's head dim may differ. Queries and keys are the same tokens:
@@ -47,8 +47,8 @@ def graph_filter_attention(
         enable_gqa: k and v may have fewer heads than q (a divisor); coefficients are per query
             head.
         backend: ``"auto"``, or one by name (for tests and benchmarks): ``"dense"``, ``"sdpa"``,
-            ``"fused"``. One asked for by name never gives way to another in silence;
-            :func:`which_backend` tells what ``"auto"`` does.
+            ``"fused"``. A backend asked for by name runs or raises; :func:`which_backend` tells
+            what ``"auto"`` chooses.
 
     Returns:
         ``(..., H, N, D_v)`` in v's dtype (under autocast, in autocast's).
@@ -93,11 +93,11 @@ def linear_graph_filter_attention(
             padding (the convention of :class:`torch.nn.MultiheadAttention`).
 
     Returns:
-        ``(..., H, N, D_v)`` in v's dtype. Rows of padding tokens are finite and mean nothing.
+        ``(..., H, N, D_v)`` in v's dtype. Rows of padding tokens are finite and have no meaning.
     """
     check_kinds(q=q, k=k, v=v, key_padding_mask=key_padding_mask)
     q, k, v = autocast(q, k, v)
-    check_tokens(q, k, v, attn_mask=None, dropout_p=0.0, enable_gqa=False)
+    check_call(AttentionCall(q, k), v)
     coeffs = check_coefficients(coeffs, q)
     if key_padding_mask is not None:
         if q.dim() < 3:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gfsa import baselines
-from gfsa.operators.visibility import Sight
+from gfsa.operators.visibility import Visibility
 from support.families import METHODS
 from support.small_baselines import IDS, apply, bert, encoder
 
@@ -102,8 +102,8 @@ def test_half_precision(method: str) -> None:
 def test_a_small_scale_is_not_lost_in_bfloat16() -> None:
     x = torch.randn(2, 6, 12)
     pushed = baselines.ContraNorm(0.005)
-    exact = pushed(x.bfloat16().double(), Sight())
-    got = pushed(x.bfloat16(), Sight()).double()
+    exact = pushed(x.bfloat16().double(), Visibility())
+    got = pushed(x.bfloat16(), Visibility()).double()
     # one rounding at the end
     assert ((got - exact).abs() <= exact.abs() * 2.0**-8 + 1e-4).all()
 

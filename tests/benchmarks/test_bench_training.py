@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gfsa.operators import choice as select
+from gfsa.operators import AttentionCall, choice
 from gfsa_benchmarks import compile_check as compiling
 from gfsa_benchmarks import training
 from gfsa_benchmarks.case import Setting, Shape
@@ -83,12 +83,14 @@ def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) 
 def test_what_ran_is_what_the_compiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole model it sees a mask that transformers leaves out otherwise."""
 
-    def by_mask(backend: select.Backend, call: select.Call) -> select.Choice:
-        return chosen("dense" if call.attn_mask is None else "sdpa", call)
+    def by_mask(
+        backend: choice.Backend, call: AttentionCall, v: torch.Tensor, degree: int
+    ) -> choice.Choice:
+        return choose("dense" if call.attn_mask is None else "sdpa", call, v, degree)
 
-    chosen = select.choose
+    choose = choice.choose
     monkeypatch.setattr(training, "LAYERS", 2)
-    monkeypatch.setattr(training.select, "choose", by_mask)
+    monkeypatch.setattr(training.choice, "choose", by_mask)
     monkeypatch.setattr(training.attention, "choose", by_mask)
     ran = {}
     for compiled in (None, "model", "blocks"):

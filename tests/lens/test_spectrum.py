@@ -15,6 +15,7 @@ import gfsa
 from gfsa.lens import spectrum
 from gfsa.lens.entropy import attention_entropy
 from gfsa.operators import (
+    AttentionCall,
     AttentionOperator,
     DenseOperator,
     FunctionOperator,
@@ -129,7 +130,7 @@ def test_dense_map_of_any_operator(kind: str) -> None:
     attention = torch.from_numpy(reference_map(q, k))
     operators: dict[str, Operator] = {
         "dense": DenseOperator(attention),
-        "sdpa": SDPAOperator(q, k),
+        "sdpa": SDPAOperator(AttentionCall(q, k)),
         "function": FunctionOperator(lambda x: attention @ x),
         "linear": LinearOperator(q, k),
     }
@@ -175,7 +176,7 @@ def test_entropy_is_that_of_the_dense_rows(mask: str, causal: bool, kind: str) -
     if kind == "attention":
         operator = AttentionOperator(q, k, given, is_causal=causal)
     elif kind == "sdpa":
-        operator = SDPAOperator(q, k, given, is_causal=causal)
+        operator = SDPAOperator(AttentionCall(q, k, given, is_causal=causal))
     nats, share = attention_entropy(operator, v, counted)
     for sample in range(2):
         rows = range(length if counted is None else int(valid[sample].sum()))

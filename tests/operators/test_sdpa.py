@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gfsa import graph_filter_attention
-from gfsa.operators import DenseOperator, SDPAOperator
+from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
 from gfsa.operators.sdpa import as_additive
 from support.attention import Case, Dispatched, cases, relative_error, tokens
 
@@ -121,12 +121,12 @@ def test_makes_no_square_tensor(is_causal: bool) -> None:
 def test_apply_is_torchs_attention() -> None:
     q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.equal(SDPAOperator(q, k, is_causal=True).apply(v), expected)
+    assert torch.equal(SDPAOperator(AttentionCall(q, k, is_causal=True)).apply(v), expected)
 
 
 def test_powers_have_every_query_head() -> None:
     q, k, v = tokens(2, 4, 5, 3), tokens(2, 2, 5, 3), tokens(2, 2, 5, 6)
-    powers = SDPAOperator(q, k, enable_gqa=True).powers(v, 2)
+    powers = SDPAOperator(AttentionCall(q, k, enable_gqa=True)).powers(v, 2)
     assert [tuple(power.shape) for power in powers] == [(2, 4, 5, 6)] * 3
     assert torch.equal(powers[0], v.repeat_interleave(2, dim=1))
 
@@ -134,7 +134,7 @@ def test_powers_have_every_query_head() -> None:
 def test_never_builds_its_matrix() -> None:
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(TypeError, match=r"SDPAOperator never builds.*DenseOperator from the same"):
-        SDPAOperator(q, q).dense()
+        SDPAOperator(AttentionCall(q, q)).dense()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,5 +145,5 @@ def test_a_bool_mask_as_numbers_to_add(dtype: torch.dtype) -> None:
     assert additive.dtype == dtype
     assert (additive[mask] == 0).all()
     assert (additive[~mask] == -torch.inf).all()
-    y = SDPAOperator(q, k, additive).apply(v)
-    torch.testing.assert_close(y, SDPAOperator(q, k, mask).apply(v))
+    y = SDPAOperator(AttentionCall(q, k, additive)).apply(v)
+    torch.testing.assert_close(y, SDPAOperator(AttentionCall(q, k, mask)).apply(v))

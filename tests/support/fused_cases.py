@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gfsa.operators import DenseOperator, SDPAOperator
+from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
 from gfsa.operators.fused.autograd import filter_attention
+from gfsa.operators.fused.problem import Options
 from support.dropout import surviving
 
 MaskKind = Literal["none", "keys", "full", "per head"]
@@ -76,7 +77,7 @@ def run(problem: Problem, seed: int = 7) -> tuple[list[Tensor], list[Tensor]]:
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     drop = problem.dropout_p
     key = torch.tensor([seed], device=problem.device) if drop else None
-    out = filter_attention(*inputs, mask, key, drop, problem.is_causal, scale)
+    out = filter_attention(*inputs, mask, key, Options(scale, problem.is_causal, drop))
     got = [out, *torch.autograd.grad(out, inputs, g)]
 
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -102,7 +103,7 @@ def attention_errors(problem: Problem) -> list[float]:
         q, scale = -q, -scale
     grouped = q.shape[1] != k.shape[1]
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    operator = SDPAOperator(q, k, mask, 0.0, problem.is_causal, scale, enable_gqa=grouped)
+    operator = SDPAOperator(AttentionCall(q, k, mask, 0.0, problem.is_causal, scale, grouped))
     out = operator.apply(v)
     got = [out, *torch.autograd.grad(out, inputs, g)]
     exact = [x.detach().double().requires_grad_() for x in inputs]

@@ -1,10 +1,10 @@
 """What the host does around the kernels: time of a call in eager mode with nothing launched.
 
-``python -m gfsa_benchmarks.host`` needs no GPU. The tokens lie in the CPU's memory, the fused
-kernels take them for a Hopper GPU's, and everything runs but two C functions of Triton, which
-encode a tensor for the copy engine and launch, and autograd's change to the thread of a GPU.
+``python -m gfsa_benchmarks.host`` needs no GPU. The tokens are on the CPU, the fused kernels treat
+them as a Hopper GPU's, and everything runs except two C functions of Triton (which encode a tensor
+for the copy engine, and launch) and autograd's switch to the thread of a GPU.
 
-What a filter adds to a layer of a whole model is in :mod:`gfsa_benchmarks.host_models`.
+:mod:`gfsa_benchmarks.host_models` measures what a filter adds to a layer of a whole model.
 """
 
 from __future__ import annotations
@@ -27,56 +27,57 @@ ROUNDS = 9
 
 @contextmanager
 def nothing_launched() -> Iterator[None]:
-    """Fused kernels that take any tensors and do nothing."""
-    from gfsa.operators.fused import eligibility as support
-    from gfsa.operators.fused import launcher as kernel
-    from gfsa.operators.fused.long import launch as passes
+    """A context in which the fused kernels take any tensors and do nothing."""
+    from gfsa.operators.fused import eligibility, launcher
+    from gfsa.operators.fused.long import launch as long
     from gfsa.operators.fused.short import launch as short
-    from gfsa.operators.fused.short import prepared as ready
+    from gfsa.operators.fused.short import prepared
 
-    def first_call(launch: Any, tensors: Any, *pointers: Tensor) -> None:
+    def call_launch(launch: Any, tensors: Any, *pointers: Tensor) -> None:
         strides = tuple([x.stride() for x in tensors])
-        known = launch.direct.get(strides)
-        if known is None:
-            known = launch.direct[strides] = _nowhere(kernel._Direct, launch, tensors)
-        known(tensors, pointers)
+        direct = launch.direct.get(strides)
+        if direct is None:
+            direct = launch.direct[strides] = _without_c_functions(launch, tensors)
+        direct(tensors, pointers)
 
     replaced: list[tuple[Any, str, Any]] = [
-        (kernel.Launch, "__call__", first_call),
-        (support, "_why_not_here", lambda q: None),
-        (support, "capability", lambda device: (9, 0)),
-        (short, "why_not_here", lambda q: None),
+        (launcher.Launch, "__call__", call_launch),
+        (eligibility, "_refusal_of_device", lambda q: None),
+        (eligibility, "_refusal_of_device_by_short", lambda q: None),
+        (eligibility, "capability", lambda device: (9, 0)),
         (short, "multiprocessors", lambda device: 132),
-        (passes, "cudnn_would_run", lambda *call: False),
-        (attention, "_launches_are_short", lambda *tokens: True),
+        (long, "cudnn_would_run", lambda *call: False),
+        (attention, "_host_time_counts", lambda *tokens: True),
     ]
     with ExitStack() as stack:
-        for place, name, stand_in in replaced:
-            stack.enter_context(mock.patch.object(place, name, stand_in))
-        for remembered in (attention._CHOICES, ready._READY):
-            stack.enter_context(mock.patch.dict(remembered, clear=True))
+        for module, name, replacement in replaced:
+            stack.enter_context(mock.patch.object(module, name, replacement))
+        for cache in (attention._CHOICES, prepared._PREPARED):
+            stack.enter_context(mock.patch.dict(cache, clear=True))
         yield
 
 
-def _nowhere(direct: Any, launch: Any, tensors: Any) -> Any:
+def _without_c_functions(launch: Any, tensors: Any) -> Any:
     """A direct launch whose C functions do nothing."""
-    made = direct.__new__(direct)
-    made.c_launcher = lambda *arguments: None
-    # a descriptor, which is looked for by address before it is made again
-    made.encode = lambda *arguments: arguments
-    made.stream = lambda device: 0
-    made.arguments = [None] * 13
-    made.tiles = []
+    from gfsa.operators.fused.launcher import _Direct
+
+    direct: Any = _Direct.__new__(_Direct)
+    direct.c_launcher = lambda *arguments: None
+    # a descriptor: it is kept by address, and encoded again for a new address only
+    direct.encode = lambda *arguments: arguments
+    direct.stream = lambda device: 0
+    direct.arguments = [None] * 13
+    direct.tiles = []
     for x, block in zip(tensors, launch.blocks, strict=True):
-        about = (3, 2, 10, block, tuple(x.shape), x.stride(), 0)
-        made.tiles.append((len(made.arguments), about, {}))
-        made.arguments += [None, *x.shape, *x.stride()]
-    made.settled = (*launch.numbers, *launch.constants)
-    return made
+        encoding = (3, 2, 10, block, tuple(x.shape), x.stride(), 0)
+        direct.tiles.append((len(direct.arguments), encoding, {}))
+        direct.arguments += [None, *x.shape, *x.stride()]
+    direct.constants = (*launch.numbers, *launch.constants)
+    return direct
 
 
 def microseconds(work: Callable[[], object]) -> float:
-    """The least of several rounds: what disturbs a host only ever adds."""
+    """The least of several rounds: other load on the host only adds time."""
     for _ in range(50):
         work()
     return min(microseconds_of(work, REPEATS) for _ in range(ROUNDS))
@@ -92,8 +93,8 @@ def microseconds_of(work: Callable[[], object], repeats: int) -> float:
 
 def calls(length: int, causal: bool, mask: Tensor | None = None) -> dict[str, float]:
     """Microseconds of a call on 12 heads: without gradients, and forward with backward."""
-    made = [torch.randn(1, length, 12, 64, dtype=torch.bfloat16) for _ in range(3)]
-    q, k, v = (x.transpose(1, 2).requires_grad_() for x in made)
+    tokens = [torch.randn(1, length, 12, 64, dtype=torch.bfloat16) for _ in range(3)]
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in tokens)
     layer = gfsa.GFSA(12)
     coeffs = torch.rand(12, 3, requires_grad=True)
     g = torch.randn_like(q)

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from gfsa.operators import attention
-from gfsa.operators import choice as select
+from gfsa.operators import Coefficients, attention, choice
+from gfsa.operators.call import AttentionCall, DecisionCache
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.published import published_attention
@@ -147,8 +147,8 @@ class _Served:
 
     def __init__(self, way: Way) -> None:
         self.way = way
-        # choices are remembered; these are of this way alone
-        self.choices: dict[Any, select.Choice] = {}
+        # choices are cached; this cache holds those of this way alone
+        self.choices: DecisionCache[choice.Choice] = DecisionCache()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -157,29 +157,23 @@ class _Served:
             return
         sdpa = mock.patch.object(attention, "choose", _always_sdpa)
         choices = mock.patch.object(attention, "_CHOICES", self.choices)
-        published = mock.patch.object(attention.AttentionOperator, "affine", _published)
+        published = mock.patch.object(attention.AttentionOperator, "polynomial", _published)
         with sdpa, choices, published if self.way == "published" else nullcontext():
             yield
 
 
-def _always_sdpa(backend: select.Backend, call: select.Call) -> select.Choice:
-    return select.choose("sdpa", call)
+def _always_sdpa(
+    backend: choice.Backend, call: AttentionCall, v: Tensor, degree: int
+) -> choice.Choice:
+    return choice.choose("sdpa", call, v, degree)
 
 
-def _published(
-    operator: attention.AttentionOperator, theta: Tensor, base: Tensor, basis: Tensor, v: Tensor
-) -> Tensor:
-    """The published form in the place of a GFSA filter's: its θ are w0, w1 − 1 and wK."""
-    w0, w1, wK = theta.unbind(1)
+def _published(operator: attention.AttentionOperator, coeffs: Coefficients, v: Tensor) -> Tensor:
+    """The published form in place of a GFSA filter's: its θ are w0, w1 − 1 and wK."""
+    call = operator.call
+    w0, w1, wK = coeffs.theta.unbind(1)
     return published_attention(
-        operator.q,
-        operator.k,
-        v,
-        w0,
-        1 + w1,
-        wK,
-        is_causal=operator.is_causal,
-        attn_mask=operator.attn_mask,
+        call.q, call.k, v, w0, 1 + w1, wK, is_causal=call.is_causal, attn_mask=call.attn_mask
     )
 
 
@@ -187,14 +181,14 @@ def _backend_of(loss: Callable[[], object]) -> str:
     """Which operators a model's layers take in training, by watching one forward."""
     taken: set[str] = set()
 
-    def watched(backend: select.Backend, call: select.Call) -> select.Choice:
-        choice = select.choose(backend, call)
-        taken.add(choice.backend)
-        return choice
+    def recording_choose(*arguments: Any) -> choice.Choice:
+        chosen = choice.choose(*arguments)
+        taken.add(chosen.backend)
+        return chosen
 
     with (
-        mock.patch.object(attention, "choose", watched),
-        mock.patch.object(attention, "_CHOICES", {}),
+        mock.patch.object(attention, "choose", recording_choose),
+        mock.patch.object(attention, "_CHOICES", DecisionCache()),
     ):
         loss()
     return "+".join(sorted(taken))

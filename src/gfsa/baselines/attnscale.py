@@ -11,7 +11,7 @@ from gfsa.baselines.forward_state import Scope
 from gfsa.baselines.map_methods import BaselineFilter
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.dense import repeat_heads
-from gfsa.operators.visibility import Sight, sight_of_operator
+from gfsa.operators.visibility import Visibility
 
 
 class AttnScale(BaselineFilter):
@@ -58,5 +58,13 @@ class AttnScale(BaselineFilter):
         assert self.theta is not None
         return (self.lr_multiplier * self.theta)[..., None]
 
-    def _sight(self, operator: Operator) -> Sight:
-        return sight_of_operator(operator) if self.scope is None else self.scope.sight
+    def _sight(self, operator: Operator) -> Visibility:
+        if self.scope is not None:
+            return self.scope.sight
+        visible = operator.visibility()
+        if visible is None:
+            raise TypeError(
+                f"which keys a query sees cannot be read from a {type(operator).__name__}: "
+                "gfsa.baselines.apply(model, 'attnscale') reads the layer's masks instead"
+            )
+        return visible

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gfsa.operators.visibility import Sight
+from gfsa.operators.visibility import Visibility
 
 
 class Scope:
@@ -28,7 +28,7 @@ class Scope:
     def __reduce__(self) -> tuple[Any, ...]:
         return Scope, (self.name, self.places)
 
-    def open(self, sight: Sight | None, tokens: int) -> None:
+    def open(self, sight: Visibility | None, tokens: int) -> None:
         self._now.open = True
         self._now.sight = sight
         self._now.tokens = tokens
@@ -51,7 +51,7 @@ class Scope:
         self._now.sight = None
 
     @property
-    def sight(self) -> Sight:
+    def sight(self) -> Visibility:
         """What the tokens of the block see."""
         if not getattr(self._now, "open", False):
             raise RuntimeError(
@@ -59,7 +59,7 @@ class Scope:
                 "(recomputed by itself in a checkpoint?): checkpoint whole blocks"
             )
         seen = self._now.sight
-        assert isinstance(seen, Sight)
+        assert isinstance(seen, Visibility)
         return seen
 
     def visit(self) -> None:

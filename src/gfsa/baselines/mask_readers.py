@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.operators.visibility import Sight, sight
+from gfsa.operators.visibility import Visibility
 
 _KNOWN_MASKS = {
     "attention_mask",
@@ -52,7 +52,9 @@ class Reader:
             if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         )
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Sight]:
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Visibility]:
         """The tokens that the module is given, and what they see."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         tokens = given[self.names[0]]
@@ -91,11 +93,11 @@ def library_of(module: nn.Module) -> str:
     return type(module).__module__.partition(".")[0]
 
 
-def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Sight:
+def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
     mask = given.get("attention_mask")
     causal = bool(getattr(attention, "is_causal", False))
     if mask is None:
-        return sight(causal=causal)
+        return Visibility.from_masks(causal=causal)
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"an attention mask of type {type(mask).__name__} cannot be read; use "
@@ -103,20 +105,20 @@ def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Sight:
         )
     if mask.dim() == 2:
         # flash attention: padding alone
-        return sight(keys=mask.bool(), causal=causal)
-    return sight(mask)
+        return Visibility.from_masks(keys=mask.bool(), causal=causal)
+    return Visibility.from_masks(mask)
 
 
-def _timm(attention: Any, given: Mapping[str, Any], rest: Any) -> Sight:
+def _timm(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
     windows = given.get("mask")
     if windows is not None:
         # one mask for each window of an image, image after image
         images = len(given["x"]) // len(windows)
-        return sight((windows > _SWIN_HIDES_BELOW).repeat(images, 1, 1))
-    return sight(given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
+        return Visibility.from_masks((windows > _SWIN_HIDES_BELOW).repeat(images, 1, 1))
+    return Visibility.from_masks(given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
 
 
-def _torch(attention: Any, given: Mapping[str, Any], rest: Any) -> Sight:
+def _torch(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
     """torch and SpeechBrain: in bool masks, True is what is *not* seen."""
     pairs = _first(given, "attn_mask", "src_mask")
     padding = _first(given, "key_padding_mask", "src_key_padding_mask")
@@ -129,19 +131,19 @@ def _torch(attention: Any, given: Mapping[str, Any], rest: Any) -> Sight:
     if padding is not None:
         seen = ~padding if padding.dtype == torch.bool else padding == 0
         padding = seen[None] if seen.dim() == 1 else seen
-    return sight(pairs, padding)
+    return Visibility.from_masks(pairs, padding)
 
 
-def _own(attention: Any, given: Mapping[str, Any], graph: tuple[Any, ...]) -> Sight:
+def _own(attention: Any, given: Mapping[str, Any], graph: tuple[Any, ...]) -> Visibility:
     from gfsa.models.attention import SoftmaxAttention
 
     mask = graph[0] if graph else None
     if isinstance(attention, SoftmaxAttention):
-        return sight(mask)
-    return sight(keys=None if mask is None else ~mask)
+        return Visibility.from_masks(mask)
+    return Visibility.from_masks(keys=None if mask is None else ~mask)
 
 
-_READERS: dict[str, Callable[[Any, Mapping[str, Any], tuple[Any, ...]], Sight]] = {
+_READERS: dict[str, Callable[[Any, Mapping[str, Any], tuple[Any, ...]], Visibility]] = {
     "transformers": _transformers,
     "timm": _timm,
     "speechbrain": _torch,

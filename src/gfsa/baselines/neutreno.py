@@ -8,10 +8,10 @@ from torch import Tensor
 
 from gfsa.baselines.forward_state import FirstValues
 from gfsa.baselines.map_methods import BaselineFilter
+from gfsa.filters.checks import check_number
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.base import at_least_float32
 from gfsa.operators.dense import repeat_heads
-from gfsa.operators.visibility import check_number
 
 
 class NeuTRENO(BaselineFilter):

@@ -7,8 +7,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from gfsa.filters.checks import check_number
+from gfsa.operators import AttentionOperator
 from gfsa.operators.base import at_least_float32
-from gfsa.operators.visibility import Sight, attend_alike, check_number
+from gfsa.operators.visibility import Visibility
 
 Form = Literal["bert", "vit"]
 
@@ -19,7 +21,7 @@ class TokenMethod(nn.Module):
     #: whether it has to know which tokens see each other
     needs_sight = True
 
-    def forward(self, x: Tensor, seen: Sight) -> Tensor:
+    def forward(self, x: Tensor, seen: Visibility) -> Tensor:
         raise NotImplementedError
 
 
@@ -48,7 +50,7 @@ class ContraNorm(TokenMethod):
         self.form = form
         self.temperature = check_number("temperature", temperature, above=0.0)
 
-    def forward(self, x: Tensor, seen: Sight) -> Tensor:
+    def forward(self, x: Tensor, seen: Visibility) -> Tensor:
         alike = attend_alike(x[:, None], seen, self.temperature)[:, 0]
         # summed in float32: s is about the last bit of a bfloat16
         own = x.to(at_least_float32(x.dtype))
@@ -57,6 +59,28 @@ class ContraNorm(TokenMethod):
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, form={self.form!r}, temperature={self.temperature}"
+
+
+def attend_alike(x: Tensor, seen: Visibility, temperature: float) -> Tensor:
+    r""":math:`\mathrm{softmax}(\hat x \hat x^\top / τ)\,x` over what each token sees.
+
+    :math:`\hat x` has rows of length one. By torch's attention kernels: no n×n matrix is made
+    that the masks have not made.
+
+    Args:
+        x: ``(B, 1, N, D)``.
+    """
+    # a row of zeros stays one
+    direction = x / x.norm(dim=-1, keepdim=True, dtype=at_least_float32(x.dtype)).clamp(min=1e-12)
+    direction = direction.to(x.dtype)
+    return AttentionOperator(
+        direction,
+        direction,
+        seen.mask,
+        is_causal=seen.causal,
+        scale=1 / temperature,
+        backend="sdpa",
+    ).apply(x)
 
 
 class FeatScale(TokenMethod):
@@ -76,7 +100,7 @@ class FeatScale(TokenMethod):
         self.mean_scale = nn.Parameter(torch.zeros(dim))
         self.rest_scale = nn.Parameter(torch.zeros(dim))
 
-    def forward(self, x: Tensor, seen: Sight) -> Tensor:
+    def forward(self, x: Tensor, seen: Visibility) -> Tensor:
         mean = seen.mean(x[:, None], x.shape[1])[:, 0]
         return (x + self.mean_scale * mean + self.rest_scale * (x - mean)).to(x.dtype)
 
@@ -98,5 +122,5 @@ class LayerScale(TokenMethod):
         super().__init__()
         self.gamma = nn.Parameter(torch.full((dim,), check_number("init", init)))
 
-    def forward(self, x: Tensor, seen: Sight | None = None) -> Tensor:
+    def forward(self, x: Tensor, seen: Visibility | None = None) -> Tensor:
         return (self.gamma * x).to(x.dtype)

@@ -4,8 +4,8 @@ Every filter here is affine in its parameters,
 
     coefficients = base + lr_multiplier · θ · basis,      θ: (heads, learned numbers)
 
-so that θ = 0 is the model nobody touched, weight decay pulls towards that model, and one small
-tensor per layer is all there is to save, shard or freeze.
+so that θ = 0 is the unmodified model, weight decay pulls towards that model, and one small tensor
+per layer is all there is to save, shard or freeze.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.operators import DenseOperator, Operator
-from gfsa.operators.base import affine
-from gfsa.operators.dense import DropoutPlace, check_dropout_place
+from gfsa.filters.checks import check_multiplier, check_order, check_positive_int
+from gfsa.operators import Coefficients, DenseOperator, Operator
+from gfsa.operators.base import value_of
+from gfsa.operators.call import DropoutPlace, check_dropout_place
 
-# beyond these nothing is meant: a filter from a file must not be able to ask for all memory
-_MOST_HEADS = 65536
-_MOST_POWERS = 1000
-_LARGEST = 1e30
+
+def _depth(cls: type, name: str) -> int:
+    """How far up the class hierarchy the definition of a method is."""
+    return next(depth for depth, base in enumerate(cls.__mro__) if name in vars(base))
+
+
+def _own_coefficients(self: GraphFilter) -> Tensor:
+    """``polynomial_coefficients`` of a filter that overrides ``coefficients``."""
+    return self.coefficients()
 
 
 class GraphFilter(nn.Module):
@@ -34,17 +40,18 @@ class GraphFilter(nn.Module):
         y = filter(operator, v)                               # an attention map and its tokens
         y = graph_filter_attention(q, k, v, filter.coefficients())      # the same, by function
 
-    A subclass says what its polynomial is without any learning (``base``), and which polynomial
-    each learned number multiplies (``basis``); everything else is done here.
+    A subclass passes the polynomial at θ = 0 (``base``) and the polynomial that each learned number
+    multiplies (``basis``). One whose coefficients are not affine in θ overrides
+    :meth:`coefficients`, and is applied with what that returns.
 
     Args:
-        num_heads: how many heads, each with numbers of its own.
+        num_heads: how many heads, each with its own numbers.
         base: ``(degree+1,)`` or ``(heads, degree+1)``: the coefficients at θ = 0.
         basis: ``(L, degree+1)``: one polynomial for each of the L learned numbers.
         theta: initial θ, ``(L,)`` or ``(heads, L)``; zeros if not given.
-        lr_multiplier: the coefficients move by ``lr_multiplier·Δθ``. Optimisers of Adam's kind
-            take steps of about the learning rate whatever the gradient's size, so this is a
-            learning rate of the filter's own that needs no parameter groups.
+        lr_multiplier: the coefficients change by ``lr_multiplier·Δθ``. Optimisers such as Adam
+            take steps of about the learning rate whatever the gradient's size, so this sets a
+            learning rate for the filter without parameter groups.
     """
 
     base: Tensor
@@ -55,13 +62,13 @@ class GraphFilter(nn.Module):
     #: ("attention"), or on entries of H ("filter")
     dropout_after: DropoutPlace = "attention"
 
-    #: whether the filter is a polynomial of A; what is none has no coefficients
+    #: whether the filter is a polynomial of A; a filter that is none has no coefficients
     is_polynomial = True
 
-    #: whether this process has some of the heads only (tensor parallel)
+    #: whether this process holds only some of the heads (tensor parallel)
     heads_are_sharded = False
 
-    #: whether the k-th learned number moves the k-th coefficient alone
+    #: whether the k-th learned number changes the k-th coefficient alone
     basis_is_diagonal = False
 
     def __init__(
@@ -82,8 +89,8 @@ class GraphFilter(nn.Module):
         learned = len(basis)
         if theta is None:
             theta = base.new_zeros(learned)
-        # exact copies that no .half() rounds and no device="meta" empties; the buffers and the
-        # parameter, on torch's default device as any module's, are made from them
+        # exact copies that neither .half() rounds nor device="meta" empties; the buffers and the
+        # parameter, on torch's default device as in any module, are made from them
         self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
         self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
         self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
@@ -99,15 +106,22 @@ class GraphFilter(nn.Module):
         """The highest power of A, which is the number of attention passes."""
         return self._exact_base.shape[-1] - 1
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # of the two methods the one that is overridden last in the class hierarchy holds
+        if _depth(cls, "coefficients") < _depth(cls, "polynomial_coefficients"):
+            cls.polynomial_coefficients = _own_coefficients  # type: ignore[method-assign]
+
     def coefficients(self) -> Tensor:
         """``(heads, degree+1)`` in float32 (float64 in a float64 model), differentiable in θ."""
+        return value_of(GraphFilter.polynomial_coefficients(self))
+
+    def polynomial_coefficients(self) -> Tensor | Coefficients:
+        """The coefficients as an operator takes them: with θ, so that a kernel can compute them."""
         theta = self._learned()
         if theta is None:
             return self.base
-        if self.basis_is_diagonal:
-            # one kernel instead of three, which counts where single tokens are decoded
-            return torch.addcmul(self.base, theta, self.basis.diagonal(dim1=-2, dim2=-1))
-        return affine(theta, self.base, self.basis)
+        return Coefficients(theta, self.base, self.basis, self.basis_is_diagonal)
 
     def _learned(self) -> Tensor | None:
         """θ as this process uses it."""
@@ -115,28 +129,20 @@ class GraphFilter(nn.Module):
         if theta is None:
             return None
         if self.base.is_meta and not theta.is_meta:
-            # built without memory, then given numbers by load_state_dict(assign=True)
+            # built on the meta device, then loaded by load_state_dict(assign=True)
             self._place_constants(theta.device, torch.promote_types(theta.dtype, torch.float32))
         if hasattr(theta, "full_tensor"):
-            # sharded: by heads it is used where its heads are, otherwise (outside of an FSDP
-            # model's forward, say) gathered
+            # sharded by heads, each process uses its own rows; sharded otherwise (outside of an
+            # FSDP model's forward, say), θ is gathered
             theta = theta.to_local() if self.heads_are_sharded else theta.full_tensor()
         return theta
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
-        if operator.makes_coefficients and self._has_plain_coefficients():
-            theta = self._learned()
-            if theta is not None:
-                return operator.affine(theta, self.base, self.basis, v)
-        return operator.polynomial(self.coefficients(), v)
-
-    def _has_plain_coefficients(self) -> bool:
-        # a filter with coefficients of another kind says so by a method of its own
-        return getattr(self.coefficients, "__func__", None) is GraphFilter.coefficients
+        return operator.polynomial(self.polynomial_coefficients(), v)
 
     def map(self, operator: DenseOperator) -> Tensor:
-        """``H``, the map that takes A's place, ``(..., H, N, N)``; for looking at it."""
+        """``H``, the map that replaces A, ``(..., H, N, N)``; for looking at it."""
         return operator.filter(self.coefficients())
 
     def fold(self) -> Polynomial:
@@ -160,24 +166,24 @@ class GraphFilter(nn.Module):
         }
 
     def get_extra_state(self) -> Tensor:
-        # numbers alone do not say which polynomial they belong to: a checkpoint of a whole model
-        # carries the description of each filter, as bytes, beside them
+        # θ alone does not tell which polynomial it belongs to: a checkpoint of a whole model has
+        # the description of each filter, as bytes, beside θ
         return torch.tensor(list(json.dumps(self.describe()).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        saved, mine = read_description(state), self.describe()
+        saved, own = read_description(state), self.describe()
         if not self.heads_are_sharded and any(
-            saved.get(key) != mine[key] for key in ("kind", "arguments")
+            saved.get(key) != own[key] for key in ("kind", "arguments")
         ):
             raise ValueError(
                 f"the checkpoint has a filter {saved.get('kind')} {saved.get('arguments')}, this "
-                f"one is {mine['kind']} {mine['arguments']}; plug the model as it was plugged"
+                f"one is {own['kind']} {own['arguments']}; plug the model as it was plugged"
             )
         self.dropout_after = check_dropout_place(saved.get("dropout_after", "attention"))
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        # module.half(), .to(), .to_empty() … go through here: constants keep full precision on
-        # whatever device they land (float64 only where the model is)
+        # module.half(), .to(), .to_empty() … call this: the constants keep full precision on any
+        # device (float64 only if the model is in float64)
         super()._apply(fn, recurse)
         dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         self._place_constants(self.base.device, dtype)
@@ -189,7 +195,7 @@ class GraphFilter(nn.Module):
             self.basis = self._exact_basis.to(device, dtype)
 
     def reset_parameters(self) -> None:
-        """Back to where the filter started; what deferred initialisation calls."""
+        """Set θ back to its initial value; deferred initialisation calls this."""
         if self.theta is not None:
             with torch.no_grad():
                 self.theta.copy_(self._start)
@@ -210,7 +216,7 @@ class Polynomial(GraphFilter):
     def __init__(self, num_heads: int, degree: int = 2, lr_multiplier: float = 1.0) -> None:
         check_positive_int("num_heads", num_heads)
         check_order("degree", degree, least=0)
-        # a constant has no A to start from: it starts as the identity
+        # without a power of A there is no ordinary attention: it starts as the identity
         base = monomial(min(1, degree), degree)
         basis = torch.eye(degree + 1, dtype=torch.float64, device="cpu")
         super().__init__(num_heads, base, basis, lr_multiplier=lr_multiplier)
@@ -237,7 +243,7 @@ class Polynomial(GraphFilter):
 
 
 def polynomial(*coefficients: float) -> Tensor:
-    # constants are worked out on the host, whatever torch's default device
+    # constants are computed on the host, whatever torch's default device is
     return torch.tensor(coefficients, dtype=torch.float64, device="cpu")
 
 
@@ -259,27 +265,3 @@ def _is_diagonal(basis: Tensor) -> bool:
 
 def monomial(k: int, degree: int) -> Tensor:
     return torch.eye(degree + 1, dtype=torch.float64, device="cpu")[k]
-
-
-def check_positive_int(name: str, value: Any) -> None:
-    _check_integer(name, value, least=1, most=_MOST_HEADS)
-
-
-def check_order(name: str, value: Any, least: int, otherwise: str = "") -> None:
-    _check_integer(name, value, least, _MOST_POWERS, otherwise)
-
-
-def _check_integer(name: str, value: Any, least: int, most: int, otherwise: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"{name} must be an integer of at least {least}{otherwise}, got {value!r:.40}"
-        )
-    if value > most:
-        raise ValueError(
-            f"{name} must be an integer of at most {most}{otherwise}, got {value!r:.40}"
-        )
-
-
-def check_multiplier(value: Any) -> None:
-    if not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:
-        raise ValueError(f"lr_multiplier must be a positive number, got {value!r:.40}")

@@ -1,10 +1,11 @@
-"""Fixed filters: polynomials of the attention map that learn nothing."""
+"""Fixed filters: polynomials of the attention map without learned numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gfsa.filters.base import GraphFilter, check_order, check_positive_int, polynomial
+from gfsa.filters.base import GraphFilter, polynomial
+from gfsa.filters.checks import check_order, check_positive_int
 
 
 class Twicing(GraphFilter):

@@ -8,13 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gfsa.filters.base import (
-    GraphFilter,
-    check_multiplier,
-    check_order,
-    check_positive_int,
-    monomial,
-)
+from gfsa.filters.base import GraphFilter, monomial
+from gfsa.filters.checks import check_multiplier, check_order, check_positive_int
 
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")
@@ -31,13 +26,13 @@ class GFSA(GraphFilter):
     true :math:`A^K` and pays for it with K passes. Folded, the filter is a quadratic with
     :math:`c_0 = w_0,\; c_1 = w_1 + (2-K) w_K,\; c_2 = (K-1) w_K`.
 
-    Starts as ordinary attention, exactly, unless told otherwise.
+    Starts as ordinary attention, exactly, unless the initial values say otherwise.
 
     Args:
         num_heads: heads of the layer.
         K: order of the high-order term, at least 2; ``None`` leaves the term out:
             :math:`H = w_0 I + w_1 A` needs no second pass.
-        learn: which of ``"w0"``, ``"w1"``, ``"wK"`` are learned; the others stay where they are.
+        learn: which of ``"w0"``, ``"w1"``, ``"wK"`` are learned; the others stay fixed.
             The published code learns ``("wK",)`` alone.
         w0, w1, wK: initial (or fixed) values, a number or one per head.
         power: ``"extrapolated"`` as published, or ``"exact"``.
@@ -71,10 +66,10 @@ class GFSA(GraphFilter):
                 raise ValueError(f"K=None leaves no wK to learn, but learn={learn!r}")
             learn = tuple(name for name in learn if name != "wK")
 
-        # a high-order term that is fixed at zero is not there: no pass is spent on it
+        # a high-order term that is fixed at zero is left out: it costs no pass
         high = "wK" in learn or bool(values["wK"].any())
         terms = _terms(K if high else None, power)
-        # θ counts from the unmodified model
+        # θ is the difference to the unmodified model
         base = sum(
             (_UNMODIFIED[name] if name in learn else values[name][:, None]) * term
             for name, term in terms.items()
@@ -109,7 +104,7 @@ class GFSA(GraphFilter):
             "learn": list(self.learn),
             "power": self.power,
             "lr_multiplier": self.lr_multiplier,
-            # what is learned starts from θ; only fixed values have to be written down
+            # θ holds the learned values; only fixed ones are written down
             **{name: _as_number(self._values[name]) for name in NAMES if name not in self.learn},
         }
 
@@ -124,7 +119,7 @@ def _in_order(learn: Any) -> tuple[str, ...]:
 
 
 def _terms(K: int | None, power: Power) -> dict[str, Tensor]:
-    """What w0, w1 and wK are factors of: polynomials of A, as coefficients of its powers."""
+    """The polynomials of A that w0, w1 and wK multiply, as coefficients of its powers."""
     if K is None:
         return {"w0": monomial(0, 1), "w1": monomial(1, 1)}
     if power == "exact":

@@ -18,8 +18,8 @@ class PartialPolynomial(Polynomial):
 
     .. math:: H_h = c_{h,0} I + c_{h,1} A_h + [h \in high] \sum_{k \ge 2} c_{h,k} A_h^k
 
-    All heads do the first pass, the heads in ``high`` alone do the others. Under attention
-    dropout, and with operators that cannot be taken apart by head, every head does every pass.
+    All heads do the first pass, only the heads in ``high`` do the others. Under attention dropout,
+    and with operators that cannot be split by head, every head does every pass.
 
     Args:
         num_heads: heads of the layer.
@@ -40,7 +40,7 @@ class PartialPolynomial(Polynomial):
                 f"expected a degree of at least 2 and heads among 0 … {num_heads - 1} in order, "
                 f"got degree={degree} and high={self.high!r}"
             )
-        # the numbers that low heads have no use for multiply nothing: they stay where they are
+        # the learned numbers that low heads do not use multiply zeros, so they are not trained
         kept = torch.zeros(num_heads, 1, degree + 1, dtype=torch.float64, device="cpu")
         kept[:, :, :2] = kept[self.high] = 1.0
         self._exact_basis = self._exact_basis * kept
@@ -53,7 +53,7 @@ class PartialPolynomial(Polynomial):
         columns = columns_of(self.coefficients())
         tokens, mixed = operator.powers(v, 1)
         _, *higher = some.powers(take_heads(mixed, self.high), self.degree - 1)
-        # summed in the coefficients' precision and rounded once, as everywhere
+        # summed in the coefficients' precision and rounded once, as in operators.base.combine
         y = columns[0] * tokens + columns[1] * mixed
         extra = sum(
             take_heads(column, self.high) * power

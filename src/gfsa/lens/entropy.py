@@ -66,10 +66,11 @@ def _row_entropies(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor,
         yield from _softmax_entropies(operator)
         return
     if isinstance(operator, LinearOperator):
-        columns = operator.columns.mT
-        seen = (operator.columns > 0).any(-1)[..., None, :]
-        for start, stop in _spans(operator.rows.shape[:-1], columns.shape[-1]):
-            yield start, _entropy(operator.rows[..., start:stop, :] @ columns), seen
+        columns, visible = operator.columns.mT, operator.visibility()
+        length = columns.shape[-1]
+        for start, stop in _spans(operator.rows.shape[:-1], length):
+            allowed = visible.rows(start, stop, length, columns.device)
+            yield start, _entropy(operator.rows[..., start:stop, :] @ columns), allowed
         return
     matrix = operator.matrix if isinstance(operator, DenseOperator) else dense_map(operator, v)
     matrix = matrix.to(at_least_float32(matrix.dtype))
@@ -89,26 +90,18 @@ def _softmax_entropies(
     operator: AttentionOperator | SDPAOperator,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     r"""From the scores s: :math:`h = \mathrm{LSE}(s) - \langle \mathrm{softmax}(s), s\rangle`."""
-    q, mask = operator.q, operator.attn_mask
+    call, visible = operator.call, operator.visibility()
+    q, mask = call.q, call.attn_mask
     dtype = at_least_float32(q.dtype)
-    k = repeat_heads(operator.k, q).to(dtype).mT
-    scale = 1 / math.sqrt(q.shape[-1]) if operator.scale is None else operator.scale
-    position = torch.arange(k.shape[-1], device=q.device)
+    k = repeat_heads(call.k, q).to(dtype).mT
+    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
+    masked = mask is not None or call.is_causal
     for start, stop in _spans(q.shape[:-1], k.shape[-1]):
         scores = (q[..., start:stop, :].to(dtype) * scale) @ k
-        allowed = torch.ones((), dtype=torch.bool, device=q.device)
-        if mask is not None:
-            part = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., start:stop, :]
-            if part.dtype == torch.bool:
-                allowed = part
-            else:
-                scores = scores + part
-                # libraries write -inf as the lowest finite number of the dtype
-                allowed = part > torch.finfo(part.dtype).min / 2
-        if operator.is_causal:
-            allowed = allowed & (position <= position[start:stop, None])
-        allowed = allowed.expand(*allowed.shape[:-1], k.shape[-1])
-        masked = mask is not None or operator.is_causal
+        allowed = visible.rows(start, stop, k.shape[-1], q.device)
+        if mask is not None and mask.dtype != torch.bool:
+            broadcast = mask.dim() < 2 or mask.shape[-2] == 1
+            scores = scores + (mask if broadcast else mask[..., start:stop, :])
         if masked:
             scores = scores.masked_fill(~allowed, -math.inf)
         # counted from the highest score, in place: these are the largest tensors here

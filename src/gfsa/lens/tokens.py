@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gfsa.operators import LinearOperator, Operator
+from gfsa.operators import Operator
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -73,24 +72,16 @@ def valid_from_operator(operator: Operator, v: Tensor) -> Tensor | None:
 
     What padding is, as far as the attention map knows it.
     """
-    mask = getattr(operator, "attn_mask", None)
-    if isinstance(mask, Tensor) and mask.dim() >= 2:
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    elif isinstance(operator, LinearOperator):
-        allowed = (operator.columns > 0).any(-1)[..., None, :]
-    else:
-        matrix = getattr(operator, "matrix", getattr(operator, "weights", None))
-        if not isinstance(matrix, Tensor) or matrix.shape[-1] != v.shape[-2]:
-            return None
+    visible, keys = operator.visibility(), None
+    matrix = getattr(operator, "matrix", getattr(operator, "weights", None))
+    if visible is not None:
+        keys = visible.visible_keys()
+    elif isinstance(matrix, Tensor):
         # a key that no row of no head gives any weight
-        allowed = matrix > 0
-    lead = v.shape[:-3]
-    while allowed.dim() < len(lead) + 3:
-        allowed = allowed[None]
-    keys = allowed.any(-2).any(-2)
-    if keys.shape[-1] != v.shape[-2] or bool(keys.all()):
+        keys = (matrix > 0)[(None,) * (3 - matrix.dim())].any(-2).any(-2)
+    if keys is None or keys.shape[-1] != v.shape[-2] or bool(keys.all()):
         return None
-    return keys.expand(*lead, v.shape[-2])
+    return keys.expand(*v.shape[:-3], v.shape[-2])
 
 
 def valid_from_batch(batch: Any, layer: str) -> Tensor | None:

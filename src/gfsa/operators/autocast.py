@@ -1,4 +1,4 @@
-"""Autocast around operators: their arguments are cast as those of torch's own attention."""
+"""Autocast for operators: casts arguments as torch casts those of its own attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast has done its casts; from here on precision is the operators' business."""
+    """A context without autocast, for operators, which choose their precision themselves."""
     if torch.compiler.is_compiling() or (
         _has_autocast(device.type) and torch.is_autocast_enabled(device.type)
     ):
@@ -21,7 +21,7 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _has_autocast(device: str) -> bool:
     if device in ("cuda", "cpu"):
         return True
-    # the compiler cannot trace the question, and compiles for no device without autocast
+    # the compiler cannot trace this query, and every device that it compiles for has autocast
     return torch.compiler.is_compiling() or _autocast_is_available(device)
 
 
@@ -29,7 +29,7 @@ _autocast_is_available = functools.cache(torch.amp.is_autocast_available)
 
 
 def autocast(*tensors: Any) -> Any:
-    """Cast as autocast casts the arguments of torch's own attention; the first says where."""
+    """Cast as autocast casts the arguments of torch's own attention; the first tells the device."""
     device = tensors[0].device.type
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors

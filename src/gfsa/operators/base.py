@@ -4,17 +4,54 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gfsa.operators.visibility import Visibility
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Kinds of tensors that have values, and sizes that are numbers."""
 
 
+class Coefficients(NamedTuple):
+    r"""A filter's coefficients as it learns them, :math:`c = base + θ \cdot basis`.
+
+    :meth:`Operator.polynomial` takes them in place of a tensor: a fused kernel computes ``c`` and
+    the gradient of θ itself, any other operator calls :meth:`value`.
+
+    Args:
+        theta: the learned numbers θ, ``(H, L)``.
+        base: ``(H, m+1)``, the coefficients at θ = 0.
+        basis: ``(L, m+1)``, or ``(H, L, m+1)`` if it differs from head to head.
+        is_diagonal: whether the k-th learned number changes the k-th coefficient alone.
+    """
+
+    theta: Tensor
+    base: Tensor
+    basis: Tensor
+    is_diagonal: bool = False
+
+    def value(self) -> Tensor:
+        """``c`` as a tensor ``(H, m+1)``, differentiable in θ."""
+        if self.is_diagonal:
+            # one kernel instead of three, which counts where single tokens are decoded
+            diagonal = self.basis.diagonal(dim1=-2, dim2=-1)
+            return torch.addcmul(self.base, self.theta, diagonal)
+        # a product and a sum rather than a matmul: those stay exact under autocast and TF32
+        change: Tensor = (self.theta.unsqueeze(-1) * self.basis).sum(1)
+        return self.base + change
+
+
+def value_of(coeffs: Tensor | Coefficients) -> Tensor:
+    """Coefficients as a tensor, ``(H, m+1)`` or ``(m+1,)``."""
+    return coeffs.value() if isinstance(coeffs, Coefficients) else coeffs
+
+
 def combine(coeffs: Tensor, powers: Sequence[Tensor], in_one_go: bool = False) -> Tensor:
-    r"""Weigh the powers of one operator, head by head.
+    r"""The weighted sum of the powers of one operator, head by head.
 
     .. math:: y_h = \sum_k c_{h,k}\,u_{k,h} \qquad u_k = A^k v
 
@@ -24,8 +61,8 @@ def combine(coeffs: Tensor, powers: Sequence[Tensor], in_one_go: bool = False) -
     Args:
         coeffs: ``(H, m+1)`` or ``(m+1,)``.
         powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
-        in_one_go: let the kernel that adds the last term round the sum as well: a launch less,
-            for plain tensors of one shape that nobody differentiates or traces.
+        in_one_go: let the kernel that adds the last term also round the sum, which saves a launch.
+            Only for plain tensors of one shape that are neither differentiated nor traced.
     """
     if powers[-1].is_nested:
         return _combine_jagged(coeffs, powers)
@@ -34,13 +71,13 @@ def combine(coeffs: Tensor, powers: Sequence[Tensor], in_one_go: bool = False) -
     last = len(columns) - 1
     for place in range(1, last + 1):
         # one kernel a term, and torch promotes: a float32 sum of bfloat16 tokens
-        room = torch.empty_like(powers[last]) if in_one_go and place == last else None
-        total = torch.addcmul(total, columns[place], powers[place], out=room)
+        out = torch.empty_like(powers[last]) if in_one_go and place == last else None
+        total = torch.addcmul(total, columns[place], powers[place], out=out)
     return total.to(powers[-1].dtype)
 
 
 def _combine_jagged(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
-    """The same for jagged tensors ``(B, H, j, D)``: on their sequences end to end."""
+    """:func:`combine` for jagged tensors ``(B, H, j, D)``: on their sequences end to end."""
     like: Any = powers[-1]
     # (H, all tokens, D): the batch and its lengths are one axis there
     total = combine(coeffs, [power.values() for power in powers])
@@ -50,26 +87,16 @@ def _combine_jagged(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
 
 
 def columns_of(coeffs: Tensor) -> tuple[Tensor, ...]:
-    """One column a power, ``(H, 1, 1)`` or ``(1, 1)``, to be multiplied with ``(..., H, N, D)``."""
+    """A column for each power, ``(H, 1, 1)`` or ``(1, 1)``, to multiply ``(..., H, N, D)`` with."""
     # never a scalar: torch would round it to the dtype of the tokens beside it
     return coeffs.view(*coeffs.shape, 1, 1).unbind(-3)
-
-
-def affine(theta: Tensor, base: Tensor, basis: Tensor) -> Tensor:
-    """``base + θ·basis``: the coefficients of a filter from its learned numbers."""
-    # a product and a sum rather than a matmul: those stay exact under autocast and TF32
-    moved: Tensor = (theta.unsqueeze(-1) * basis).sum(1)
-    return base + moved
 
 
 class Operator(ABC):
     """The attention map ``A`` of one layer, ``apply(x) = A·x``.
 
-    Nobody but :class:`~gfsa.operators.dense.DenseOperator` has to build the n×n matrix.
+    Only :class:`~gfsa.operators.dense.DenseOperator` has to build the n×n matrix.
     """
-
-    #: whether :meth:`affine` can do better than a filter that makes its coefficients first
-    makes_coefficients = False
 
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
@@ -82,28 +109,30 @@ class Operator(ABC):
             tokens.append(self.apply(tokens[-1]))
         return tokens
 
-    def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
+    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
         r"""``Σ_k coeffs[..., k]·A^k·v``, with as many passes as the polynomial has degrees.
 
         The powers are kept and combined at the end rather than nested as Horner would: the number
         of passes is the same, ``A·v`` stays free of the coefficients (so it can be cached while
         decoding), and no intermediate sum is rounded to the tokens' dtype.
-        """
-        return combine(coeffs, self.powers(v, coeffs.shape[-1] - 1))
-
-    def affine(self, theta: Tensor, base: Tensor, basis: Tensor, v: Tensor) -> Tensor:
-        """:meth:`polynomial` with the coefficients ``base + θ·basis`` of a filter.
 
         Args:
-            theta: ``(H, L)``; base: ``(H, m+1)``; basis: ``(L, m+1)``.
+            coeffs: ``(H, m+1)`` or ``(m+1,)``, or a filter's :class:`Coefficients`; an operator
+                that overrides this method gets them as a tensor from :func:`value_of`.
+            v: ``(..., H, N, D)``.
         """
-        return self.polynomial(affine(theta, base, basis), v)
+        coeffs = value_of(coeffs)
+        return combine(coeffs, self.powers(v, coeffs.shape[-1] - 1))
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         """The operator of ``heads`` alone, for tokens that have been through A once already.
 
-        None if this operator cannot be taken apart by head; every head then does every pass.
+        None if this operator cannot be split by head; every head then does every pass.
         """
+        return None
+
+    def visibility(self) -> Visibility | None:
+        """Which keys each query may attend to, as the operator's masks say; None if unknown."""
         return None
 
     def dense(self) -> Tensor:
@@ -124,8 +153,16 @@ class FunctionOperator(Operator):
         return self._apply(x)
 
 
+def repeat_heads(x: Tensor, like: Tensor) -> Tensor:
+    """Give ``x`` as many heads as ``like`` by repeating each of them (grouped-query attention)."""
+    shape, wanted = x.shape, like.shape
+    if len(shape) < 3 or len(wanted) < 3 or shape[-3] >= wanted[-3]:
+        return x
+    return x.repeat_interleave(wanted[-3] // shape[-3], dim=-3)
+
+
 def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """Some heads of ``x (..., H, N, D)``; what is the same for all heads stays as it is.
+    """Some heads of ``x (..., H, N, D)``; a tensor with one head for all stays as it is.
 
     Neighbouring heads are a view, without a copy and without an index on the device.
     """
@@ -135,17 +172,17 @@ def take_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -3)
 
 
-# below it a GPU waits for the calls that taking heads apart costs (results/pruning.md); a guess
-# between what was seen to lose, 10⁸, and where those calls take as long as the work they spare
+# below it a GPU waits for the calls that splitting by head costs (results/pruning.md); a guess
+# between what was seen to lose, 10⁸, and where those calls take as long as the work they save
 _FLOPS_WORTH_A_CALL = 5e10
 
 
 def worth_taking_apart(q: Tensor, k: Tensor, heads: int) -> bool:
-    """Whether sparing all but ``heads`` of the heads a pass saves time on this device."""
+    """Whether a pass over ``heads`` of the heads instead of all saves time on this device."""
     if not q.is_cuda or q.is_nested:
         return True
-    spared = q.numel() // q.shape[-3] * (q.shape[-3] - heads)
-    return 4 * spared * k.shape[-2] >= _FLOPS_WORTH_A_CALL
+    saved = q.numel() // q.shape[-3] * (q.shape[-3] - heads)
+    return 4 * saved * k.shape[-2] >= _FLOPS_WORTH_A_CALL
 
 
 def runs_of(heads: Sequence[int]) -> list[tuple[int, int]]:

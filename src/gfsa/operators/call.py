@@ -1,17 +1,90 @@
-"""What attention takes: refuse what has no meaning, and say what was expected."""
+"""The arguments of an attention call as one record, and the checks of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import at_least_float32
+from gfsa.operators.base import at_least_float32, repeat_heads, take_heads
+
+DropoutPlace = Literal["attention", "filter"]
+_DROPOUT_PLACES = get_args(DropoutPlace)
+
+
+class AttentionCall(NamedTuple):
+    """What defines the map ``A = softmax(scale·q·kᵀ + mask)``, as every operator takes it.
+
+    Args:
+        q, k: ``(..., H, N, D)``; k may have fewer heads with ``enable_gqa``.
+        attn_mask: bool (True takes part) or additive, broadcastable to ``(..., H, N, N)``.
+        dropout_p: probability of dropping an entry.
+        is_causal: a token sees itself and the tokens before it, on top of the mask.
+        scale: default ``1/sqrt(D)``.
+        enable_gqa: k and v may have fewer heads than q, a divisor.
+        dropout_after: whether entries of A or of H are dropped, see
+            :class:`~gfsa.operators.DenseOperator`.
+    """
+
+    q: Tensor
+    k: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    dropout_after: DropoutPlace = "attention"
+
+    # torch 2.6's compiler knows neither _replace nor properties of named tuples
+
+    def without_dropout(self) -> AttentionCall:
+        """The same map, no entry dropped."""
+        q, k, attn_mask, _, is_causal, scale, enable_gqa, _ = self
+        return AttentionCall(q, k, attn_mask, 0.0, is_causal, scale, enable_gqa)
+
+    def of_heads(self, heads: Sequence[int]) -> AttentionCall:
+        """The map of some query heads, keys repeated for each of them, no entry dropped."""
+        return AttentionCall(
+            take_heads(self.q, heads),
+            take_heads(repeat_heads(self.k, self.q), heads),
+            None if self.attn_mask is None else take_heads(self.attn_mask, heads),
+            is_causal=self.is_causal,
+            scale=self.scale,
+        )
+
+
+Signature = tuple[Any, ...]
+"""Everything that a decision about a call depends on: shapes, strides, dtypes and options."""
+
+_Decision = TypeVar("_Decision")
+
+
+class DecisionCache(dict[Signature, _Decision], Generic[_Decision]):
+    """Decisions by the signature of a call; emptied when full.
+
+    A program that never repeats its lengths would fill it; signatures in use are decided again.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        super().__init__()
+        self.capacity = capacity
+
+    def remember(self, signature: Signature, decision: _Decision) -> None:
+        if len(self) >= self.capacity:
+            self.clear()
+        self[signature] = decision
+
+
+def check_dropout_place(dropout_after: DropoutPlace) -> DropoutPlace:
+    if dropout_after not in _DROPOUT_PLACES:
+        raise ValueError(f"dropout_after must be 'attention' or 'filter', got {dropout_after!r}")
+    return dropout_after
 
 
 def check_kinds(**tensors: Any) -> None:
-    """Each of these must be a tensor; masks may be left out."""
+    """Each of these must be a tensor; masks may be None."""
     for name, value in tensors.items():
         if isinstance(value, Tensor):
             continue
@@ -24,37 +97,31 @@ def check_kinds(**tensors: Any) -> None:
 
 
 _NUMBER = (float, int, torch.SymInt, torch.SymFloat)
-_YES_OR_NO = (bool, torch.SymBool)
+_BOOL = (bool, torch.SymBool)
 
 
 def check_options(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> None:
-    """Numbers where numbers belong, yes or no where that belongs."""
+    """Numbers and bools where they belong."""
     if not isinstance(dropout_p, _NUMBER):
         raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
     if not (scale is None or isinstance(scale, _NUMBER)):
         raise TypeError(f"scale must be a number, got {scale!r}")
-    if not isinstance(is_causal, _YES_OR_NO):
+    if not isinstance(is_causal, _BOOL):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    if not isinstance(enable_gqa, _YES_OR_NO):
+    if not isinstance(enable_gqa, _BOOL):
         raise TypeError(f"enable_gqa must be True or False, got {enable_gqa!r}")
 
 
-def check_tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    enable_gqa: bool,
-) -> None:
-    """Refuse what has no meaning."""
+def check_call(call: AttentionCall, v: Tensor) -> None:
+    """Refuse arguments for which the filter is not defined."""
+    q, k = call.q, call.k
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise TypeError(
             "q, k and v must share one floating-point dtype, "
             f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them first"
         )
     if q.is_nested or k.is_nested or v.is_nested:
-        _check_jagged(q, k, v, attn_mask, enable_gqa)
+        _check_jagged(call, v)
     if min(q.dim(), k.dim(), v.dim()) < 2 or not (q.dim() == k.dim() == v.dim()):
         raise ValueError(
             "q, k and v must have shape (..., H, N, D) with the same number of dimensions, "
@@ -70,23 +137,24 @@ def check_tokens(
             "the filter needs queries and keys of the same tokens. While decoding with a cache, "
             "plug the model (gfsa.plug): its cache keeps what the past contributes"
         )
-    _check_heads(q, k, v, enable_gqa)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p is a probability, expected 0 ≤ dropout_p ≤ 1, got {dropout_p}")
-    if attn_mask is not None:
-        _check_mask(attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
+    _check_heads(q, k, v, call.enable_gqa)
+    if not 0.0 <= call.dropout_p <= 1.0:
+        raise ValueError(
+            f"dropout_p is a probability, expected 0 ≤ dropout_p ≤ 1, got {call.dropout_p}"
+        )
+    if call.attn_mask is not None:
+        _check_mask(call.attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
 
 
-def _check_jagged(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, enable_gqa: bool
-) -> None:
+def _check_jagged(call: AttentionCall, v: Tensor) -> None:
     """Nested tensors are taken as torch's attention takes them."""
-    if not all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in (q, k, v)):
+    tokens = (call.q, call.k, v)
+    if not all(x.is_nested and x.layout == torch.jagged and x.dim() == 4 for x in tokens):
         raise ValueError(
             "nested q, k and v must be jagged (B, H, j, D), each of them: make (B, j, H, D) with "
             "torch.nested.nested_tensor(..., layout=torch.jagged), then x.transpose(1, 2)"
         )
-    if attn_mask is not None or enable_gqa:
+    if call.attn_mask is not None or call.enable_gqa:
         raise ValueError(
             "nested tensors take neither attn_mask (sequences do not see one another as it is) "
             "nor enable_gqa (repeat the heads of k and v)"
@@ -119,17 +187,15 @@ def _check_mask(attn_mask: Tensor, dtype: torch.dtype, scores: tuple[int, ...]) 
     if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
         raise TypeError(
             f"attn_mask must be bool (True takes part), or float32 or q's {dtype} (added), "
-            f"got {attn_mask.dtype}; an integer 0/1 mask wants attn_mask.bool(), "
-            "an additive one attn_mask.to(q.dtype)"
+            f"got {attn_mask.dtype}; convert an integer 0/1 mask with attn_mask.bool(), "
+            "an additive one with attn_mask.to(q.dtype)"
         )
     shape = tuple(attn_mask.shape)
-    fits = len(shape) <= len(scores) and all(
-        mine in (1, theirs) for mine, theirs in zip(reversed(shape), reversed(scores), strict=False)
-    )
-    if not fits:
+    sizes = zip(reversed(shape), reversed(scores), strict=False)
+    if len(shape) > len(scores) or any(size not in (1, wanted) for size, wanted in sizes):
         raise ValueError(
             f"attn_mask of shape {shape} does not broadcast to the scores' {scores}; "
-            "a key-padding mask (B, N) wants attn_mask[:, None, None, :]"
+            "pass a key-padding mask (B, N) as attn_mask[:, None, None, :]"
         )
 
 

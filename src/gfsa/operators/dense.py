@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.base import Operator, at_least_float32, take_heads
-
-DropoutPlace = Literal["attention", "filter"]
+from gfsa.operators.base import (
+    Coefficients,
+    Operator,
+    at_least_float32,
+    repeat_heads,
+    take_heads,
+    value_of,
+)
+from gfsa.operators.call import AttentionCall, DropoutPlace, check_dropout_place
 
 
 class DenseOperator(Operator):
@@ -20,8 +25,8 @@ class DenseOperator(Operator):
 
     .. math:: H = \sum_k c_k A^k, \qquad y = H v
 
-    Every faster operator is tested against this one. It is also the way to look at attention maps
-    and the way in for maps that are not a softmax of q·kᵀ: hand over any square matrix.
+    Every faster operator is tested against this one. It also serves to look at attention maps,
+    and takes maps that are not a softmax of q·kᵀ: any square matrix.
 
     Args:
         matrix: ``A``, of shape ``(..., H, N, N)``.
@@ -66,13 +71,13 @@ class DenseOperator(Operator):
         Args:
             q, k: ``(..., H, N, D)``; k may have fewer heads (they are then repeated).
             attn_mask: bool (True takes part) or additive, broadcastable to ``(..., H, N, N)``.
-            is_causal: a token sees itself and what comes before it.
+            is_causal: a token sees itself and the tokens before it.
             scale: default ``1/sqrt(D)``.
             multiplier: applied after the softmax, as Graph-ViT's Hadamard attention does with its
                 patch adjacency; the rows then no longer sum to one.
         """
-        # the scores and their softmax are kept in float32 at least: this is what others are
-        # measured against
+        # the scores and their softmax are kept in float32 at least: every other operator is
+        # measured against this one
         dtype = at_least_float32(q.dtype)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         k = repeat_heads(k, q)
@@ -89,21 +94,34 @@ class DenseOperator(Operator):
             matrix = matrix * multiplier
         return cls(matrix, dropout_p, dropout_after)
 
+    @classmethod
+    def from_call(cls, call: AttentionCall) -> DenseOperator:
+        """:meth:`from_qk` with the arguments of ``call``."""
+        return cls.from_qk(
+            call.q,
+            call.k,
+            call.attn_mask,
+            call.is_causal,
+            call.scale,
+            dropout_p=call.dropout_p,
+            dropout_after=call.dropout_after,
+        )
+
     def apply(self, x: Tensor) -> Tensor:
         return (self.matrix @ repeat_heads(x, self.matrix).to(self.matrix.dtype)).to(x.dtype)
 
-    def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
+    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
         v = repeat_heads(v, self.matrix)
-        # by powers of A on v, as every operator: H itself is only built when it has to be dropped
+        # by powers of A on v, as every operator: H is only built when its entries are dropped
         dtype = torch.promote_types(v.dtype, self.matrix.dtype)
         if self.dropout_p:
-            y = F.dropout(self.filter(coeffs), self.dropout_p) @ v.to(dtype)
+            y = F.dropout(self.filter(value_of(coeffs)), self.dropout_p) @ v.to(dtype)
         else:
             y = super().polynomial(coeffs, v.to(dtype))
         return y.to(v.dtype)
 
     def filter(self, coeffs: Tensor) -> Tensor:
-        r"""``H = Σ_k coeffs[..., k]·A^k``, the map that takes A's place, ``(..., H, N, N)``."""
+        r"""``H = Σ_k coeffs[..., k]·A^k``, the map that replaces A, ``(..., H, N, N)``."""
         identity = torch.eye(
             self.matrix.shape[-1], dtype=self.matrix.dtype, device=self.matrix.device
         )
@@ -115,23 +133,6 @@ class DenseOperator(Operator):
 
     def dense(self) -> Tensor:
         return self.matrix
-
-
-_DROPOUT_PLACES = get_args(DropoutPlace)
-
-
-def check_dropout_place(dropout_after: DropoutPlace) -> DropoutPlace:
-    if dropout_after not in _DROPOUT_PLACES:
-        raise ValueError(f"dropout_after must be 'attention' or 'filter', got {dropout_after!r}")
-    return dropout_after
-
-
-def repeat_heads(x: Tensor, like: Tensor) -> Tensor:
-    """Give ``x`` as many heads as ``like`` by repeating each one (grouped-query attention)."""
-    mine, wanted = x.shape, like.shape
-    if len(mine) < 3 or len(wanted) < 3 or mine[-3] >= wanted[-3]:
-        return x
-    return x.repeat_interleave(wanted[-3] // mine[-3], dim=-3)
 
 
 def _softmax(scores: Tensor) -> Tensor:

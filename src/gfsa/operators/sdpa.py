@@ -9,35 +9,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.base import Operator, take_heads
-from gfsa.operators.dense import repeat_heads
+from gfsa.operators.base import Operator, repeat_heads
+from gfsa.operators.call import AttentionCall
+from gfsa.operators.visibility import Visibility
 
 
 class SDPAOperator(Operator):
     r"""``A·x`` as one call of :func:`torch.nn.functional.scaled_dot_product_attention`.
 
     No n×n tensor is made unless torch's kernel or the given mask makes one. The first pass over
-    ``v`` is the very call that ordinary attention makes, so a filter of coefficients (0, 1, 0)
-    gives the same bits.
+    ``v`` is the same call as ordinary attention's, so a filter of coefficients (0, 1, 0) gives the
+    same bits.
 
-    Attention dropout uses one mask for all passes, ``A`` being dropped once and then squared: the
-    random generator is set back before each further pass, and ends where a single pass would
-    leave it.
+    Attention dropout uses one mask for all passes: entries of ``A`` are dropped once, then A is
+    squared. The random generator is reset before each further pass, and ends in the state in which
+    a single pass leaves it.
 
     Torch's kernels round ``A·v`` to the tokens' dtype before anything can be added to it, so in
     bfloat16 a term smaller than 2⁻⁹ of ``A·v`` does not show beside it (its gradient does).
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
+    def __init__(self, call: AttentionCall) -> None:
+        q, attn_mask, is_causal, scale = call.q, call.attn_mask, call.is_causal, call.scale
         if attn_mask is not None:
             # torch takes no mask of fewer dimensions
             attn_mask = torch.atleast_2d(attn_mask)
@@ -45,65 +38,58 @@ class SDPAOperator(Operator):
             # torch takes one or the other
             attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False
         if attn_mask is not None and attn_mask.dtype == torch.bool and q.is_cuda:
-            # for a row without any key, cuDNN's attention answers a bool mask with an average of
-            # values it must not see and NaN gradients, an additive mask with zeros
+            # for a row without any key and a bool mask, cuDNN's attention averages values that the
+            # mask hides and gives NaN gradients; for an additive mask it gives zeros
             attn_mask = as_additive(attn_mask, q.dtype)
         if scale is not None and scale < 0 and q.is_cuda:
-            # cuDNN's attention answers a negative scale with NaN
+            # cuDNN's attention gives NaN for a negative scale
             q, scale = -q, -scale
-        self.q = q
-        self.k = k
-        self.attn_mask = attn_mask
-        self.dropout_p = dropout_p
-        self.is_causal = is_causal
-        self.scale = scale
-        self.enable_gqa = enable_gqa
+        self.call = AttentionCall(
+            q, call.k, attn_mask, call.dropout_p, is_causal, scale, call.enable_gqa
+        )
 
     def apply(self, x: Tensor) -> Tensor:
-        # A·v has a head for each query head, v perhaps fewer: keys follow whatever x has
-        k = repeat_heads(self.k, x)
+        call = self.call
+        # A·v has a head for each query head, v perhaps fewer: keys get as many heads as x
+        k = repeat_heads(call.k, x)
         # an if rather than the comparison itself: under dynamic shapes that is symbolic, bool()
         # or not, and torch takes no symbol here
         enable_gqa = False
-        if self.enable_gqa and k.shape[-3] != self.q.shape[-3]:
+        if call.enable_gqa and k.shape[-3] != call.q.shape[-3]:
             enable_gqa = True
         return F.scaled_dot_product_attention(
-            self.q,
+            call.q,
             k,
             x,
-            attn_mask=self.attn_mask,
-            dropout_p=self.dropout_p,
-            is_causal=self.is_causal,
-            scale=self.scale,
+            attn_mask=call.attn_mask,
+            dropout_p=call.dropout_p,
+            is_causal=call.is_causal,
+            scale=call.scale,
             enable_gqa=enable_gqa,
         )
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        if self.dropout_p and degree > 1:
+        q = self.call.q
+        if self.call.dropout_p and degree > 1:
             # every pass on the same head layout, so that every pass runs the same kernel
-            tokens = powers_with_one_mask(self.apply, repeat_heads(v, self.q), degree)
+            tokens = powers_with_one_mask(self.apply, repeat_heads(v, q), degree)
         else:
             tokens = super().powers(v, degree)
         # the identity's term needs v on every query head
-        return [repeat_heads(tokens[0], self.q), *tokens[1:]]
+        return [repeat_heads(tokens[0], q), *tokens[1:]]
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
-        if self.dropout_p:
-            # further passes drop what the first one dropped, in every head
-            return None
-        return SDPAOperator(
-            take_heads(self.q, heads),
-            take_heads(repeat_heads(self.k, self.q), heads),
-            None if self.attn_mask is None else take_heads(self.attn_mask, heads),
-            is_causal=self.is_causal,
-            scale=self.scale,
-        )
+        # under dropout further passes drop the entries that the first one dropped, in every head
+        return None if self.call.dropout_p else SDPAOperator(self.call.of_heads(heads))
+
+    def visibility(self) -> Visibility:
+        return Visibility.from_call(self.call)
 
 
 def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: int) -> list[Tensor]:
-    """``[v, A·v, …]`` for a kernel that draws its own dropout mask, the same one in each pass.
+    """``[v, A·v, …]`` for a kernel that draws its own dropout mask, the same in each pass.
 
-    The random generator ends where a single pass would have left it.
+    The random generator ends in the state in which a single pass leaves it.
     """
     tokens = [v]
     before = _generator_state(v.device)

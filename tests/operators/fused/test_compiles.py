@@ -15,12 +15,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gfsa.operators.fused import degree_one as weigh  # noqa: E402
-from gfsa.operators.fused import elementwise  # noqa: E402
-from gfsa.operators.fused import eligibility as support  # noqa: E402
-from gfsa.operators.fused.long import backward, forward  # noqa: E402
-from gfsa.operators.fused.long import cudnn_backward as twofold  # noqa: E402
-from gfsa.operators.fused.long import tile_sizes as plan  # noqa: E402
+from gfsa.operators.fused import degree_one, elementwise, eligibility  # noqa: E402
+from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -71,7 +67,7 @@ def compile_for_hopper(
 @pytest.mark.parametrize("name", KERNELS)
 def test_passes(name: str) -> None:
     """The kernels of any length take no more registers than there are."""
-    tiles = plan.tiles(name, 64, 1024, False, False)
+    tiles = tile_sizes.tiles(name, 64, 1024, False, False)
     kernel = KERNELS[name]
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     described = {
@@ -88,7 +84,7 @@ def test_passes(name: str) -> None:
     assert "STACK:0 " in usage
 
 
-@pytest.mark.parametrize("module", [twofold, weigh], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [cudnn_backward, degree_one], ids=lambda module: module.__name__)
 def test_steps_around_attention(module: Any) -> None:
     for name, (kernel, tensors) in module._KERNELS.items():
         names = kernel.function.arg_names
@@ -119,7 +115,7 @@ def test_coefficients(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    support.TRITON not in short.TRITON_VERSIONS, reason="Gluon changes with Triton's version"
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize(
     ("length", "mask", "most_stack"), [(128, 0, 0), (128, 2, 0), (197, 0, 400), (197, 2, 512)]
@@ -138,7 +134,7 @@ def test_short(length: int, mask: int, most_stack: int) -> None:
         (filter_short, 64, {"WHOLE": True}),
         (grad_short, 128 if length == 128 else 64, {"MERGED": length > 128, "EVEN": False}),
     ):
-        cut = short.plan(length, width)
+        cut = short.chunks(length, width)
         described = {
             argument: f"tensordesc<bf16[1, 1, {cut.rows}, 64],{layout!r}>"
             for argument in kernel.arg_names

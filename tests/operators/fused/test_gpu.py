@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 import gfsa
 from gfsa.functional import graph_filter_attention
 from gfsa.operators import AttentionOperator
-from gfsa.operators.fused import autograd as op
-from gfsa.operators.fused import degree_one as weigh
-from gfsa.operators.fused import eligibility as support
+from gfsa.operators.fused import autograd, degree_one, eligibility
 from gfsa.operators.fused.autograd import filter_attention
-from gfsa.operators.fused.long import cudnn_backward as twofold
-from gfsa.operators.fused.long import launch as passes
+from gfsa.operators.fused.dispatch import forward_path
+from gfsa.operators.fused.long import cudnn_backward
+from gfsa.operators.fused.long import launch as long
+from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.short import launch as short
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 
@@ -103,18 +103,18 @@ WIDE = [
 @pytest.fixture(params=[2, 4, 10**6], ids=["some heads", "a sequence", "all at once"])
 def _at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """How many heads of all sequences the gradient of wide heads takes at a time."""
-    twofold.pieces.cache_clear()
-    monkeypatch.setattr(twofold, "BUSY", request.param * 16.0)
-    monkeypatch.setattr(twofold, "multiprocessors", lambda device: 1)
+    cudnn_backward.pieces.cache_clear()
+    monkeypatch.setattr(cudnn_backward, "BUSY", request.param * 16.0)
+    monkeypatch.setattr(cudnn_backward, "multiprocessors", lambda device: 1)
     yield
-    twofold.pieces.cache_clear()
+    cudnn_backward.pieces.cache_clear()
 
 
 @pytest.mark.usefixtures("_at_a_time")
 @pytest.mark.parametrize("problem", WIDE, ids=str)
 def test_wide_heads_piece_by_piece(problem: Problem) -> None:
     q, k, v, *_ = problem.tensors()
-    assert twofold.serves(q, k, v, None, 0.0, problem.is_causal, 0.1)
+    assert cudnn_backward.serves(q, k, v, None, Options(0.1, problem.is_causal))
     test_as_exact_as_attention(problem)
 
 
@@ -125,7 +125,7 @@ def test_wide_heads_in_mixed_layouts() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     results = []
     for gradient in (g, g.contiguous(), g):
-        y = filter_attention(*inputs, is_causal=True, scale=0.1)
+        y = filter_attention(*inputs, None, None, Options(0.1, True))
         results.append(torch.autograd.grad(y, inputs, gradient))
     for other in results[1:]:
         for name, x, y in zip(NAMES[1:], results[0], other, strict=True):
@@ -254,7 +254,7 @@ def test_degree_one_compiled(length: int) -> None:
 def test_degree_one_registration() -> None:
     v, u = torch.randn(2, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
     inputs = [x.requires_grad_() for x in (v, u, torch.randn(4, 2, device="cuda"))]
-    torch.library.opcheck(weigh.forward, tuple(inputs))
+    torch.library.opcheck(degree_one.forward, tuple(inputs))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
@@ -284,19 +284,20 @@ def test_the_same_bits_again(problem: Problem) -> None:
 @pytest.mark.parametrize("length", [5, 63, 100, 129, 197, 255, 300, 511])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.2}], ids=str)
 def test_memory_beyond_the_tensors_is_never_used(length: int, options: dict) -> None:
-    """Every tensor lies in a sea of NaN, and fresh memory holds NaN."""
+    """The memory around each tensor holds NaN, and so does newly allocated memory."""
     torch.manual_seed(3)
     batch, heads, dim = 2, 3, 64
     torch.cuda.empty_cache()
     torch.full((64 << 20,), float("nan"), device="cuda")
-    sea = torch.full((4, batch, heads, length + 70, dim), float("nan"), device="cuda", dtype=BF16)
-    inside = sea[..., 33 : 33 + length, :]
+    shape = (4, batch, heads, length + 70, dim)
+    surroundings = torch.full(shape, float("nan"), device="cuda", dtype=BF16)
+    inside = surroundings[..., 33 : 33 + length, :]
     inside.copy_(torch.randn(inside.shape, device="cuda"))
     q, k, v, g = inside.unbind(0)
     coeffs = torch.randn(heads, 3, device="cuda")
     inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
     seed = torch.tensor([5], device="cuda") if options.get("dropout_p") else None
-    out = filter_attention(*inputs, seed=seed, scale=0.125, **options)
+    out = filter_attention(*inputs, None, seed, Options(0.125, **options))
     for x in (out, *torch.autograd.grad(out, inputs, g)):
         assert torch.isfinite(x).all()
 
@@ -308,22 +309,23 @@ def test_huge_scores_stay_finite() -> None:
         k = torch.full_like(q, 6.0)
         v = torch.randn_like(q)
         inputs = [x.requires_grad_() for x in (q, k, v, torch.ones(2, 3, device="cuda"))]
-        out = filter_attention(*inputs, scale=1.0)
+        out = filter_attention(*inputs, None, None, Options(1.0))
         for x in (out, *torch.autograd.grad(out, inputs, torch.randn_like(out))):
             assert torch.isfinite(x).all()
 
 
 def test_both_paths_take_what_they_should() -> None:
     q = torch.randn(1, 1, 197, 64, device="cuda", dtype=BF16)
-    if support.capability(q.device) == (9, 0) and support.TRITON == (3, 6):
-        assert op._path(q, None, 0.1) is short
-    assert op._path(torch.randn(1, 1, 300, 64, device="cuda", dtype=BF16), None, 0.1) is passes
-    assert op._path(q, None, -0.1) is passes
+    if eligibility.capability(q.device) == (9, 0) and eligibility.TRITON == (3, 6):
+        assert forward_path(q, None, Options(0.1)) is short
+    longer = torch.randn(1, 1, 300, 64, device="cuda", dtype=BF16)
+    assert forward_path(longer, None, Options(0.1)) is long
+    assert forward_path(q, None, Options(-0.1)) is long
     mask = torch.ones(1, 2, 197, 197, device="cuda", dtype=torch.bool)
-    assert op._path(q, mask, 0.1) is passes
-    assert op._path(q, mask[:, :1].mT, 0.1) is passes
-    if support.capability(q.device) == (9, 0) and support.TRITON == (3, 6):
-        assert op._path(q, mask[:, :1], 0.1) is short
+    assert forward_path(q, mask, Options(0.1)) is long
+    assert forward_path(q, mask[:, :1].mT, Options(0.1)) is long
+    if eligibility.capability(q.device) == (9, 0) and eligibility.TRITON == (3, 6):
+        assert forward_path(q, mask[:, :1], Options(0.1)) is short
 
 
 @pytest.mark.parametrize("length", [512, 1024])
@@ -362,9 +364,9 @@ def test_a_filter_learns_by_the_kernels(length: int) -> None:
 def test_saved_tensors_may_come_back_in_another_layout() -> None:
     q, k, v, coeffs, g = Problem(2, 4, 128, 64, dtype=BF16, device="cuda", projected=True).tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
-    kept = torch.autograd.grad(filter_attention(*inputs, scale=0.125), inputs, g)
+    kept = torch.autograd.grad(filter_attention(*inputs, None, None, Options(0.125)), inputs, g)
     with torch.autograd.graph.save_on_cpu():
-        y = filter_attention(*inputs, scale=0.125)
+        y = filter_attention(*inputs, None, None, Options(0.125))
     for name, mine, other in zip(NAMES[1:], torch.autograd.grad(y, inputs, g), kept, strict=True):
         assert torch.equal(mine, other), name
 
@@ -376,7 +378,7 @@ def test_operator_registration(length: int) -> None:
     mask = torch.rand(2, 1, 1, length, device="cuda") < 0.8
     seed = torch.tensor([3], device="cuda")
     for extra in ((None, None, 0.0), (mask, seed, 0.1)):
-        torch.library.opcheck(op.forward, (*inputs, *extra, True, 0.125))
+        torch.library.opcheck(autograd.forward, (*inputs, *extra, True, 0.125))
 
 
 @pytest.mark.parametrize("length", [100, 300])

@@ -1,5 +1,5 @@
-"""Filters of degree one and two in own GPU kernels; importing this imports no Triton."""
+"""Filters of degree 1 and 2 by this library's own GPU kernels; importing this imports no Triton."""
 
-from gfsa.operators.fused.eligibility import why_not, why_not_worth_it
+from gfsa.operators.fused.eligibility import reason_against, refusal
 
-__all__ = ["why_not", "why_not_worth_it"]
+__all__ = ["reason_against", "refusal"]

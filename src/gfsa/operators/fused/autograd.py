@@ -1,7 +1,6 @@
-"""The filter as a torch operator: seen whole by autograd, ``torch.compile`` and CUDA graphs."""
+"""The filter of degree 2 as a torch operator, for autograd, ``torch.compile`` and CUDA graphs."""
 
 # no postponed annotations here: the operator's schema is read from them
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -9,62 +8,124 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from gfsa.operators.base import PLAIN
+from gfsa.operators.base import PLAIN, Coefficients
 from gfsa.operators.fused import coefficients
-from gfsa.operators.fused.coefficients import Affine
-from gfsa.operators.fused.launcher import copyable_by_tile, empty_like, on_device_of
-from gfsa.operators.fused.long import cudnn_backward as twofold
-from gfsa.operators.fused.long import launch as passes
-from gfsa.operators.fused.long.launch import Options
+from gfsa.operators.fused.dispatch import backward_path, forward_path, run_backward, run_forward
+from gfsa.operators.fused.layout import empty_like
+from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.short import launch as short
-from gfsa.operators.fused.short.prepared import ready_for
+from gfsa.operators.fused.short.prepared import prepared_for
 
 
 def filter_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None = None,
-    seed: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float = 1.0,
+    coeffs: Tensor | Coefficients,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
 ) -> Tensor:
     """``c0·V + c1·A·V + c2·A²·V`` by the fused kernels.
 
     Args:
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
-        coeffs: ``(H, 3)``, float32.
+        coeffs: ``(H, 3)``, float32; or a filter's coefficients, in eager mode only and if
+            :func:`~gfsa.operators.fused.coefficients.takes` accepts them.
         mask: bool, broadcastable to ``(B, H, N, N)``, True takes part.
         seed: int64, one number, needed with dropout.
     """
-    options = (mask, seed, dropout_p, is_causal, scale)
+    learned: Coefficients | None = None
+    if isinstance(coeffs, Coefficients):
+        learned, numbers = coeffs, coeffs.theta
+    else:
+        numbers = coeffs
     # the registered operator costs several times the kernels' own launches on short sequences;
-    # it is for those who have to see it: the compiler, and modes that record what runs
-    if must_be_seen(q):
-        return forward(q, k, v, coeffs, *options)[0]
+    # only the compiler and modes that record what runs need it
+    if learned is None and needs_registered_operator(q):
+        scale, is_causal, dropout_p = options
+        return forward(q, k, v, numbers, mask, seed, dropout_p, is_causal, scale)[0]
     if torch.is_grad_enabled():
-        return _Filter.apply(q, k, v, coeffs, mask, seed, (None, dropout_p, is_causal, scale))
-    return _forward(q, k, v, coeffs, *options)[0]
+        return _Filter.apply(q, k, v, numbers, mask, seed, (learned, options))
+    values = numbers if learned is None else coefficients.evaluate(learned)
+    return _run(q, k, v, values, mask, seed, options)[0]
 
 
-def affine_filter_attention(
-    q: Tensor, k: Tensor, v: Tensor, theta: Tensor, affine: Affine, *options: Any
-) -> Tensor:
-    """The same with coefficients ``base + θ·basis``, and the gradient of θ, in eager mode."""
-    if torch.is_grad_enabled():
-        mask, seed, *others = options
-        return _Filter.apply(q, k, v, theta, mask, seed, (affine, *others))
-    return _forward(q, k, v, coefficients.forward(theta, affine), *options)[0]
-
-
-def must_be_seen(q: Tensor) -> bool:
-    """Whether somebody looks at what runs, so that it has to be a registered operator."""
+def needs_registered_operator(q: Tensor) -> bool:
+    """Whether a compiler, a tensor subclass or a dispatch mode has to see the operator."""
     return torch.compiler.is_compiling() or type(q) not in PLAIN or is_in_torch_dispatch_mode()
 
 
-def _forward(
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, U, LSE)``."""
+    prepared = prepared_for(q, k, v, mask, options)
+    if prepared is not None:
+        return prepared.forward(q, k, v, coeffs.contiguous(), mask, seed)
+    return run_forward(forward_path(q, mask, options), q, k, v, coeffs, mask, seed, options)
+
+
+class _Filter(torch.autograd.Function):
+    """The filter for autograd in eager mode, bypassing torch's dispatcher.
+
+    ``numbers``, of which the gradient is taken, are the coefficients, or θ of ``learned`` ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        numbers: Tensor,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        settings: tuple[Coefficients | None, Options],
+    ) -> Tensor:
+        # settings are one argument: autograd inspects each of them
+        learned, options = settings
+        coeffs = numbers if learned is None else coefficients.evaluate(learned)
+        ctx.basis = None if learned is None else learned.basis
+        ctx.options = options
+        ctx.prepared = prepared = prepared_for(q, k, v, mask, options)
+        if prepared is not None:
+            ctx.path, coeffs = short, coeffs.contiguous()
+            out, u, lse = prepared.forward(q, k, v, coeffs, mask, seed)
+        else:
+            ctx.path = backward_path(q, k, v, mask, options)
+            out, u, lse = run_forward(ctx.path, q, k, v, coeffs, mask, seed, options)
+        ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # a second derivative is asked for: once_differentiable raises
+            return _Filter._backward_once(ctx, g)
+        return _Filter._backward(ctx, g)
+
+    @staticmethod
+    def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        saved, gradients = ctx.saved_tensors, None
+        if ctx.prepared is not None:
+            gradients = ctx.prepared.backward(g, *saved)
+        if gradients is None:
+            gradients = run_backward(ctx.path, *[g, *saved, ctx.options])
+        dq, dk, dv, parts = gradients
+        return dq, dk, dv, coefficients.gradient(parts, ctx.basis), None, None, None
+
+    _backward_once = staticmethod(once_differentiable(_backward))
+
+
+@torch.library.custom_op("gfsa::filter_attention", mutates_args=())
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,16 +136,12 @@ def _forward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``."""
-    ready = ready_for(q, k, v, mask, dropout_p, is_causal, scale)
-    if ready is not None:
-        return ready.forward(q, k, v, coeffs.contiguous(), mask, seed)
-    return _run_forward(
-        _path(q, mask, scale), q, k, v, coeffs, mask, seed, dropout_p, is_causal, scale
-    )
+    """The registered operator: ``(out, U, LSE)``."""
+    return _run(q, k, v, coeffs, mask, seed, Options(scale, is_causal, dropout_p))
 
 
-def _backward(
+@torch.library.custom_op("gfsa::filter_attention_backward", mutates_args=())
+def backward(
     g: Tensor,
     q: Tensor,
     k: Tensor,
@@ -100,118 +157,10 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the coefficients."""
-    *gradients, parts = _run_backward(
-        _path_back(q, k, v, mask, dropout_p, is_causal, scale),
-        g,
-        q,
-        k,
-        v,
-        u,
-        out,
-        lse,
-        coeffs,
-        mask,
-        seed,
-        dropout_p,
-        is_causal,
-        scale,
-    )
-    dq, dk, dv = gradients
+    options = Options(scale, is_causal, dropout_p)
+    path = backward_path(q, k, v, mask, options)
+    dq, dk, dv, parts = run_backward(path, g, q, k, v, u, out, lse, coeffs, mask, seed, options)
     return dq, dk, dv, coefficients.total(parts)
-
-
-def _path(q: Tensor, mask: Tensor | None, scale: float) -> ModuleType:
-    return passes if short.why_not(q, mask, scale) else short
-
-
-def _path_back(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-) -> ModuleType:
-    """Which way the gradient goes; the output and what is kept are the same on all of them."""
-    if twofold.serves(q, k, v, mask, dropout_p, is_causal, scale):
-        return twofold
-    return _path(q, mask, scale)
-
-
-def _run_forward(
-    path: ModuleType, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, *rest: Any
-) -> Any:
-    mask, seed, dropout_p, is_causal, scale = rest
-    options = Options(scale, is_causal, mask, dropout_p, seed)
-    q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
-    with on_device_of(q):
-        return path.forward(q, k, v, coeffs.contiguous(), options)
-
-
-def _run_backward(path: ModuleType, g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-    u, out, lse, coeffs, mask, seed, dropout_p, is_causal, scale = rest
-    options = Options(scale, is_causal, mask, dropout_p, seed)
-    # hooks on saved tensors may give them back in another layout
-    g, q, k, v, u, out = [copyable_by_tile(x) for x in (g, q, k, v, u, out)]
-    with on_device_of(q):
-        return path.backward(g, q, k, v, u, out, lse, coeffs.contiguous(), options)
-
-
-class _Filter(torch.autograd.Function):
-    """The same past torch's dispatcher, of coefficients or of what they are made from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        numbers: Tensor,
-        mask: Tensor | None,
-        seed: Tensor | None,
-        others: tuple[Affine | None, float, bool, float],
-    ) -> Tensor:
-        # what is no tensor comes as one argument: torch looks at each of them by itself
-        affine, options = others[0], others[1:]
-        ctx.options, ctx.affine, ctx.ready = options, affine, None
-        coeffs = numbers if affine is None else coefficients.forward(numbers, affine)
-        ready = ready_for(q, k, v, mask, *options)
-        if ready is not None:
-            ctx.ready, ctx.path, coeffs = ready, short, coeffs.contiguous()
-            out, u, lse = ready.forward(q, k, v, coeffs, mask, seed)
-            ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
-            return out
-        ctx.path = _path_back(q, k, v, mask, *options)
-        out, u, lse = _run_forward(ctx.path, q, k, v, coeffs, mask, seed, *options)
-        ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # somebody wants to differentiate once more, and is told that there is no way
-            return _Filter._backward_once(ctx, g)
-        return _Filter._backward(ctx, g)
-
-    @staticmethod
-    def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        affine, saved, gradients = ctx.affine, ctx.saved_tensors, None
-        if ctx.ready is not None:
-            gradients = ctx.ready.backward(g, *saved)
-        if gradients is None:
-            gradients = _run_backward(ctx.path, g, *saved, *ctx.options)
-        dq, dk, dv, parts = gradients
-        dnumbers = (
-            coefficients.total(parts) if affine is None else coefficients.backward(parts, affine)
-        )
-        return dq, dk, dv, dnumbers, None, None, None
-
-    _backward_once = staticmethod(once_differentiable(_backward))
-
-
-forward = torch.library.custom_op("gfsa::filter_attention", _forward, mutates_args=())
-backward = torch.library.custom_op("gfsa::filter_attention_backward", _backward, mutates_args=())
 
 
 @forward.register_fake
@@ -225,7 +174,7 @@ def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, .
     return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, coeffs, mask, seed, *ctx.options = inputs
     out, u, lse = output
     ctx.set_materialize_grads(False)
@@ -240,4 +189,4 @@ def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, 
     return (*gradients, None, None, None, None, None)
 
 
-forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,77 +1,74 @@
-"""A filter's coefficients from its learned numbers, and the gradient back: a launch each way.
+r"""A filter's coefficients from its learned numbers, and the gradient back: a launch each way.
 
-.. math:: c = base + θ·basis, \\qquad dθ = dc·basis^\\top
+.. math:: c = base + θ·basis, \qquad dθ = dc·basis^\top
 
 In eager mode these few numbers take half a dozen launches of torch's, each as long as attention
-itself is on short sequences.
+itself on short sequences.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gfsa.operators.base import Coefficients
 from gfsa.operators.fused import elementwise
-from gfsa.operators.fused.launcher import Kernel, Launch, launch_beside
-from gfsa.operators.fused.long.launch import padded
+from gfsa.operators.fused.launcher import Kernel, Launch, launch_on_device_of
+from gfsa.operators.fused.problem import padded
 
-# as many partial sums are added up by one program; more are torch's job
+# one program adds up as many partial sums; torch adds up more
 MOST_PARTS = 16384
 BLOCK = 4096
 
 
-class Affine(NamedTuple):
-    """What is constant in ``c = base + θ·basis``, float32, for m+1 = 2 or 3 powers.
-
-    Args:
-        base: ``(H, m+1)``.
-        basis: ``(L, m+1)``.
-    """
-
-    base: Tensor
-    basis: Tensor
-
-
-def takes(theta: Tensor, base: Tensor, basis: Tensor) -> bool:
-    """Whether these kernels can read the numbers as they are."""
-    if not theta.dtype == base.dtype == basis.dtype == torch.float32:
+def takes(coeffs: Coefficients) -> bool:
+    """Whether these kernels can read the numbers as they are: 2 or 3 powers, one basis for all."""
+    theta, base, basis, _ = coeffs
+    if not theta.dtype == base.dtype == basis.dtype == torch.float32 or basis.dim() != 2:
         return False
     return theta.is_contiguous() and base.is_contiguous() and basis.is_contiguous()
 
 
-def forward(theta: Tensor, affine: Affine) -> Tensor:
-    """``c``, ``(H, 3)`` whatever the degree."""
+def evaluate(coeffs: Coefficients) -> Tensor:
+    """``c`` as ``(H, 3)``, the third column zero for a filter of degree 1."""
+    theta, base, basis, _ = coeffs
     heads, learned = theta.shape
-    coeffs = theta.new_empty(heads, 3)
-    fold = _fold(theta.device.index, heads, learned, affine.base.shape[1])
-    launch_beside(theta, fold, (), theta, *affine, coeffs)
-    return coeffs
+    values = theta.new_empty(heads, 3)
+    launch = _fold(theta.device.index, heads, learned, base.shape[1])
+    launch_on_device_of(theta, launch, (), theta, base, basis, values)
+    return values
 
 
-def backward(parts: Tensor, affine: Affine) -> Tensor:
-    """``dθ`` from the parts of dc, ``(H, m+1 or more, any number)``."""
+def gradient(parts: Tensor, basis: Tensor | None) -> Tensor:
+    """``dθ``, or ``dc`` if there is no basis, from the partial sums of dc.
+
+    Args:
+        parts: ``(H, m+1 or more, any number)``; powers that the basis lacks are left out.
+        basis: ``(L, m+1)``.
+    """
+    if basis is None:
+        return total(parts)
     heads, given, number = parts.shape
     if number > MOST_PARTS:
         parts, number = total(parts), 1
-    learned, powers = affine.basis.shape
+    learned, powers = basis.shape
     dtheta = parts.new_empty(heads, learned)
-    unfold = _unfold(parts.device.index, heads, learned, number, powers, given)
-    launch_beside(parts, unfold, (), parts, affine.basis, dtheta)
+    launch = _unfold(parts.device.index, heads, learned, number, powers, given)
+    launch_on_device_of(parts, launch, (), parts, basis, dtheta)
     return dtheta
 
 
 def total(parts: Tensor) -> Tensor:
-    """``dc`` from its parts, ``(H, m+1, any number)``."""
+    """``dc`` from its partial sums, ``(H, m+1, any number)``."""
     heads, powers, number = parts.shape
     if number > MOST_PARTS:
         return parts.sum(2)
     dc = parts.new_empty(heads, powers)
     # torch's own sum takes three times as long: a fifth of what attention on 128 tokens takes
-    add = _add_parts(parts.device.index, heads * powers, number)
-    launch_beside(parts, add, (), parts, dc)
+    launch = _add_parts(parts.device.index, heads * powers, number)
+    launch_on_device_of(parts, launch, (), parts, dc)
     return dc
 
 

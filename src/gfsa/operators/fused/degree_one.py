@@ -1,11 +1,11 @@
-"""Filters of degree one around torch's attention: ``c0·V + c1·U`` with ``U = A·V``.
+r"""Filters of degree 1 around torch's attention: ``c0·V + c1·U`` with ``U = A·V``.
 
 .. math::
-    dU = c_1 g, \\qquad dV = c_0 g, \\qquad
-    dc_0 = \\sum \\langle g, V\\rangle, \\quad dc_1 = \\sum \\langle g, U\\rangle
+    dU = c_1 g, \qquad dV = c_0 g, \qquad
+    dc_0 = \sum \langle g, V\rangle, \quad dc_1 = \sum \langle g, U\rangle
 
-A launch each way, where torch takes a dozen. U is torch's own, with its own gradient, so whatever
-mask, dropout and kernel torch has serve here too; nothing is kept that it does not keep.
+A launch each way, where torch takes a dozen. U is torch's own, with its own gradient, so every
+mask, dropout and kernel of torch's serves here too; nothing is saved that torch does not save.
 """
 
 # no postponed annotations here: the operator's schema is read from them
@@ -16,49 +16,50 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gfsa.operators.base import Coefficients
 from gfsa.operators.fused import coefficients, elementwise
-from gfsa.operators.fused.autograd import must_be_seen
-from gfsa.operators.fused.coefficients import Affine
-from gfsa.operators.fused.launcher import Kernel, Launch, copyable_by_tile, empty_like, on_device_of
-from gfsa.operators.fused.long.launch import padded
+from gfsa.operators.fused.autograd import needs_registered_operator
+from gfsa.operators.fused.launcher import Kernel, Launch, on_device_of
+from gfsa.operators.fused.layout import copyable_by_tile, empty_like
+from gfsa.operators.fused.problem import padded
 
 ROWS = 64
 
 
-def weigh(v: Tensor, u: Tensor, coeffs: Tensor) -> Tensor:
+def combine_degree_one(v: Tensor, u: Tensor, coeffs: Tensor | Coefficients) -> Tensor:
     """``c0·V + c1·U``.
 
     Args:
         v, u: ``(B, H, N, D)``.
-        coeffs: ``(H, 2)``, float32.
+        coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
+            :func:`~gfsa.operators.fused.coefficients.takes` accepts them.
     """
-    if must_be_seen(u):
-        return forward(v, u, coeffs)
+    learned: Coefficients | None = None
+    if isinstance(coeffs, Coefficients):
+        learned, numbers = coeffs, coeffs.theta
+    else:
+        numbers = coeffs
+    if learned is None and needs_registered_operator(u):
+        return forward(v, u, numbers)
     if torch.is_grad_enabled():
-        return _Weigh.apply(v, u, coeffs, None)
-    return _forward(v, u, coeffs)
+        return _Combine.apply(v, u, numbers, learned)
+    return _run(v, u, numbers if learned is None else coefficients.evaluate(learned))
 
 
-def affine_weigh(v: Tensor, u: Tensor, theta: Tensor, affine: Affine) -> Tensor:
-    """The same with coefficients ``base + θ·basis``, and the gradient of θ, in eager mode."""
-    if torch.is_grad_enabled():
-        return _Weigh.apply(v, u, theta, affine)
-    return _forward(v, u, coefficients.forward(theta, affine))
-
-
-def _forward(v: Tensor, u: Tensor, coeffs: Tensor) -> Tensor:
+def _run(v: Tensor, u: Tensor, coeffs: Tensor) -> Tensor:
     v, u, coeffs = copyable_by_tile(v), copyable_by_tile(u), coeffs.contiguous()
     out = empty_like(u)
+    launch = _launch("combine_degree_one", u.shape, coeffs.shape[1], u.dtype, u.device)
     with on_device_of(u):
-        _launch("weigh", u.shape, coeffs.shape[1], u.dtype, u.device)((v, u, out), coeffs)
+        launch((v, u, out), coeffs)
     return out
 
 
 def _run_backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of v and u, and parts of the coefficients' ``(H, 2, any number)``."""
-    # hooks on saved tensors may give them back in another layout
+    """Gradients of v and u, and partial sums of the coefficients' ``(H, 2, any number)``."""
+    # hooks on saved tensors may return them in another layout
     g, v, u, coeffs = *(copyable_by_tile(x) for x in (g, v, u)), coeffs.contiguous()
-    launch = _launch("grad_weigh", u.shape, coeffs.shape[1], u.dtype, u.device)
+    launch = _launch("grad_degree_one", u.shape, coeffs.shape[1], u.dtype, u.device)
     dv, du = empty_like(v), empty_like(u)
     parts = coeffs.new_empty(u.shape[1], 2, u.shape[0] * launch.grid[0])
     with on_device_of(u):
@@ -66,35 +67,39 @@ def _run_backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tens
     return dv, du, parts
 
 
-def _backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of v, u and the coefficients."""
-    dv, du, parts = _run_backward(g, v, u, coeffs)
-    return dv, du, coefficients.total(parts)
+class _Combine(torch.autograd.Function):
+    """The combination for autograd in eager mode, bypassing torch's dispatcher.
 
-
-class _Weigh(torch.autograd.Function):
-    """The same past torch's dispatcher, of coefficients or of what they are made from."""
+    ``numbers``, of which the gradient is taken, are the coefficients, or θ of ``learned`` ones.
+    """
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, u: Tensor, numbers: Tensor, affine: Affine | None) -> Tensor:
-        coeffs = numbers if affine is None else coefficients.forward(numbers, affine)
-        ctx.affine = affine
+    def forward(
+        ctx: Any, v: Tensor, u: Tensor, numbers: Tensor, learned: Coefficients | None
+    ) -> Tensor:
+        coeffs = numbers if learned is None else coefficients.evaluate(learned)
+        ctx.basis = None if learned is None else learned.basis
         ctx.save_for_backward(v, u, coeffs)
-        return _forward(v, u, coeffs)
+        return _run(v, u, coeffs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        affine, (v, u, coeffs) = ctx.affine, ctx.saved_tensors
-        dv, du, parts = _run_backward(g, v, u, coeffs)
-        dnumbers = (
-            coefficients.total(parts) if affine is None else coefficients.backward(parts, affine)
-        )
-        return dv, du, dnumbers, None
+        dv, du, parts = _run_backward(g, *ctx.saved_tensors)
+        return dv, du, coefficients.gradient(parts, ctx.basis), None
 
 
-forward = torch.library.custom_op("gfsa::weigh", _forward, mutates_args=())
-backward = torch.library.custom_op("gfsa::weigh_backward", _backward, mutates_args=())
+@torch.library.custom_op("gfsa::degree_one", mutates_args=())
+def forward(v: Tensor, u: Tensor, coeffs: Tensor) -> Tensor:
+    """The registered operator."""
+    return _run(v, u, coeffs)
+
+
+@torch.library.custom_op("gfsa::degree_one_backward", mutates_args=())
+def backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of v, u and the coefficients."""
+    dv, du, parts = _run_backward(g, v, u, coeffs)
+    return dv, du, coefficients.total(parts)
 
 
 @forward.register_fake
@@ -107,7 +112,7 @@ def _(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tensor, Tensor, 
     return empty_like(v), empty_like(u), coeffs.new_empty(coeffs.shape[0], 2)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -116,13 +121,13 @@ def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
     return gradients
 
 
-forward.register_autograd(_differentiate, setup_context=_keep)
+forward.register_autograd(_differentiate, setup_context=_save)
 
 
-# kernels, and how many tensors each one takes
+# kernels, and how many tensors each of them takes
 _KERNELS = {
-    "weigh": (Kernel(elementwise.weigh), 3),
-    "grad_weigh": (Kernel(elementwise.grad_weigh), 5),
+    "combine_degree_one": (Kernel(elementwise.combine_degree_one), 3),
+    "grad_degree_one": (Kernel(elementwise.grad_degree_one), 5),
 }
 
 

@@ -1,24 +1,24 @@
-"""Small steps around attention's own kernels."""
+"""Elementwise kernels around attention: combinations, their gradients, and coefficients."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gfsa.operators.fused.long.tiles import LIGHT, load_tile, store_tile
+from gfsa.operators.fused.long.tiles import JIT_OPTIONS, load_tile, store_tile
 
-# a second pass weaker than this is lost in the rounding of an output of the first one's size
+# a second pass of a smaller weight is below the rounding of an output of the first one's size
 FAINT = tl.constexpr(2.0**-13)
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def second_pass(
     out_rows, v_rows, u_rows, w_rows, x_rows, coeffs, heads, BM: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """``W = c2·A·U = out − c0·V − c1·U``, and ``X = c2·U`` that it is the attention of.
 
-    What the output's rounding leaves in W is as large however small c2 is; it fades out with c2,
-    so that a second pass that does not take part says nothing at all.
+    The output's rounding error in W does not shrink with c2. W is scaled down for small c2, so
+    that a second pass of weight zero contributes nothing.
     """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.program_id(0) * BM
@@ -33,7 +33,7 @@ def second_pass(
     store_tile(x_rows, c2 * u, b, h, row, BM, D)
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def grad_first(
     g_rows, v_rows, u_rows, z_rows, coeffs, dc_out, heads, parts,
     BM: tl.constexpr, D: tl.constexpr,
@@ -54,7 +54,7 @@ def grad_first(
     store_tile(z_rows, du, b, h, row, BM, D)
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def add_up(
     g_rows, dq1_rows, dk1_rows, dv1_rows, dq2_rows, dk2_rows, dq_rows, dk_rows, dv_rows, coeffs,
     heads, BM: tl.constexpr, D: tl.constexpr,
@@ -71,8 +71,8 @@ def add_up(
     store_tile(dv_rows, dv + tl.load(coeffs + h * 3) * g, b, h, row, BM, D)
 
 
-@triton.jit(**LIGHT)
-def weigh(
+@triton.jit(**JIT_OPTIONS)
+def combine_degree_one(
     v_rows, u_rows, out_rows, coeffs, heads,
     BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +85,8 @@ def weigh(
     store_tile(out_rows, out, b, h, row, BM, D)
 
 
-@triton.jit(**LIGHT)
-def grad_weigh(
+@triton.jit(**JIT_OPTIONS)
+def grad_degree_one(
     g_rows, v_rows, u_rows, dv_rows, du_rows, coeffs, dc_out, heads,
     BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
@@ -105,9 +105,9 @@ def grad_weigh(
     store_tile(du_rows, tl.load(coeffs + h * POWERS + 1) * g, b, h, row, BM, D)
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def add_parts(parts_in, total_out, parts, BLOCK: tl.constexpr):
-    """The sum of one row of parts."""
+    """The sum of one row of partial sums."""
     row = tl.program_id(0)
     parts_in += row.to(tl.int64) * parts
     total = tl.zeros((BLOCK,), tl.float32)
@@ -117,12 +117,12 @@ def add_parts(parts_in, total_out, parts, BLOCK: tl.constexpr):
     tl.store(total_out + row, tl.sum(total, 0))
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def fold(
     theta, base, basis, coeffs, heads,
     L: tl.constexpr, ROWS: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
-    """``c = base + θ·basis``, all heads in one program; powers that the filter lacks are zero."""
+    """``c = base + θ·basis``, all heads in one program; missing powers are zero."""
     h = tl.arange(0, ROWS)
     there = h < heads
     for power in tl.static_range(3):
@@ -136,13 +136,13 @@ def fold(
         tl.store(coeffs + h * 3 + power, c, mask=there)
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def unfold(
     dc, basis, dtheta, parts,
     L: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
     POWERS: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """``dθ = dc·basisᵀ`` of one head, the parts of its dc, of ``GIVEN`` powers, added up first."""
+    """``dθ = dc·basisᵀ`` of one head; the parts of its dc have ``GIVEN`` powers."""
     h = tl.program_id(0)
     dc += h.to(tl.int64) * GIVEN * parts
     power = tl.arange(0, 4)

@@ -1,21 +1,19 @@
-"""What the fused kernels take, and where they are worth taking."""
+"""Which calls the fused kernels take, and for which they are the fastest."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import re
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gfsa.operators.choice import Call
+from gfsa.operators.call import AttentionCall
 
 
 def _installed_triton() -> tuple[int, ...]:
-    """Triton's version, empty where there is none; it is not imported for this."""
+    """Triton's version, empty if it is not installed; it is not imported for this."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -32,48 +30,85 @@ LONGEST_WITH_DROPOUT = 65536
 # CUDA's limit for the second dimension of a launch
 MOST_HEADS = 65535
 
+# the short kernels, which hold a whole sequence on chip: most tokens, largest head dim
+SHORT_LENGTH = 256
+SHORT_HEAD_DIM = 64
+# they count a mask's entries in 32 bits
+SHORT_MASK_ROW_STRIDE = 2**20
+# the versions of Triton whose Gluon they were measured and tested with
+SHORT_TRITON = ((3, 6),)
 
-def why_not(call: Call) -> str | None:
-    """The reason why the fused kernels cannot serve ``call``, or None if they can."""
-    q, v = call.q, call.v
-    if call.degree not in (1, 2):
-        return f"the fused kernels are for filters of degree 1 and 2, this one has {call.degree}"
-    return _why_not_here(q) or _why_not_tokens(q, v) or _why_not_options(call)
+
+def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
+    """Why the fused kernels cannot serve ``call``, or None if they can."""
+    if degree not in (1, 2):
+        return f"the fused kernels are for filters of degree 1 and 2, this one has {degree}"
+    return (
+        _refusal_of_device(call.q)
+        or _refusal_of_tokens(call.q, v)
+        or _refusal_of_options(call, degree)
+    )
 
 
-def why_not_worth_it(call: Call) -> str | None:
-    """The reason why another operator may serve ``call`` better, or None if none does.
+def reason_against(call: AttentionCall, degree: int) -> str | None:
+    """Why another operator may serve ``call`` faster, or None if none does.
 
-    What has not been measured, and on the GPU tested, is left to torch's own kernels.
+    Calls that have not been measured, and tested on the GPU, are left to torch's own kernels.
     """
     length, head_dim = call.q.shape[-2:]
-    # taken apart: the compiler cannot compare a tuple that is a constant to it
+    # unpacked: the compiler cannot compare a tuple that is a constant to it
     major, minor = capability(call.q.device)
     if (major, minor) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
         return "the fused kernels are measured on Hopper GPUs with Triton 3.6 alone"
-    if call.degree == 1 and (length > 256 or head_dim > 64):
+    if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
         # beyond the short kernels the passes are torch's
         if torch.compiler.is_compiling():
             return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
         return None
-    if call.attn_mask is not None and not over_keys(call.attn_mask) and length > 256:
+    mask = call.attn_mask
+    if mask is not None and not is_key_mask(mask) and length > SHORT_LENGTH:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
-    if head_dim > 64 and (call.attn_mask is not None or call.dropout_p):
+    if head_dim > SHORT_HEAD_DIM and (mask is not None or call.dropout_p):
         return "masks and dropout are not measured for head dims beyond 64"
     return None
 
 
-def over_keys(mask: Tensor) -> bool:
+def refusal_by_short(q: Tensor, mask: Tensor | None, scale: float) -> str | None:
+    """Why the short kernels cannot serve a call that the fused kernels take, or None.
+
+    They are written in Gluon, Triton's lower-level language, whose interface changes from version
+    to version; the long kernels serve what they refuse.
+    """
+    if q.shape[2] > SHORT_LENGTH or q.shape[3] > SHORT_HEAD_DIM:
+        return f"they take {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM} at most"
+    if scale <= 0.0:
+        return "they take positive scales only"
+    if mask is not None and not _is_constant_over(mask, -3):
+        return "they take masks that are the same for every head only"
+    if mask is not None and not is_key_mask(mask):
+        row, key = mask.stride()[-2:]
+        if mask.shape[-1] != q.shape[2] or key != 1 or row > SHORT_MASK_ROW_STRIDE:
+            return "they take masks over queries and keys with contiguous rows only"
+    return _refusal_of_device_by_short(q)
+
+
+def _refusal_of_device_by_short(q: Tensor) -> str | None:
+    if not q.is_cuda:
+        return "they are written for GPUs"
+    major, minor = capability(q.device)
+    if (major, minor) != (9, 0):
+        return "they are written for Hopper GPUs"
+    if TRITON not in SHORT_TRITON:
+        return f"they are written for Triton {SHORT_TRITON}, found {TRITON}"
+    return None
+
+
+def is_key_mask(mask: Tensor) -> bool:
     """Whether a mask is the same for every query and head."""
-    return _does_not_walk(mask, -2) and same_for_heads(mask)
+    return _is_constant_over(mask, -2) and _is_constant_over(mask, -3)
 
 
-def same_for_heads(mask: Tensor) -> bool:
-    """Whether a mask is the same for every head."""
-    return _does_not_walk(mask, -3)
-
-
-def _does_not_walk(mask: Tensor, dim: int) -> bool:
+def _is_constant_over(mask: Tensor, dim: int) -> bool:
     return mask.dim() < -dim or mask.shape[dim] == 1 or mask.stride(dim) == 0
 
 
@@ -91,7 +126,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _why_not_here(q: Tensor) -> str | None:
+def _refusal_of_device(q: Tensor) -> str | None:
     if not q.is_cuda or torch.version.hip is not None:
         return f"the fused kernels need an NVIDIA GPU, the tokens are on {q.device}"
     major, minor = capability(q.device)
@@ -107,7 +142,7 @@ def _why_not_here(q: Tensor) -> str | None:
     return None
 
 
-def _why_not_tokens(q: Tensor, v: Tensor) -> str | None:
+def _refusal_of_tokens(q: Tensor, v: Tensor) -> str | None:
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"the fused kernels take bfloat16 and float16, not {q.dtype}"
     if q.dim() != 4:
@@ -124,17 +159,20 @@ def _why_not_tokens(q: Tensor, v: Tensor) -> str | None:
     if q.numel() == 0:
         return "there are no tokens"
     if q.shape[0] * q.shape[1] > MOST_HEADS:
-        return f"the fused kernels take {MOST_HEADS} heads of all sequences together"
+        return (
+            f"the fused kernels take {MOST_HEADS} heads of all sequences together, "
+            f"got {q.shape[0] * q.shape[1]}"
+        )
     return None
 
 
-def _why_not_options(call: Call) -> str | None:
-    if call.degree == 1 and call.k.shape[1] != call.q.shape[1]:
+def _refusal_of_options(call: AttentionCall, degree: int) -> str | None:
+    if degree == 1 and call.k.shape[1] != call.q.shape[1]:
         return "the fused kernels of degree 1 take as many heads of keys as of queries"
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return "the fused kernels take bool masks, not additive ones"
     if call.dropout_p >= 1.0:
-        return "the fused kernels drop less than everything"
+        return f"the fused kernels need dropout_p below 1, got {call.dropout_p}"
     if call.dropout_p and call.q.shape[-2] > LONGEST_WITH_DROPOUT:
         return f"the fused kernels take {LONGEST_WITH_DROPOUT} tokens at most with dropout"
     return None

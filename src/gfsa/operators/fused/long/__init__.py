@@ -1,1 +1,1 @@
-"""Kernels for sequences of any length: a launch a pass."""
+"""Kernels for sequences of any length, a launch a pass."""

@@ -7,7 +7,7 @@ r"""Backward kernels. With g the gradient of the output, U = A·V and z = Aᵀ·
     dc_0 = \sum \langle g, V\rangle, \quad dc_1 = \sum \langle g, U\rangle, \quad
     dc_2 = \sum \langle z, U\rangle .
 
-δ is the row sum of A∘dA, written so that A·U is neither kept nor computed again. Every number is
+δ is the row sum of A∘dA, written so that A·U is neither saved nor computed again. Each number is
 written by one program, so repeated runs give the same bits; the coefficients' gradients are
 partial sums, one a block, to be added up in float32.
 """
@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gfsa.operators.fused.long.forward import _key_ranges
+from gfsa.operators.fused.long.forward import key_ranges
 from gfsa.operators.fused.long.tiles import (
-    LIGHT,
+    JIT_OPTIONS,
     LOG2E,
     NO_MASK,
     allowed,
@@ -32,10 +32,10 @@ from gfsa.operators.fused.long.tiles import (
 @triton.jit
 def _probabilities(
     s, lse, i, j, n, mask, scale, mask_i, mask_j,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, LOOK: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     p = tl.exp2(s * (scale * LOG2E) - lse)
-    if LOOK:
+    if MASKED:
         p = tl.where(allowed(i, j, n, mask, mask_i, mask_j, CAUSAL, MASK), p, 0.0)
     return p
 
@@ -44,7 +44,7 @@ def _probabilities(
 def _query_ranges(
     row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
 ):
-    """Queries ``start … clear`` that need a look at what they see of a block of keys, then all."""
+    """Queries ``start … clear`` to be masked for a block of keys; the others see all of it."""
     start = 0
     clear = 0
     if CAUSAL:
@@ -55,7 +55,7 @@ def _query_ranges(
     return start, clear
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def grad_first_pass(
     q_cols, k_rows, g_cols, g_rows, v_rows, u_rows, out_rows, du_rows, delta_out, dc_out,
     lse_in, coeffs, mask, seed_in,
@@ -89,7 +89,7 @@ def grad_first_pass(
     )  # fmt: skip
     if DROPOUT:
         z = z / (1.0 - dropout_p)
-    # rows beyond the last key hold anything, also infinities
+    # rows beyond the last key hold arbitrary numbers, infinities included
     z = tl.where(j[:, None] < n, z, 0.0)
     c0 = tl.load(coeffs + h * 3)
     c1 = tl.load(coeffs + h * 3 + 1)
@@ -102,7 +102,7 @@ def grad_first_pass(
     zu = tl.sum(z * u, 1)
     delta = tl.sum(g * out, 1) - c0 * gv + c2 * zu
     tl.store(delta_out + bh.to(tl.int64) * n + j, delta, mask=j < n)
-    # (H, 3, B·blocks), so that what is to be added up lies together
+    # (H, 3, B·blocks): what is added up is contiguous
     parts = tl.num_programs(1) // heads * tl.num_programs(0)
     dc = dc_out + h * 3 * parts + b * tl.num_programs(0) + block
     tl.store(dc, tl.sum(gv, 0))
@@ -115,7 +115,7 @@ def grad_first_pass(
 def _grad_first_range(
     z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
@@ -126,7 +126,7 @@ def _grad_first_range(
         s = tl.dot(k, tl.trans(q))
         p = _probabilities(
             s, lse[None, :], i[None, :], j[:, None], n, mask, scale, mask_i, mask_j,
-            CAUSAL, MASK, LOOK,
+            CAUSAL, MASK, MASKED,
         )  # fmt: skip
         if DROPOUT:
             kept = survives(
@@ -138,7 +138,7 @@ def _grad_first_range(
     return z
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def grad_keys(
     q_cols, k_rows, v_rows, u_rows, g_cols, g_rows, du_cols, dk_rows, dv_rows,
     delta_in, lse_in, coeffs, mask, seed_in,
@@ -191,7 +191,7 @@ def _grad_keys_range(
     dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
     half_j, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
@@ -202,7 +202,7 @@ def _grad_keys_range(
         s = tl.dot(k, tl.trans(q))
         p = _probabilities(
             s, lse[None, :], i[None, :], j[:, None], n, mask, scale, mask_i, mask_j,
-            CAUSAL, MASK, LOOK,
+            CAUSAL, MASK, MASKED,
         )  # fmt: skip
         du = load_tile(du_cols, b, h, col, BN, D)
         g = load_tile(g_cols, b, h, col, BN, D)
@@ -222,7 +222,7 @@ def _grad_keys_range(
     return dk, dv
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def grad_queries(
     q_rows, k_cols, v_cols, u_cols, g_rows, du_rows, dq_rows,
     delta_in, lse_in, coeffs, mask, seed_in,
@@ -253,7 +253,7 @@ def grad_queries(
     lse = tl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
     delta = tl.load(delta_in + at, mask=i < n, other=0.0)
     dq = tl.zeros((BM, D), tl.float32)
-    clear, end = _key_ranges(row, n, BM, BN, CAUSAL, MASK)
+    clear, end = key_ranges(row, n, BM, BN, CAUSAL, MASK)
     dq = _grad_queries_range(
         dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
         half_i, n, 0, clear,
@@ -272,7 +272,7 @@ def _grad_queries_range(
     dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, key_head, bh, i,
     half_i, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
@@ -282,7 +282,7 @@ def _grad_queries_range(
         s = tl.dot(q, tl.trans(k))
         p = _probabilities(
             s, lse[:, None], i[:, None], j[None, :], n, mask, scale, mask_i, mask_j,
-            CAUSAL, MASK, LOOK,
+            CAUSAL, MASK, MASKED,
         )  # fmt: skip
         u = load_tile(u_cols, b, h, col, BN, D)
         v = load_tile(v_cols, b, key_head, col, BN, D)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from gfsa.operators.fused.long.tiles import (
-    LIGHT,
+    JIT_OPTIONS,
     LOG2E,
     NO_MASK,
     allowed,
@@ -23,7 +23,7 @@ from gfsa.operators.fused.long.tiles import (
 )
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def attend(
     q_rows, k_cols, v_cols, u_rows, lse_out, mask, seed_in,
     heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
@@ -49,7 +49,7 @@ def attend(
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
-    clear, end = _key_ranges(row, n, BM, BN, CAUSAL, MASK)
+    clear, end = key_ranges(row, n, BM, BN, CAUSAL, MASK)
     top, total, acc = _attend_range(
         top, total, acc, q, k_cols, v_cols, mask, seed, b, h // group, bh, i, half_i, n, 0, clear,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
@@ -69,10 +69,10 @@ def attend(
 
 
 @triton.jit
-def _key_ranges(
+def key_ranges(
     row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
 ):
-    """Keys ``0 … clear`` that a block of queries sees in full, ``clear … end`` that need a look."""
+    """Keys ``0 … clear`` that a block of queries sees in full, ``clear … end`` to be masked."""
     end = n
     clear = n // BN * BN
     if CAUSAL:
@@ -87,7 +87,7 @@ def _key_ranges(
 def _attend_range(
     top, total, acc, q, k_cols, v_cols, mask, seed, b, h, bh, i, half_i, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
@@ -95,13 +95,13 @@ def _attend_range(
         half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, h, col, BN, D)
         s = tl.dot(q, tl.trans(k)) * (scale * LOG2E)
-        if LOOK:
+        if MASKED:
             keep = allowed(i[:, None], j[None, :], n, mask, mask_i, mask_j, CAUSAL, MASK)
             s = tl.where(keep, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1))
         shift = new_top
         if MASK != NO_MASK:
-            # −inf minus −inf is no number
+            # −inf minus −inf is NaN
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(s - shift[:, None])
         shrink = tl.exp2(top - shift)
@@ -117,7 +117,7 @@ def _attend_range(
     return top, total, acc
 
 
-@triton.jit(**LIGHT)
+@triton.jit(**JIT_OPTIONS)
 def combine(
     q_rows, k_cols, u_cols, u_rows, v_rows, out_rows, lse_in, coeffs, mask, seed_in,
     heads, group, n, scale, mask_b, mask_h, mask_i, mask_j, dropout_p,
@@ -141,7 +141,7 @@ def combine(
     half_i = row // 2 + tl.arange(0, BM) // 2
     lse = tl.load(lse_in + bh.to(tl.int64) * n + i, mask=i < n, other=float("inf")) * LOG2E
     acc = tl.zeros((BM, D), tl.float32)
-    clear, end = _key_ranges(row, n, BM, BN, CAUSAL, MASK)
+    clear, end = key_ranges(row, n, BM, BN, CAUSAL, MASK)
     acc = _combine_range(
         acc, q, k_cols, u_cols, lse, mask, seed, b, h, h // group, bh, i, half_i, n, 0, clear,
         scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
@@ -164,7 +164,7 @@ def combine(
 def _combine_range(
     acc, q, k_cols, u_cols, lse, mask, seed, b, h, key_head, bh, i, half_i, n, start, end,
     scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, LOOK: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
     for col in tl.range(start, end, BN, num_stages=STAGES):
@@ -173,7 +173,7 @@ def _combine_range(
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
         p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
-        if LOOK:
+        if MASKED:
             keep = allowed(i[:, None], j[None, :], n, mask, mask_i, mask_j, CAUSAL, MASK)
             p = tl.where(keep, p, 0.0)
         if DROPOUT:

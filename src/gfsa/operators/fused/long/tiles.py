@@ -1,36 +1,37 @@
-"""What every kernel does to one tile: load it, mask its scores, drop its entries."""
+"""Steps of the long kernels on one tile: load and store it, mask its scores, drop entries."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from gfsa.operators.fused import problem
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# for kernels that are launched directly: compiled code must not depend on numbers that the launch
-# does not name, nor on where a tensor begins that the caller brings or that is a part of another
-LIGHT = {
+# for kernels that are launched directly: compiled code must not depend on numbers that are not in
+# the launch's variant, nor on the alignment of tensors that come from the caller or are slices
+JIT_OPTIONS = {
     "do_not_specialize": ["heads", "parts", "mask_b", "mask_h", "mask_i", "mask_j"],
     "do_not_specialize_on_alignment": [
         *("coeffs", "dc_out", "mask", "seed_in", "theta", "base", "basis"),
     ],
 }
 
-# kinds of mask, as compile-time numbers
-NO_MASK = tl.constexpr(0)
-KEY_MASK = tl.constexpr(1)
-FULL_MASK = tl.constexpr(2)
+NO_MASK = tl.constexpr(problem.NO_MASK)
+KEY_MASK = tl.constexpr(problem.KEY_MASK)
+FULL_MASK = tl.constexpr(problem.FULL_MASK)
 
 
 @triton.jit
 def load_tile(tensor, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows ``row … row+ROWS`` of one head; what lies beyond the tensor reads as zero."""
+    """Rows ``row … row+ROWS`` of one head; rows beyond the tensor read as zero."""
     return tl.reshape(tensor.load([b, h, row, 0]), [ROWS, D])
 
 
 @triton.jit
 def store_tile(tensor, tile, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
-    """Write rows ``row … row+ROWS`` of one head; what lies beyond the tensor is left out."""
+    """Write rows ``row … row+ROWS`` of one head; rows beyond the tensor are not written."""
     tensor.store([b, h, row, 0], tl.reshape(tile.to(tensor.dtype), [1, 1, ROWS, D]))
 
 
@@ -54,9 +55,9 @@ def survives(i, j, half_i, half_j, n, seed, stream, dropout_p):
     """Whether dropout keeps entry ``(i, j)``: a function of the entry and the seed alone.
 
     Every pass over the attention map, in any order and orientation, drops the same entries. Four
-    neighbours share one draw of Philox2x32 with 7 rounds, 16 bits each, its counter being
-    ``(half_i·⌈n/2⌉ + half_j, stream)``; the halves come as arguments, so that the compiler sees
-    which entries of a tile share one.
+    neighbours share one draw of Philox2x32 with 7 rounds, 16 bits each, with the counter
+    ``(half_i·⌈n/2⌉ + half_j, stream)``. The caller passes the halves, so that the compiler sees
+    which entries of a tile share a draw.
     """
     low = (half_i * ((n + 1) // 2) + half_j).to(tl.uint32)
     high = (low * 0) + stream.to(tl.uint32)

@@ -1,10 +1,10 @@
 r"""The gradient of one head's filter in one program, for sequences whose keys fit on chip.
 
-The formulas of ``backward.py``. A warp owns keys: ``Pᵀ`` stays in registers as 16-bit numbers from
-the first product to ``dSᵀ``, so that the whole gradient takes seven matrix products.
+The formulas of ``long/backward.py``. A warp owns keys: ``Pᵀ`` stays in registers as 16-bit numbers
+from the first product to ``dSᵀ``, so that the whole gradient takes seven matrix products.
 """
 
-# ruff: noqa: RUF005 - kernels are compiled, and know less than Python
+# ruff: noqa: RUF005 - Gluon compiles a subset of Python
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from gfsa.operators.fused.short.tiles import (
     FULL_MASK,
     KEY_MASK,
     LOG2E,
+    add_product,
     chunk_width,
     more_scores,
     pin,
     product_layout,
     scores,
     survives,
-    weigh,
 )
 
-LIGHT = {
+JIT_OPTIONS = {
     "do_not_specialize": ["batch", "heads", "mask_b", "mask_i", "mask_j"],
     "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in"],
 }
@@ -94,7 +94,7 @@ def _score_gradient(
     return pin(gl.convert_layout((p * (a - delta[None, :])).to(dt), PL))
 
 
-@gluon.jit(**LIGHT)
+@gluon.jit(**JIT_OPTIONS)
 def grad_short(
     q_in, k_in, v_in, u_in, out_in, g_in, dq_out, dk_out, dv_out, lse_in, dc_out, coeffs, mask,
     seed_in, batch, heads, group, n, scale, mask_b, mask_i, mask_j, dropout_p,
@@ -118,7 +118,7 @@ def grad_short(
     qs = gl.allocate_shared_memory(dt, [1, 1, N, D], q_in.layout)
     ks = gl.allocate_shared_memory(dt, [1, 1, N, D], k_in.layout)
     os = gl.allocate_shared_memory(dt, [1, 1, N, D], k_in.layout)
-    # four tensors, whose room dSᵀ takes at the end
+    # four tensors, whose memory dSᵀ takes at the end
     big = gl.allocate_shared_memory(dt, [4, 1, 1, N, D], k_in.layout)
     dls = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
     lss = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
@@ -198,11 +198,11 @@ def grad_short(
                 s, lss, seen, seed, bh, n, sc, mask_i, mask_j, dropout_p, dt, PL, c * BN,
                 chunk_width(c, FULL, BN, TAIL), EVEN, CAUSAL, MASK, DROPOUT,
             )  # fmt: skip
-            z = weigh(_kept(p, DROPOUT), g, z, c * BN, chunk_width(c, FULL, BN, TAIL))
+            z = add_product(_kept(p, DROPOUT), g, z, c * BN, chunk_width(c, FULL, BN, TAIL))
             P = P + (p,)
     else:
         for c in gl.static_range(CHUNKS):
-            z = weigh(_kept(P[c], DROPOUT), g, z, c * BN, chunk_width(c, FULL, BN, TAIL))
+            z = add_product(_kept(P[c], DROPOUT), g, z, c * BN, chunk_width(c, FULL, BN, TAIL))
     z = warpgroup_mma_wait(0, deps=[z])
     if DROPOUT:
         z = z * keep_p
@@ -218,7 +218,7 @@ def grad_short(
     # dV = c0·g + Aᵀ·dU
     dv = gl.full([N, D], 0.0, gl.float32, AL)
     for c in gl.static_range(CHUNKS):
-        dv = weigh(_kept(P[c], DROPOUT), du, dv, c * BN, chunk_width(c, FULL, BN, TAIL))
+        dv = add_product(_kept(P[c], DROPOUT), du, dv, c * BN, chunk_width(c, FULL, BN, TAIL))
     dv = warpgroup_mma_wait(0, deps=[dv])
     o.store((dv * keep_p + c0 * g.load(AL).to(gl.float32)).to(dt))
     # dSᵀ takes the place of Pᵀ
@@ -235,7 +235,7 @@ def grad_short(
             a, P[c], dls, keep_p, dt, PL, c * BN, chunk_width(c, FULL, BN, TAIL), DROPOUT
         )
         if MERGED:
-            dk = weigh(d, q, dk, c * BN, chunk_width(c, FULL, BN, TAIL))
+            dk = add_product(d, q, dk, c * BN, chunk_width(c, FULL, BN, TAIL))
         DS = DS + (d,)
     if MERGED:
         dk = warpgroup_mma_wait(0, deps=[dk])
@@ -246,7 +246,7 @@ def grad_short(
         ds.slice(c * BN, chunk_width(c, FULL, BN, TAIL), dim=1).store(DS[c])
     if not MERGED:
         for c in gl.static_range(CHUNKS):
-            dk = weigh(DS[c], q, dk, c * BN, chunk_width(c, FULL, BN, TAIL))
+            dk = add_product(DS[c], q, dk, c * BN, chunk_width(c, FULL, BN, TAIL))
         dk = warpgroup_mma_wait(0, deps=[dk])
     fence_async_shared()
     gl.thread_barrier()

@@ -6,7 +6,7 @@ through shared memory to the rows of the other warps. Programs are persistent: w
 worked on, the next one's tokens are on their way.
 """
 
-# ruff: noqa: RUF005, SIM102, SIM113 - kernels are compiled, and know less than Python
+# ruff: noqa: RUF005, SIM102, SIM113 - Gluon compiles a subset of Python
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from gfsa.operators.fused.short.tiles import (
     FULL_MASK,
     KEY_MASK,
     LOG2E,
+    add_product,
     chunk_width,
     pin,
     product_layout,
     scores,
     survives,
-    weigh,
 )
 
-LIGHT = {
+JIT_OPTIONS = {
     "do_not_specialize": ["total", "heads", "mask_b", "mask_i", "mask_j"],
     "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in"],
 }
@@ -61,7 +61,7 @@ def _hide(
         seen = gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
         s = gl.where(seen[None, :], s, float("-inf"))
     if MASK == FULL_MASK:
-        # a row of the mask lies in one piece
+        # a row of the mask is contiguous
         at = i[:, None] * mask_i + j[None, :]
         there = (i < n)[:, None] & (j < n)[None, :]
         s = gl.where(gl.load(mask + at, mask=there, other=0) != 0, s, float("-inf"))
@@ -89,7 +89,7 @@ def _operand(
     return pin(gl.convert_layout(p.to(dt), PL))
 
 
-@gluon.jit(**LIGHT)
+@gluon.jit(**JIT_OPTIONS)
 def filter_short(
     q_in, k_in, v_in, u_out, out_out, lse_out, coeffs, mask, seed_in, zero,
     total, heads, group, n, scale, mask_b, mask_i, mask_j, dropout_p,
@@ -168,7 +168,7 @@ def filter_short(
                 S2 = S2 + (s,)
             m = m * sc
             if MASK:
-                # −inf minus −inf is no number
+                # −inf minus −inf is NaN
                 m = gl.where(m == float("-inf"), 0.0, m)
             for c in gl.static_range(CHUNKS):
                 p = _exponentials(S2[c], m, sc, chunk_width(c, FULL, BN, TAIL))
@@ -179,7 +179,7 @@ def filter_short(
                 )  # fmt: skip
                 P = P + (p,)
             for c in gl.static_range(CHUNKS):
-                acc = weigh(P[c], v, acc, c * BN, chunk_width(c, FULL, BN, TAIL))
+                acc = add_product(P[c], v, acc, c * BN, chunk_width(c, FULL, BN, TAIL))
             acc = warpgroup_mma_wait(0, deps=[acc])
         else:
             for c in gl.static_range(CHUNKS):
@@ -203,7 +203,7 @@ def filter_short(
                 if c > 0:
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     acc = acc * r[:, None]
-                acc = weigh(p, v, acc, c * BN, chunk_width(c, FULL, BN, TAIL))
+                acc = add_product(p, v, acc, c * BN, chunk_width(c, FULL, BN, TAIL))
                 m = top
                 P = P + (p,)
                 R = R + (r,)
@@ -229,7 +229,7 @@ def filter_short(
                 if not WHOLE:
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     acc = acc * R[c][:, None]
-            acc = weigh(P[c], u, acc, c * BN, chunk_width(c, FULL, BN, TAIL))
+            acc = add_product(P[c], u, acc, c * BN, chunk_width(c, FULL, BN, TAIL))
         acc = warpgroup_mma_wait(0, deps=[acc])
         c0 = gl.load(coeffs + h * 3)
         c1 = gl.load(coeffs + h * 3 + 1)

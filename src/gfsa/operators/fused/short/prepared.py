@@ -1,7 +1,8 @@
-"""The short kernels in eager mode: what the host does for calls of one signature, done once.
+"""Prepared launches of the short kernels in eager mode.
 
-Around kernels of some ten microseconds every Python call counts: a forward here looks its
-signature up, makes room for three tensors and launches.
+Beside kernels of some ten microseconds each Python call counts. What the host does for calls of
+one signature is done once; a forward then looks its signature up, allocates three tensors and
+launches.
 """
 
 from __future__ import annotations
@@ -12,36 +13,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.operators.fused.launcher import copyable_by_tile, empty_like, launch_beside
-from gfsa.operators.fused.long.launch import Options, problem_of
+from gfsa.operators.call import DecisionCache
+from gfsa.operators.fused.eligibility import refusal_by_short
+from gfsa.operators.fused.launcher import launch_on_device_of
+from gfsa.operators.fused.layout import copyable_by_tile, result_strides
+from gfsa.operators.fused.problem import Options, problem_of
 from gfsa.operators.fused.short import launch as short
 
 
-class Ready:
+class Prepared:
     """The short kernels for tensors of one shape and layout."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
-        problem = problem_of(q, k, options)
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
+    ) -> None:
+        problem = problem_of(q, k, mask, options)
         self.launch = short.forward_launch(problem)
-        self.shape, self.strides = q.shape, empty_like(q).stride()
+        self.shape, self.strides = q.shape, result_strides(q)
         self.dtype, self.device = q.dtype, q.device
         self.zero = short.zero(q.device)
-        # past the look at strides, which are the signature's
+        # the launch for these strides, which are fixed by the signature
         self.direct: Callable[..., None] | None = None
-        self.launch_back = short.backward_launch(problem)
-        rows = self.launch_back.blocks[0][2]
+        self.backward_launch = short.backward_launch(problem)
+        rows = self.backward_launch.blocks[0][2]
         self.parts = (problem.heads, 3, problem.batch * rows)
-        # heads that share keys are added up, which is not done here
-        self.goes_back = problem.group == 1
-        self.mask_strides = None if options.mask is None else options.mask.stride()
-        self.key_strides = [empty_like(x).stride() for x in (k, v)]
-        # by strides of tensors that the copy engine takes as they are
-        self.direct_back: dict[tuple[Any, ...], Callable[..., None] | None] = {}
+        # gradients of heads that share keys have to be added up, which is not done here
+        self.has_backward = problem.group == 1
+        self.mask_strides = None if mask is None else mask.stride()
+        self.key_strides, self.value_strides = result_strides(k), result_strides(v)
+        # by the strides of the given tensors, which the copy engine takes as they are
+        self.direct_backward: dict[tuple[Any, ...], Callable[..., None] | None] = {}
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, seed: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(out, U, LSE)``, as :func:`gfsa.operators.fused.long.launch.forward`."""
+        """``(out, U, LSE)``, as :meth:`gfsa.operators.fused.dispatch.Path.forward`."""
         shape, strides, dtype, device = self.shape, self.strides, self.dtype, self.device
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         u = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -55,9 +61,9 @@ class Ready:
             self.zero,
         )
         if self.direct is not None:
-            launch_beside(q, self.direct, tensors, pointers)
+            launch_on_device_of(q, self.direct, tensors, pointers)
             return out, u, lse
-        launch_beside(q, self.launch, tensors, *pointers)
+        launch_on_device_of(q, self.launch, tensors, *pointers)
         self.direct = self.launch.direct.get(tuple([x.stride() for x in tensors]))
         return out, u, lse
 
@@ -74,18 +80,17 @@ class Ready:
         mask: Tensor | None,
         seed: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """As :func:`gfsa.operators.fused.long.launch.backward`; None if that has to do it."""
+        """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; None if that has to run."""
         given = (q, k, v, u, out, g)
         strides = tuple([x.stride() for x in given])
-        if not self.goes_back or not self._takes(given, strides):
+        if not self.has_backward or not self._takes(given, strides):
             return None
         if mask is not None and mask.stride() != self.mask_strides:
             return None
         shape, dtype, device = self.shape, self.dtype, self.device
-        of_keys, of_values = self.key_strides
         dq = torch.empty_strided(shape, self.strides, dtype=dtype, device=device)
-        dk = torch.empty_strided(shape, of_keys, dtype=dtype, device=device)
-        dv = torch.empty_strided(shape, of_values, dtype=dtype, device=device)
+        dk = torch.empty_strided(shape, self.key_strides, dtype=dtype, device=device)
+        dv = torch.empty_strided(shape, self.value_strides, dtype=dtype, device=device)
         parts = torch.empty(self.parts, dtype=torch.float32, device=device)
         tensors = (*given, dq, dk, dv)
         pointers = (
@@ -95,57 +100,47 @@ class Ready:
             q if mask is None else mask.view(torch.uint8),
             q if seed is None else seed,
         )
-        direct = self.direct_back[strides]
+        direct = self.direct_backward[strides]
         if direct is not None:
-            launch_beside(q, direct, tensors, pointers)
+            launch_on_device_of(q, direct, tensors, pointers)
             return dq, dk, dv, parts
-        launch_beside(q, self.launch_back, tensors, *pointers)
-        everything = tuple([x.stride() for x in tensors])
-        self.direct_back[strides] = self.launch_back.direct.get(everything)
+        launch_on_device_of(q, self.backward_launch, tensors, *pointers)
+        all_strides = tuple([x.stride() for x in tensors])
+        self.direct_backward[strides] = self.backward_launch.direct.get(all_strides)
         return dq, dk, dv, parts
 
     def _takes(self, given: tuple[Tensor, ...], strides: tuple[Any, ...]) -> bool:
-        """Whether the copy engine takes these; hooks may give saved tensors back laid out anew."""
-        if strides not in self.direct_back:
+        """Whether the copy engine takes these; hooks may return saved tensors in other layouts."""
+        if strides not in self.direct_backward:
             if any(copyable_by_tile(x) is not x for x in given):
                 return False
-            self.direct_back[strides] = None
-        places = 0
+            self.direct_backward[strides] = None
+        addresses = 0
         for x in given:
-            places |= x.data_ptr()
-        return places % 16 == 0
+            addresses |= x.data_ptr()
+        return addresses % 16 == 0
 
 
-# False where the short kernels do not serve, or not without copies
-_READY: dict[tuple[Any, ...], Ready | bool] = {}
-_MOST_READY = 4096
+# False where the short kernels cannot serve, or not without copies
+_PREPARED: DecisionCache[Prepared | bool] = DecisionCache()
 
 
-def ready_for(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-) -> Ready | None:
-    """What is ready for such a call; None if it has to go the longer way."""
+def prepared_for(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
+) -> Prepared | None:
+    """The prepared launches for such a call; None if a path has to run it."""
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         return None
     signature = (
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), v.stride()),
         None if mask is None else (mask.shape, mask.stride()),
-        *(dropout_p, is_causal, scale),
+        options,
     )
-    found = _READY.get(signature)
+    found = _PREPARED.get(signature)
     if found is None:
-        served = short.why_not(q, mask, scale) is None
+        served = refusal_by_short(q, mask, options.scale) is None
         found = served and all(copyable_by_tile(x) is x for x in (q, k, v))
         if found:
-            found = Ready(q, k, v, Options(scale, is_causal, mask, dropout_p))
-        if len(_READY) >= _MOST_READY:
-            # lengths that never come again
-            _READY.clear()
-        _READY[signature] = found
-    return found if isinstance(found, Ready) else None
+            found = Prepared(q, k, v, mask, options)
+        _PREPARED.remember(signature, found)
+    return found if isinstance(found, Prepared) else None

@@ -6,11 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from gfsa.operators.fused import problem
+
 LOG2E = gl.constexpr(1.4426950408889634)
 
-# kinds of mask, as in ``tiles``
-KEY_MASK = gl.constexpr(1)
-FULL_MASK = gl.constexpr(2)
+KEY_MASK = gl.constexpr(problem.KEY_MASK)
+FULL_MASK = gl.constexpr(problem.FULL_MASK)
 
 
 @gluon.constexpr_function
@@ -43,17 +44,17 @@ def more_scores(x, y, total, START: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def weigh(p, x, total, START: gl.constexpr, WIDTH: gl.constexpr):
+def add_product(p, x, total, START: gl.constexpr, WIDTH: gl.constexpr):
     """Begin ``total + p·x`` for WIDTH rows of ``x``; the first chunk starts from zero."""
     return warpgroup_mma(p, x.slice(START, WIDTH), total, use_acc=START > 0, is_async=True)
 
 
 @gluon.jit
 def pin(x):
-    """Have ``x``, two 16-bit numbers a register, exist at this point of the program.
+    """Force the compiler to compute ``x``, two 16-bit numbers a register, at this point.
 
-    Left alone, the compiler moves the exponential to its first use, which keeps the scores alive
-    in float32 and spills.
+    Otherwise it moves the exponential to its first use, which keeps the scores alive in float32
+    and spills.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
@@ -62,7 +63,7 @@ def pin(x):
 
 @gluon.jit
 def survives(i, j, half_i, half_j, n, seed, stream, dropout_p):
-    """Whether dropout keeps entry ``(i, j)``; the same function as in ``tiles.survives``."""
+    """Whether dropout keeps entry ``(i, j)``, the same function as in ``long/tiles.py``."""
     factor = gl.to_tensor(0xD256D193).to(gl.uint32)
     low = (half_i * ((n + 1) // 2) + half_j).to(gl.uint32)
     high = (low * 0) + stream.to(gl.uint32)

@@ -26,8 +26,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from gfsa.operators import Operator
-from gfsa.operators.base import combine
+from gfsa.operators import Coefficients, Operator, Visibility
+from gfsa.operators.base import combine, value_of
 
 # what a cache does to its layers besides filling them
 _FOLLOWED = (
@@ -71,7 +71,8 @@ class CachedOperator(Operator):
     def apply(self, x: Tensor) -> Tensor:
         return self.rows.apply(x)
 
-    def polynomial(self, coeffs: Tensor, v: Tensor) -> Tensor:
+    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+        coeffs = value_of(coeffs)
         powers = self.powers(v, coeffs.shape[-1] - 1)
         # the work on one token takes no time, launching it does
         plain = type(v) is Tensor and not torch.is_grad_enabled()
@@ -90,6 +91,9 @@ class CachedOperator(Operator):
                 everything = _remember(companion, tokens[-1], self.keys)
                 tokens.append(self.rows.apply(everything))
         return tokens
+
+    def visibility(self) -> Visibility | None:
+        return self.rows.visibility()
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         rows = self.rows.second_pass(heads)

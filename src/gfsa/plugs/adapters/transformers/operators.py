@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gfsa.operators import (
+    AttentionCall,
     AttentionOperator,
     DenseOperator,
     FunctionOperator,
@@ -75,8 +76,8 @@ def _sdpa_operator(
         key, value = repeat_heads(key, query), repeat_heads(value, query)
     grouped = key.shape[1] != query.shape[1]
     if new != key.shape[2]:
-        rows = SDPAOperator(query, key, attention_mask, dropout, False, scaling, grouped)
-        return rows, value
+        call = AttentionCall(query, key, attention_mask, dropout, False, scaling, grouped)
+        return SDPAOperator(call), value
     # where nothing is dropped it does not matter where
     after: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
     operator = AttentionOperator(

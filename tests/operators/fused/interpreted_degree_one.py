@@ -1,4 +1,4 @@
-"""Filters of degree one, their kernels in the interpreter around torch's attention on the CPU.
+"""Filters of degree 1, their kernels in the interpreter around torch's attention on the CPU.
 
 Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
 """
@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.operators import DenseOperator, SDPAOperator
-from gfsa.operators.fused import degree_one as weigh
+from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
+from gfsa.operators.fused import degree_one
+from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.operator import FusedOperator
 from support.fused_cases import NAMES, Problem, error
 
@@ -40,7 +41,7 @@ def test_agrees_with_the_specification(problem: Problem, per_head: bool) -> None
     coeffs = coeffs[:, :2] if per_head else torch.tensor([0.3, 0.8])
     mask, options = problem.bool_mask(), {"is_causal": problem.is_causal, "scale": problem.scale}
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
-    out = FusedOperator(q, k, mask, **options).polynomial(coeffs, v)
+    out = FusedOperator(AttentionCall(q, k, mask, **options)).polynomial(coeffs, v)
     got = [out, *torch.autograd.grad(out, inputs, g)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     out = DenseOperator.from_qk(*exact[:2], mask, **options).polynomial(exact[3], exact[2])
@@ -59,7 +60,7 @@ def test_a_filter_learns_by_the_kernels(heads: int) -> None:
     inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
     results = []
     for operator in (
-        FusedOperator(q, k, is_causal=True),
+        FusedOperator(AttentionCall(q, k, is_causal=True)),
         DenseOperator.from_qk(q, k, is_causal=True),
     ):
         y = layer(operator, v)
@@ -77,7 +78,7 @@ def test_attention_at_initialisation_has_attentions_bits(dtype: torch.dtype) -> 
     inputs = [x.requires_grad_() for x in (q, k, v)]
     results = []
     for y in (
-        FusedOperator(q, k).polynomial(torch.tensor([0.0, 1.0]), v),
+        FusedOperator(AttentionCall(q, k)).polynomial(torch.tensor([0.0, 1.0]), v),
         F.scaled_dot_product_attention(q, k, v),
     ):
         assert y.dtype == dtype
@@ -91,7 +92,7 @@ def test_rounded_once() -> None:
     v, u = torch.randn(2, 1, 2, 40, 16).half().unbind(0)
     coeffs = torch.tensor([[0.1, 1.0], [0.03, -0.7]])
     exact = coeffs[:, 0, None, None] * v.double() + coeffs[:, 1, None, None] * u.double()
-    off = (weigh.weigh(v, u, coeffs).double() - exact).abs()
+    off = (combine_degree_one(v, u, coeffs).double() - exact).abs()
     assert (off <= 2**-11 * 1.001 * exact.abs() + 2**-25).all()
 
 
@@ -107,7 +108,7 @@ def test_any_layout(layout: str) -> None:
     results = []
     for x, y in ((v, u), (v.clone(), u.clone())):
         inputs = [each.detach().requires_grad_() for each in (x, y, coeffs)]
-        out = weigh.weigh(*inputs)
+        out = combine_degree_one(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, g)])
     for mine, other in zip(*results, strict=True):
         assert torch.equal(mine, other)
@@ -116,7 +117,7 @@ def test_any_layout(layout: str) -> None:
 def test_operator_registration() -> None:
     v, u = torch.randn(2, 2, 20, 3, 16).transpose(2, 3).unbind(0)
     inputs = [x.requires_grad_() for x in (v, u, torch.randn(3, 2))]
-    torch.library.opcheck(weigh.forward, tuple(inputs))
+    torch.library.opcheck(degree_one.forward, tuple(inputs))
 
 
 def test_compiled_whole() -> None:
@@ -124,7 +125,7 @@ def test_compiled_whole() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
 
     def step(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        return FusedOperator(q, k, is_causal=True).polynomial(coeffs, v) * 2
+        return FusedOperator(AttentionCall(q, k, is_causal=True)).polynomial(coeffs, v) * 2
 
     found: list[str] = []
 
@@ -139,7 +140,7 @@ def test_compiled_whole() -> None:
     ):
         assert torch.equal(a, b)
     torch.compile(step, fullgraph=True, backend=backend)(*inputs)
-    assert any("weigh" in name for name in found)
+    assert any("degree_one" in name for name in found)
 
 
 def test_checkpointing_and_dropout() -> None:
@@ -148,10 +149,10 @@ def test_checkpointing_and_dropout() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
 
     def run(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
-        return FusedOperator(q, k, dropout_p=0.3).polynomial(c, v)
+        return FusedOperator(AttentionCall(q, k, dropout_p=0.3)).polynomial(c, v)
 
     def by_torch(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
-        return SDPAOperator(q, k, dropout_p=0.3).polynomial(c, v)
+        return SDPAOperator(AttentionCall(q, k, dropout_p=0.3)).polynomial(c, v)
 
     results = []
     for work in (run, lambda *x: checkpoint(run, *x, use_reentrant=False), by_torch):
@@ -166,7 +167,7 @@ def test_checkpointing_and_dropout() -> None:
 
 def test_no_second_derivative_in_silence() -> None:
     inputs = [x.requires_grad_() for x in (*torch.randn(2, 1, 1, 16, 16), torch.rand(1, 2))]
-    out = weigh.weigh(*inputs)
+    out = combine_degree_one(*inputs)
     (dv,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(dv.sum(), inputs[:1])

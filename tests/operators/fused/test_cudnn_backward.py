@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from gfsa.operators.fused.long import cudnn_backward as twofold
+from gfsa.operators.fused.long import cudnn_backward
 
 
 @pytest.fixture(autouse=True)
 def _an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    twofold.pieces.cache_clear()
-    monkeypatch.setattr(twofold, "multiprocessors", lambda device: 132)
+    cudnn_backward.pieces.cache_clear()
+    monkeypatch.setattr(cudnn_backward, "multiprocessors", lambda device: 132)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def _an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_pieces(batch: int, heads: int, length: int, sizes: list[tuple[int, int]]) -> None:
     """Each head of each sequence once, as few at a time as fill the GPU."""
-    cuts = twofold.pieces(batch, heads, length, 0)
+    cuts = cudnn_backward.pieces(batch, heads, length, 0)
     assert [(b.stop - b.start, h.stop - h.start) for b, h in cuts] == sizes
     seen = [(b, h) for bs, hs in cuts for b in range(batch)[bs] for h in range(heads)[hs]]
     assert sorted(seen) == [(b, h) for b in range(batch) for h in range(heads)]

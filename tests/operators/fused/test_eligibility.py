@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gfsa.functional import which_backend
-from gfsa.operators import choice as select
-from gfsa.operators.fused import eligibility as support
+from gfsa.operators import AttentionCall, choice
+from gfsa.operators.fused import eligibility
 
 
 class OnHopper:
@@ -28,10 +28,14 @@ class OnHopper:
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(support, "TRITON", (3, 6))
+    monkeypatch.setattr(eligibility, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(eligibility, "TRITON", (3, 6))
     # which otherwise asks the GPU
-    monkeypatch.setattr(select, "_generator_is_out_of_reach", lambda device: False)
+    monkeypatch.setattr(choice, "_generator_cannot_be_reset", lambda device: False)
+
+
+# what is asked of a choice: the call, its values, and the degree of the filter
+Asked = tuple[AttentionCall, torch.Tensor, int]
 
 
 def call(
@@ -39,16 +43,16 @@ def call(
     dtype: torch.dtype = torch.bfloat16,
     value_dim: int = 0,
     key_heads: int = 0,
+    degree: int = 2,
     **options: object,
-) -> select.Call:
+) -> Asked:
     q = OnHopper(*shape, dtype=dtype)
     k = OnHopper(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype)
     v = OnHopper(*shape[:-1], value_dim or shape[-1], dtype=dtype)
-    given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "degree": 2, **options}
-    return select.Call(q, k, v, **given)  # type: ignore[arg-type]
+    return AttentionCall(q, k, **options), v, degree  # type: ignore[arg-type,return-value]
 
 
-CAPABILITY = support.capability
+CAPABILITY = eligibility.capability
 
 
 def ones(*shape: int) -> torch.Tensor:
@@ -59,7 +63,7 @@ KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
-    ("made", "reason"),
+    ("asked", "reason"),
     [
         (call(2, 4, 100, 64, degree=3), "degree 1 and 2, this one has 3"),
         (call(2, 4, 100, 64, dtype=torch.float32), "bfloat16 and float16, not torch.float32"),
@@ -70,30 +74,30 @@ KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
         (call(0, 4, 100, 64), "no tokens"),
         (call(70000, 1, 100, 64), "65535 heads"),
         (call(2, 4, 300, 64, attn_mask=torch.zeros(300, 300)), "bool masks, not additive"),
-        (call(2, 4, 100, 64, dropout_p=1.0), "less than everything"),
+        (call(2, 4, 100, 64, dropout_p=1.0), "dropout_p below 1, got 1.0"),
         (call(1, 1, 70000, 64, dropout_p=0.1), "65536 tokens at most with dropout"),
         (call(2, 4, 300, 64, degree=1, key_heads=2), "as many heads of keys"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_refused(made: select.Call, reason: str) -> None:
+def test_refused(asked: Asked, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        select.choose("fused", made)
+        choice.choose("fused", *asked)
 
 
 def test_older_gpus_and_other_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = call(2, 4, 100, 64)
-    assert support.why_not(made) is None
-    monkeypatch.setattr(support, "TRITON", (3, 2))
-    assert "Triton (3, 6) or newer, found (3, 2)" in support.why_not(made)
-    monkeypatch.setattr(support, "TRITON", ())
-    assert "found none" in support.why_not(made)
-    monkeypatch.setattr(support, "capability", lambda device: (8, 0))
-    assert "this one has 8.0" in support.why_not(made)
+    asked = call(2, 4, 100, 64)
+    assert eligibility.refusal(*asked) is None
+    monkeypatch.setattr(eligibility, "TRITON", (3, 2))
+    assert "Triton (3, 6) or newer, found (3, 2)" in eligibility.refusal(*asked)
+    monkeypatch.setattr(eligibility, "TRITON", ())
+    assert "found none" in eligibility.refusal(*asked)
+    monkeypatch.setattr(eligibility, "capability", lambda device: (8, 0))
+    assert "this one has 8.0" in eligibility.refusal(*asked)
 
 
 @pytest.mark.parametrize(
-    "made",
+    "asked",
     [
         call(32, 12, 128, 64),
         call(2, 12, 300, 64, attn_mask=KEYS),
@@ -107,30 +111,30 @@ def test_older_gpus_and_other_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
         call(2, 4, 300, 64, attn_mask=torch.ones(300, 300).bool(), degree=1),
     ],
 )
-def test_auto_takes_what_was_measured(made: select.Call) -> None:
-    assert select.choose("auto", made).backend == "fused"
+def test_auto_takes_what_was_measured(asked: Asked) -> None:
+    assert choice.choose("auto", *asked).backend == "fused"
 
 
 @pytest.mark.parametrize(
-    ("made", "reason"),
+    ("asked", "reason"),
     [
         (call(2, 4, 300, 64, attn_mask=torch.ones(300, 300).bool()), "beyond 256 tokens"),
         (call(2, 4, 300, 128, attn_mask=KEYS), "not measured for head dims beyond 64"),
         (call(2, 4, 300, 128, dropout_p=0.1), "not measured for head dims beyond 64"),
     ],
 )
-def test_auto_leaves_the_rest_and_says_why(made: select.Call, reason: str) -> None:
-    choice = select.choose("auto", made)
-    assert choice.backend == "sdpa"
-    assert reason in choice.reason
+def test_auto_leaves_the_rest_and_says_why(asked: Asked, reason: str) -> None:
+    chosen = choice.choose("auto", *asked)
+    assert chosen.backend == "sdpa"
+    assert reason in chosen.reason
 
 
 def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "capability", lambda device: (10, 0))
-    choice = select.choose("auto", call(2, 4, 100, 64))
-    assert choice.backend == "sdpa"
-    assert "Hopper" in choice.reason
-    assert select.choose("fused", call(2, 4, 100, 64)).backend == "fused"
+    monkeypatch.setattr(eligibility, "capability", lambda device: (10, 0))
+    chosen = choice.choose("auto", *call(2, 4, 100, 64))
+    assert chosen.backend == "sdpa"
+    assert "Hopper" in chosen.reason
+    assert choice.choose("fused", *call(2, 4, 100, 64)).backend == "fused"
 
 
 @pytest.mark.parametrize(
@@ -142,25 +146,24 @@ def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPa
         (ones(2, 1, 1, 100).expand(2, 4, 100, 100), None),
         (ones(2, 1, 100, 100).expand(2, 4, 100, 100), None),
         (ones(2, 4, 100, 100), "the same for every head"),
-        (ones(2, 1, 100, 100).mT, "lie in one piece"),
-        (ones(2, 1, 100, 1), "lie in one piece"),
+        (ones(2, 1, 100, 100).mT, "contiguous rows"),
+        (ones(2, 1, 100, 1), "contiguous rows"),
     ],
 )
 def test_masks_of_the_short_kernels(
     mask: torch.Tensor, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = pytest.importorskip("gfsa.operators.fused.short.launch")
-    monkeypatch.setattr(short, "why_not_here", lambda q: None)
-    found = short.why_not(OnHopper(2, 4, 100, 64), mask, 0.1)
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_short", lambda q: None)
+    found = eligibility.refusal_by_short(OnHopper(2, 4, 100, 64), mask, 0.1)
     assert found is None if reason is None else reason in found
 
 
 def test_captured_dropout_goes_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where sdpa cannot keep one mask, a slower fused kernel still beats the dense operator."""
-    monkeypatch.setattr(select, "_generator_is_out_of_reach", lambda device: True)
-    choice = select.choose("auto", call(2, 4, 300, 128, dropout_p=0.1))
-    assert choice.backend == "fused"
-    assert "sdpa does not" in choice.reason
+    monkeypatch.setattr(choice, "_generator_cannot_be_reset", lambda device: True)
+    chosen = choice.choose("auto", *call(2, 4, 300, 128, dropout_p=0.1))
+    assert chosen.backend == "fused"
+    assert "sdpa does not" in chosen.reason
 
 
 def test_a_cpu_is_told_so() -> None:
@@ -169,21 +172,21 @@ def test_a_cpu_is_told_so() -> None:
 
 
 def test_other_tensors_than_plain_ones() -> None:
-    made = call(2, 4, 100, 64)
-    made.q.is_nested = True
-    assert "plain tensors" in support.why_not(made)
+    asked = call(2, 4, 100, 64)
+    asked[0].q.is_nested = True
+    assert "plain tensors" in eligibility.refusal(*asked)
 
 
 def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, the choice is made once and leaves no break."""
-    monkeypatch.setattr(support, "_why_not_here", lambda q: None)
+    monkeypatch.setattr(eligibility, "_refusal_of_device", lambda q: None)
     # the question itself as the compiler sees it, a constant; only the GPU is made up
-    monkeypatch.setattr(support, "capability", CAPABILITY)
-    monkeypatch.setattr(support, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(eligibility, "capability", CAPABILITY)
+    monkeypatch.setattr(eligibility, "_capability", lambda device: (9, 0))
 
     def chosen(q: torch.Tensor, mask: torch.Tensor, degree: int = 2) -> torch.Tensor:
-        made = select.Call(q, q, q, mask, 0.0, False, degree)
-        return q + 1 if select.choose("auto", made).backend == "fused" else q - 1
+        picked = choice.choose("auto", AttentionCall(q, q, mask), q, degree)
+        return q + 1 if picked.backend == "fused" else q - 1
 
     q = torch.zeros(2, 1, 300, 16, dtype=torch.bfloat16)
     compiled = torch.compile(chosen, fullgraph=True, backend="eager")

@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa.operators.fused import eligibility as support  # noqa: E402
-from gfsa.operators.fused.short.prepared import Ready  # noqa: E402
+from gfsa.operators.fused import eligibility  # noqa: E402
+from gfsa.operators.fused.short.prepared import Prepared  # noqa: E402
 from gfsa_benchmarks.host import nothing_launched  # noqa: E402
 
 SMALL = {
@@ -46,11 +46,11 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gfsa.plug(model)
     seen = []
 
-    def forward(short: Ready, q: Any, k: Any, v: Any, coeffs: Any, mask: Any, seed: Any) -> Any:
+    def forward(short: Prepared, q: Any, k: Any, v: Any, coeffs: Any, mask: Any, seed: Any) -> Any:
         seen.append(mask.expand(2, 1, 9, 9))
         return torch.zeros_like(q), torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
-    monkeypatch.setattr(Ready, "forward", forward)
+    monkeypatch.setattr(Prepared, "forward", forward)
     real = torch.ones(2, 9, dtype=torch.long)
     real[1, 6:] = 0
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
@@ -76,11 +76,11 @@ def test_a_compiled_model_keeps_the_kernels_in_its_graph(
         found.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    capability = support.capability
+    capability = eligibility.capability
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
         # the compiler must see the question as it is; only the GPU is made up
-        monkeypatch.setattr(support, "capability", capability)
-        monkeypatch.setattr(support, "_capability", lambda device: (9, 0))
+        monkeypatch.setattr(eligibility, "capability", capability)
+        monkeypatch.setattr(eligibility, "_capability", lambda device: (9, 0))
         compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
         ids = torch.randint(3, 50, (2, 9))
         compiled(input_ids=ids).last_hidden_state.float().sum().backward()

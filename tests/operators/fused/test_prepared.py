@@ -1,4 +1,4 @@
-"""What is ready for a signature is used for that signature alone; asked without a GPU."""
+"""Prepared launches serve calls of their own signature alone; tested without a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import gfsa
-from gfsa.operators import AttentionOperator
-from gfsa.operators.fused import coefficients
-from gfsa.operators.fused import launcher as kernel
+from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
+from gfsa.operators.fused import coefficients, launcher
 from gfsa.operators.fused.operator import FusedOperator
-from gfsa.operators.fused.short.prepared import Ready, ready_for
+from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.short.prepared import Prepared, prepared_for
 from gfsa_benchmarks.host import nothing_launched
 
 BF16 = torch.bfloat16
@@ -25,8 +25,8 @@ def tokens(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
-def ready(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Ready | None:
-    return ready_for(q, k, v, mask, 0.0, False, 0.125)
+def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Prepared | None:
+    return prepared_for(q, k, v, mask, Options(0.125))
 
 
 def test_one_for_each_signature() -> None:
@@ -34,18 +34,18 @@ def test_one_for_each_signature() -> None:
     other_layout = tokens(2, 40, 4, 64).transpose(1, 2)
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
     with nothing_launched():
-        first = ready(x, x, x)
-        assert isinstance(first, Ready)
-        assert ready(x.clone(), x, x) is first
+        first = prepare(x, x, x)
+        assert isinstance(first, Prepared)
+        assert prepare(x.clone(), x, x) is first
         others = [
-            ready(other_layout, x, x),
-            ready(x, other_layout, x),
-            ready(x, x, x, mask),
-            ready(x, x, x, mask.expand(2, 1, 40, 40)),
-            ready(x[:1], x[:1], x[:1]),
-            ready(x[:, :, :39], x[:, :, :39], x[:, :, :39]),
+            prepare(other_layout, x, x),
+            prepare(x, other_layout, x),
+            prepare(x, x, x, mask),
+            prepare(x, x, x, mask.expand(2, 1, 40, 40)),
+            prepare(x[:1], x[:1], x[:1]),
+            prepare(x[:, :, :39], x[:, :, :39], x[:, :, :39]),
         ]
-        assert all(isinstance(each, Ready) for each in others)
+        assert all(isinstance(each, Prepared) for each in others)
         assert len({id(each) for each in [first, *others]}) == 7
 
 
@@ -53,20 +53,20 @@ def test_what_goes_the_longer_way() -> None:
     long, x = tokens(1, 2, 300, 64), tokens(1, 2, 40, 64)
     off_the_border = tokens(1, 2, 40, 65)[..., 1:]
     with nothing_launched():
-        assert ready(long, long, long) is None
-        assert ready(off_the_border, x, x) is None
-        assert ready(x, x.expand(1, 2, 40, 64), x) is not None
-        assert ready(x, tokens(1, 1, 40, 64).expand(1, 2, 40, 64), x) is None
+        assert prepare(long, long, long) is None
+        assert prepare(off_the_border, x, x) is None
+        assert prepare(x, x.expand(1, 2, 40, 64), x) is not None
+        assert prepare(x, tokens(1, 1, 40, 64).expand(1, 2, 40, 64), x) is None
 
 
 def test_results_lie_as_the_tokens_do() -> None:
     q, k = tokens(2, 40, 4, 64).transpose(1, 2), tokens(2, 4, 40, 64)
     coeffs = torch.ones(4, 3)
     with nothing_launched():
-        made = ready(q, k, k)
-        assert made is not None
-        out, u, lse = made.forward(q, k, k, coeffs, None)
-        gradients = made.backward(out, q, k, k, u, out, lse, coeffs, None, None)
+        prepared = prepare(q, k, k)
+        assert prepared is not None
+        out, u, lse = prepared.forward(q, k, k, coeffs, None)
+        gradients = prepared.backward(out, q, k, k, u, out, lse, coeffs, None, None)
     assert out.stride() == u.stride() == q.stride()
     assert gradients is not None
     assert [x.stride() for x in gradients[:3]] == [x.stride() for x in (q, k, k)]
@@ -79,25 +79,25 @@ def test_saved_tensors_in_another_layout_are_noticed() -> None:
     mask = torch.ones(2, 1, 1, 40, dtype=torch.bool).expand(2, 1, 40, 40)
     coeffs = torch.ones(4, 3)
     with nothing_launched():
-        made = ready(x, x, x, mask)
-        assert made is not None
-        out, u, lse = made.forward(x, x, x, coeffs, mask)
+        prepared = prepare(x, x, x, mask)
+        assert prepared is not None
+        out, u, lse = prepared.forward(x, x, x, coeffs, mask)
         kept = (x, x, x, u, out, lse, coeffs)
-        assert made.backward(out, *kept, mask, None) is not None
-        assert made.backward(out, *kept, mask.contiguous(), None) is None
-        assert made.backward(out.sum().expand(out.shape), *kept, mask, None) is None
+        assert prepared.backward(out, *kept, mask, None) is not None
+        assert prepared.backward(out, *kept, mask.contiguous(), None) is None
+        assert prepared.backward(out.sum().expand(out.shape), *kept, mask, None) is None
 
 
 def test_a_filter_of_degree_one_takes_the_short_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a second pass of weight zero; θ's gradient is that of its own two powers."""
     q, layer = tokens(2, 4, 40, 64).requires_grad_(), gfsa.GFSA(4, K=None)
-    forward, seen = Ready.forward, []
+    forward, seen = Prepared.forward, []
 
-    def seeing(ready: Ready, *given: Any) -> Any:
+    def recording(prepared: Prepared, *given: Any) -> Any:
         seen.append(given[3].shape)
-        return forward(ready, *given)
+        return forward(prepared, *given)
 
-    monkeypatch.setattr(Ready, "forward", seeing)
+    monkeypatch.setattr(Prepared, "forward", recording)
     with nothing_launched():
         y = layer(AttentionOperator(q, q), q)
         dq, dtheta = torch.autograd.grad(y, [q, layer.theta], torch.zeros_like(y))
@@ -110,26 +110,26 @@ def test_a_filter_of_degree_one_takes_the_short_kernels(monkeypatch: pytest.Monk
 def test_a_mask_broadcast_over_keys_is_laid_out_for_the_kernels() -> None:
     """As compiled models of transformers make it where nothing is hidden."""
     x, mask = tokens(2, 4, 40, 64), (torch.rand(2, 1, 40, 1) < 0.5).expand(2, 1, 40, 40)
-    laid_out = FusedOperator(x, x, mask).attn_mask
+    laid_out = FusedOperator(AttentionCall(x, x, mask)).mask
     assert torch.equal(laid_out, mask)
     with nothing_launched():
-        assert ready(x, x, x, mask) is None
-        assert isinstance(ready(x, x, x, laid_out), Ready)
+        assert prepare(x, x, x, mask) is None
+        assert isinstance(prepare(x, x, x, laid_out), Prepared)
     # others are given on as they are
     keys = torch.ones(2, 1, 1, 40, dtype=torch.bool).expand(2, 4, 40, 40)
-    assert FusedOperator(x, x, keys).attn_mask is keys
+    assert FusedOperator(AttentionCall(x, x, keys)).mask is keys
 
 
 def test_the_way_back_is_settled_for_each_layout() -> None:
     x, coeffs = tokens(2, 4, 40, 64), torch.ones(4, 3)
     other_layout = tokens(2, 40, 4, 64).transpose(1, 2)
     with nothing_launched():
-        made = ready(x, x, x)
-        assert made is not None
-        out, u, lse = made.forward(x, x, x, coeffs, None)
+        prepared = prepare(x, x, x)
+        assert prepared is not None
+        out, u, lse = prepared.forward(x, x, x, coeffs, None)
         for g in (x, other_layout, x):
-            assert made.backward(g, x, x, x, u, out, lse, coeffs, None, None) is not None
-        settled = {strides[-1]: launch for strides, launch in made.direct_back.items()}
+            assert prepared.backward(g, x, x, x, u, out, lse, coeffs, None, None) is not None
+        settled = {strides[-1]: launch for strides, launch in prepared.direct_backward.items()}
     assert settled.keys() == {x.stride(), other_layout.stride()}
     for g_strides, launch in settled.items():
         # what the copy engine is told of g, the sixth tensor
@@ -137,13 +137,13 @@ def test_the_way_back_is_settled_for_each_layout() -> None:
 
 
 def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "_MOST_DESCRIBED", 4)
+    monkeypatch.setattr(launcher, "_MOST_DESCRIPTORS", 4)
     coeffs, asked, launched = torch.ones(4, 3), [], []
     with nothing_launched():
-        made = ready(*[tokens(2, 4, 40, 64)] * 3)
-        assert made is not None
-        made.forward(*[tokens(2, 4, 40, 64)] * 3, coeffs, None)
-        launch = made.direct
+        prepared = prepare(*[tokens(2, 4, 40, 64)] * 3)
+        assert prepared is not None
+        prepared.forward(*[tokens(2, 4, 40, 64)] * 3, coeffs, None)
+        launch = prepared.direct
         assert launch is not None
         monkeypatch.setattr(launch, "encode", lambda at, *_: asked.append(at) or f"at {at}")
         monkeypatch.setattr(launch, "c_launcher", lambda *given: launched.append(given))
@@ -151,7 +151,7 @@ def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPat
             known.clear()
         places = [tokens(2, 4, 40, 64) for _ in range(9)]
         for q in [*places, *places[::-1]]:
-            made.forward(q, places[0], places[0], coeffs, None)
+            prepared.forward(q, places[0], places[0], coeffs, None)
             assert launched[-1][launch.tiles[0][0]] == f"at {q.data_ptr()}"
     first, keys = launch.tiles[0][2], launch.tiles[1][2]
     assert 0 < len(first) <= 4
@@ -164,21 +164,20 @@ def test_descriptors_are_kept_where_nothing_is_launched() -> None:
     """So that the host's time is that of a call whose tensors are where others were."""
     q = tokens(2, 4, 40, 64)
     with nothing_launched():
-        made = ready(q, q, q)
-        assert made is not None
+        prepared = prepare(q, q, q)
+        assert prepared is not None
         for _ in range(2):
-            made.forward(q, q, q, torch.ones(4, 3), None)
-        assert made.direct is not None
-        assert made.direct.tiles[0][2][q.data_ptr()] is not None
+            prepared.forward(q, q, q, torch.ones(4, 3), None)
+        assert prepared.direct is not None
+        assert prepared.direct.tiles[0][2][q.data_ptr()] is not None
 
 
 def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's layers may lie on another GPU than the current one."""
     seen: list[Tensor] = []
-    monkeypatch.setattr(coefficients, "launch_beside", lambda x, *_: seen.append(x))
-    theta, parts = torch.zeros(4, 2), torch.zeros(4, 3, 8)
-    constant = coefficients.Affine(torch.zeros(4, 3), torch.zeros(2, 3))
-    coefficients.forward(theta, constant)
-    coefficients.backward(parts, constant)
+    monkeypatch.setattr(coefficients, "launch_on_device_of", lambda x, *_: seen.append(x))
+    theta, parts, basis = torch.zeros(4, 2), torch.zeros(4, 3, 8), torch.zeros(2, 3)
+    coefficients.evaluate(Coefficients(theta, torch.zeros(4, 3), basis))
+    coefficients.gradient(parts, basis)
     coefficients.total(parts)
     assert [x is y for x, y in zip(seen, (theta, parts, parts), strict=True)] == [True] * 3

@@ -1,4 +1,4 @@
-"""The fused kernels on the CPU, statement by statement, in Triton's interpreter.
+"""The long kernels and those of the coefficients on the CPU, in Triton's interpreter.
 
 Not collected by itself: the interpreter has to be switched on before triton is imported, so
 ``test_interpreted.py`` runs this file in a process of its own.
@@ -11,22 +11,23 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.operators import DenseOperator, SDPAOperator
-from gfsa.operators.fused import autograd as op
-from gfsa.operators.fused import coefficients
+from gfsa.filters import PartialPolynomial
+from gfsa.operators import AttentionCall, Coefficients, DenseOperator, SDPAOperator
+from gfsa.operators.fused import autograd, coefficients
 from gfsa.operators.fused.autograd import filter_attention
-from gfsa.operators.fused.long import tile_sizes as plan
+from gfsa.operators.fused.long import tile_sizes
 from gfsa.operators.fused.operator import FusedOperator
+from gfsa.operators.fused.problem import Options
 from support.fused_cases import NAMES, Problem, error, run
 
 assert support.triton_interpreter
 
 SMALL = {
-    "attend": plan.Tiles(32, 16, 4, 2),
-    "combine": plan.Tiles(16, 32, 4, 2),
-    "grad_first_pass": plan.Tiles(32, 16, 4, 2),
-    "grad_keys": plan.Tiles(32, 16, 4, 2),
-    "grad_queries": plan.Tiles(16, 32, 4, 2),
+    "attend": tile_sizes.Tiles(32, 16, 4, 2),
+    "combine": tile_sizes.Tiles(16, 32, 4, 2),
+    "grad_first_pass": tile_sizes.Tiles(32, 16, 4, 2),
+    "grad_keys": tile_sizes.Tiles(32, 16, 4, 2),
+    "grad_queries": tile_sizes.Tiles(16, 32, 4, 2),
 }
 
 
@@ -35,9 +36,9 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a short sequence takes several, also of unequal sizes."""
     torch.manual_seed(0)
     for name, tiles in SMALL.items():
-        monkeypatch.setitem(plan.TILES, name, {128: tiles})
-    monkeypatch.setattr(plan, "TALL_FROM", {})
-    monkeypatch.setattr(plan, "CAUSAL", {})
+        monkeypatch.setitem(tile_sizes.TILES, name, {128: tiles})
+    monkeypatch.setattr(tile_sizes, "TALL_FROM", {})
+    monkeypatch.setattr(tile_sizes, "CAUSAL", {})
 
 
 @pytest.mark.parametrize(
@@ -71,12 +72,12 @@ def test_agrees_with_the_specification(problem: Problem) -> None:
 
 
 def test_memory_beyond_the_tensors_is_never_used() -> None:
-    sea = torch.full((4, 1, 2, 60, 16), float("nan"))
-    inside = sea[..., 7 : 7 + 37, :]
+    surroundings = torch.full((4, 1, 2, 60, 16), float("nan"))
+    inside = surroundings[..., 7 : 7 + 37, :]
     inside.copy_(torch.randn(inside.shape))
     q, k, v, g = inside.unbind(0)
     inputs = [x.detach().requires_grad_() for x in (q, k, v, torch.randn(2, 3))]
-    out = filter_attention(*inputs, scale=0.25)
+    out = filter_attention(*inputs, None, None, Options(0.25))
     for x in (out, *torch.autograd.grad(out, inputs, g)):
         assert torch.isfinite(x).all()
 
@@ -87,7 +88,7 @@ def test_logsumexps_far_below_zero(is_causal: bool) -> None:
     q = torch.full((1, 1, 37, 16), -6.0)
     inputs = [q, -q, torch.randn_like(q), torch.ones(1, 3)]
     inputs = [x.requires_grad_() for x in inputs]
-    out = filter_attention(*inputs, scale=1.0, is_causal=is_causal)
+    out = filter_attention(*inputs, None, None, Options(1.0, is_causal))
     for x in (out, *torch.autograd.grad(out, inputs, torch.randn_like(out))):
         assert torch.isfinite(x).all()
 
@@ -96,7 +97,7 @@ def test_results_lie_in_memory_as_the_tokens_do() -> None:
     problem = Problem(2, 2, 20, 16, projected=True)
     q, k, v, coeffs, g = problem.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
-    out = filter_attention(*inputs, scale=0.25)
+    out = filter_attention(*inputs, None, None, Options(0.25))
     assert out.transpose(1, 2).is_contiguous()
     for x in torch.autograd.grad(out, inputs[:3], g):
         assert x.transpose(1, 2).is_contiguous()
@@ -112,8 +113,9 @@ def test_any_layout(layout: str) -> None:
         "off the border": torch.randn(1, 2, 20, 17)[..., 1:],
     }[layout]
     coeffs = torch.randn(2, 3)
-    got = filter_attention(given, x, given, coeffs, scale=0.25)
-    expected = filter_attention(given.clone(), x, given.clone(), coeffs, scale=0.25)
+    got = filter_attention(given, x, given, coeffs, None, None, Options(0.25))
+    copy = given.clone()
+    expected = filter_attention(copy, x, copy.clone(), coeffs, None, None, Options(0.25))
     assert torch.equal(got, expected)
 
 
@@ -122,7 +124,7 @@ def test_operator_registration() -> None:
     inputs = [x.requires_grad_() for x in problem.tensors()[:4]]
     mask = torch.rand(1, 1, 1, 18) < 0.8
     seed = torch.tensor([3])
-    torch.library.opcheck(op.forward, (*inputs, mask, seed, 0.1, True, 0.25))
+    torch.library.opcheck(autograd.forward, (*inputs, mask, seed, 0.1, True, 0.25))
 
 
 def test_compiled_whole() -> None:
@@ -130,7 +132,7 @@ def test_compiled_whole() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
 
     def step(*inputs: torch.Tensor) -> torch.Tensor:
-        return filter_attention(*inputs, scale=0.25) * 2
+        return filter_attention(*inputs, None, None, Options(0.25)) * 2
 
     y = step(*inputs)
     z = torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs)
@@ -148,7 +150,7 @@ def test_operator_and_checkpointing() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        return FusedOperator(q, k, dropout_p=0.3, is_causal=True).polynomial(c, v)
+        return FusedOperator(AttentionCall(q, k, dropout_p=0.3, is_causal=True)).polynomial(c, v)
 
     results = []
     for recompute in (False, True):
@@ -162,8 +164,8 @@ def test_operator_and_checkpointing() -> None:
 
 def test_single_passes_are_torchs() -> None:
     q, k, v, _, _ = Problem(1, 2, 18, 16, 1).tensors()
-    fused = FusedOperator(q, k, is_causal=True, enable_gqa=True)
-    sdpa = SDPAOperator(q, k, is_causal=True, enable_gqa=True)
+    call = AttentionCall(q, k, is_causal=True, enable_gqa=True)
+    fused, sdpa = FusedOperator(call), SDPAOperator(call)
     assert torch.equal(fused.apply(v), sdpa.apply(v))
     for mine, theirs in zip(fused.powers(v, 3), sdpa.powers(v, 3), strict=True):
         assert torch.equal(mine, theirs)
@@ -171,7 +173,7 @@ def test_single_passes_are_torchs() -> None:
 
 def test_no_second_derivative_in_silence() -> None:
     inputs = [x.requires_grad_() for x in Problem(1, 1, 16, 16).tensors()[:4]]
-    out = filter_attention(*inputs, scale=0.25)
+    out = filter_attention(*inputs, None, None, Options(0.25))
     (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(dq.sum(), inputs[:1])
@@ -185,7 +187,7 @@ def test_a_filter_learns_by_the_kernels(K: int, heads: int) -> None:
     layer = gfsa.GFSA(heads, K=K, w0=0.2, w1=0.7, wK=0.4)
     inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
     results = []
-    for operator in (FusedOperator(q, k), DenseOperator.from_qk(q, k)):
+    for operator in (FusedOperator(AttentionCall(q, k)), DenseOperator.from_qk(q, k)):
         y = layer(operator, v)
         results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
         with torch.no_grad():
@@ -195,28 +197,45 @@ def test_a_filter_learns_by_the_kernels(K: int, heads: int) -> None:
         assert error(mine, exact) <= 2e-6, name
 
 
+@pytest.mark.parametrize("high", [[0, 2], [1]])
+def test_a_filter_whose_basis_differs_from_head_to_head(high: list[int]) -> None:
+    """The kernels read one basis for all heads; torch computes these coefficients."""
+    q, k, v, _, g = Problem(1, 3, 20, 16).tensors()
+    layer = PartialPolynomial(3, degree=2, high=high)
+    with torch.no_grad():
+        layer.theta.copy_(torch.randn(3, 3))
+    results = []
+    for operator in (FusedOperator(AttentionCall(q, k)), DenseOperator.from_qk(q, k)):
+        y = layer(operator, v)
+        results.append([y.detach(), *torch.autograd.grad(y, [layer.theta], g)])
+        with torch.no_grad():
+            assert error(layer(operator, v), y) <= 1e-6
+    for fused, exact in zip(*results, strict=True):
+        assert error(fused, exact) <= 2e-6
+
+
 @pytest.mark.parametrize(("powers", "given"), [(3, 3), (2, 2), (2, 3)])
 def test_few_and_many_parts_of_the_coefficients_gradient(
     powers: int, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of powers that a filter lacks are left out, whatever they hold."""
-    constant = coefficients.Affine(torch.zeros(5, powers), torch.randn(2, powers))
+    basis = torch.randn(2, powers)
     for number in (1, 7, 4096, 9500):
         parts = torch.randn(5, given, number)
         assert error(coefficients.total(parts), parts.double().sum(2)) <= 1e-5
-        expected = parts[:, :powers].double().sum(2) @ constant.basis.double().T
+        expected = parts[:, :powers].double().sum(2) @ basis.double().T
         parts[:, powers:] = float("nan")
-        assert error(coefficients.backward(parts, constant), expected) <= 1e-5
+        assert error(coefficients.gradient(parts, basis), expected) <= 1e-5
         with monkeypatch.context() as patch:
             patch.setattr(coefficients, "MOST_PARTS", 0)
-            assert error(coefficients.backward(parts, constant), expected) <= 1e-5
+            assert error(coefficients.gradient(parts, basis), expected) <= 1e-5
 
 
 @pytest.mark.parametrize("learned", [1, 3])
 @pytest.mark.parametrize("powers", [2, 3])
 def test_coefficients_of_powers_that_a_filter_lacks_are_zero(powers: int, learned: int) -> None:
     theta, base, basis = (torch.randn(s) for s in ((5, learned), (5, powers), (learned, powers)))
-    coeffs = coefficients.forward(theta, coefficients.Affine(base, basis))
+    coeffs = coefficients.evaluate(Coefficients(theta, base, basis))
     assert coeffs.shape == (5, 3)
     assert error(coeffs[:, :powers], base.double() + theta.double() @ basis.double()) <= 1e-6
     assert (coeffs[:, powers:] == 0).all()

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from gfsa.operators import FunctionOperator, combine
+from gfsa.operators import (
+    AttentionCall,
+    AttentionOperator,
+    Coefficients,
+    DenseOperator,
+    FunctionOperator,
+    LinearOperator,
+    SDPAOperator,
+    combine,
+)
 from gfsa.operators.base import at_least_float32
 
 
@@ -74,3 +83,33 @@ def test_a_constant_in_one_go() -> None:
     tokens = torch.randn(2, 3, dtype=torch.bfloat16)
     total = combine(torch.tensor([2.0]), [tokens], in_one_go=True)
     assert torch.equal(total, 2 * tokens)
+
+
+@pytest.mark.parametrize("is_diagonal", [False, True])
+@pytest.mark.parametrize(
+    "name", ["function", "dense", "dense, H dropped", "sdpa", "linear", "attention"]
+)
+def test_a_filters_coefficients_in_place_of_a_tensor(name: str, is_diagonal: bool) -> None:
+    """Every operator gives the same tokens and the same gradient of θ for both."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind(0)
+    theta, base = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    basis = torch.randn(3).diag() if is_diagonal else torch.randn(3, 3)
+    made = Coefficients(theta, base, basis, is_diagonal)
+    torch.testing.assert_close(made.value(), base + theta @ basis)
+    operator = {
+        "function": lambda: FunctionOperator(lambda x: x.roll(1, -2)),
+        "dense": lambda: DenseOperator.from_qk(q, k),
+        "dense, H dropped": lambda: DenseOperator.from_qk(
+            q, k, dropout_p=0.3, dropout_after="filter"
+        ),
+        "sdpa": lambda: SDPAOperator(AttentionCall(q, k)),
+        "linear": lambda: LinearOperator(q, k),
+        "attention": lambda: AttentionOperator(q, k),
+    }[name]()
+    results = []
+    for coeffs in (made, made.value()):
+        torch.manual_seed(1)
+        y = operator.polynomial(coeffs, v)
+        results.append((y, *torch.autograd.grad(y.sum(), theta)))
+    assert all(map(torch.equal, *results))

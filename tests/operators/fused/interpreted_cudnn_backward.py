@@ -13,12 +13,11 @@ from torch import Tensor
 
 import support.cudnn_on_cpu
 from gfsa.operators import DenseOperator
-from gfsa.operators.fused import autograd as op
+from gfsa.operators.fused import autograd
 from gfsa.operators.fused.autograd import filter_attention
-from gfsa.operators.fused.long import cudnn_backward as twofold
-from gfsa.operators.fused.long import launch as passes
-from gfsa.operators.fused.long import tile_sizes as plan
-from gfsa.operators.fused.long.launch import Options
+from gfsa.operators.fused.long import cudnn_backward, tile_sizes
+from gfsa.operators.fused.long import launch as long
+from gfsa.operators.fused.problem import Options
 from support.fused_cases import NAMES, Problem, error, run
 
 assert support.triton_interpreter
@@ -28,20 +27,20 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def _twofold(monkeypatch: pytest.MonkeyPatch) -> None:
+def _always_by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call goes this way, through the forward pass of any length on small tiles."""
     torch.manual_seed(0)
-    twofold.pieces.cache_clear()
-    monkeypatch.setattr(passes, "cudnn_would_run", lambda *call: True)
-    monkeypatch.setattr(twofold, "SHORTEST", 1)
-    monkeypatch.setattr(twofold, "multiprocessors", lambda device: 132)
-    monkeypatch.setitem(plan.TILES, "combine", {128: plan.Tiles(16, 32, 4, 2)})
+    cudnn_backward.pieces.cache_clear()
+    monkeypatch.setattr(long, "cudnn_would_run", lambda *call: True)
+    monkeypatch.setattr(cudnn_backward, "SHORTEST", 1)
+    monkeypatch.setattr(cudnn_backward, "multiprocessors", lambda device: 132)
+    monkeypatch.setitem(tile_sizes.TILES, "combine", {128: tile_sizes.Tiles(16, 32, 4, 2)})
 
 
 def fill_with(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that so many heads of all sequences keep busy, each one being a tile long."""
-    monkeypatch.setattr(twofold, "BUSY", float(pairs))
-    monkeypatch.setattr(twofold, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(cudnn_backward, "BUSY", float(pairs))
+    monkeypatch.setattr(cudnn_backward, "multiprocessors", lambda device: 1)
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 4, 100])
@@ -70,13 +69,13 @@ def test_the_registered_operator_goes_the_same_way(monkeypatch: pytest.MonkeyPat
     fill_with(2, monkeypatch)
     q, k, v, coeffs, g = Problem(2, 4, 40, 72, projected=True).tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
-    torch.library.opcheck(op.forward, (*inputs, None, None, 0.0, True, 0.1))
+    torch.library.opcheck(autograd.forward, (*inputs, None, None, 0.0, True, 0.1))
 
     def step(*inputs: Tensor) -> Tensor:
-        return filter_attention(*inputs, is_causal=True, scale=0.1)
+        return filter_attention(*inputs, None, None, Options(0.1, True))
 
     calls = []
-    monkeypatch.setattr(twofold, "backward", counted(twofold.backward, calls))
+    monkeypatch.setattr(cudnn_backward, "backward", counted(cudnn_backward.backward, calls))
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     mine, theirs = (torch.autograd.grad(f(*inputs), inputs, g) for f in (step, compiled))
     assert len(calls) == 2
@@ -107,7 +106,7 @@ def test_any_layout(layout: str, pairs: int, monkeypatch: pytest.MonkeyPatch) ->
     results = []
     for inputs in ([q, k, v, coeffs], [x.clone() for x in (q, k, v, coeffs)]):
         inputs = [x.detach().requires_grad_() for x in inputs]
-        out = filter_attention(*inputs, scale=0.1)
+        out = filter_attention(*inputs, None, None, Options(0.1))
         results.append([out, *torch.autograd.grad(out, inputs, g)])
     for name, mine, other in zip(NAMES, *results, strict=True):
         assert error(mine, other) <= 2e-6, name
@@ -133,7 +132,7 @@ def saved(problem: Problem, coeffs: Tensor) -> tuple[list[Tensor], list[Tensor]]
 def relative_errors(problem: Problem, coeffs: Tensor) -> dict[str, float]:
     given, expected = saved(problem, coeffs)
     options = Options(problem.head_dim**-0.5, problem.is_causal)
-    *got, parts = twofold.backward(*given, options)
+    *got, parts = cudnn_backward.backward(*given, None, None, options)
     got.append(parts.sum(2))
     assert all(torch.isfinite(x).all() for x in got)
     return {name: error(x, y) for name, x, y in zip(NAMES[1:], got, expected, strict=True)}
@@ -159,9 +158,9 @@ def test_a_second_pass_of_weight_zero_says_nothing(dtype: torch.dtype) -> None:
     given, _ = saved(Problem(2, 2, 70, 72, dtype=dtype), coeffs)
     g, q, k, v, u, _, lse, _ = given
     options = Options(72**-0.5)
-    dq, dk, dv, parts = twofold.backward(*given, options)
+    dq, dk, dv, parts = cudnn_backward.backward(*given, None, None, options)
     du = (coeffs[:, 1, None, None] * g.float()).to(dtype)
-    first = twofold._attention_gradient(du, q, k, v, u, lse, options)
+    first = cudnn_backward._attention_gradient(du, q, k, v, u, lse, options)
     assert torch.equal(dq, first[0])
     assert torch.equal(dk, first[1])
     assert error(dv, first[2].double() + coeffs[:, 0, None, None] * g.double()) <= 5e-3
@@ -176,5 +175,5 @@ def test_large_float16_values_stay_finite(c2: float) -> None:
     given, _ = saved(problem, coeffs)
     g, q, k, v, u, out, *rest = given
     grown = [3e4 / 4 * x for x in (v, u, out)]
-    for x in twofold.backward(g / 5e4, q, k, *grown, *rest, Options(72**-0.5)):
+    for x in cudnn_backward.backward(g / 5e4, q, k, *grown, *rest, None, None, Options(72**-0.5)):
         assert torch.isfinite(x).all()

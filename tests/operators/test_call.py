@@ -1,0 +1,47 @@
+"""The record of a call, and the cache of decisions about calls."""
+
+import pytest
+import torch
+
+from gfsa.operators import AttentionCall, DenseOperator
+from gfsa.operators.call import DecisionCache
+
+HEADS = [0, 2, 3]
+
+
+@pytest.fixture
+def call() -> AttentionCall:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.rand(2, 4, 5, 5) < 0.7
+    return AttentionCall(q, k, mask, 0.5, True, 0.3, True, "filter")
+
+
+def test_the_dense_operator_of_a_call_is_the_specification(call: AttentionCall) -> None:
+    expected = DenseOperator.from_qk(call.q, call.k, call.attn_mask, True, 0.3)
+    assert torch.equal(DenseOperator.from_call(call).matrix, expected.matrix)
+    dropped = DenseOperator.from_call(call._replace(dropout_after="attention"))
+    assert not torch.equal(dropped.matrix, expected.matrix)
+
+
+def test_without_dropout_the_map_is_the_same(call: AttentionCall) -> None:
+    plain = call.without_dropout()
+    assert plain.dropout_p == 0.0
+    changed = {"dropout_p", "dropout_after"}
+    for name in set(call._fields) - changed:
+        assert getattr(plain, name) is getattr(call, name)
+
+
+def test_some_heads_have_their_rows_of_the_map(call: AttentionCall) -> None:
+    whole = DenseOperator.from_call(call.without_dropout()).matrix
+    some = call.of_heads(HEADS)
+    assert some.dropout_p == 0.0
+    torch.testing.assert_close(DenseOperator.from_call(some).matrix, whole[:, HEADS])
+
+
+def test_a_cache_of_decisions_empties_when_full() -> None:
+    cache: DecisionCache[str] = DecisionCache(capacity=2)
+    for number in range(3):
+        cache.remember((number,), str(number))
+        assert cache[(number,)] == str(number)
+    assert list(cache) == [(2,)]

@@ -1,0 +1,115 @@
+"""Visibility: which keys a query sees, from any kind of mask, against the attention map itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gfsa.operators import (
+    AttentionCall,
+    AttentionOperator,
+    DenseOperator,
+    FunctionOperator,
+    LinearOperator,
+    Operator,
+    SDPAOperator,
+    Visibility,
+)
+
+B, H, N, D = 2, 3, 6, 4
+
+
+def additive(mask: Tensor, lowest: float) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, lowest)
+
+
+def masks() -> dict[str, Tensor | None]:
+    torch.manual_seed(1)
+    # every query sees itself, so that no row is empty
+    pairs = (torch.rand(B, H, N, N) < 0.5) | torch.eye(N, dtype=torch.bool)
+    keys = torch.ones(B, 1, 1, N, dtype=torch.bool)
+    keys[1, ..., 4:] = False
+    return {
+        "none": None,
+        "keys": keys,
+        "keys, additive": additive(keys, -math.inf),
+        "keys of all sequences": keys[1, 0, 0],
+        "pairs": pairs[:1, :1],
+        "pairs per head": pairs,
+        "pairs per head, all sequences": pairs[0],
+        "pairs, smallest number": additive(pairs, torch.finfo(torch.float32).min),
+        "queries and keys": pairs[0, 0],
+    }
+
+
+@pytest.fixture
+def qk() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(B, H, N, D), torch.randn(B, H, N, D)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", masks())
+@pytest.mark.parametrize("kind", ["attention", "sdpa"])
+def test_an_operator_sees_where_its_map_is_not_zero(
+    name: str, causal: bool, kind: str, qk: tuple[Tensor, Tensor]
+) -> None:
+    q, k = qk
+    call = AttentionCall(q, k, masks()[name], is_causal=causal)
+    seen = DenseOperator.from_call(call).matrix > 0
+    operator: Operator = SDPAOperator(call)
+    if kind == "attention":
+        operator = AttentionOperator(q, k, call.attn_mask, is_causal=causal)
+    visible = operator.visibility()
+    assert visible is not None
+    rows = [visible.rows(i, i + 2, N, q.device).expand(B, H, 2, N) for i in range(0, N, 2)]
+    assert torch.equal(torch.cat(rows, -2), seen)
+    weights = visible.dense(N, q).expand(B, H, N, N)
+    torch.testing.assert_close(weights, seen / seen.sum(-1, keepdim=True))
+    mean = visible.mean(k, N)
+    torch.testing.assert_close(mean.expand(B, H, N, D), weights @ k)
+    keys = visible.visible_keys()
+    expected = seen.any(-2).any(-2)
+    assert torch.equal(torch.ones_like(expected) if keys is None else keys.expand(B, N), expected)
+
+
+def test_tokens_see_what_some_head_sees() -> None:
+    pairs = masks()["pairs per head"]
+    assert pairs is not None
+    together = Visibility(pairs=pairs).for_tokens()
+    assert together.pairs is not None
+    assert torch.equal(together.pairs, pairs.any(1, keepdim=True))
+    keys = pairs[:, :, 0]
+    together = Visibility(keys, causal=True).for_tokens()
+    assert together.causal
+    assert together.keys is not None
+    assert torch.equal(together.keys, keys.any(1, keepdim=True))
+    shared = Visibility(keys[:, :1])
+    assert shared.for_tokens() is shared
+
+
+def test_masks_of_libraries_with_a_batch_dimension() -> None:
+    """Three dimensions are sequences here, and heads in an attention call."""
+    pairs = (torch.rand(B, N, N) < 0.5) | torch.eye(N, dtype=torch.bool)
+    keys = torch.ones(B, N, dtype=torch.bool)
+    keys[0, 0] = False
+    visible = Visibility.from_masks(pairs, keys, causal=True)
+    assert visible.pairs is not None
+    expected = pairs & keys[:, None] & torch.ones(N, N, dtype=torch.bool).tril()
+    assert torch.equal(visible.pairs[:, 0], expected)
+
+
+def test_padding_of_efficient_attention(qk: tuple[Tensor, Tensor]) -> None:
+    padding = torch.zeros(B, N, dtype=torch.bool)
+    padding[1, 3:] = True
+    visible = LinearOperator(*qk, padding).visibility()
+    assert torch.equal(visible.visible_keys(), ~padding)
+    assert LinearOperator(*qk).visibility() == Visibility()
+
+
+def test_a_matrix_and_a_function_tell_nothing() -> None:
+    assert DenseOperator(torch.eye(3)).visibility() is None
+    assert FunctionOperator(lambda x: x).visibility() is None

@@ -92,7 +92,7 @@ def test_report() -> None:
     assert str(report).splitlines() == [
         "layerscale in 1 layers, 24 learned numbers (1 skipped)",
         "    1  encoder.layer.1: output of attention.output.dense, output of output.dense",
-        "    -  encoder.layer.0: not among the chosen layers",
+        "    -  encoder.layer.0: not among the selected layers",
     ]
 
 

@@ -130,7 +130,7 @@ def test_chosen_layers_alone(method: str, layers) -> None:
     acting = [name for name, where in report.plugged.items() if "source" not in where]
     assert len(acting) == 1
     assert ".1" in acting[0]
-    assert set(report.skipped.values()) <= {"not among the chosen layers"}
+    assert set(report.skipped.values()) <= {"not among the selected layers"}
     with_method = _block_outputs(family, model)
     baselines.remove(model)
     without = _block_outputs(family, model)

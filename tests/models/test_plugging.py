@@ -155,9 +155,11 @@ def test_attention_dropout_acts_where_the_filter_says(kind: type[SelfAttention])
 
 def test_importing_the_library_does_not_import_the_models() -> None:
     code = (
-        "import sys, gfsa, gfsa.models\n"
-        "loaded = [m for m in sys.modules if m.startswith('gfsa.models.')]\n"
+        "import sys, gfsa, torch\n"
+        "gfsa.plug(torch.nn.TransformerEncoderLayer(8, 2))\n"
+        "loaded = [m for m in sys.modules if m.startswith('gfsa.models')]\n"
         "assert not loaded, loaded\n"
+        "import gfsa.models\n"
         "assert gfsa.models.Encoder.__name__ == 'Encoder'\n"
         "assert 'torch_geometric' not in sys.modules and 'pymetis' not in sys.modules\n"
     )

@@ -87,7 +87,7 @@ def test_a_filter_of_ones_own_is_not_saved_where_it_could_not_be_loaded(tmp_path
 
     model = model_of()
     gfsa.plug(model, filter=Mine)
-    with pytest.raises(ValueError, match=r"is a Mine, which gfsa\.load could not build again"):
+    with pytest.raises(ValueError, match=r"is a Mine, which gfsa\.load cannot build"):
         gfsa.save(model, tmp_path)
 
 

@@ -235,7 +235,7 @@ def test_decoding_under_dropout_is_refused() -> None:
         model.train()
         # nothing is decoded as long as every token is new
         model(ids)
-        with pytest.raises(ValueError, match="attention dropout over a cache has no meaning"):
+        with pytest.raises(ValueError, match="attention dropout cannot be combined with a cache"):
             model(ids[:, :1], past_key_values=cache)
 
 
@@ -324,7 +324,7 @@ def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
     ids = prompt()["input_ids"]
     with torch.no_grad():
         model(ids, use_cache=False)
-        with pytest.raises(ValueError, match="attends more than once a forward"):
+        with pytest.raises(ValueError, match="attends more than once per forward"):
             model(ids)
 
 

@@ -51,7 +51,7 @@ def test_layers(layers: object, expected: list[int]) -> None:
     assert list(report.plugged) == list(gfsa.filters_of(model))
     assert set(report.plugged.values()) == {4}
     assert report.parameters == len(expected) * 4 * 3
-    assert set(report.skipped.values()) <= {"not among the chosen layers"}
+    assert set(report.skipped.values()) <= {"not among the selected layers"}
     assert len(report.plugged) + len(report.skipped) == 4
 
 
@@ -141,9 +141,9 @@ def test_nothing_to_unplug() -> None:
     [
         ({"filter": gfsa.GFSA(4)}, TypeError, "a function of the number of heads"),
         ({"filter": 3}, TypeError, "a function of the number of heads"),
-        ({"filter": gfsa.Twicing, "K": 3}, ValueError, "K belong to GFSA"),
-        ({"filter": lambda heads: nn.Linear(1, 1)}, TypeError, "must make a gfsa.GraphFilter"),
-        ({"filter": lambda heads: gfsa.Twicing(7)}, ValueError, "has 4 heads, .* made .* for 7"),
+        ({"filter": gfsa.Twicing, "K": 3}, ValueError, "K are arguments of GFSA"),
+        ({"filter": lambda heads: nn.Linear(1, 1)}, TypeError, "must return a gfsa.GraphFilter"),
+        ({"filter": lambda heads: gfsa.Twicing(7)}, ValueError, "has 4 heads, .* returned .* for 7"),
         ({"preset": "best"}, ValueError, "the only preset is 'paper'"),
         ({"dropout_after": "lunch"}, ValueError, "dropout_after must be one of"),
         ({"unknown": "guess"}, ValueError, "unknown must be one of"),

@@ -321,9 +321,9 @@ def test_compiled_cross_attention_of_equal_length_is_refused(whole):
     model, x = _attends()
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=whole)
-    with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+    with pytest.raises(Exception, match="cannot be compared while a graph is compiled"):
         compiled(x, torch.randn_like(x))
-    with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+    with pytest.raises(Exception, match="cannot be compared while a graph is compiled"):
         torch.export.export(model, (x, torch.randn_like(x)))
 
 
@@ -371,7 +371,7 @@ def test_compiled_self_attention_by_views_needs_no_forward_before(mode, dynamic)
         made = compiled(x, False)
         torch.testing.assert_close(made, copy.deepcopy(model)(x, False))
         # two parts of one tensor are other tokens
-        with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+        with pytest.raises(Exception, match="cannot be compared while a graph is compiled"):
             compiled(x, True)
 
 

@@ -17,9 +17,9 @@ from gfsa.lens.progress import Progress, progress_bar
 from gfsa.lens.readings import ModelReading
 from gfsa.lens.recorder import Recorder
 from gfsa.lens.report import LensReport
-from gfsa.lens.sockets import every_socket
-from gfsa.plugs.adapter import Unknown
+from gfsa.lens.sites import plugged_everywhere
 from gfsa.plugs.layer_selection import Layers
+from gfsa.plugs.registry import Unknown
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -116,8 +116,8 @@ def _look(
     with (
         _evaluating(model),
         torch.no_grad(),
-        every_socket(model, unknown) as (sockets, bare, skipped),
-        Recorder(model, sockets, layers, looks) as recorder,
+        plugged_everywhere(model, unknown) as (sites, bare, skipped),
+        Recorder(model, sites, layers, looks) as recorder,
     ):
         for batch in batches:
             batch = _to_device(batch, device)
@@ -130,10 +130,10 @@ def _look(
         skipped |= {
             n: f"{type(s.filter).__name__} is no polynomial of its map: its tokens are shown, "
             "its response is not"
-            for n, s in sockets.items()
+            for n, s in sites.items()
             if not s.filter.is_polynomial
         }
-        own = [s.filter for n, s in sockets.items() if n not in bare]
+        own = [s.filter for n, s in sites.items() if n not in bare]
         first = next(iter(recorder.layers.values()))
         return ModelReading(
             name=name,

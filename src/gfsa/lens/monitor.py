@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.lens import metrics
-from gfsa.lens.sockets import attention_modules, blocks_around
+from gfsa.lens.sites import attention_modules, blocks_around
 from gfsa.lens.tokens import as_tokens, first_tensor, fits, valid_from_batch
-from gfsa.plugs.plug import filters_of
+from gfsa.plugs.sites import filters_of
 
 Log = Callable[[dict[str, float], int], None]
 

@@ -14,7 +14,7 @@ from gfsa.filters import GraphFilter
 from gfsa.lens import metrics
 from gfsa.lens.layer_record import LayerRecord, Looks, Stopwatch
 from gfsa.lens.readings import AttentionReading, FeatureReading
-from gfsa.lens.sockets import blocks_around
+from gfsa.lens.sites import blocks_around
 from gfsa.lens.tokens import (
     as_tokens,
     first_tensor,
@@ -24,7 +24,7 @@ from gfsa.lens.tokens import (
     whole_map,
 )
 from gfsa.plugs.layer_selection import Layers, select_layers
-from gfsa.plugs.plug import Socket
+from gfsa.plugs.sites import Site
 
 # a layer is an attention module and how many times it has run before in the same forward:
 # models like ALBERT run one module at every depth
@@ -53,14 +53,14 @@ class Recorder:
 
     .. code-block:: python
 
-        with every_socket(model, "refuse") as (sockets, bare):
-            with Recorder(model, sockets) as recorder, recorder.listening(batch):
+        with plugged_everywhere(model, "refuse") as (sites, bare, refusals):
+            with Recorder(model, sites) as recorder, recorder.listening(batch):
                 model(**batch)
             recorder.features(), recorder.attention(bare)
 
     Args:
-        model: as given to :func:`gfsa.lens.sockets.every_socket`.
-        sockets: its attention modules.
+        model: as given to :func:`gfsa.lens.sites.plugged_everywhere`.
+        sites: its attention modules, all plugged.
         layers: which of them to look at, as in :func:`gfsa.plug`.
         looks: what to look at.
     """
@@ -68,15 +68,15 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        sockets: dict[str, Socket],
+        sites: dict[str, Site],
         layers: Layers = "all",
         looks: Looks | None = None,
     ) -> None:
         self.model = model
-        self.sockets = sockets
+        self.sites = sites
         self.looks = looks or Looks()
-        self.chosen = select_layers({n: s.module for n, s in sockets.items()}, layers)
-        self.blocks = blocks_around(model, sockets)
+        self.chosen = select_layers({n: s.module for n, s in sites.items()}, layers)
+        self.blocks = blocks_around(model, sites)
         self.watch = Stopwatch()
         self.entry = LayerRecord(0, self.looks, self.watch)
         self.layers: dict[Key, LayerRecord] = {}
@@ -87,8 +87,8 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         modules = dict(self.model.named_modules())
-        for name, socket in self.sockets.items():
-            self._handles.append(socket.filter.register_forward_hook(self._on_filter(name)))
+        for name, site in self.sites.items():
+            self._handles.append(site.filter.register_forward_hook(self._on_filter(name)))
             for block in self.blocks[name]:
                 entered, left = self._on_entry, self._on_exit(name)
                 module = modules[block]
@@ -124,10 +124,10 @@ class Recorder:
         """One reading a layer; those whose name is in ``bare`` have no filter of their own."""
         return [
             record.attention_reading(
-                self._title(key), self.sockets[key[0]].filter, bare=key[0] in bare
+                self._title(key), self.sites[key[0]].filter, bare=key[0] in bare
             )
             for key, record in self.layers.items()
-            if key[0] in self.chosen and self.sockets[key[0]].filter.is_polynomial
+            if key[0] in self.chosen and self.sites[key[0]].filter.is_polynomial
         ]
 
     def _title(self, key: Key) -> str:
@@ -218,4 +218,4 @@ class Recorder:
     def _tokens(self, now: _Forward, x: Tensor) -> Tensor | None:
         assert now.key is not None
         assert now.v is not None
-        return as_tokens(x, now.v, self.sockets[now.key[0]].module, now.mask)
+        return as_tokens(x, now.v, self.sites[now.key[0]].module, now.mask)

@@ -44,7 +44,7 @@ from support.subjects import HEADS, SUBJECTS, Op, filters_of, first, randomise
 from support.zoo import VOCABULARY, ZOO
 
 KEY_HEADS = 2
-"""Heads of Llama's keys: a head cannot be shared out."""
+"""Heads of Llama's keys: a head cannot be split."""
 Results = dict[str, dict[str, float]]
 
 
@@ -271,7 +271,7 @@ def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
 def tensor_parallel_refusals(mesh: DeviceMesh) -> None:
     for module, message in (
         (nn.Linear(4, 4), "ShardHeads is for a gfsa.GraphFilter"),
-        (gfsa.Twicing(mesh.size() + 1), "cannot be shared out evenly"),
+        (gfsa.Twicing(mesh.size() + 1), "cannot be sharded evenly"),
         (PartialPolynomial(HEADS, degree=2, high=[0]), "shard the model unpruned"),
     ):
         try:

@@ -65,9 +65,9 @@ class TestAsFilters:
 
     @pytest.mark.parametrize("kind", [baselines.AttnScale, baselines.NeuTRENO])
     def test_they_are_no_polynomials(self, kind: Any) -> None:
-        with pytest.raises(TypeError, match="no polynomial of the attention map"):
+        with pytest.raises(TypeError, match="not a polynomial of the attention map"):
             kind(3).coefficients()
-        with pytest.raises(TypeError, match="no polynomial of the attention map"):
+        with pytest.raises(TypeError, match="not a polynomial of the attention map"):
             kind(3).fold()
 
 

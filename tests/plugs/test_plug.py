@@ -217,7 +217,7 @@ def test_a_model_of_two_backbones_has_no_setting_of_its_own() -> None:
     )
     gpt2 = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4)
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, gpt2)
-    with pytest.raises(ValueError, match=r"made of gpt2 and vit.*plug its parts"):
+    with pytest.raises(ValueError, match=r"contains gpt2 and vit.*plug its parts"):
         gfsa.plug(transformers.VisionEncoderDecoderModel(config), preset="paper")
 
 

@@ -128,7 +128,7 @@ def _look(
         if not recorder.layers:
             raise ValueError("no attention layer ran: the inputs were empty")
         skipped |= {
-            n: f"{type(s.filter).__name__} is no polynomial of its map: its tokens are shown, "
+            n: f"{type(s.filter).__name__} is not a polynomial of its map: its tokens are shown, "
             "its response is not"
             for n, s in sites.items()
             if not s.filter.is_polynomial

@@ -150,7 +150,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated description": (truncate("filters.json"), "filters.json is damaged"),
     "no description": (lambda p: (p / "filters.json").unlink(), "filters.json does not exist"),
     "no tensors": (lambda p: (p / "filters.safetensors").unlink(), "does not exist"),
-    "not an object": (lambda p: (p / "filters.json").write_text("[]"), "must be a JSON object that describes filters"),
+    "not an object": (
+        lambda p: (p / "filters.json").write_text("[]"),
+        "must be a JSON object",
+    ),
     "another format": (damage_json(lambda d: d.update(format=9)), "format 9, .* reads format 1"),
     "no filters": (damage_json(lambda d: d.update(filters={})), "describes no filters"),
     "unknown layer": (

@@ -83,7 +83,7 @@ _CONFORMER = Anatomy(
     ("norm1", "norm2"),
     why_no_norm="a convolution comes between its attention and its next norm",
 )
-GPS = Anatomy(
+GPS_BLOCK = Anatomy(
     "attn",
     {"attention": Place("attn"), "mlp": Place("mlp")},
     why_no_norm="its norms get the nodes of all graphs in one list, without their boundaries",
@@ -132,7 +132,7 @@ _KNOWN: dict[tuple[str, str], Anatomy | Callable[[Any], Anatomy]] = {
     ("torch.nn.modules.transformer", "TransformerEncoderLayer"): _by_order(
         "self_attn", "linear2", "norm_first"
     ),
-    ("torch_geometric.nn.conv.gps_conv", "GPSConv"): GPS,
+    ("torch_geometric.nn.conv.gps_conv", "GPSConv"): GPS_BLOCK,
     (
         "speechbrain.lobes.models.transformer.Transformer",
         "TransformerEncoderLayer",

@@ -28,7 +28,8 @@ class BaselineFilter(GraphFilter):
 
     def coefficients(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} is not a polynomial of the attention map: it has no coefficients"
+            f"{type(self).__name__} is not a polynomial of the attention map, so it has "
+            "no coefficients"
         )
 
     def fold(self) -> Polynomial:

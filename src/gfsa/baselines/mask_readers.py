@@ -65,8 +65,8 @@ class Reader:
         for name, value in given.items():
             if "mask" in name and isinstance(value, Tensor) and name not in _KNOWN_MASKS:
                 raise TypeError(
-                    f"{type(self.attention).__name__} is called with a mask {name}, which cannot be "
-                    "read: the method would include tokens that it hides"
+                    f"{type(self.attention).__name__} is called with a mask {name}, which cannot "
+                    "be read: the method would include tokens that it hides"
                 )
         if self.whole:
             _refuse_a_past(self.attention, given)

@@ -81,7 +81,7 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     The removed coefficients are added to :math:`c_1`, so a head's response to equal tokens stays
     the same and its output changes by :math:`\sum_{k \ge 2} c_k (A^k - A) v`, at most twice the
     tolerance times the largest value. A layer none of whose heads needs a second pass becomes a
-    polynomial of degree 1, or is unplugged if the result is ordinary attention within the tolerance.
+    polynomial of degree 1, or is unplugged if that is ordinary attention within the tolerance.
 
     The pruned filters are polynomials with new parameters (an optimiser built before still holds
     the old ones): prune after training and before sharding. Saving and loading work as before.

@@ -20,7 +20,7 @@ except ImportError:
     # its attention is traced
     Attention = TalkingHeadAttn = WindowAttention = nn.Module
 
-# classes that the tests have traced; the first four have adapters for the timm they were written for
+# classes that the tests have traced; the first four have adapters for one version of timm
 _TRACED = {
     ("timm.layers.attention", "Attention"),
     ("timm.models.vision_transformer", "Attention"),

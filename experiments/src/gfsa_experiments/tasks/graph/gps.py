@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
 
-from gfsa.baselines.block_anatomy import GPS, register_block
+from gfsa.baselines.block_anatomy import GPS_BLOCK, register_block
 from gfsa.models.batch import Batch
 from gfsa.models.graph_layers import FeatureEncoder
 from gfsa_experiments.tasks.graph.norm import mask_norms, real_rows
@@ -61,7 +61,7 @@ class DenseGPSConv(GPSConv):
 
 
 # the comparison methods find its branches where GPSConv has them
-register_block(DenseGPSConv, GPS)
+register_block(DenseGPSConv, GPS_BLOCK)
 
 
 class WalkFeatures(nn.Module):

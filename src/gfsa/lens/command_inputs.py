@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_filters
+from gfsa.plugs.checkpoint import load
+
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
@@ -42,9 +45,7 @@ def load_source(name: str, untrained: bool) -> Source:
     else:
         source = _transformers(where)
     if filters:
-        import gfsa
-
-        gfsa.load(source.model, filters)
+        load(source.model, filters)
     source.label = label or rest
     source.model.eval()
     return source
@@ -86,16 +87,13 @@ def _transformers(where: str) -> Source:
         import transformers as hf
     except ImportError:
         raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
-    import gfsa
-    from gfsa.plugs.adapters.transformers.pretrained import has_filters
-
     config = hf.AutoConfig.from_pretrained(where)
     kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
-    load = kind.from_pretrained
+    build = kind.from_pretrained
     # filters are kept in safetensors only; a folder without any is an ordinary model
     if any(Path(where).glob("*.safetensors")) and has_filters(where):
-        load = functools.partial(gfsa.from_pretrained, kind)
-    model = load(where)
+        build = functools.partial(from_pretrained, kind)
+    model = build(where)
     source = Source(where, model)
     main = getattr(model, "main_input_name", "input_ids")
     needs_target = bool(config.is_encoder_decoder)

@@ -67,6 +67,9 @@ def sites(model: nn.Module, unknown: Unknown = "refuse") -> dict[str, Site]:
     modules = dict(model.named_modules())
     found = {}
     for name, module in modules.items():
+        if isinstance(module, GraphFilter):
+            # a filter has heads and may be named after attention, but is no site
+            continue
         adapter = module.__dict__.get(ADAPTER) or find_adapter(module, unknown)
         if adapter is None:
             continue

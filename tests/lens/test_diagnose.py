@@ -224,7 +224,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     model = TinyEncoder()
     with pytest.raises(TypeError, match=r"expected an nn\.Module"):
         diagnose({"a": "bert"}, torch.randn(1, 8, 16))
-    with pytest.raises(ValueError, match="no model"):
+    with pytest.raises(ValueError, match="got an empty mapping"):
         diagnose({}, torch.randn(1, 8, 16))
     with pytest.raises(ValueError, match="empty"):
         diagnose(model, [])

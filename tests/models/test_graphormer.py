@@ -224,7 +224,7 @@ def test_bfloat16_and_autocast_stay_close() -> None:
 
 
 def test_too_short_paths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"wants 3: GraphormerCollator\(max_hops=3\)"):
+    with pytest.raises(ValueError, match=r"needs 3: GraphormerCollator\(max_hops=3\)"):
         small()(GraphormerCollator(2)(graphs()))
 
 

@@ -49,8 +49,8 @@ every_model = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 
 def perturb(model: nn.Module) -> None:
     with torch.no_grad():
-        for made in gfsa.filters_of(model).values():
-            made.theta.normal_()
+        for filter in gfsa.filters_of(model).values():
+            filter.theta.normal_()
 
 
 @every_model

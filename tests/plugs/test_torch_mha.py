@@ -368,8 +368,8 @@ def test_compiled_self_attention_by_views_needs_no_forward_before(mode, dynamic)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
     with mode():
-        made = compiled(x, False)
-        torch.testing.assert_close(made, copy.deepcopy(model)(x, False))
+        compiled_output = compiled(x, False)
+        torch.testing.assert_close(compiled_output, copy.deepcopy(model)(x, False))
         # two parts of one tensor are other tokens
         with pytest.raises(Exception, match="cannot be compared while a graph is compiled"):
             compiled(x, True)

@@ -224,7 +224,7 @@ def test_as_many_samples_as_heads_are_told_by_memory_or_refused():
             with pytest.raises(TraceError, match="another batch size"):
                 model(x)
             model(X)
-        alone = torch.cat([model(each[None]) for each in x])
+        alone = torch.cat([model(sample[None]) for sample in x])
         torch.testing.assert_close(model(x), alone)
     with pytest.raises(TraceError, match="order cannot be determined"):
         traced("heads_before_samples")(x)

@@ -25,6 +25,11 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # an earlier test may have imported SpeechBrain
+    _forget_lazy_modules()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # one thread a worker: two workers on two cores otherwise fight over them
     if os.environ.get("PYTEST_XDIST_WORKER"):

@@ -34,7 +34,12 @@ def test_without_the_cli_extra_one_line_says_what_to_install(monkeypatch, missin
 
 
 def test_another_missing_module_is_not_hidden(monkeypatch):
-    monkeypatch.setitem(cli.COMMANDS, "broken", "gfsa.no_such_module:command")
+    def load_broken():
+        from gfsa.no_such_module import command
+
+        return command
+
+    monkeypatch.setitem(cli.COMMANDS, "broken", load_broken)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         cli.main()
 

@@ -39,11 +39,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # the lens and the comparison methods are loaded when they are first used
+    # the lens and the baselines are imported when they are first used
     if name == "baselines":
-        import importlib
+        import gfsa.baselines as baselines
 
-        return importlib.import_module("gfsa.baselines")
+        return baselines
     if name == "diagnose":
         from gfsa.lens import diagnose
 

@@ -1,7 +1,7 @@
 """The command line, ``gfsa``.
 
 A command is a function with typer annotations in a module of its own that imports nothing heavy at
-its top. The library's own are the lines of ``COMMANDS``; other distributions add theirs through the
+its top. The library's own are in ``COMMANDS``; other distributions add theirs through the
 entry-point group ``gfsa.commands``.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
@@ -19,10 +19,21 @@ if TYPE_CHECKING:
 
 GROUP = "gfsa.commands"
 
-COMMANDS = {
-    "diagnose": "gfsa.lens.command:diagnose",
-    "info": "gfsa.info:info",
-}
+
+def _load_diagnose() -> Callable[..., None]:
+    from gfsa.lens.command import diagnose
+
+    return diagnose
+
+
+def _load_info() -> Callable[..., None]:
+    from gfsa.info import info
+
+    return info
+
+
+# the library's own commands, each by a function that imports it
+COMMANDS = {"diagnose": _load_diagnose, "info": _load_info}
 
 # commands of the distributions that are developed beside the library: where to get each
 ELSEWHERE = {
@@ -67,12 +78,11 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    own = [EntryPoint(name, target, GROUP) for name, target in COMMANDS.items()]
-    installed = {entry.name: entry for entry in (*entry_points(group=GROUP), *own)}
+    installed = {entry.name: entry.load for entry in entry_points(group=GROUP)} | COMMANDS
     # in the order in which people meet them
     for name in dict.fromkeys((*ELSEWHERE, *installed)):
         if name in installed:
-            app.command(name)(installed[name].load())
+            app.command(name)(installed[name]())
         else:
             _add_missing(app, name, ELSEWHERE[name])
     return app

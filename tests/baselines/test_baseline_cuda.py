@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.fixture(params=METHODS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
     method = METHODS[request.param]
-    made = Encoder(9, 5, 64, dim=32, depth=2, num_heads=4, ffn_dim=64, dropout=0.0).cuda()
-    baselines.apply(made, method.name, **method.options)
+    encoder = Encoder(9, 5, 64, dim=32, depth=2, num_heads=4, ffn_dim=64, dropout=0.0).cuda()
+    baselines.apply(encoder, method.name, **method.options)
     with torch.no_grad():
-        for parameter in baselines.parameters_of(made):
+        for parameter in baselines.parameters_of(encoder):
             parameter.add_(torch.randn_like(parameter) * 0.5)
-    return made
+    return encoder
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -46,10 +46,10 @@ class TestAsFilters:
         assert torch.equal(model(IDS).logits[:, :4], model(other).logits[:, :4])
 
     def test_a_ready_made_map_does_not_tell_masks_from_dropout(self) -> None:
-        made = baselines.AttnScale(3)
+        method = baselines.AttnScale(3)
         matrix = torch.eye(4).expand(1, 3, 4, 4)
         with pytest.raises(TypeError, match=r"baselines\.apply\(model, 'attnscale'\)"):
-            made(DenseOperator(matrix), torch.randn(1, 3, 4, 2))
+            method(DenseOperator(matrix), torch.randn(1, 3, 4, 2))
 
     def test_dropout_acts_on_the_map(self) -> None:
         model = encoder()
@@ -65,9 +65,9 @@ class TestAsFilters:
 
     @pytest.mark.parametrize("kind", [baselines.AttnScale, baselines.NeuTRENO])
     def test_they_are_no_polynomials(self, kind: Any) -> None:
-        with pytest.raises(TypeError, match="no polynomial of the attention map"):
+        with pytest.raises(TypeError, match="not a polynomial of the attention map"):
             kind(3).coefficients()
-        with pytest.raises(TypeError, match="no polynomial of the attention map"):
+        with pytest.raises(TypeError, match="not a polynomial of the attention map"):
             kind(3).fold()
 
 

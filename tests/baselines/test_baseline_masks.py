@@ -23,10 +23,10 @@ def test_nothing_is_seen_of_the_future(method: str, implementation: str) -> None
     other = IDS.clone()
     other[:, 4:] = 5
     for mask in (None, torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1] * 7])):
-        one = model(IDS, attention_mask=mask).logits
-        two = model(other, attention_mask=mask).logits
-        assert torch.equal(one[1, :4], two[1, :4])
-        assert not torch.equal(one[1, 4:], two[1, 4:])
+        before = model(IDS, attention_mask=mask).logits
+        after = model(other, attention_mask=mask).logits
+        assert torch.equal(before[1, :4], after[1, :4])
+        assert not torch.equal(before[1, 4:], after[1, 4:])
 
 
 @pytest.mark.parametrize("method", ["attnscale", "featscale"])

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gfsa_experiments.runs.same_data import difference
 from torch import nn
 from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.runs.fingerprint import fingerprint
-from gfsa_experiments.runs.same_data import difference
 from gfsa_experiments.tasks.image.cifar import _read as read_cifar_once
 from gfsa_experiments.tasks.image.image_folder import list_images
 from gfsa_experiments.tasks.image.recipe import ImageConfig, build

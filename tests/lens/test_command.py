@@ -101,7 +101,7 @@ def test_random_and_tensors(bert: Path, tmp_path: Path) -> None:
                "--json", json)  # fmt: skip
     assert done.exit_code == 0, done.output
     report = LensReport.from_json(json)
-    assert "mean nothing" in report.data
+    assert "without meaning" in report.data
     (reading,) = report.models.values()
     assert (reading.samples, reading.tokens) == (5, 30)
     save_file({"input_ids": torch.arange(12).reshape(3, 4)}, tmp_path / "ids.safetensors")
@@ -130,7 +130,7 @@ def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "say which model"),
+        ([], "expected a model and data"),
         (["--model", "timm:no_such_model", "--data", "random"], "no model 'no_such_model'"),
         (["--model", "timm:test_vit", "--untrained", "--data", "/no/such/file"], "is no file"),
     ],

@@ -172,8 +172,8 @@ def test_loaders_of_labelled_data_and_generators() -> None:
     report = diagnose({"a": model, "b": model}, loader, progress=lambda *told: seen.append(told))
     assert [reading.samples for reading in report.models.values()] == [6, 6]
     assert seen == [(1, 3), (2, 3), (3, 3)] * 2
-    made = (torch.randn(2, 8, 16) for _ in range(3))
-    report = diagnose({"a": model, "b": model}, made, max_batches=2)
+    generator = (torch.randn(2, 8, 16) for _ in range(3))
+    report = diagnose({"a": model, "b": model}, generator, max_batches=2)
     assert [reading.samples for reading in report.models.values()] == [4, 4]
 
 
@@ -224,7 +224,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     model = TinyEncoder()
     with pytest.raises(TypeError, match=r"expected an nn\.Module"):
         diagnose({"a": "bert"}, torch.randn(1, 8, 16))
-    with pytest.raises(ValueError, match="no model"):
+    with pytest.raises(ValueError, match="got an empty mapping"):
         diagnose({}, torch.randn(1, 8, 16))
     with pytest.raises(ValueError, match="empty"):
         diagnose(model, [])

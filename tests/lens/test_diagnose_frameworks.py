@@ -164,9 +164,9 @@ def test_our_encoder(attention: Any) -> None:
     assert (reading.samples, reading.tokens) == (3, int(MASK.sum()) + 3)
     alone = [only(diagnose(model, ids[mask][None])) for ids, mask in zip(IDS, MASK, strict=True)]
     for name in ("cosine", "residual"):
-        parts = [getattr(one.features[-1], name) for one in alone]
+        parts = [getattr(reading_alone.features[-1], name) for reading_alone in alone]
         assert getattr(reading.features[-1], name) == pytest.approx(sum(parts) / 3, rel=1e-4)
-    parts = torch.tensor([one.attention[-1].entropy for one in alone]).mean(0)
+    parts = torch.tensor([reading_alone.attention[-1].entropy for reading_alone in alone]).mean(0)
     torch.testing.assert_close(torch.tensor(reading.attention[-1].entropy), parts)
 
 
@@ -191,10 +191,10 @@ def test_our_graph_models(build: Any) -> None:
     reading = only(diagnose(model, collate(graphs)))
     alone = [only(diagnose(model, collate([graph]))) for graph in graphs]
     assert reading.samples == 3
-    assert reading.tokens == sum(one.tokens for one in alone)
+    assert reading.tokens == sum(reading_alone.tokens for reading_alone in alone)
     assert len(reading.features) == len(reading.attention) + 1
     for depth, feature in enumerate(reading.features):
-        parts = [one.features[depth].cosine for one in alone]
+        parts = [reading_alone.features[depth].cosine for reading_alone in alone]
         assert feature.cosine == pytest.approx(sum(parts) / 3, abs=1e-4)
 
 

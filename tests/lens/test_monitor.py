@@ -93,7 +93,7 @@ def test_a_model_whose_blocks_are_not_heard_is_told_about() -> None:
     model = TinyEncoder()
     monitor = Monitor(model, lambda values, step: None, every=1)
     monitor.before_step(0)
-    with pytest.warns(UserWarning, match="no block of the model was heard"):
+    with pytest.warns(UserWarning, match="no block of the model ran"):
         monitor.after_step(0)
 
 

@@ -209,7 +209,7 @@ def test_a_method_that_is_no_polynomial_has_a_page(
     gfsa.baselines.apply(scaled, "attnscale")
     models = {"attnscale": scaled} | ({"plain": model} if together else {})
     report = gfsa.diagnose(models, torch.randn(2, 3, 32, 32), progress=False)
-    assert "no polynomial" in next(iter(report.models["attnscale"].skipped.values()))
+    assert "not a polynomial" in next(iter(report.models["attnscale"].skipped.values()))
     path = tmp_path / "other.html"
     report.to_html(path)
     browser.size(1440, 900)
@@ -220,5 +220,5 @@ def test_a_method_that_is_no_polynomial_has_a_page(
         # the one that has maps to show is looked at first; the other says why it has none
         browser.run("document.getElementById('heat-model').value = '0'")
         browser.run("document.getElementById('heat-model').onchange()")
-    assert "no polynomial" in text(browser, '[data-plot="heat"] .canvas')
+    assert "not a polynomial" in text(browser, '[data-plot="heat"] .canvas')
     assert browser.complaints() == []

@@ -60,9 +60,9 @@ def test_forward_is_the_formula_with_and_without_a_filter(attention: str) -> Non
 
     gfsa.plug(model, K=4)
     assert torch.equal(model(tokens, padding), plain)
-    for made in gfsa.filters_of(model).values():
-        made.theta.normal_()
-    coefficients = [made.coefficients() for made in gfsa.filters_of(model).values()]
+    for filter in gfsa.filters_of(model).values():
+        filter.theta.normal_()
+    coefficients = [filter.coefficients() for filter in gfsa.filters_of(model).values()]
     expected = torch.stack([reference_forward(model, row, coefficients) for row in rows])
     got = model(tokens, padding)
     assert (got - plain).abs().max() > 0.1
@@ -171,7 +171,7 @@ def test_training_reduces_the_loss(attention: str) -> None:
         optimiser.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
-    moved = [made.theta.abs().max() for made in gfsa.filters_of(model).values()]
+    moved = [filter.theta.abs().max() for filter in gfsa.filters_of(model).values()]
     assert min(moved) > 1e-3
 
 

@@ -141,9 +141,9 @@ def test_a_random_filter_is_the_formula_too() -> None:
     plain = model(batch)
     gfsa.plug(model, K=4)
     assert torch.equal(model(batch), plain)
-    for made in gfsa.filters_of(model).values():
-        made.theta.normal_(std=0.3)
-    coefficients = [made.coefficients() for made in gfsa.filters_of(model).values()]
+    for filter in gfsa.filters_of(model).values():
+        filter.theta.normal_(std=0.3)
+    coefficients = [filter.coefficients() for filter in gfsa.filters_of(model).values()]
     expected = torch.stack([reference_forward(model, g, coefficients) for g in graphs()])
     got = model(batch)
     assert (got - plain).abs().max() > 0.1
@@ -238,7 +238,7 @@ def test_training_reduces_the_loss() -> None:
         optimiser.step()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.4 * sum(losses[:5])
-    moved = [made.theta.abs().max() for made in gfsa.filters_of(model).values()]
+    moved = [filter.theta.abs().max() for filter in gfsa.filters_of(model).values()]
     assert min(moved) > 1e-3
 
 

@@ -92,9 +92,9 @@ def test_a_random_filter_is_the_formula_too() -> None:
     plain = model(collate(graphs()))
     gfsa.plug(model, K=4)
     assert torch.equal(model(collate(graphs())), plain)
-    for made in gfsa.filters_of(model).values():
-        made.theta.normal_()
-    coefficients = [made.coefficients() for made in gfsa.filters_of(model).values()]
+    for filter in gfsa.filters_of(model).values():
+        filter.theta.normal_()
+    coefficients = [filter.coefficients() for filter in gfsa.filters_of(model).values()]
     expected = [reference_forward(model, collate.prepare(g), coefficients) for g in graphs()]
     got = model(collate(graphs()))
     assert (got - plain).abs().max() > 0.1
@@ -154,9 +154,9 @@ def test_gradients_reach_everything() -> None:
 def test_the_bias_gets_its_gradient_through_both_passes() -> None:
     model, batch = small(), GraphormerCollator(HOPS)([molecule(5, 1)])
     gfsa.plug(model, filter=gfsa.Polynomial)
-    for made in gfsa.filters_of(model).values():
+    for filter in gfsa.filters_of(model).values():
         # H = A²: what reaches the bias has come through the second pass and the first
-        made.set_coefficients(torch.tensor([0.0, 0.0, 1.0]))
+        filter.set_coefficients(torch.tensor([0.0, 0.0, 1.0]))
 
     def loss() -> Tensor:
         return model(batch).pow(2).sum()
@@ -207,7 +207,7 @@ def test_training_reduces_the_loss() -> None:
         optimiser.step()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
-    moved = [made.theta.abs().max() for made in gfsa.filters_of(model).values()]
+    moved = [filter.theta.abs().max() for filter in gfsa.filters_of(model).values()]
     assert min(moved) > 1e-3
 
 
@@ -224,7 +224,7 @@ def test_bfloat16_and_autocast_stay_close() -> None:
 
 
 def test_too_short_paths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"wants 3: GraphormerCollator\(max_hops=3\)"):
+    with pytest.raises(ValueError, match=r"needs 3: GraphormerCollator\(max_hops=3\)"):
         small()(GraphormerCollator(2)(graphs()))
 
 

@@ -49,8 +49,8 @@ every_model = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 
 def perturb(model: nn.Module) -> None:
     with torch.no_grad():
-        for made in gfsa.filters_of(model).values():
-            made.theta.normal_()
+        for filter in gfsa.filters_of(model).values():
+            filter.theta.normal_()
 
 
 @every_model
@@ -155,9 +155,11 @@ def test_attention_dropout_acts_where_the_filter_says(kind: type[SelfAttention])
 
 def test_importing_the_library_does_not_import_the_models() -> None:
     code = (
-        "import sys, gfsa, gfsa.models\n"
-        "loaded = [m for m in sys.modules if m.startswith('gfsa.models.')]\n"
+        "import sys, gfsa, torch\n"
+        "gfsa.plug(torch.nn.TransformerEncoderLayer(8, 2))\n"
+        "loaded = [m for m in sys.modules if m.startswith('gfsa.models')]\n"
         "assert not loaded, loaded\n"
+        "import gfsa.models\n"
         "assert gfsa.models.Encoder.__name__ == 'Encoder'\n"
         "assert 'torch_geometric' not in sys.modules and 'pymetis' not in sys.modules\n"
     )

@@ -87,7 +87,7 @@ def test_a_filter_of_ones_own_is_not_saved_where_it_could_not_be_loaded(tmp_path
 
     model = model_of()
     gfsa.plug(model, filter=Mine)
-    with pytest.raises(ValueError, match=r"is a Mine, which gfsa\.load could not build again"):
+    with pytest.raises(ValueError, match=r"is a Mine, which gfsa\.load cannot build"):
         gfsa.save(model, tmp_path)
 
 
@@ -150,7 +150,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated description": (truncate("filters.json"), "filters.json is damaged"),
     "no description": (lambda p: (p / "filters.json").unlink(), "filters.json does not exist"),
     "no tensors": (lambda p: (p / "filters.safetensors").unlink(), "does not exist"),
-    "not an object": (lambda p: (p / "filters.json").write_text("[]"), "no description of filters"),
+    "not an object": (
+        lambda p: (p / "filters.json").write_text("[]"),
+        "must be a JSON object",
+    ),
     "another format": (damage_json(lambda d: d.update(format=9)), "format 9, .* reads format 1"),
     "no filters": (damage_json(lambda d: d.update(filters={})), "describes no filters"),
     "unknown layer": (

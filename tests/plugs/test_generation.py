@@ -27,9 +27,9 @@ def plugged(name: str, filter: Any = None, **arguments: Any) -> Any:
     gfsa.plug(model, filter=filter, **arguments)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for made in gfsa.filters_of(model).values():
-            if made.theta is not None:
-                made.theta.copy_(torch.randn(made.theta.shape, generator=generator) * 0.3)
+        for filter in gfsa.filters_of(model).values():
+            if filter.theta is not None:
+                filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) * 0.3)
     # a random model's largest logits are far closer to one another than rounding should decide
     head = model.get_output_embeddings()
     head.weight.data.mul_(20)
@@ -235,7 +235,7 @@ def test_decoding_under_dropout_is_refused() -> None:
         model.train()
         # nothing is decoded as long as every token is new
         model(ids)
-        with pytest.raises(ValueError, match="attention dropout over a cache has no meaning"):
+        with pytest.raises(ValueError, match="attention dropout cannot be combined with a cache"):
             model(ids[:, :1], past_key_values=cache)
 
 
@@ -287,8 +287,8 @@ def sharing(request: pytest.FixtureRequest) -> Any:
     model = getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
     gfsa.plug(model)
     with torch.no_grad():
-        for made in gfsa.filters_of(model).values():
-            made.theta.normal_(std=0.3)
+        for filter in gfsa.filters_of(model).values():
+            filter.theta.normal_(std=0.3)
         model.get_output_embeddings().weight.mul_(20)
     return model
 
@@ -324,7 +324,7 @@ def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
     ids = prompt()["input_ids"]
     with torch.no_grad():
         model(ids, use_cache=False)
-        with pytest.raises(ValueError, match="attends more than once a forward"):
+        with pytest.raises(ValueError, match="attends more than once per forward"):
             model(ids)
 
 
@@ -398,7 +398,7 @@ def test_a_decoded_token_can_be_differentiated() -> None:
     logits = model(ids[:, 6:], past_key_values=cache).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     logits.sum().backward()
-    assert all(made.theta.grad.abs().sum() > 0 for made in gfsa.filters_of(model).values())
+    assert all(filter.theta.grad.abs().sum() > 0 for filter in gfsa.filters_of(model).values())
 
 
 def test_a_growing_cache_keeps_powers_and_nothing_beside_them() -> None:

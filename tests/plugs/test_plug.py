@@ -51,7 +51,7 @@ def test_layers(layers: object, expected: list[int]) -> None:
     assert list(report.plugged) == list(gfsa.filters_of(model))
     assert set(report.plugged.values()) == {4}
     assert report.parameters == len(expected) * 4 * 3
-    assert set(report.skipped.values()) <= {"not among the chosen layers"}
+    assert set(report.skipped.values()) <= {"not among the selected layers"}
     assert len(report.plugged) + len(report.skipped) == 4
 
 
@@ -141,9 +141,13 @@ def test_nothing_to_unplug() -> None:
     [
         ({"filter": gfsa.GFSA(4)}, TypeError, "a function of the number of heads"),
         ({"filter": 3}, TypeError, "a function of the number of heads"),
-        ({"filter": gfsa.Twicing, "K": 3}, ValueError, "K belong to GFSA"),
-        ({"filter": lambda heads: nn.Linear(1, 1)}, TypeError, "must make a gfsa.GraphFilter"),
-        ({"filter": lambda heads: gfsa.Twicing(7)}, ValueError, "has 4 heads, .* made .* for 7"),
+        ({"filter": gfsa.Twicing, "K": 3}, ValueError, "K are arguments of GFSA"),
+        ({"filter": lambda heads: nn.Linear(1, 1)}, TypeError, "must return a gfsa.GraphFilter"),
+        (
+            {"filter": lambda heads: gfsa.Twicing(7)},
+            ValueError,
+            "has 4 heads, .* a filter for 7",
+        ),
         ({"preset": "best"}, ValueError, "the only preset is 'paper'"),
         ({"dropout_after": "lunch"}, ValueError, "dropout_after must be one of"),
         ({"unknown": "guess"}, ValueError, "unknown must be one of"),
@@ -217,7 +221,7 @@ def test_a_model_of_two_backbones_has_no_setting_of_its_own() -> None:
     )
     gpt2 = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4)
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vit, gpt2)
-    with pytest.raises(ValueError, match=r"made of gpt2 and vit.*plug its parts"):
+    with pytest.raises(ValueError, match=r"contains gpt2 and vit.*plug its parts"):
         gfsa.plug(transformers.VisionEncoderDecoderModel(config), preset="paper")
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import gfsa
 from gfsa.plugs import Adapter, SwapClass
-from gfsa.plugs.adapter import _registered
+from gfsa.plugs.registry import _registered
 from support.plugging import check_backbone
 from support.tiny import FilteredTinyAttention, TinyAttention, TinyEncoder
 

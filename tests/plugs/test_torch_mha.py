@@ -175,7 +175,7 @@ def test_self_attention_by_views_and_equal_copies_but_not_other_tokens():
         torch.testing.assert_close(mha(x, key, key)[0], expected)
     # positions on queries and keys, none on values
     assert mha(x, x, torch.randn(N, B, E))[0].shape == x.shape
-    with pytest.raises(ValueError, match=r"equal lengths, but other values.*layers=") as error:
+    with pytest.raises(ValueError, match=r"other values than its query.*layers=") as error:
         mha(x, x + 1, x + 1)
     assert "FilteredMultiheadAttention" in str(error.value)
     with pytest.raises(ValueError, match=r"query has shape \(7, 3, 16\) and key \(5, 3, 16\)"):
@@ -321,9 +321,9 @@ def test_compiled_cross_attention_of_equal_length_is_refused(whole):
     model, x = _attends()
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=whole)
-    with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+    with pytest.raises(Exception, match="cannot be compared while a graph is compiled"):
         compiled(x, torch.randn_like(x))
-    with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+    with pytest.raises(Exception, match="cannot be compared while a graph is compiled"):
         torch.export.export(model, (x, torch.randn_like(x)))
 
 
@@ -368,10 +368,10 @@ def test_compiled_self_attention_by_views_needs_no_forward_before(mode, dynamic)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
     with mode():
-        made = compiled(x, False)
-        torch.testing.assert_close(made, copy.deepcopy(model)(x, False))
+        compiled_output = compiled(x, False)
+        torch.testing.assert_close(compiled_output, copy.deepcopy(model)(x, False))
         # two parts of one tensor are other tokens
-        with pytest.raises(Exception, match="cannot be told while a graph is compiled"):
+        with pytest.raises(Exception, match="cannot be compared while a graph is compiled"):
             compiled(x, True)
 
 

@@ -70,7 +70,7 @@ class TestParameterGroups:
         for filter in gfsa.filters_of(model).values():
             filter.requires_grad_(False)
         assert "filters" not in [g["name"] for g in gfsa.parameter_groups(model, lr=1e-4)]
-        with pytest.raises(ValueError, match=r"filter_lr=0\.01 has nothing to act on"):
+        with pytest.raises(ValueError, match=r"filter_lr=0\.01 has no parameters to act on"):
             gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-2)
 
     def test_a_model_without_filters_is_an_error(self) -> None:

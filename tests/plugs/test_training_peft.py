@@ -157,8 +157,8 @@ def test_lora_inside_torchs_attention_comes_before_the_filters(tmp_path: Path) -
     assert len([name for name in trained if name.endswith("gfsa.theta")]) == 2
     assert any("lora_A" in name for name in trained)
     with torch.no_grad():
-        for made in gfsa.filters_of(model).values():
-            made.theta.normal_(std=0.3)
+        for filter in gfsa.filters_of(model).values():
+            filter.theta.normal_(std=0.3)
     filtered = model.eval()(x)
     assert (filtered - expected).abs().max() > 1e-3
     gfsa.save(model, tmp_path)

@@ -46,9 +46,9 @@ def answering(name: str, prune: bool = False) -> Any:
         # a prefill: the whole prompt at once, no cache to hand on
         model.config.use_cache = False
     if prune:
-        for each in gfsa.filters_of(model).values():
+        for filter in gfsa.filters_of(model).values():
             with torch.no_grad():
-                each.theta[1:, 2] = 0.0
+                filter.theta[1:, 2] = 0.0
         gfsa.prune(model, tolerance=1e-6)
     if name == "op":
         return model

@@ -18,7 +18,7 @@ from torch import nn
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.functional import which_backend
-from gfsa.plugs import FilterNotCalledError, SwapClass, adapter
+from gfsa.plugs import FilterNotCalledError, SwapClass, registry
 from support.tiny import TinyEncoder
 
 MEANT = (ValueError, TypeError, FileNotFoundError, FilterNotCalledError)
@@ -102,7 +102,7 @@ def test_one_wrong_argument(function: Callable[..., Any], data: st.DataObject) -
     names = [name for name in inspect.signature(function).parameters if name != "inputs"]
     name = data.draw(st.sampled_from(names))
     arguments[name] = data.draw(anything)
-    with only_what_was_meant(), mock.patch.dict(adapter._registered):
+    with only_what_was_meant(), mock.patch.dict(registry._registered):
         function(**arguments)
 
 
@@ -125,7 +125,7 @@ def test_any_tensors(function: Callable[..., Any], data: st.DataObject) -> None:
 @pytest.mark.parametrize("function", RIGHT, ids=lambda function: function.__name__)
 def test_the_right_call_is_right(function: Callable[..., Any]) -> None:
     """What the tests above would not notice: a call that fails whatever it is given."""
-    with mock.patch.dict(adapter._registered):
+    with mock.patch.dict(registry._registered):
         function(**RIGHT[function]())
 
 

@@ -120,20 +120,20 @@ def jagged(parts: list[Tensor], offsets: Tensor | None = None) -> Tensor:
     """``(B, H, j, D)`` from ``(n, H, D)`` each."""
     if offsets is None:
         offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
-    made = torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
-    return made.transpose(1, 2)
+    nested = torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
+    return nested.transpose(1, 2)
 
 
 def ragged_qkv() -> tuple[list[list[Tensor]], list[Tensor]]:
     parts = [[torch.randn(n, HEADS, DIM, dtype=torch.float64) for n in LENGTHS] for _ in range(3)]
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
-    return parts, [jagged(each, offsets) for each in parts]
+    return parts, [jagged(part, offsets) for part in parts]
 
 
 class TestJagged:
     def test_the_operator(self, matrix: Matrix) -> None:
         parts, _ = ragged_qkv()
-        leaves = [torch.cat(each).requires_grad_() for each in parts]
+        leaves = [torch.cat(part).requires_grad_() for part in parts]
         coeffs = torch.randn(HEADS, 4, dtype=torch.float64, requires_grad=True)
         offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
         q, k, v = (

@@ -27,11 +27,11 @@ HIGH = {0: [1, 2], 1: []}
 
 def trained(model: Any, high: dict[int, list[int]] = HIGH, small: float = 1e-4) -> Any:
     """Coefficients as training leaves them: most of c₂ small, that of some heads not."""
-    for layer, each in enumerate(gfsa.filters_of(model).values()):
+    for layer, filter in enumerate(gfsa.filters_of(model).values()):
         with torch.no_grad():
-            each.theta.normal_(std=0.2)
-            each.theta[:, 2] = small
-            each.theta[high.get(layer, []), 2] = 0.4
+            filter.theta.normal_(std=0.2)
+            filter.theta[:, 2] = small
+            filter.theta[high.get(layer, []), 2] = 0.4
     return model
 
 
@@ -66,17 +66,17 @@ def test_outputs_are_those_of_the_pruned_polynomial(
     report = gfsa.prune(model, tolerance=1e-3, inputs=inputs)
 
     # the same polynomial, every pass on every head
-    for (layer, each), socket in zip(
+    for (layer, filter), pruned in zip(
         gfsa.filters_of(reference).items(), gfsa.filters_of(model).values(), strict=True
     ):
-        wanted = each.coefficients().clone()
+        wanted = filter.coefficients().clone()
         low = wanted[:, 2].abs() <= 1e-3
         wanted[low, 1] += wanted[low, 2]
         wanted[low, 2] = 0.0
-        whole = gfsa.Polynomial(each.num_heads, degree=2).to(wanted)
+        whole = gfsa.Polynomial(filter.num_heads, degree=2).to(wanted)
         whole.set_coefficients(wanted)
         reference.get_submodule(layer).gfsa = whole
-        assert socket.degree == (2 if not low.all() else 1)
+        assert pruned.degree == (2 if not low.all() else 1)
     got, expected = first(model(**inputs)), first(reference(**inputs))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6 if ZOO[name].single else 1e-12)
     assert report.largest_change is not None
@@ -178,7 +178,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     other = ZOO["gpt2"].model("sdpa")
     gfsa.load(other, tmp_path / "filters")
     assert torch.equal(first(other(**inputs)), expected)
-    kinds = [type(each) for each in gfsa.filters_of(other).values()]
+    kinds = [type(filter) for filter in gfsa.filters_of(other).values()]
     assert kinds == [PartialPolynomial, gfsa.Polynomial]
 
     model.save_pretrained(tmp_path / "model")
@@ -207,7 +207,7 @@ def test_decoding_keeps_the_powers_of_high_heads_alone(name: str, cache: str | N
     )
     assert torch.equal(found.sequences, without)
     companions = [getattr(layer, "gfsa_powers", {}) for layer in found.past_key_values.layers]
-    assert [len(each.get(at, [])) for at, each in enumerate(companions)] == [1, 0]
+    assert [len(powers.get(at, [])) for at, powers in enumerate(companions)] == [1, 0]
     assert companions[0][0][0].keys.shape[1] == len(HIGH[0])
 
 
@@ -223,35 +223,35 @@ def test_a_graph_model(matrix: Matrix) -> None:
 
 
 def test_gradients_reach_what_is_left() -> None:
-    made = PartialPolynomial(4, degree=3, high=[0, 2, 3]).double()
+    partial = PartialPolynomial(4, degree=3, high=[0, 2, 3]).double()
     q, k, v = torch.randn(3, 2, 4, 7, 5, dtype=torch.float64).unbind()
     whole = gfsa.Polynomial(4, degree=3).double()
     wanted = torch.randn(4, 4, dtype=torch.float64)
     wanted[1, 2:] = 0.0
-    for each in (made, whole):
-        each.set_coefficients(wanted)
-        each(AttentionOperator(q, k), v).square().sum().backward()
+    for filter in (partial, whole):
+        filter.set_coefficients(wanted)
+        filter(AttentionOperator(q, k), v).square().sum().backward()
     expected = whole.theta.grad.clone()
     expected[1, 2:] = 0.0
-    torch.testing.assert_close(made.theta.grad, expected)
+    torch.testing.assert_close(partial.theta.grad, expected)
 
 
 @torch.no_grad()
 def test_an_operator_that_cannot_be_split_does_every_pass() -> None:
-    made = PartialPolynomial(4, degree=2, high=[1])
-    made.theta.normal_()
+    partial = PartialPolynomial(4, degree=2, high=[1])
+    partial.theta.normal_()
     matrix, v = torch.randn(2, 4, 7, 7).softmax(-1), torch.randn(2, 4, 7, 5)
     whole = FunctionOperator(lambda x: matrix @ x)
-    torch.testing.assert_close(made(whole, v), made(DenseOperator(matrix), v))
+    torch.testing.assert_close(partial(whole, v), partial(DenseOperator(matrix), v))
 
 
 def test_dropout_is_that_of_one_mask() -> None:
-    made = PartialPolynomial(4, degree=2, high=[1])
+    partial = PartialPolynomial(4, degree=2, high=[1])
     q, k, v = torch.randn(3, 2, 4, 7, 5).unbind()
     torch.manual_seed(3)
-    found = made(AttentionOperator(q, k, dropout_p=0.5), v)
+    found = partial(AttentionOperator(q, k, dropout_p=0.5), v)
     torch.manual_seed(3)
-    expected = gfsa.graph_filter_attention(q, k, v, made.coefficients(), dropout_p=0.5)
+    expected = gfsa.graph_filter_attention(q, k, v, partial.coefficients(), dropout_p=0.5)
     assert torch.equal(found, expected)
 
 

@@ -30,7 +30,7 @@ def test_concurrent_inference(name: str, matrix: Matrix) -> None:
         expected = [first(reference(**batch)) for batch in batches]
     found = in_threads(lambda number: [first(model(**batches[number])) for _ in range(CALLS)])
     for mine, right in zip(found, expected, strict=True):
-        assert all(torch.equal(each, right) for each in mine)
+        assert all(torch.equal(output, right) for output in mine)
     matrix("threads", name)
 
 

@@ -55,10 +55,10 @@ def check_backbone(
 def disturb(model: nn.Module) -> list[Tensor]:
     """Give every filter random numbers; returns the coefficients in the model's order."""
     coefficients = []
-    for made in gfsa.filters_of(model).values():
+    for filter in gfsa.filters_of(model).values():
         with torch.no_grad():
-            made.theta.copy_(torch.randn_like(made.theta) * 0.3)
-        coefficients.append(made.coefficients().detach())
+            filter.theta.copy_(torch.randn_like(filter.theta) * 0.3)
+        coefficients.append(filter.coefficients().detach())
     return coefficients
 
 
@@ -106,10 +106,10 @@ def _check_gradients(model: nn.Module, run: Run) -> None:
     model.zero_grad()
     y = run(model)
     (y * torch.randn_like(y)).sum().backward()
-    for name, made in gfsa.filters_of(model).items():
-        assert made.theta.grad is not None, name
-        assert made.theta.grad.isfinite().all(), name
-        assert (made.theta.grad != 0).all(), name
+    for name, filter in gfsa.filters_of(model).items():
+        assert filter.theta.grad is not None, name
+        assert filter.theta.grad.isfinite().all(), name
+        assert (filter.theta.grad != 0).all(), name
 
 
 @torch.no_grad()

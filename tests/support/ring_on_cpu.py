@@ -26,18 +26,22 @@ def use_ring_on_cpu(load_balance: bool) -> None:
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     mesh = args[0].device_mesh
-    q, k, v = (each._local_tensor for each in args[:3])
+    q, k, v = (tensor._local_tensor for tensor in args[:3])
     options = {**dict(zip(_OPTIONS, args[3:], strict=False)), **kwargs}
     results = ring._templated_ring_attention(mesh.get_group(), 2, op, q, k, v, **options)
-    return tuple(DTensor.from_local(each, mesh, [Shard(2)], run_check=False) for each in results)
+    return tuple(
+        DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in results
+    )
 
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     mesh = args[0].device_mesh
     names = ("grad_out", "query", "key", "value", "out", "logsumexp")
-    tensors = {name: each._local_tensor for name, each in zip(names, args, strict=False)}
+    tensors = {name: tensor._local_tensor for name, tensor in zip(names, args, strict=False)}
     options = {**dict(zip(_OPTIONS, args[len(names) :], strict=False)), **kwargs}
     results = ring._templated_ring_attention_backward(
         mesh.get_group(), 2, op, grad_out_name="grad_out", **tensors, **options
     )
-    return tuple(DTensor.from_local(each, mesh, [Shard(2)], run_check=False) for each in results)
+    return tuple(
+        DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in results
+    )

@@ -56,9 +56,9 @@ def filters_of(model: nn.Module) -> list[gfsa.GraphFilter]:
 def randomise(model: nn.Module, scale: float = 0.3) -> None:
     """Filters that do something, the same ones each time."""
     generator = torch.Generator().manual_seed(7)
-    for each in filters_of(model):
+    for filter in filters_of(model):
         with torch.no_grad():
-            each.theta.copy_(torch.randn(each.theta.shape, generator=generator) * scale)
+            filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) * scale)
 
 
 def first(output: Any) -> Tensor:

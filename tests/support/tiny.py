@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa.operators import AttentionOperator
-from gfsa.plugs.adapter import SwapClass, register_adapter
+from gfsa.plugs import SwapClass, register_adapter
 
 
 class TinyAttention(nn.Module):

@@ -53,9 +53,9 @@ class Case:
 
     def model(self, implementation: str) -> Any:
         torch.manual_seed(0)
-        made = self.build(implementation).to(self.dtype).eval()
-        assert made.config._attn_implementation == implementation
-        return made
+        model = self.build(implementation).to(self.dtype).eval()
+        assert model.config._attn_implementation == implementation
+        return model
 
     def batch(self) -> dict[str, Tensor]:
         return {
@@ -91,10 +91,10 @@ def _generator() -> torch.Generator:
 
 def _made(model: str, config: str, **options: Any) -> Callable[[str], nn.Module]:
     def build(implementation: str) -> nn.Module:
-        made: nn.Module = getattr(hf, model)._from_config(
+        built: nn.Module = getattr(hf, model)._from_config(
             getattr(hf, config)(**options), attn_implementation=implementation
         )
-        return made
+        return built
 
     return build
 

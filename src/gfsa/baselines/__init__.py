@@ -1,4 +1,4 @@
-"""Other methods against oversmoothing, put into the same models the same way, to compare with.
+"""Baselines: other methods against oversmoothing, applied to the same models, to compare with.
 
 .. code-block:: python
 
@@ -7,13 +7,14 @@
 """
 
 from gfsa.baselines.apply import BaselineReport, apply, parameters_of, remove
-from gfsa.baselines.attnscale import AttnScale
-from gfsa.baselines.neutreno import NeuTRENO
+from gfsa.baselines.block_anatomy import Anatomy, Place, register_block
+from gfsa.baselines.map_methods import AttnScale, NeuTRENO
 from gfsa.baselines.registry import METHODS, Method
 from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale
 
 __all__ = [
     "METHODS",
+    "Anatomy",
     "AttnScale",
     "BaselineReport",
     "ContraNorm",
@@ -21,7 +22,9 @@ __all__ = [
     "LayerScale",
     "Method",
     "NeuTRENO",
+    "Place",
     "apply",
     "parameters_of",
+    "register_block",
     "remove",
 ]

@@ -1,29 +1,60 @@
-"""Put a comparison method into a model that already exists, in place and reversibly."""
+"""Apply a comparison method to a model that already exists, in place and reversibly."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from gfsa.baselines import hooks
-from gfsa.baselines.attnscale import AttnScale
-from gfsa.baselines.map_methods import BaselineFilter
-from gfsa.baselines.neutreno import NeuTRENO
-from gfsa.baselines.on_blocks import CHILD, apply_to_blocks
-from gfsa.baselines.on_maps import apply_attnscale, apply_neutreno
+from gfsa.baselines.block_anatomy import (
+    FAMILIES,
+    Anatomy,
+    Place,
+    anatomy_of,
+    owns_layer_scale,
+    sequence_first,
+    width_of,
+)
+from gfsa.baselines.forward_state import FirstValues, Scope
+from gfsa.baselines.map_methods import AttnScale, BaselineFilter, NeuTRENO
+from gfsa.baselines.mask_readers import Reader
 from gfsa.baselines.registry import method_named
-from gfsa.baselines.report import BaselineReport
-from gfsa.baselines.token_methods import TokenMethod
-from gfsa.plugs.layer_selection import Layers
-from gfsa.plugs.plug import check_model, detach, finish, refuse_wrapped, sockets_of
+from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale, TokenMethod
+from gfsa.plugs.attach import install, uninstall
+from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
+from gfsa.plugs.plug import plan_filters, report_text
+from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
+
+CHILD = "gfsa_baseline"
+"""The name under which a method's modules become a child of their block."""
+
+
+@dataclass
+class BaselineReport:
+    """What :func:`apply` did."""
+
+    method: str
+    plugged: dict[str, str] = field(default_factory=dict)
+    """Module name → where the method acts, in the model's order."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Module name → why the method does not act there."""
+    parameters: int = 0
+    """How many learned numbers were added."""
+
+    def __str__(self) -> str:
+        headline = f"{self.method} in {len(self.plugged)} layers, {self.parameters} learned numbers"
+        return report_text(headline, self.plugged, self.skipped)
 
 
 def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -> BaselineReport:
     """Apply a comparison method to the model's layers, in place.
 
     Args:
-        model: a model with attention that gfsa knows; see ``docs/baselines.md`` for what fits.
+        model: a model with attention that gfsa knows; ``docs/baselines.md`` lists what fits.
         name: one of :data:`METHODS`: ``"attnscale"``, ``"contranorm"``, ``"featscale"``,
             ``"layerscale"``, ``"neutreno"``.
         layers: which layers, as in :func:`gfsa.plug`.
@@ -34,7 +65,7 @@ def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -
 
     Raises:
         ValueError: if nothing fits, a method is applied already, or a name or an option is not
-            known. The model is then as it was.
+            known. The model is then unchanged.
     """
     check_model(model)
     method = method_named(name, options)
@@ -44,36 +75,34 @@ def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -
             "first"
         )
     if method.kind is AttnScale:
-        report = apply_attnscale(model, layers, options)
+        report = _apply_attnscale(model, layers, options)
     elif method.kind is NeuTRENO:
-        report = apply_neutreno(model, layers, options)
+        report = _apply_neutreno(model, layers, options)
     else:
-        report = apply_to_blocks(model, name, method.kind, layers, options)
+        report = _apply_to_blocks(model, name, method.kind, layers, options)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-            # packed sequences would go past the padding mask; padded ones give the same numbers
+            # nested tensors have no padding mask to read; padded batches give the same outputs
             module.use_nested_tensor = False
             module.__dict__["_gfsa_nested"] = True
     return report
 
 
 def remove(model: nn.Module) -> None:
-    """Take the applied method out again: outputs and state_dict keys are as before.
+    """Remove the applied method: outputs and state_dict keys are as before.
 
     What it has learned is lost. Filters of :func:`gfsa.plug` stay.
     """
     check_model(model)
     if not _is_applied(model):
         raise ValueError(f"{type(model).__name__} has no method to remove")
-    sockets = {
-        name: socket
-        for name, socket in sockets_of(model).items()
-        if isinstance(socket.filter, BaselineFilter)
+    plugged = {
+        name: site
+        for name, site in plugged_sites(model).items()
+        if isinstance(site.filter, BaselineFilter)
     }
-    refuse_wrapped(sockets)
-    for socket in sockets.values():
-        detach(socket)
-    finish(model, {socket.adapter for socket in sockets.values()})
+    refuse_wrapped(plugged)
+    uninstall(model, list(plugged.values()))
     hooks.remove_hooks(model)
     for module in list(model.modules()):
         if isinstance(module._modules.get(CHILD), nn.ModuleDict):
@@ -83,7 +112,7 @@ def remove(model: nn.Module) -> None:
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """What the applied method learns: for an optimiser group with a learning rate of its own."""
+    """The parameters of the applied method: for an optimiser group with its own learning rate."""
     return [parameter for module in _applied(model) for parameter in module.parameters()]
 
 
@@ -92,5 +121,178 @@ def _applied(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_applied(model: nn.Module) -> bool:
-    # gfsa.unplug takes filters alone, and leaves the hooks beside them
+    # gfsa.unplug removes the filters of a method, but not its hooks
     return bool(_applied(model)) or hooks.has_hooks(model)
+
+
+def _apply_attnscale(model: nn.Module, layers: Layers, options: dict[str, Any]) -> BaselineReport:
+    """AttnScale, with each layer's masks read from the arguments of the layer."""
+    planned, report = plan_filters(
+        model, sites(model), layers, lambda heads: AttnScale(heads, **options)
+    )
+    # built before plugging, which may give a module another signature
+    readers = [Reader(site.module, site.module, whole=False) for site, _ in planned]
+    install(model, planned)
+    for (site, method), reader in zip(planned, readers, strict=True):
+        assert isinstance(method, AttnScale)
+        method.scope = scope = Scope(site.name)
+        site.module.register_forward_pre_hook(hooks.OpenScope(scope, reader), with_kwargs=True)
+        site.module.register_forward_hook(hooks.CloseScope(scope))
+    where = dict.fromkeys(report.plugged, "its attention map")
+    return BaselineReport("attnscale", where, report.skipped, report.parameters)
+
+
+def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -> BaselineReport:
+    """NeuTRENO; the model's first layer stores its values for the others."""
+    memory = FirstValues()
+
+    def build(heads: int) -> NeuTRENO:
+        return NeuTRENO(heads, memory=memory, **options)
+
+    found = sites(model)
+    everywhere, _ = plan_filters(model, found, "all", build)
+    modules = {site.name: site.module for site, _ in everywhere}
+    _check_one_stack(model, modules, {method.num_heads for _, method in everywhere})
+    source = next(iter(modules))
+    wanted = {source, *select_layers(modules, layers)}
+    planned, report = plan_filters(model, found, lambda name, module: name in wanted, build)
+    install(model, planned)
+    first = planned[0][1]
+    assert isinstance(first, NeuTRENO)
+    first.is_source = True
+    stack = model.get_submodule(_stack_of(model, source))
+    stack.register_forward_pre_hook(hooks.OpenFirstValues(memory))
+    stack.register_forward_hook(hooks.CloseFirstValues(memory))
+    where = {
+        name: "the source of v⁰" if name == source else "its attention's output"
+        for name in report.plugged
+    }
+    return BaselineReport("neutreno", where, report.skipped, report.parameters)
+
+
+def _check_one_stack(model: nn.Module, modules: dict[str, nn.Module], heads: set[int]) -> None:
+    """Refuse models whose layers do not all have the same tokens and heads."""
+    stacks = sorted({re.sub(r"\d+", "#", name) for name in modules})
+    windows = [name for name, m in modules.items() if "window" in type(m).__name__.lower()]
+    reason = None
+    if windows:
+        reason = f"{windows[0]} attends in windows, which differ from layer to layer"
+    elif len(stacks) > 1:
+        reason = f"its layers are of different stacks: {', '.join(stacks)}"
+    elif len(heads) > 1:
+        reason = f"its layers have different numbers of heads: {sorted(heads)}"
+    if reason is not None:
+        raise ValueError(
+            "NeuTRENO adds the first layer's values to those of every layer, token by token, which "
+            f"is not possible in {type(model).__name__}: {reason}. Apply it to one stack of layers"
+        )
+
+
+def _stack_of(model: nn.Module, name: str) -> str:
+    """The name of the module that contains all layers and is called once per forward."""
+    path = name.split(".") if name else []
+    numbered = next((i for i, part in enumerate(path) if part.isdigit()), len(path) - 1)
+    path = path[: max(numbered, 0)]
+    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    while path and isinstance(model.get_submodule(".".join(path)), containers):
+        path.pop()
+    return ".".join(path)
+
+
+@dataclass(frozen=True)
+class _BlockPlan:
+    """A block and the places in it where a method of tokens acts."""
+
+    path: str
+    block: nn.Module
+    anatomy: Anatomy
+    places: dict[str, Place]
+
+
+def _apply_to_blocks(
+    model: nn.Module, name: str, kind: Any, layers: Layers, options: dict[str, Any]
+) -> BaselineReport:
+    """A method of tokens, at its places in each of the selected blocks."""
+    report = BaselineReport(name)
+    plans: dict[str, _BlockPlan] = {}
+    for path, block in model.named_modules():
+        anatomy = anatomy_of(block)
+        if anatomy is None:
+            continue
+        places = _places(kind, block, anatomy, options)
+        if isinstance(places, str):
+            report.skipped[path] = places
+        else:
+            plans[path] = _BlockPlan(path, block, anatomy, places)
+    known = tuple(f"{path}." if path else "" for path in (*plans, *report.skipped))
+    for path in sites(model):
+        if known and not path.startswith(known):
+            report.skipped[path] = "it is in no block that is known"
+    if not plans:
+        reasons = "".join(f"\n  {path}: {why}" for path, why in report.skipped.items())
+        raise ValueError(
+            f"{name} cannot be applied to {type(model).__name__}"
+            + (f":{reasons}" if reasons else f"; it can be applied to {FAMILIES}")
+        )
+    selected = select_layers({path: plan.block for path, plan in plans.items()}, layers)
+    built = []
+    for path, plan in plans.items():
+        if path not in selected:
+            report.skipped[path] = NOT_SELECTED
+            continue
+        methods = nn.ModuleDict({key: _build(kind, plan, options) for key in plan.places})
+        built.append((plan, methods))
+        report.plugged[path] = ", ".join(str(place) for place in plan.places.values())
+        report.parameters += sum(p.numel() for p in methods.parameters())
+    for plan, methods in built:
+        _install_in_block(plan, methods)
+    return report
+
+
+def _places(
+    kind: Any, block: nn.Module, anatomy: Anatomy, options: dict[str, Any]
+) -> dict[str, Place] | str:
+    """Where a method acts in a block, or why it cannot."""
+    if kind is LayerScale:
+        if owns_layer_scale(block, anatomy):
+            return "it has a LayerScale of its own"
+        return anatomy.branches
+    if kind is FeatScale:
+        return {"attention": anatomy.branches["attention"]}
+    if options.get("form") == "vit":
+        if not anatomy.norms:
+            return anatomy.why_no_norm
+        return {f"norm{i}": Place(norm, "input") for i, norm in enumerate(anatomy.norms, start=1)}
+    if anatomy.after_attention is None:
+        return anatomy.why_no_norm
+    return {"norm": Place(anatomy.after_attention, "input")}
+
+
+def _build(kind: Any, plan: _BlockPlan, options: dict[str, Any]) -> TokenMethod:
+    if kind is ContraNorm:
+        return ContraNorm(**options)
+    weight = next(plan.block.parameters())
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    method: TokenMethod = kind(width_of(plan.block, plan.anatomy), **options)
+    return method.to(weight.device, dtype)
+
+
+def _install_in_block(plan: _BlockPlan, modules: nn.ModuleDict) -> None:
+    block, anatomy = plan.block, plan.anatomy
+    modules.train(block.training)
+    block.add_module(CHILD, modules)
+    methods: dict[str, Any] = dict(modules.items())
+    scope = Scope(plan.path or type(block).__name__, len(plan.places))
+    reader = None
+    masked = block.get_submodule(anatomy.masks_at)
+    if any(method.needs_sight for method in methods.values()):
+        reader = Reader(masked, block.get_submodule(anatomy.attention), whole=True)
+    masked.register_forward_pre_hook(hooks.OpenScope(scope, reader), with_kwargs=True)
+    swapped = sequence_first(block)
+    for key, place in plan.places.items():
+        module = block.get_submodule(place.module)
+        if place.side == "input":
+            module.register_forward_pre_hook(hooks.AtInput(scope, methods[key], swapped))
+        else:
+            module.register_forward_hook(hooks.AtOutput(scope, methods[key], swapped))
+    block.register_forward_hook(hooks.CloseScope(scope))

@@ -1,4 +1,4 @@
-"""The blocks of known models: where their branches end and what their norms are."""
+"""The anatomy of known Transformer blocks: where their branches end, and their norms."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from torch import nn
 
+from gfsa.models.attention import Block
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where tokens can be changed: what goes into a module of the block, or comes out of it."""
+    """Where tokens can be changed: the input or the output of a module of the block."""
 
     module: str
     side: Literal["input", "output"] = "output"
@@ -22,21 +24,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of one kind of block, named by their paths inside it."""
+    """The parts of one kind of block, by their paths inside it."""
 
     attention: str
     branches: dict[str, Place]
-    """What is added to the residual stream, by name; ``"attention"`` is among them."""
+    """What is added to the residual stream, by name; ``"attention"`` is one of them."""
     norms: tuple[str, ...] = ()
-    """What normalises tokens, each with all of a sample's tokens at once."""
+    """The norms whose input holds all tokens of a sample."""
     after_attention: str | None = None
-    """The norm that comes next after attention is added to the stream."""
+    """The norm that follows the addition of attention to the residual stream."""
     why_no_norm: str = ""
-    """Why there is no such norm, if there is none."""
+    """The reason, if there is no such norm."""
     masks_at: str = ""
-    """The module whose arguments tell the masks; the block itself by default."""
+    """The module whose arguments contain the masks; the block itself by default."""
     own_scales: tuple[str, ...] = field(default=())
-    """Attributes that a LayerScale of the block's own has."""
+    """Paths of the parameters of a LayerScale that the block may have of its own."""
 
 
 def _pre_norm(
@@ -65,8 +67,7 @@ _ALBERT = Anatomy(
 )
 _SWIN = Anatomy(
     "attn",
-    # attention itself gives windows; where they have been put together again is what goes into
-    # the layer that drops paths
+    # attention returns windows; they are merged again in the input of drop_path1
     {"attention": Place("drop_path1", "input"), "mlp": Place("mlp")},
     ("norm1", "norm2"),
     "norm2",
@@ -82,16 +83,17 @@ _CONFORMER = Anatomy(
     ("norm1", "norm2"),
     why_no_norm="a convolution comes between its attention and its next norm",
 )
-_GPS = Anatomy(
+GPS_BLOCK = Anatomy(
     "attn",
     {"attention": Place("attn"), "mlp": Place("mlp")},
-    why_no_norm="its norms take the nodes of all graphs in one list, where no graph ends",
+    why_no_norm="its norms get the nodes of all graphs in one list, without their boundaries",
     masks_at="attn",
 )
+"""``GPSConv`` of PyTorch Geometric, and classes that are built like it."""
 
 
 def _by_order(attention: str, mlp: str, norm_first: str) -> Callable[[Any], Anatomy]:
-    """Blocks that can be built with norms before their branches or after them."""
+    """Blocks that have an option for norms before or after their branches."""
 
     def anatomy(block: Any) -> Anatomy:
         after = "norm2" if getattr(block, norm_first) else "norm1"
@@ -101,6 +103,7 @@ def _by_order(attention: str, mlp: str, norm_first: str) -> Callable[[Any], Anat
     return anatomy
 
 
+# by module and class name: the libraries themselves are not imported
 _KNOWN: dict[tuple[str, str], Anatomy | Callable[[Any], Anatomy]] = {
     **{
         (f"transformers.models.{family}.modeling_{family}", f"{name}Layer"): _BERT
@@ -129,14 +132,16 @@ _KNOWN: dict[tuple[str, str], Anatomy | Callable[[Any], Anatomy]] = {
     ("torch.nn.modules.transformer", "TransformerEncoderLayer"): _by_order(
         "self_attn", "linear2", "norm_first"
     ),
-    ("gfsa.models.attention", "Block"): _pre_norm("attention", "mlp", "attention_norm", "mlp_norm"),
-    ("torch_geometric.nn.conv.gps_conv", "GPSConv"): _GPS,
-    ("gfsa_experiments.tasks.graph.gps", "DenseGPSConv"): _GPS,
+    ("torch_geometric.nn.conv.gps_conv", "GPSConv"): GPS_BLOCK,
     (
         "speechbrain.lobes.models.transformer.Transformer",
         "TransformerEncoderLayer",
     ): _by_order("self_att", "pos_ffn", "normalize_before"),
     ("speechbrain.lobes.models.transformer.Conformer", "ConformerEncoderLayer"): _CONFORMER,
+}
+
+_registered: dict[type[nn.Module], Anatomy] = {
+    Block: _pre_norm("attention", "mlp", "attention_norm", "mlp_norm")
 }
 
 FAMILIES = (
@@ -145,13 +150,22 @@ FAMILIES = (
 )
 
 
-def anatomy_of(block: nn.Module) -> Anatomy | None:
-    """The parts of ``block``, or None if it is no block that is known here.
+def register_block(cls: type[nn.Module], anatomy: Anatomy) -> None:
+    """Teach :func:`gfsa.baselines.apply` a block class; registering ``cls`` again replaces it."""
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"expected an nn.Module class, got {cls!r}")
+    if not isinstance(anatomy, Anatomy):
+        raise TypeError(f"expected a gfsa.baselines.Anatomy, got {anatomy!r}")
+    _registered[cls] = anatomy
 
-    A class derived from a known one counts as long as its forward is the known one.
+
+def anatomy_of(block: nn.Module) -> Anatomy | None:
+    """The anatomy of ``block``, or None if it is no known block.
+
+    A class derived from a known one counts as long as it does not override its forward.
     """
     for cls in type(block).__mro__:
-        known = _KNOWN.get((cls.__module__, cls.__qualname__))
+        known = _registered.get(cls) or _KNOWN.get((cls.__module__, cls.__qualname__))
         if known is not None and inherits_forward(type(block), cls):
             return known if isinstance(known, Anatomy) else known(block)
     return None
@@ -162,7 +176,7 @@ def inherits_forward(derived: Any, cls: Any) -> bool:
 
 
 def width_of(block: nn.Module, anatomy: Anatomy) -> int:
-    """How many channels the block's tokens have."""
+    """The number of channels of the block's tokens."""
     channels = getattr(block, "channels", None)
     if isinstance(channels, int):
         return channels
@@ -170,14 +184,14 @@ def width_of(block: nn.Module, anatomy: Anatomy) -> int:
     weight = next(norm.parameters(), None)
     if weight is None:
         raise ValueError(
-            f"cannot tell the width of a {type(block).__name__}: its norm {anatomy.norms[0]} has "
-            "no weights"
+            f"cannot determine the width of a {type(block).__name__}: its norm {anatomy.norms[0]} "
+            "has no weights"
         )
     return weight.shape[-1]
 
 
 def sequence_first(block: nn.Module) -> bool:
-    """Whether the block's tokens are ``(N, B, D)``, as torch's layers have them by default."""
+    """Whether the block's tokens are ``(N, B, D)``, the default of torch's layers."""
     if isinstance(block, nn.TransformerEncoderLayer):
         return not block.self_attn.batch_first
     return False

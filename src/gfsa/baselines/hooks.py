@@ -1,4 +1,4 @@
-"""Hooks on the modules of one model: never on classes, taken off again by what they are."""
+"""The hooks of the methods, on the modules of one model; removed again by their class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Hook:
 
 
 class OpenScope(Hook):
-    """Before a block (or its attention) runs: what do its tokens see?"""
+    """Before a block (or its attention) runs: reads which tokens see each other."""
 
     def __init__(self, scope: Scope, reader: Reader | None) -> None:
         self.scope = scope
@@ -32,7 +32,7 @@ class OpenScope(Hook):
 
 
 class CloseScope(Hook):
-    """After it ran."""
+    """After the block ran."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -42,7 +42,7 @@ class CloseScope(Hook):
 
 
 class AtPlace(Hook):
-    """Hands the tokens at one place of a block to a method."""
+    """Passes the tokens at one place of a block to a method."""
 
     def __init__(self, scope: Scope, method: TokenMethod, sequence_first: bool) -> None:
         self.scope = scope
@@ -87,11 +87,11 @@ class CloseFirstValues(Hook):
 
 
 def over_tokens(x: Tensor, sequence_first: bool, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``change`` to ``(B, N, D)``, however a block lays its tokens out."""
+    """Apply ``change`` to tokens ``(B, N, D)``, whatever layout the block uses."""
     if x.dim() == 2:
         return change(x[None])[0]
     if x.dim() == 4:
-        # a grid
+        # a grid (B, height, width, D)
         return change(x.flatten(1, 2)).view(x.shape)
     if sequence_first:
         return change(x.transpose(0, 1)).transpose(0, 1)
@@ -108,7 +108,7 @@ def has_hooks(model: nn.Module) -> bool:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Take every hook of this package off; a copy or a pickle of a model has no handles to them."""
+    """Remove every hook of this package; a copied or unpickled model has no handles to them."""
     for module in model.modules():
         for hooks, others in (
             (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),

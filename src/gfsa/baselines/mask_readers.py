@@ -1,4 +1,4 @@
-"""Reading a layer's masks from its arguments, by the conventions of the library it is from."""
+"""Read a layer's masks from its arguments, by the conventions of the layer's library."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gfsa.models.attention import SoftmaxAttention
 from gfsa.operators.visibility import Visibility
 
 _KNOWN_MASKS = {
@@ -18,28 +19,28 @@ _KNOWN_MASKS = {
     "mask",
     "src_key_padding_mask",
     "src_mask",
-    # of the tokens that cross-attention looks at
+    # concerns cross-attention only
     "encoder_attention_mask",
 }
 
-# Swin's windows say -100 where others say -inf
+# Swin's window masks have -100 where others have -inf
 _SWIN_HIDES_BELOW = -50.0
 
 
 class Reader:
-    """Reads the sight of a module from the arguments of its forward.
+    """Reads which tokens see each other from the arguments of a module's forward.
 
     Args:
-        module: whose arguments are read: a block, or an attention module.
-        attention: the attention module inside (or itself).
-        whole: whether all tokens have to be there, none of them in a cache.
+        module: the module whose arguments are read: a block, or an attention module.
+        attention: the attention module inside it (or the module itself).
+        whole: whether the method needs all tokens, so that none may be in a cache.
     """
 
     def __init__(self, module: nn.Module, attention: nn.Module, whole: bool) -> None:
         library = library_of(module)
         if library not in _READERS:
             raise ValueError(
-                f"the masks of a {type(module).__name__} cannot be read: known are modules of "
+                f"the masks of a {type(module).__name__} cannot be read: expected a module of "
                 f"{', '.join(_READERS)}"
             )
         self.library = library
@@ -55,40 +56,39 @@ class Reader:
     def __call__(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Visibility]:
-        """The tokens that the module is given, and what they see."""
+        """The tokens that the module is called with, and which of them see each other."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         tokens = given[self.names[0]]
         if tokens.is_nested:
             raise TypeError(
-                "nested tensors are not taken here; pad the batch and give a padding mask "
+                "nested tensors are not supported here; pad the batch and pass a padding mask "
                 "(nn.TransformerEncoder(..., enable_nested_tensor=False))"
             )
         for name, value in given.items():
             if "mask" in name and isinstance(value, Tensor) and name not in _KNOWN_MASKS:
                 raise TypeError(
-                    f"{type(self.attention).__name__} is given a mask called {name}, which cannot "
-                    "be read here: its tokens would see too much"
+                    f"{type(self.attention).__name__} is called with a mask {name}, which cannot "
+                    "be read: the method would include tokens that it hides"
                 )
         if self.whole:
             _refuse_a_past(self.attention, given)
         seen = _READERS[self.library](self.attention, given, args[len(self.names) :])
         if self.whole and seen.mask is not None and not _fits(seen.mask, tokens):
             raise ValueError(
-                f"a mask of shape {tuple(seen.mask.shape)} does not belong to tokens of shape "
-                f"{tuple(tokens.shape)}: with a cache only the newest tokens are there, and this "
-                "method looks at all of them. Pass use_cache=False"
+                f"a mask of shape {tuple(seen.mask.shape)} does not fit tokens of shape "
+                f"{tuple(tokens.shape)}: with a cache the layer gets only the newest tokens, and "
+                "this method needs all of them. Pass use_cache=False"
             )
         return tokens, seen
 
 
 def library_of(module: nn.Module) -> str:
-    """The library that a module's class comes from, whatever has been derived from it."""
+    """The library that a module's class, or the class it derives from, comes from."""
     for cls in type(module).__mro__:
-        name = cls.__module__
-        if cls is nn.Module or name.startswith("gfsa.plugs"):
+        if cls is nn.Module:
             continue
         for library in _READERS:
-            if name == library or name.startswith(f"{library}."):
+            if f"{cls.__module__}.".startswith(f"{library}."):
                 return library
     return type(module).__module__.partition(".")[0]
 
@@ -104,7 +104,7 @@ def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibi
             "attn_implementation 'sdpa' or 'eager'"
         )
     if mask.dim() == 2:
-        # flash attention: padding alone
+        # flash attention's mask contains padding only
         return Visibility.from_masks(keys=mask.bool(), causal=causal)
     return Visibility.from_masks(mask)
 
@@ -112,20 +112,20 @@ def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibi
 def _timm(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
     windows = given.get("mask")
     if windows is not None:
-        # one mask for each window of an image, image after image
+        # one mask per window of an image, repeated for each image
         images = len(given["x"]) // len(windows)
         return Visibility.from_masks((windows > _SWIN_HIDES_BELOW).repeat(images, 1, 1))
     return Visibility.from_masks(given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
 
 
 def _torch(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
-    """torch and SpeechBrain: in bool masks, True is what is *not* seen."""
+    """torch and SpeechBrain: True in a bool mask *hides* a key."""
     pairs = _first(given, "attn_mask", "src_mask")
     padding = _first(given, "key_padding_mask", "src_key_padding_mask")
     if pairs is not None and pairs.dtype == torch.bool:
         pairs = ~pairs
     if pairs is not None and pairs.dim() == 3:
-        # a mask for each head; SpeechBrain wraps torch's attention
+        # one mask per head; SpeechBrain wraps torch's attention
         heads = getattr(attention, "att", attention).num_heads
         pairs = pairs.unflatten(0, (-1, heads))
     if padding is not None:
@@ -135,8 +135,6 @@ def _torch(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
 
 
 def _own(attention: Any, given: Mapping[str, Any], graph: tuple[Any, ...]) -> Visibility:
-    from gfsa.models.attention import SoftmaxAttention
-
     mask = graph[0] if graph else None
     if isinstance(attention, SoftmaxAttention):
         return Visibility.from_masks(mask)
@@ -161,11 +159,11 @@ def _refuse_a_past(attention: Any, given: Mapping[str, Any]) -> None:
     if cache is None:
         return
     length = cache.get_seq_length(getattr(attention, "layer_idx", 0))
-    # a static cache keeps its length on the device, where it is not waited for
+    # a static cache keeps its length on the device; reading it would synchronise
     if not isinstance(length, int) or length > 0:
         raise ValueError(
-            "this method looks at all tokens, but a cache has taken in earlier ones (or is a "
-            "static one): only keys and values are kept there. Pass use_cache=False"
+            "this method needs all tokens, but earlier ones are in a cache (or the cache is "
+            "static), which keeps only their keys and values. Pass use_cache=False"
         )
 
 

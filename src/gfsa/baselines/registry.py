@@ -1,4 +1,4 @@
-"""The methods by name."""
+"""The comparison methods by name, with their formulas and options."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from gfsa.baselines.attnscale import AttnScale
-from gfsa.baselines.neutreno import NeuTRENO
+from gfsa.baselines.map_methods import AttnScale, NeuTRENO
 from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale
 
 
@@ -21,7 +20,7 @@ class Method:
     kind: type[nn.Module]
     formula: str
     options: dict[str, Any]
-    """Names and defaults of what :func:`gfsa.baselines.apply` takes besides."""
+    """The names and defaults of its options in :func:`gfsa.baselines.apply`."""
     identity_at_init: bool
 
 
@@ -45,7 +44,7 @@ METHODS: dict[str, Method] = {
     "neutreno": _method(NeuTRENO, "A·v + α(v⁰ − v)", False, "alpha"),
 }
 
-# methods that need nothing but a filter
+# methods that are filters, and how to plug each
 _FILTERS = {
     "gfsa": "gfsa.plug(model)",
     "twicing": "gfsa.plug(model, filter=gfsa.Twicing)",
@@ -56,14 +55,14 @@ _FILTERS = {
 
 
 def method_named(name: str, options: dict[str, Any]) -> Method:
-    """The method called ``name``, once its options are known to be its own."""
+    """The method called ``name``; raises if it or one of its options does not exist."""
     if name in _FILTERS:
         raise ValueError(f"{name!r} is a filter of the attention map: {_FILTERS[name]}")
     if name not in METHODS:
-        alike = difflib.get_close_matches(str(name).lower(), METHODS, n=1)
+        similar = difflib.get_close_matches(str(name).lower(), METHODS, n=1)
         raise ValueError(
             f"there is no method {name!r}; the methods are {', '.join(METHODS)}"
-            + (f". Did you mean {alike[0]!r}?" if alike else "")
+            + (f". Did you mean {similar[0]!r}?" if similar else "")
         )
     method = METHODS[name]
     unknown = [option for option in options if option not in method.options]

@@ -1,4 +1,4 @@
-"""The methods that act on tokens inside a block: ContraNorm, FeatScale, LayerScale."""
+"""The methods that change tokens inside a block: ContraNorm, FeatScale, LayerScale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Form = Literal["bert", "vit"]
 class TokenMethod(nn.Module):
     """Maps the tokens ``(B, N, D)`` at one place of a block to tokens."""
 
-    #: whether it has to know which tokens see each other
+    #: whether it needs to know which tokens see each other
     needs_sight = True
 
     def forward(self, x: Tensor, seen: Visibility) -> Tensor:
@@ -33,8 +33,8 @@ class ContraNorm(TokenMethod):
         \text{vit:}\quad  x ← x - s\,S x \qquad
         S = \mathrm{softmax}(\hat x \hat x^\top / τ)
 
-    :math:`\hat x` has rows of length one; the softmax goes over the tokens that a token sees. The
-    model's own LayerNorm comes next. Not the identity, and nothing is learned.
+    :math:`\hat x` has rows of length one; the softmax is over the tokens that a token sees. The
+    model's own LayerNorm follows. It is not the identity, and nothing is learned.
 
     Args:
         scale: s; 0.005 to 0.01 published for BERT.
@@ -51,11 +51,11 @@ class ContraNorm(TokenMethod):
         self.temperature = check_number("temperature", temperature, above=0.0)
 
     def forward(self, x: Tensor, seen: Visibility) -> Tensor:
-        alike = attend_alike(x[:, None], seen, self.temperature)[:, 0]
-        # summed in float32: s is about the last bit of a bfloat16
+        similar = attend_alike(x[:, None], seen, self.temperature)[:, 0]
+        # summed in float32: s is about as small as the rounding of bfloat16
         own = x.to(at_least_float32(x.dtype))
         kept = 1.0 + self.scale if self.form == "bert" else 1.0
-        return (kept * own - self.scale * alike).to(x.dtype)
+        return (kept * own - self.scale * similar).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, form={self.form!r}, temperature={self.temperature}"
@@ -84,15 +84,15 @@ def attend_alike(x: Tensor, seen: Visibility, temperature: float) -> Tensor:
 
 
 class FeatScale(TokenMethod):
-    r"""FeatScale (Wang et al., 2022): weigh the mean and the rest of attention's output.
+    r"""FeatScale (Wang et al., 2022): scale the mean and the rest of attention's output.
 
     .. math:: y ← y + λ_1 ⊙ m + λ_2 ⊙ (y - m)
 
-    m is the mean over the tokens that a token sees: the valid ones, in a causal model those up to
-    it. λ = 0 at first: the identity.
+    m is the mean over the tokens that a token sees: those that are not padding, in a causal model
+    those up to it. λ starts at 0, which is the identity.
 
     Args:
-        dim: width of the tokens; two numbers for each channel.
+        dim: width of the tokens; each channel has two learned numbers.
     """
 
     def __init__(self, dim: int) -> None:
@@ -108,8 +108,8 @@ class FeatScale(TokenMethod):
 class LayerScale(TokenMethod):
     r"""LayerScale (Touvron et al., 2021): :math:`x + γ ⊙ f(x)` in place of :math:`x + f(x)`.
 
-    γ is small at first, so that every block begins near the identity. That is not the model it
-    is put into: a pretrained model forgets what its blocks do until γ has grown.
+    γ starts small, so that every block starts near the identity. This changes the outputs: a
+    pretrained model loses what its blocks do until γ has grown.
 
     Args:
         dim: width of the tokens.

@@ -1,4 +1,4 @@
-"""The lens: see whether a model over-smooths, where, and what its filters change."""
+"""The lens: measure whether a model over-smooths, where, and what its filters change."""
 
 from gfsa.lens.diagnosis import diagnose
 from gfsa.lens.report import LensReport

@@ -1,4 +1,4 @@
-"""``gfsa diagnose``."""
+"""The command ``gfsa diagnose``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def diagnose(
         Path | None, typer.Option(help="Write the figures into this folder, as PDF.")
     ] = None,
     layers: Annotated[str, typer.Option(help="all, even, odd, or numbers: 1,5-8,12.")] = "all",
-    samples: Annotated[int, typer.Option(min=1, help="Samples to look at, at most.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples, at most.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens a text, at most.")] = 128,
     spectral: Annotated[
@@ -45,7 +45,7 @@ def diagnose(
         bool, typer.Option("--untrained", help="timm models: random weights, no download.")
     ] = False,
 ) -> None:
-    """See whether a model over-smooths, where, and what its filters change."""
+    """Measure whether a model over-smooths, where, and what its filters change."""
     from gfsa.lens.command_inputs import SourceError
     from gfsa.lens.report import LensReport
 
@@ -53,7 +53,7 @@ def diagnose(
         if report is not None:
             found = LensReport.from_json(report)
         else:
-            found = _look(
+            found = _diagnose(
                 model,
                 data,
                 _layers(layers),
@@ -83,7 +83,7 @@ def diagnose(
         typer.echo(f"written: {', '.join(written)}")
 
 
-def _look(
+def _diagnose(
     names: list[str] | None,
     data: str,
     layers: Any,
@@ -95,24 +95,24 @@ def _look(
     untrained: bool,
 ) -> Any:
     from gfsa.lens.command_inputs import SourceError, load_batches, load_source
-    from gfsa.lens.diagnosis import diagnose as look
+    from gfsa.lens.diagnosis import diagnose as diagnose_models
 
     if not names or not data:
-        raise SourceError("say which model and on what: --model NAME --data texts.txt")
+        raise SourceError("expected a model and data: --model NAME --data texts.txt")
     sources = [load_source(name, untrained) for name in names]
     labels = [source.label for source in sources]
     if len(set(labels)) < len(labels):
         raise SourceError(f"two models have the same name ({', '.join(labels)}): use LABEL=MODEL")
-    # the first model's tokenizer or image size serves all: they are compared on the same inputs
+    # all models are compared on the same inputs, built with the first model's tokenizer or size
     batches = load_batches(sources[0], data, samples, batch_size, tokens)
-    found = look(
+    found = diagnose_models(
         {source.label: source.model for source in sources},
         batches,
         layers=layers,
         spectral=spectral,
         unknown="trace" if trace else "refuse",
     )
-    found.data = "random inputs, which mean nothing" if data == "random" else Path(data).name
+    found.data = "random inputs without meaning" if data == "random" else Path(data).name
     return found
 
 

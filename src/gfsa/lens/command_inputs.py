@@ -1,4 +1,4 @@
-"""Models and data by name, for the command line."""
+"""Models and data by name, for ``gfsa diagnose``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_filters
+from gfsa.plugs.checkpoint import load
+
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 
 class SourceError(Exception):
-    """What was named cannot be used; the message says what to name instead."""
+    """A model or data set that was named cannot be used; the message says what can."""
 
 
 @dataclass
 class Source:
-    """A model, and how its inputs are made."""
+    """A model, and functions that build its inputs."""
 
     label: str
     model: nn.Module
     texts: Callable[[list[str], int], Any] | None = None
-    """Texts and the most tokens each → a batch."""
+    """Texts and the maximal number of tokens of each → a batch."""
     images: Callable[[list[Any]], Any] | None = None
     """PIL images → a batch."""
     random: Callable[[int, int], Any] | None = None
-    """How many samples, how many tokens → a batch."""
+    """Number of samples and of tokens → a batch."""
 
 
 def load_source(name: str, untrained: bool) -> Source:
@@ -42,9 +45,7 @@ def load_source(name: str, untrained: bool) -> Source:
     else:
         source = _transformers(where)
     if filters:
-        import gfsa
-
-        gfsa.load(source.model, filters)
+        load(source.model, filters)
     source.label = label or rest
     source.model.eval()
     return source
@@ -76,7 +77,7 @@ def load_batches(source: Source, data: str, samples: int, batch: int, tokens: in
             raise SourceError(f"{path} has no text in it")
         return [tokenise(part, tokens) for part in _parts(lines, batch)]
     raise SourceError(
-        f"--data {data!r} is no file, no folder, and not 'random'; give a text file, a folder of "
+        f"--data {data!r} is no file, no folder, and not 'random'; pass a text file, a folder of "
         "images, or a .safetensors file with the model's arguments"
     )
 
@@ -86,24 +87,21 @@ def _transformers(where: str) -> Source:
         import transformers as hf
     except ImportError:
         raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
-    import gfsa
-    from gfsa.plugs.adapters.transformers.pretrained import has_filters
-
     config = hf.AutoConfig.from_pretrained(where)
     kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
-    load = kind.from_pretrained
-    # filters are kept in safetensors only; a folder without any is an ordinary model
+    build = kind.from_pretrained
+    # filters are saved in safetensors only; a folder without filters is an ordinary model
     if any(Path(where).glob("*.safetensors")) and has_filters(where):
-        load = functools.partial(gfsa.from_pretrained, kind)
-    model = load(where)
+        build = functools.partial(from_pretrained, kind)
+    model = build(where)
     source = Source(where, model)
     main = getattr(model, "main_input_name", "input_ids")
     needs_target = bool(config.is_encoder_decoder)
 
     def finish(batch: dict[str, Any]) -> dict[str, Any]:
         known = {"input_ids", "attention_mask", "token_type_ids"}
-        taken = {key: value for key, value in batch.items() if key in known}
-        return {**taken, "decoder_input_ids": taken["input_ids"]} if needs_target else taken
+        used = {key: value for key, value in batch.items() if key in known}
+        return {**used, "decoder_input_ids": used["input_ids"]} if needs_target else used
 
     @functools.cache
     def tokenizer() -> Any:
@@ -113,10 +111,10 @@ def _transformers(where: str) -> Source:
         return found
 
     def texts(lines: list[str], most: int) -> dict[str, Any]:
-        made = tokenizer()(
+        tokens = tokenizer()(
             lines, padding=True, truncation=True, max_length=most, return_tensors="pt"
         )
-        return finish(dict(made))
+        return finish(dict(tokens))
 
     def images(found: list[Any]) -> dict[str, Any]:
         return dict(hf.AutoImageProcessor.from_pretrained(where)(found, return_tensors="pt"))

@@ -1,4 +1,4 @@
-"""``gfsa.diagnose``: run a model on some data and look at every layer."""
+"""``gfsa.diagnose``: run a model on some data and measure every layer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.lens.layer_record import Looks
+from gfsa.lens.layer_record import LensOptions
 from gfsa.lens.progress import Progress, progress_bar
 from gfsa.lens.readings import ModelReading
 from gfsa.lens.recorder import Recorder
 from gfsa.lens.report import LensReport
-from gfsa.lens.sockets import every_socket
-from gfsa.plugs.adapter import Unknown
+from gfsa.lens.sites import plugged_everywhere
 from gfsa.plugs.layer_selection import Layers
+from gfsa.plugs.registry import Unknown
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -40,55 +40,57 @@ def diagnose(
     unknown: Unknown = "refuse",
     progress: bool | Progress | None = None,
 ) -> LensReport:
-    """See whether a model over-smooths, where, and what its filters change.
+    """Measure whether a model over-smooths, where, and what its filters change.
 
-    The model runs in evaluation mode without gradients, and is afterwards exactly as it was:
-    attention layers without a filter get one that is ordinary attention while it runs.
+    The model runs in evaluation mode without gradients, and is unchanged afterwards: attention
+    layers without a filter get one that is ordinary attention while it runs.
 
     Args:
         model: any model that :func:`gfsa.plug` knows, plugged or not; or several by name, to
             compare them on the same inputs.
         inputs: one batch (a tensor, a dict for keyword arguments, a tuple for positional ones), or
-            an iterable of batches such as a DataLoader. Of these, a pair whose second part is a
-            vector of integers, as loaders of labelled data give, is taken as (input, labels).
-        layers: which attention layers to look at, as in :func:`gfsa.plug`.
+            an iterable of batches such as a DataLoader. A batch that is a pair whose second part
+            is a vector of integers, as from loaders of labelled data, is read as (input, labels).
+        layers: which attention layers to measure, as in :func:`gfsa.plug`.
         features: measure the tokens that leave each block.
         attention: measure entropy and Dirichlet energy of each head: about three more attention
-            passes a layer.
+            passes per layer.
         spectral: measure frequency responses and singular values of the maps: the costly part,
-            O(n³) a head and sample for the singular values.
-        valid: ``(B, N)``, True where a token counts, or a function of the batch that gives it.
-            Default: the batch's ``attention_mask`` (or key padding mask), else what the attention
-            map masks, else all tokens.
-        forward: ``(model, batch)``, how to call the model if not as above.
-        max_batches: stop after so many.
+            O(n³) per head and sample for the singular values.
+        valid: ``(B, N)``, True where a token counts, or a function of the batch that returns it.
+            Default: the batch's ``attention_mask`` (or key padding mask), else the keys that the
+            attention map does not mask, else all tokens.
+        forward: ``(model, batch)``: calls the model, if not as above.
+        max_batches: stop after this many batches.
         spectral_samples: samples that take part in the spectral measurements.
         most_frequencies: Fourier modes in a response, at most.
         most_tokens: no n×n map is built beyond this length, so no singular values of maps.
-        unknown: attention that no adapter knows is left alone (``"refuse"``) or traced
+        unknown: attention that no adapter knows is skipped (``"refuse"``) or traced
             (``"trace"``), as in :func:`gfsa.plug`.
-        progress: True or False for a progress bar (default: in a terminal), or a function called
-            with (batches done, batches in all or None).
+        progress: True or False for a progress bar (default: in a terminal), or a function that is
+            called with (batches done, number of batches or None).
     """
     models = dict(model) if isinstance(model, Mapping) else {type(model).__name__: model}
     if not models:
-        raise ValueError("there is no model to look at: expected a model, or several by name")
-    for name, one in models.items():
-        if not isinstance(one, nn.Module):
-            raise TypeError(f"expected an nn.Module, got {type(one).__name__} for {name!r}")
-    looks = Looks(features, attention, spectral, spectral_samples, most_frequencies, most_tokens)
+        raise ValueError("expected a model, or several models by name, got an empty mapping")
+    for name, module in models.items():
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected an nn.Module, got {type(module).__name__} for {name!r}")
+    options = LensOptions(
+        features, attention, spectral, spectral_samples, most_frequencies, most_tokens
+    )
     batches = _batches(inputs, len(models))
     known = _length(batches)
     total = known if max_batches is None or known is None else min(known, max_batches)
     readings = {}
-    for name, one in models.items():
+    for name, module in models.items():
         with progress_bar(progress, name, total) as advance:
-            readings[name] = _look(
+            readings[name] = _measure(
                 name,
-                one,
+                module,
                 _first(batches, max_batches),
                 layers,
-                looks,
+                options,
                 valid,
                 forward,
                 unknown,
@@ -97,18 +99,18 @@ def diagnose(
     return LensReport(readings, created=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
-def _look(
+def _measure(
     name: str,
     model: nn.Module,
     batches: Iterable[Any],
     layers: Layers,
-    looks: Looks,
+    options: LensOptions,
     valid: Tensor | Callable[[Any], Tensor | None] | None,
     forward: Forward | None,
     unknown: Unknown,
     advance: Callable[[], None],
 ) -> ModelReading:
-    # a compiled model would be compiled again for every hook; the module inside runs as it is
+    # a compiled model would be compiled again for every hook; the module inside is not compiled
     model = getattr(model, "_orig_mod", model)
     parameters = sum(p.numel() for p in model.parameters())
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -116,8 +118,8 @@ def _look(
     with (
         _evaluating(model),
         torch.no_grad(),
-        every_socket(model, unknown) as (sockets, bare, skipped),
-        Recorder(model, sockets, layers, looks) as recorder,
+        plugged_everywhere(model, unknown) as (sites, bare, skipped),
+        Recorder(model, sites, layers, options) as recorder,
     ):
         for batch in batches:
             batch = _to_device(batch, device)
@@ -126,14 +128,14 @@ def _look(
                 _call(model, batch, forward)
             advance()
         if not recorder.layers:
-            raise ValueError("no attention layer ran: the inputs were empty")
+            raise ValueError("no attention layer ran: expected at least one batch in inputs")
         skipped |= {
-            n: f"{type(s.filter).__name__} is no polynomial of its map: its tokens are shown, "
+            n: f"{type(s.filter).__name__} is not a polynomial of its map: its tokens are shown, "
             "its response is not"
-            for n, s in sockets.items()
+            for n, s in sites.items()
             if not s.filter.is_polynomial
         }
-        own = [s.filter for n, s in sockets.items() if n not in bare]
+        own = [s.filter for n, s in sites.items() if n not in bare]
         first = next(iter(recorder.layers.values()))
         return ModelReading(
             name=name,
@@ -162,17 +164,17 @@ def _call(model: nn.Module, batch: Any, forward: Forward | None) -> None:
 
 
 def _batches(inputs: Any, models: int) -> Iterable[Any]:
-    """An iterable of batches that can be gone through once for each model."""
+    """The batches as an iterable that can be iterated once per model."""
     if isinstance(inputs, (Tensor, Mapping, tuple)) or not isinstance(inputs, Iterable):
         return [inputs]
     if models > 1 and iter(inputs) is inputs:
-        # a generator can be gone through once only
+        # a generator can be iterated only once
         inputs = list(inputs)
     return _Unlabelled(inputs)
 
 
 class _Unlabelled:
-    """Batches without their labels, as often as the iterable gives them."""
+    """Batches without their labels; can be iterated as often as the batches."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
@@ -222,7 +224,7 @@ def _to_device(batch: Any, device: torch.device) -> Any:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module is in the mode it was in."""
+    """Evaluation mode; afterwards every module has its earlier mode again."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:

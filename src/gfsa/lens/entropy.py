@@ -1,4 +1,4 @@
-"""How sharp an attention map is, without ever holding the whole map."""
+"""The entropy of attention maps, computed in blocks of rows: the whole map is never in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Ope
 from gfsa.operators.base import at_least_float32
 from gfsa.operators.dense import repeat_heads
 
-# entries of the map held at a time: 64 MB in float32
+# entries of the map in memory at a time: 64 MB in float32
 _ENTRIES = 1 << 24
 
 
@@ -25,9 +25,9 @@ def attention_entropy(
     .. math:: h_i = -\sum_j A_{ij} \log A_{ij}, \qquad \frac{h_i}{\log m_i}
 
     where token i may attend to :math:`m_i` tokens (i of them in a causal model). A share of 1 is
-    uniform attention, 0 is one-hot. Rows that may see one token only have no share and are left
-    out of it. Rows are normalised first where they do not sum to one. In blocks of rows: O(N²·D)
-    time, as one attention pass, and bounded memory.
+    uniform attention, 0 is one-hot. Rows that see a single token have no share and are left out of
+    its mean. Rows that do not sum to one are normalised first. O(N²·D) time, as one attention pass,
+    and bounded memory.
 
     Returns:
         Nats and share, each ``(..., heads)``.
@@ -48,7 +48,7 @@ def attention_entropy(
 
 
 def has_rows(operator: Operator) -> bool:
-    """Whether rows of the map can be had a block at a time, or the map is there already."""
+    """Whether the map can be computed in blocks of rows, or the operator already holds it."""
     kinds = (AttentionOperator, SDPAOperator, LinearOperator, DenseOperator)
     return isinstance(operator, kinds) or hasattr(operator, "weights")
 
@@ -58,9 +58,9 @@ def _ratio(total: Tensor, count: Tensor) -> Tensor:
 
 
 def _row_entropies(operator: Operator, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Start, entropy of each row ``(..., H, n)`` and which entries may be non-zero.
+    """Yields a block's first row, its entropies ``(..., H, n)`` and which entries are not masked.
 
-    A row of zeros has no entropy: NaN.
+    The entropy of a row of zeros is NaN.
     """
     if isinstance(operator, (AttentionOperator, SDPAOperator)):
         yield from _softmax_entropies(operator)
@@ -104,11 +104,11 @@ def _softmax_entropies(
             scores = scores + (mask if broadcast else mask[..., start:stop, :])
         if masked:
             scores = scores.masked_fill(~allowed, -math.inf)
-        # counted from the highest score, in place: these are the largest tensors here
+        # the highest score is subtracted in place: these are the largest tensors here
         scores -= scores.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
         weights = scores.exp()
         if masked:
-            # 0·(-inf) is no number, the 0 that is meant comes from any other score
+            # 0·(-inf) is NaN; with any finite score the product is the 0 that is needed
             scores.masked_fill_(~allowed, 0.0)
         total = weights.sum(-1)
         entropy = total.log() - torch.linalg.vecdot(weights, scores) / total

@@ -1,6 +1,6 @@
-"""The report in matplotlib figures: vector output, readable in a paper's column, colour-blind safe.
+"""The report as matplotlib figures: vector output, sized for a paper's column, colour-blind safe.
 
-No global state of matplotlib is touched: figures are made without pyplot, styles are local.
+No global state of matplotlib changes: figures are created without pyplot, styles are local.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COLUMN = (3.4, 2.4)
 
 
 class LensFigure(Figure):
-    """A figure that is saved in the style that it was drawn in."""
+    """A figure that is saved in the style in which it was drawn."""
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         with matplotlib.rc_context(STYLE):
@@ -87,7 +87,7 @@ def _by_depth(
     for number, model in enumerate(models):
         xs = [reading.depth for reading in model.features]
         ys = [pick(reading) for reading in model.features]
-        axis.plot(xs, ys, label=model.name, **_look(number))
+        axis.plot(xs, ys, label=model.name, **_style(number))
     axis.set(xlabel="layer (0: input)", ylabel=label)
     axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]), top=top)
     _whole_numbers(axis)
@@ -104,7 +104,7 @@ def _heads(
         rows = [(r.depth, [v for v in pick(r) if math.isfinite(v)]) for r in model.attention]
         rows = [(depth, values) for depth, values in rows if values]
         xs = [depth for depth, _ in rows]
-        axis.plot(xs, [fmean(values) for _, values in rows], label=model.name, **_look(number))
+        axis.plot(xs, [fmean(values) for _, values in rows], label=model.name, **_style(number))
         lows, highs = [min(v) for _, v in rows], [max(v) for _, v in rows]
         axis.fill_between(xs, lows, highs, color=COLOURS[number % 6], alpha=0.12, linewidth=0)
     axis.set(xlabel="layer", ylabel=label)
@@ -187,7 +187,7 @@ def _response_by_layer(models: list[ModelReading]) -> Figure:
 
 
 def _coefficients(model: ModelReading) -> Figure:
-    """Layers × heads, one panel a power; white is ordinary attention."""
+    """Layers × heads, one panel per power; white is ordinary attention."""
     layers = model.attention
     powers = max(len(row) for layer in layers for row in layer.coefficients)
     heads = max(len(layer.coefficients) for layer in layers)
@@ -212,13 +212,13 @@ def _coefficients(model: ModelReading) -> Figure:
         axis.invert_yaxis()
         axis.grid(False)
         axis.set_xlabel("head")
-        # matplotlib would make a bitmap of so fine a scale
+        # matplotlib would rasterise a colour bar with so many levels
         figure.colorbar(drawn, ax=axis, shrink=0.85).solids.set_rasterized(False)
     axes[0][0].set_ylabel("layer")
     return figure
 
 
-def _look(number: int) -> dict[str, Any]:
+def _style(number: int) -> dict[str, Any]:
     return {"color": COLOURS[number % 6], "marker": MARKERS[number % 6]}
 
 

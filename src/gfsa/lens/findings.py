@@ -1,4 +1,4 @@
-"""The readings in sentences, for people who have not met these numbers before."""
+"""The readings in sentences, for readers who are new to these numbers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from statistics import fmean
 
 from gfsa.lens.readings import AttentionReading, ModelReading
 
-# where a sentence changes its tone. They are rules of thumb, said to be so in docs/lens.md: a
-# trained model may sit at a high similarity and work well, so the page compares before it judges
+# thresholds at which a sentence changes. They are rules of thumb (docs/lens.md says so): a trained
+# model may have a high similarity and work well, so the page compares models instead of judging one
 ALIKE = 0.9
 RISE = 0.1
 FEW = 0.1
 
 
 def findings(model: ModelReading) -> list[str]:
-    """What the numbers of one model say, the most important first."""
+    """Sentences about the readings of one model, the most important first."""
     sentences = []
     if model.features:
         sentences += [_similarity(model), _rank(model)]
@@ -94,9 +94,9 @@ def _filters(model: ModelReading) -> str:
         return "No filters are plugged: every head is ordinary attention, low-pass by Theorem 3.1."
     counts = Counter(word for layer in filtered for word in layer.verdict)
     heads = sum(counts.values())
-    said = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common())
     moved, where = max((_moved(layer), layer.depth) for layer in filtered)
-    text = f"Of {heads} filtered heads, by their coefficients: {said} (Theorem 3.1)."
+    text = f"Of {heads} filtered heads, by their coefficients: {verdicts} (Theorem 3.1)."
     if moved < 1e-6:
         return text + " No filter has moved from where it started: train, or raise filter_lr."
     return text + f" The largest move from ordinary attention is {moved:.2g}, in layer {where}."

@@ -1,4 +1,4 @@
-"""One layer's running means, sample by sample, and the readings that come of them."""
+"""Running means of one layer's measurements over samples, and the readings computed from them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ POINTS = 64
 
 
 @dataclass
-class Looks:
-    """What to look at."""
+class LensOptions:
+    """What to measure."""
 
     features: bool = True
     attention: bool = True
     spectral: bool = True
     spectral_samples: int = 8
-    """Spectra are averaged over the first so many samples: they change little, and cost."""
+    """Spectra are averaged over this many samples: they vary little, and are costly."""
     most_frequencies: int = 33
     most_tokens: int = 1024
-    """Beyond this many tokens no n×n map is built, so there are no singular values."""
+    """For longer sequences no n×n map is built, so there are no singular values."""
 
 
 class Stopwatch:
-    """Seconds by what they were spent on."""
+    """Seconds spent on each kind of measurement."""
 
     def __init__(self) -> None:
         self.seconds = {"features": 0.0, "attention": 0.0, "spectral": 0.0}
@@ -51,7 +51,7 @@ class Stopwatch:
 
 
 class Mean:
-    """A running mean over samples that leaves NaN out, element by element."""
+    """A running mean over samples that ignores NaN, element by element."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(())
@@ -70,11 +70,11 @@ class Mean:
 
 
 class LayerRecord:
-    """What is known about one layer so far."""
+    """The measurements of one layer so far."""
 
-    def __init__(self, depth: int, looks: Looks, watch: Stopwatch) -> None:
+    def __init__(self, depth: int, options: LensOptions, watch: Stopwatch) -> None:
         self.depth = depth
-        self.looks = looks
+        self.options = options
         self.watch = watch
         self.features: dict[str, Mean] = {}
         self.heads: dict[str, Mean] = {}
@@ -83,11 +83,11 @@ class LayerRecord:
         self.note = ""
 
     def add_features(self, x: Tensor, valid: Tensor | None) -> None:
-        """Take in tokens ``(B, N, D)`` with their mask ``(B, N)``."""
+        """Measure tokens ``(B, N, D)`` with their mask ``(B, N)``."""
         with self.watch.on("features"):
             most = metrics.token_count(x, valid).clamp(max=x.shape[-1])
             values = metrics.singular_values(x, valid)
-            # later batches may be longer or shorter: the axis of the first one stays
+            # later batches may be longer or shorter: the axis of the first batch is kept
             points = self._axis(self.features, "singular_values", values.shape[-1])
             found = {
                 "cosine": metrics.cosine_similarity(x, valid),
@@ -102,29 +102,32 @@ class LayerRecord:
 
     def add_attention(
         self,
-        made: GraphFilter,
+        filter: GraphFilter,
         operator: Operator,
         v: Tensor,
         y: Tensor,
         valid: Tensor | None,
     ) -> None:
-        """Take in a map, the values ``(..., H, N, D)``, the filter's output and ``(..., N)``."""
+        """Measure a map, the values ``(..., H, N, D)`` and the filter's output.
+
+        ``valid``: ``(..., N)`` or None.
+        """
         lead = v.shape[:-3]
         if valid is not None:
-            # windows and other re-arrangements have tokens that the mask does not know
+            # the mask does not apply to windows and other rearrangements of the tokens
             fits = valid.shape == (*lead, v.shape[-2])
             valid = valid.to(v.device) if fits else None
         found: dict[str, Tensor] = {}
-        if self.looks.attention:
+        if self.options.attention:
             with self.watch.on("attention"):
                 found |= _energies(operator, v, y, valid)
-                # a map known by its products alone is put together from n/D of them
-                if has_rows(operator) or v.shape[-2] <= self.looks.most_tokens:
+                # a map that is known only by its products takes n/D products to build
+                if has_rows(operator) or v.shape[-2] <= self.options.most_tokens:
                     entropy, share = attention_entropy(operator, v, valid)
                     found |= {"entropy": entropy, "entropy_share": share}
-        if self.looks.spectral and self.spectral_samples < self.looks.spectral_samples:
+        if self.options.spectral and self.spectral_samples < self.options.spectral_samples:
             with self.watch.on("spectral"):
-                found |= self._spectra(made, operator, v, valid)
+                found |= self._spectra(filter, operator, v, valid)
         for name, value in found.items():
             heads = self.heads.setdefault(name, Mean())
             heads.add(value.flatten(0, len(lead) - 1) if lead else value[None])
@@ -133,19 +136,20 @@ class LayerRecord:
         values = {what: mean.value() for what, mean in self.features.items()}
         return FeatureReading(depth=self.depth, name=name, **values)
 
-    def attention_reading(self, name: str, made: GraphFilter, bare: bool) -> AttentionReading:
-        coefficients = made.coefficients().detach().double().cpu()
-        nothing = [math.nan] * made.num_heads
+    def attention_reading(self, name: str, filter: GraphFilter, bare: bool) -> AttentionReading:
+        """The reading; ``bare``: the layer has no filter besides the one the lens plugged."""
+        coefficients = filter.coefficients().detach().double().cpu()
+        missing = [math.nan] * filter.num_heads
         means = {what: mean.value() for what, mean in self.heads.items()}
         scalars = ("entropy", "entropy_share", "energy_before", "energy_after")
         return AttentionReading(
             depth=self.depth,
             name=name,
-            filter=None if bare else repr(made),
+            filter=None if bare else repr(filter),
             coefficients=coefficients.tolist(),
             verdict=[spectrum.verdict(row) for row in coefficients],
             spectrum=self._spectrum_reading(means),
-            **{what: means.get(what, nothing) for what in scalars},
+            **{what: means.get(what, missing) for what in scalars},
         )
 
     def _spectrum_reading(self, means: dict[str, Any]) -> Spectrum | None:
@@ -161,20 +165,20 @@ class LayerRecord:
         )
 
     def _spectra(
-        self, made: GraphFilter, operator: Operator, v: Tensor, valid: Tensor | None
+        self, filter: GraphFilter, operator: Operator, v: Tensor, valid: Tensor | None
     ) -> dict[str, Tensor]:
         length = v.shape[-2]
-        coefficients = made.coefficients().detach()
+        coefficients = filter.coefficients().detach()
         if self.frequencies is None:
-            self.frequencies = spectrum.frequency_grid(length, self.looks.most_frequencies)
+            self.frequencies = spectrum.frequency_grid(length, self.options.most_frequencies)
         self.spectral_samples += v.shape[:-3].numel()
         on_map, on_filter = spectrum.frequency_response(
             operator, v, coefficients, valid, self.frequencies
         )
         found = {"map_response": on_map, "filter_response": on_filter}
-        if length > self.looks.most_tokens:
+        if length > self.options.most_tokens:
             self.note = (
-                f"no singular values: maps of more than {self.looks.most_tokens} tokens are not "
+                f"no singular values: maps of more than {self.options.most_tokens} tokens are not "
                 f"built, and these have {length} (most_tokens=)"
             )
             return found
@@ -204,9 +208,9 @@ def _is_ordinary(coefficients: Tensor) -> bool:
 
 
 def _energies(operator: Operator, v: Tensor, y: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-    each = None if valid is None else valid[..., None, :]
+    of_heads = None if valid is None else valid[..., None, :]
     smoothed = operator.apply(v)
     return {
-        "energy_before": metrics.dirichlet_energy(repeat_heads(v, smoothed), smoothed, each),
-        "energy_after": metrics.dirichlet_energy(y, operator.apply(y), each),
+        "energy_before": metrics.dirichlet_energy(repeat_heads(v, smoothed), smoothed, of_heads),
+        "energy_after": metrics.dirichlet_energy(y, operator.apply(y), of_heads),
     }

@@ -1,8 +1,8 @@
-"""How smooth a set of tokens is: numbers about features, over valid tokens only.
+"""Metrics of oversmoothing: how similar the tokens of a sample are, without its padding.
 
 Every function takes tokens ``x`` of shape ``(..., N, D)`` and ``valid`` of shape ``(..., N)``
-(True where a token counts; None: all do) and returns a number for each leading index. A number
-that has no meaning (the similarity of a single token, say) is NaN, never a made-up zero.
+(True where a token counts; None: all do) and returns a number for each leading index. An undefined
+number (the similarity of a single token, say) is NaN.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def cosine_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
     .. math:: \frac{1}{n(n-1)} \sum_{i \ne j} \hat x_i^\top \hat x_j
               = \frac{\|\sum_i \hat x_i\|^2 - n}{n^2 - n}, \qquad \hat x = x / \|x\|
 
-    1: all tokens point the same way; 0: no direction in common. A token of zeros has no
-    direction and counts as similar to none.
+    1: all tokens have the same direction; 0: no direction in common. A token of zeros has no
+    direction; its similarity to every token counts as 0.
     """
     x = _only(x, valid)
     norms = torch.linalg.vector_norm(x, dim=-1)
@@ -36,16 +36,16 @@ def cosine_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def rank_one_residual(x: Tensor, valid: Tensor | None = None) -> Tensor:
-    r"""What is left when every token is replaced by the mean token.
+    r"""The relative distance of the tokens from the mean token.
 
     .. math:: \frac{\min_m \|X - 1 m^\top\|_F}{\|X\|_F} = \frac{\|X - 1 \bar x^\top\|_F}{\|X\|_F}
 
-    0: all tokens are one and the same vector, 1: they average to nothing. Dong et al. (2021) show
-    that attention alone drives it to 0 doubly exponentially; they use another norm.
+    0: all tokens are the same vector; 1: their mean is zero. Dong et al. (2021) show that attention
+    alone drives it to 0 doubly exponentially; they use another norm.
     """
     x = _only(x, valid)
     mean = x.sum(-2, keepdim=True) / _count(x, valid)[..., None, None]
-    # subtracted, not ‖X‖² − n‖x̄‖²: that one loses every digit when the tokens have collapsed
+    # not computed as ‖X‖² − n‖x̄‖², which cancels when the tokens have collapsed
     residual = _only(x - mean, valid)
     size = torch.linalg.vector_norm(x, dim=(-2, -1))
     return torch.where(size > 0, torch.linalg.vector_norm(residual, dim=(-2, -1)) / size, math.nan)
@@ -61,8 +61,8 @@ def singular_values(x: Tensor, valid: Tensor | None = None) -> Tensor:
     r"""Singular values of the ``n×D`` matrix of tokens, largest first: ``(..., min(N, D))``.
 
     They are the roots of the eigenvalues of the smaller of :math:`XX^\top` and :math:`X^\top X`,
-    in float64: small ones are good to 1e-8 of the largest. Rows that do not count are zeros and
-    add zeros at the end.
+    in float64: small ones are accurate to 1e-8 of the largest. Padding rows count as zeros and add
+    zeros at the end.
     """
     x = _only(x, valid).double()
     gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
@@ -82,14 +82,14 @@ def effective_rank(values: Tensor) -> Tensor:
 
 
 def singular_profile(values: Tensor, rank: Tensor, points: int) -> Tensor:
-    r"""Singular values on a common axis, so that samples of several lengths can be averaged.
+    r"""Singular values on a common axis, so that samples of different lengths can be averaged.
 
     .. math:: s(u) = \sigma_{1 + \mathrm{round}(u (r - 1))} / \sigma_1, \qquad u \in [0, 1]
 
     Args:
         values: ``(..., R)``, largest first.
-        rank: ``(...)``: r, how many of them a sample of its size can have.
-        points: how many u, evenly spaced.
+        rank: ``(...)``: r, the largest rank of a sample of this size.
+        points: the number of evenly spaced u.
     """
     u = torch.linspace(0, 1, points, dtype=values.dtype, device=values.device)
     last = (rank.clamp_min(1) - 1).to(values.dtype)
@@ -102,8 +102,8 @@ def dirichlet_energy(x: Tensor, smoothed: Tensor, valid: Tensor | None = None) -
 
     .. math:: E_A(x) = \frac{\|x\|^2 - \langle x, A x\rangle}{\|x\|^2}
 
-    0: neighbours on the graph carry the same vector; 1: a token and its neighbours have nothing
-    in common. Only the symmetric part of A takes part. With A = 11ᵀ/n it is the square of
+    0: neighbours on the graph have the same vector; 1: a token and its neighbours are orthogonal.
+    Only the symmetric part of A matters. With A = 11ᵀ/n it is the square of
     :func:`rank_one_residual`.
 
     Args:
@@ -130,5 +130,5 @@ def _count(x: Tensor, valid: Tensor | None) -> Tensor:
 def _only(x: Tensor, valid: Tensor | None) -> Tensor:
     """The tokens with those that do not count set to zero, in float32 at least."""
     x = x.to(at_least_float32(x.dtype))
-    # a choice, not a product: what padding holds may be NaN
+    # torch.where, not a product: padding may contain NaN
     return x if valid is None else torch.where(valid[..., None], x, 0.0)

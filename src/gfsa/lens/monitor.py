@@ -1,4 +1,4 @@
-"""The cheap metrics while a model trains: every N steps, in the forward that trains anyway."""
+"""Log cheap metrics while a model trains: every N steps, measured in the training forward."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.lens import metrics
-from gfsa.lens.sockets import attention_modules, blocks_around
+from gfsa.lens.sites import attention_modules, blocks_around
 from gfsa.lens.tokens import as_tokens, first_tensor, fits, valid_from_batch
-from gfsa.plugs.plug import filters_of
+from gfsa.plugs.sites import filters_of
 
 Log = Callable[[dict[str, float], int], None]
 
 
 class Monitor:
-    """Similarity, residual and norm after each block, and where the filters are.
+    """Logs similarity, residual and norm after each block, and the filters' coefficients.
 
     .. code-block:: python
 
-        monitor = Monitor(model, tensorboard("runs/one"), every=100)
+        monitor = Monitor(model, tensorboard("runs/first"), every=100)
         for step, batch in enumerate(loader):
             monitor.before_step(step)
             loss = model(**batch).loss
             ...
             monitor.after_step(step)
 
-    There are hooks on the model only between the two calls of a step that is looked at, so all
-    other steps cost nothing. No forward is added, and nothing is read back from the device before
-    :meth:`after_step`.
+    The model has hooks only between the two calls of a measured step, so all other steps cost
+    nothing. No forward is added, and nothing is copied from the device before :meth:`after_step`.
 
     Args:
         model: any model that :func:`gfsa.plug` knows, plugged or not.
-        log: called with names and numbers, and the step; see :func:`tensorboard`.
-        every: look at steps 0, ``every``, 2·``every``, …
-        prefix: of the names, ``lens/cosine/03`` and so on.
+        log: called with the numbers by name, and the step; see :func:`tensorboard`.
+        every: measure the steps 0, ``every``, 2·``every``, …
+        prefix: of the names: ``lens/cosine/03`` and so on.
     """
 
     def __init__(self, model: nn.Module, log: Log, every: int = 100, prefix: str = "lens") -> None:
@@ -75,24 +74,24 @@ class Monitor:
                 self._handles.append(modules[block].register_forward_hook(self._block(name)))
 
     def after_step(self, step: int) -> None:
-        """Call after the step, and after the optimiser's if the filters are to be up to date."""
+        """Call after the step; after the optimiser's step to log the updated filters."""
         if not self._handles:
             return
         self.stop()
         values = {name: float(torch.cat(parts).nanmean()) for name, parts in self._found.items()}
         if not values:
-            hint = "; hand it the model that was given to torch.compile" if self.compiled else ""
-            warnings.warn(f"no block of the model was heard in step {step}{hint}", stacklevel=2)
+            hint = "; pass the model that was passed to torch.compile" if self.compiled else ""
+            warnings.warn(f"no block of the model ran in step {step}{hint}", stacklevel=2)
         self.log({**values, **self._filters()}, step)
 
     def stop(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        # checkpointed blocks run again in the backward: by then the model itself is not running
+        # checkpointed blocks run again in the backward, when the model's own forward is over
         self._running, self._batch, self._depth = True, kwargs, 0
         self._last = None
 
@@ -105,7 +104,7 @@ class Monitor:
             found = first_tensor(output) if self._running else None
             if found is None:
                 return
-            # blocks end from the inside out: the outermost around an attention has the last word
+            # blocks end from the inside out, so the outermost around an attention is kept
             if self._last is not None and self._starts_again(name, module):
                 self._flush()
             self._last = (name, found.detach())
@@ -113,7 +112,7 @@ class Monitor:
         return hook
 
     def _starts_again(self, name: str, module: nn.Module) -> bool:
-        """Whether what ends now belongs to another layer than what ended last."""
+        """Whether the module that ends now belongs to another layer than the last one."""
         assert self._last is not None
         return self._last[0] != name or module is self._attention[name]
 
@@ -138,8 +137,8 @@ class Monitor:
         depth = {name: number for number, name in enumerate(self._attention, start=1)}
         values = {}
         filters = {n: f for n, f in filters_of(self.model).items() if f.is_polynomial}
-        for name, made in filters.items():
-            for power, value in enumerate(made.coefficients().detach().mean(0).tolist()):
+        for name, filter in filters.items():
+            for power, value in enumerate(filter.coefficients().detach().mean(0).tolist()):
                 values[f"{self.prefix}/c{power}/{depth[name]:02d}"] = value
         return values
 
@@ -152,7 +151,7 @@ _CHEAP = {
 
 
 def tensorboard(folder: str | Path) -> Log:
-    """A log that TensorBoard shows: ``tensorboard --logdir folder``."""
+    """A log for TensorBoard: ``tensorboard --logdir folder``."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,4 +1,4 @@
-"""A progress bar where somebody may be watching."""
+"""A progress bar for terminals, or calls of a progress function."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ Progress = Callable[[int, int | None], None]
 def progress_bar(
     progress: bool | Progress | None, title: str, total: int | None
 ) -> Iterator[Callable[[], None]]:
-    """Gives a function to be called after each batch."""
-    done = 0
+    """Yields a function that the caller calls after each batch."""
     if callable(progress):
-        told = progress
+        report, done = progress, 0
 
-        def tell() -> None:
+        def advance() -> None:
             nonlocal done
             done += 1
-            told(done, total)
+            report(done, total)
 
-        yield tell
+        yield advance
         return
     if progress is None:
-        # a single batch is over before a bar says anything
+        # a single batch needs no bar
         progress = sys.stderr.isatty() and total != 1
     if not progress:
         yield lambda: None
@@ -37,5 +36,5 @@ def progress_bar(
     except ImportError:
         raise ImportError("a progress bar needs rich: pip install 'gfsa[cli]'") from None
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"looking at {title}", total=total)
+        task = bar.add_task(f"measuring {title}", total=total)
         yield lambda: bar.advance(task)

@@ -1,4 +1,4 @@
-"""What the lens writes down: plain data, to JSON and back."""
+"""Readings: the numbers of the lens as plain data, to JSON and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FeatureReading:
 
 @dataclass
 class Spectrum:
-    """What one attention layer does to frequencies, head by head."""
+    """The frequency response of one attention layer, per head."""
 
     frequencies: Numbers
     """Cycles per token, 0 to ½."""
@@ -45,7 +45,7 @@ class Spectrum:
 
 @dataclass
 class AttentionReading:
-    """One attention layer, head by head."""
+    """The measurements of one attention layer, per head."""
 
     depth: int
     name: str
@@ -66,7 +66,7 @@ class AttentionReading:
 
 @dataclass
 class ModelReading:
-    """Everything about one model."""
+    """All measurements of one model."""
 
     name: str
     kind: str
@@ -76,11 +76,11 @@ class ModelReading:
     tokens: int
     spectral_samples: int
     seconds: dict[str, float]
-    """Where the time went: ``total``, and inside it ``features``, ``attention``, ``spectral``."""
+    """Seconds: ``total``, and its parts ``features``, ``attention``, ``spectral``."""
     features: list[FeatureReading] = field(default_factory=list)
     attention: list[AttentionReading] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Attention modules that were not looked at, with the reason."""
+    """Attention modules that were not measured, with the reason."""
 
 
 def to_plain(value: Any) -> Any:
@@ -109,7 +109,7 @@ def model_from_plain(plain: dict[str, Any]) -> ModelReading:
     return ModelReading(**known, features=features, attention=attention)
 
 
-# where None means what it says; anywhere else it stands for a number that has no value
+# fields where None is a value; in all others it stands for NaN
 _OPTIONAL = ("filter", "spectrum")
 
 

@@ -1,4 +1,4 @@
-"""Listens to a running model, whatever library it comes from."""
+"""Records the tokens and attention maps of a running model with hooks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 from gfsa.lens import metrics
-from gfsa.lens.layer_record import LayerRecord, Looks, Stopwatch
+from gfsa.lens.layer_record import LayerRecord, LensOptions, Stopwatch
 from gfsa.lens.readings import AttentionReading, FeatureReading
-from gfsa.lens.sockets import blocks_around
+from gfsa.lens.sites import blocks_around
 from gfsa.lens.tokens import (
     as_tokens,
     first_tensor,
@@ -24,28 +24,28 @@ from gfsa.lens.tokens import (
     whole_map,
 )
 from gfsa.plugs.layer_selection import Layers, select_layers
-from gfsa.plugs.plug import Socket
+from gfsa.plugs.sites import Site
 
-# a layer is an attention module and how many times it has run before in the same forward:
-# models like ALBERT run one module at every depth
+# a layer is an attention module and the number of its earlier runs in the same forward: models
+# such as ALBERT run one module at every depth
 Key = tuple[str, int]
 
 
 @dataclass
 class _Forward:
-    """What is going on in the forward that is listened to."""
+    """The state of the forward that is recorded."""
 
     batch: Any = None
     valid: Tensor | None = None
     turns: dict[str, int] = field(default_factory=dict)
-    given: Tensor | None = None
-    """What the first block was given, until the first attention tells its axes."""
+    entered: Tensor | None = None
+    """The input of the first block, until the first attention shows its axes."""
     key: Key | None = None
-    """The layer whose attention ran last, and then its values and mask."""
+    """The layer whose attention ran last; below, its values and mask."""
     v: Tensor | None = None
     mask: Tensor | None = None
     left: Tensor | None = None
-    """What the outermost block around it has given so far."""
+    """The output of the outermost block around it that has ended."""
 
 
 class Recorder:
@@ -53,32 +53,32 @@ class Recorder:
 
     .. code-block:: python
 
-        with every_socket(model, "refuse") as (sockets, bare):
-            with Recorder(model, sockets) as recorder, recorder.listening(batch):
+        with plugged_everywhere(model, "refuse") as (sites, bare, refusals):
+            with Recorder(model, sites) as recorder, recorder.listening(batch):
                 model(**batch)
             recorder.features(), recorder.attention(bare)
 
     Args:
-        model: as given to :func:`gfsa.lens.sockets.every_socket`.
-        sockets: its attention modules.
-        layers: which of them to look at, as in :func:`gfsa.plug`.
-        looks: what to look at.
+        model: as given to :func:`gfsa.lens.sites.plugged_everywhere`.
+        sites: its attention modules, all plugged.
+        layers: which of them to measure, as in :func:`gfsa.plug`.
+        options: what to measure.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        sockets: dict[str, Socket],
+        sites: dict[str, Site],
         layers: Layers = "all",
-        looks: Looks | None = None,
+        options: LensOptions | None = None,
     ) -> None:
         self.model = model
-        self.sockets = sockets
-        self.looks = looks or Looks()
-        self.chosen = select_layers({n: s.module for n, s in sockets.items()}, layers)
-        self.blocks = blocks_around(model, sockets)
+        self.sites = sites
+        self.options = options or LensOptions()
+        self.selected = select_layers({n: s.module for n, s in sites.items()}, layers)
+        self.blocks = blocks_around(model, sites)
         self.watch = Stopwatch()
-        self.entry = LayerRecord(0, self.looks, self.watch)
+        self.entry = LayerRecord(0, self.options, self.watch)
         self.layers: dict[Key, LayerRecord] = {}
         self.samples = 0
         self.tokens = 0
@@ -87,8 +87,8 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         modules = dict(self.model.named_modules())
-        for name, socket in self.sockets.items():
-            self._handles.append(socket.filter.register_forward_hook(self._on_filter(name)))
+        for name, site in self.sites.items():
+            self._handles.append(site.filter.register_forward_hook(self._on_filter(name)))
             for block in self.blocks[name]:
                 entered, left = self._on_entry, self._on_exit(name)
                 module = modules[block]
@@ -106,8 +106,8 @@ class Recorder:
         """Around one forward of the model.
 
         Args:
-            batch: what the model is called with: padding masks in it are used.
-            valid: ``(B, N)``, True where a token counts; goes before any other mask.
+            batch: the model's inputs; padding masks in it are used.
+            valid: ``(B, N)``, True where a token counts; overrides all other masks.
         """
         self._now = _Forward(batch, valid)
         try:
@@ -124,10 +124,10 @@ class Recorder:
         """One reading a layer; those whose name is in ``bare`` have no filter of their own."""
         return [
             record.attention_reading(
-                self._title(key), self.sockets[key[0]].filter, bare=key[0] in bare
+                self._title(key), self.sites[key[0]].filter, bare=key[0] in bare
             )
             for key, record in self.layers.items()
-            if key[0] in self.chosen and self.sockets[key[0]].filter.is_polynomial
+            if key[0] in self.selected and self.sites[key[0]].filter.is_polynomial
         ]
 
     def _title(self, key: Key) -> str:
@@ -136,11 +136,11 @@ class Recorder:
 
     def _on_entry(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
-        # the first block that begins is the outermost one around the first attention
-        if now is not None and now.key is None and now.given is None:
-            now.given = first_tensor(args)
-            if now.given is None:
-                now.given = first_tensor(kwargs)
+        # the first block to begin is the outermost block around the first attention
+        if now is not None and now.key is None and now.entered is None:
+            now.entered = first_tensor(args)
+            if now.entered is None:
+                now.entered = first_tensor(kwargs)
 
     def _on_exit(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -148,25 +148,25 @@ class Recorder:
             if now is None or now.key is None or now.key[0] != name:
                 return
             found = first_tensor(output)
-            # blocks end from the inside out: the outermost that gives tokens has the last word
+            # blocks end from the inside out, so the outermost that returns tokens is kept
             if found is not None and self._tokens(now, found) is not None:
                 now.left = found
 
         return hook
 
     def _on_filter(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(made: nn.Module, args: Any, output: Any) -> None:
+        def hook(filter: nn.Module, args: Any, output: Any) -> None:
             now = self._now
             if now is None:
                 return
-            assert isinstance(made, GraphFilter)
+            assert isinstance(filter, GraphFilter)
             operator, v = whole_map(args[0]), args[1]
             if output.shape[-2] != v.shape[-2]:
                 raise ValueError(
                     f"{name}: {output.shape[-2]} new tokens attend to {v.shape[-2]}: the lens "
-                    "looks at whole sequences, not at steps of decoding; leave past_key_values out"
+                    "measures whole sequences, not decoding steps; leave past_key_values out"
                 )
-            # what is measured must not be heard again
+            # the measurements below must not be recorded themselves
             self._now = None
             try:
                 self._finish_layer(now)
@@ -179,20 +179,20 @@ class Recorder:
                     now.mask = valid_from_operator(operator, v)
                 if now.key not in self.layers:
                     depth = len(self.layers) + 1
-                    self.layers[now.key] = LayerRecord(depth, self.looks, self.watch)
+                    self.layers[now.key] = LayerRecord(depth, self.options, self.watch)
                 if first:
                     self._begin(now)
-                if name in self.chosen and made.is_polynomial:
-                    self.layers[now.key].add_attention(made, operator, v, output, now.mask)
+                if name in self.selected and filter.is_polynomial:
+                    self.layers[now.key].add_attention(filter, operator, v, output, now.mask)
             finally:
                 self._now = now
 
         return hook
 
     def _begin(self, now: _Forward) -> None:
-        """Count, and measure what the first block was given."""
-        tokens = None if now.given is None else self._tokens(now, now.given)
-        now.given = None
+        """Count samples and tokens, and measure the input of the first block."""
+        tokens = None if now.entered is None else self._tokens(now, now.entered)
+        now.entered = None
         if tokens is None:
             return
         if now.valid is not None and fits(now.valid, tokens) is None:
@@ -203,19 +203,19 @@ class Recorder:
         valid = fits(now.mask, tokens)
         self.samples += len(tokens)
         self.tokens += int(metrics.token_count(tokens, valid).sum())
-        if self.looks.features and now.key is not None and now.key[0] in self.chosen:
+        if self.options.features and now.key is not None and now.key[0] in self.selected:
             self.entry.add_features(tokens, valid)
 
     def _finish_layer(self, now: _Forward) -> None:
-        """Measure what the last block gave."""
+        """Measure the output of the last block."""
         if now.left is None or now.key is None:
             return
         tokens = self._tokens(now, now.left)
         now.left = None
-        if tokens is not None and self.looks.features and now.key[0] in self.chosen:
+        if tokens is not None and self.options.features and now.key[0] in self.selected:
             self.layers[now.key].add_features(tokens, fits(now.mask, tokens))
 
     def _tokens(self, now: _Forward, x: Tensor) -> Tensor | None:
         assert now.key is not None
         assert now.v is not None
-        return as_tokens(x, now.v, self.sockets[now.key[0]].module, now.mask)
+        return as_tokens(x, now.v, self.sites[now.key[0]].module, now.mask)

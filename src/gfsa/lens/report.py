@@ -1,4 +1,4 @@
-"""What :func:`gfsa.diagnose` found: numbers, sentences, a table, figures, JSON and a page."""
+"""The report of :func:`gfsa.diagnose`: numbers, sentences, a table, figures, JSON and a page."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class LensReport:
     created: str = ""
     version: str = __version__
     data: str = ""
-    """What the models were looked at on, for whoever reads the page."""
+    """The name of the inputs, shown on the page."""
 
     @property
     def findings(self) -> dict[str, list[str]]:
-        """What the numbers say, in sentences, by model."""
+        """Sentences about the numbers, by model."""
         return {name: findings(model) for name, model in self.models.items()}
 
     @property
@@ -52,13 +52,13 @@ class LensReport:
         return draw(list(self.models.values()))
 
     def table(self, console: Console | None = None) -> None:
-        """Print a table a model, layer by layer."""
+        """Print a table for each model, with a row for each layer."""
         from gfsa.lens.table import show
 
         show(self, console)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """The report in JSON's types."""
         return {
             "format": FORMAT,
             "gfsa": self.version,

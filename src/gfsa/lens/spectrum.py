@@ -1,7 +1,7 @@
-"""What an attention map and its filter do to frequencies.
+"""The frequency response of an attention map and of its filter.
 
-Two pictures that are easy to confuse, so both are named wherever they appear: the response over
-*Fourier modes* of the token sequence, and the response over the *singular values* of the map.
+There are two responses, and names always say which is meant: the response on the *Fourier modes* of
+the token sequence, and the response on the *singular values* of the map.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Verdict = Literal["low-pass", "high-pass", "all-pass", "mixed"]
 
 
 def frequency_grid(length: int, most: int = 33) -> Tensor:
-    """Frequencies in cycles per token, from 0 to 1/2: those of a sequence of ``length``, if few."""
+    """Frequencies in cycles per token from 0 to 1/2, at most ``most``, for ``length`` tokens."""
     return torch.linspace(0, 0.5, min(length // 2 + 1, most), dtype=torch.float64)
 
 
@@ -38,13 +38,13 @@ def frequency_response(
     .. math:: r_A(f) = \frac{\|A φ_f\|}{\|φ_f\|}, \qquad r_H(f) = \frac{\|H φ_f\|}{\|φ_f\|},
               \qquad φ_f(t) = e^{2πift}, \; H = \sum_k c_k A^k
 
-    A sample of n valid tokens has the modes f = 0, 1/n, …, ½; the one nearest to each asked
-    frequency is taken, so modes are orthogonal whatever the length. Costs ``degree · 2F / D``
-    attention passes for F frequencies and head dim D; no n×n matrix is made.
+    A sample of n valid tokens has the modes f = 0, 1/n, …, ½; for each requested frequency the
+    nearest mode is used, so that modes are orthogonal for every length. Costs ``degree · 2F / D``
+    attention passes for F frequencies and head dim D; no n×n matrix is built.
 
     Args:
         operator: the map A.
-        v: the tokens it was made for, ``(..., H, N, D)``: their shape, dtype and device are used.
+        v: the values of the layer, ``(..., H, N, D)``: their shape, dtype and device are used.
         coeffs: ``(heads, degree+1)``.
         valid: ``(..., N)`` or None.
         frequencies: ``(F,)``.
@@ -71,12 +71,12 @@ def frequency_response(
 def fourier_modes(
     lead: tuple[int, ...], length: int, valid: Tensor | None, frequencies: Tensor
 ) -> Tensor:
-    """``(*lead, N, 2F)``: cosine and sine of each frequency, side by side, zero off ``valid``."""
+    """``(*lead, N, 2F)``: cosine and sine of each frequency, adjacent; zero where not ``valid``."""
     if valid is None:
         valid = torch.ones(*lead, length, dtype=torch.bool, device=frequencies.device)
     valid = valid.expand(*lead, length)
     count = valid.sum(-1, keepdim=True).double()
-    # position among the valid tokens; the nearest mode that fits a whole number of times
+    # the position among the valid tokens, and the nearest mode with a whole number of periods
     position = (valid.cumsum(-1) - 1).double()
     whole = (frequencies.double() * count).round().clamp(max=(count // 2))
     angle = 2 * math.pi * position[..., :, None] * (whole / count.clamp_min(1))[..., None, :]
@@ -87,7 +87,8 @@ def fourier_modes(
 def dense_map(operator: Operator, v: Tensor) -> Tensor:
     """The map as a matrix ``(..., heads, N, N)`` in float32 at least.
 
-    An operator that cannot say it is applied to the identity, D columns at a time: N/D passes.
+    An operator that cannot return its matrix is applied to the identity, D columns at a time, in
+    N/D passes.
     """
     try:
         matrix = operator.dense()
@@ -116,7 +117,7 @@ def polynomial(coeffs: Tensor, values: Tensor) -> Tensor:
 
 
 def verdict(coeffs: Tensor) -> Verdict:
-    r"""Low-pass or high-pass, by the ratio that Theorem 3.1 of the paper looks at.
+    r"""Low-pass or high-pass, by the criterion of Theorem 3.1 of the paper.
 
     .. math:: |g(σ)| < |g(1)| \;\; ∀\, σ \in (0, 1): \text{low-pass}, \qquad
               |g(σ)| > |g(1)| \;\; ∀\, σ \in (0, 1): \text{high-pass}
@@ -138,7 +139,7 @@ def verdict(coeffs: Tensor) -> Verdict:
     scale = max(float(numbers.abs().sum()), 1e-30)
     signs = set()
     for left, right in pairwise(edges):
-        # roots closer than rounding can tell are one and the same
+        # roots that differ by rounding are the same root
         if right - left < 1e-6:
             continue
         middle = torch.tensor([(left + right) / 2], dtype=torch.float64)
@@ -164,7 +165,7 @@ def _real_roots(numbers: Tensor) -> list[float]:
 
 
 def _blocks(columns: Tensor, v: Tensor) -> list[Tensor]:
-    """``(..., N, C)`` cut into tokens of v's shape, zeros at the end: any kernel takes those."""
+    """``(..., N, C)`` split into tensors of v's shape, padded with zeros, for any kernel."""
     width = v.shape[-1]
     missing = -columns.shape[-1] % width
     columns = torch.nn.functional.pad(columns.to(v.dtype), (0, missing))

@@ -1,4 +1,4 @@
-"""The report in a terminal."""
+"""The report as tables in a terminal."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def show(report: LensReport, console: Console | None) -> None:
 
 
 def table(model: ModelReading) -> Table:
-    """One row a layer; heads are averaged."""
+    """One row per layer, averaged over heads."""
     from rich import box
     from rich.table import Table
 
     most = f", of {model.features[-1].most_rank:.0f} at most" if model.features else ""
-    made = Table(
+    rows = Table(
         title=f"{model.name} ({model.kind})",
         caption=(
             f"{model.samples} samples, {model.tokens} tokens; heads are averaged. rank: effective"
@@ -53,17 +53,17 @@ def table(model: ModelReading) -> Table:
         caption_justify="left",
     )
     for heading in ("layer", "cosine", "rank", "residual", "norm", "entropy", "energy", "high"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    made.add_column("filter")
+        rows.add_column(heading, justify="right", no_wrap=True)
+    rows.add_column("filter")
     features = {reading.depth: reading for reading in model.features}
     attention = {reading.depth: reading for reading in model.attention}
     for depth in sorted(features.keys() | attention.keys()):
-        made.add_row(
+        rows.add_row(
             "input" if depth == 0 else str(depth),
             *_feature_cells(features.get(depth)),
             *_attention_cells(attention.get(depth)),
         )
-    return made
+    return rows
 
 
 def _feature_cells(reading: FeatureReading | None) -> list[str]:
@@ -85,16 +85,16 @@ def _attention_cells(reading: AttentionReading | None) -> list[str]:
         on_map = fmean(high_gain(row) for row in reading.spectrum.map_response)
         on_filter = fmean(high_gain(row) for row in reading.spectrum.filter_response)
         high = f"{on_map:.0%}" if reading.filter is None else f"{on_map:.0%}→{on_filter:.0%}"
-    said = "none"
+    verdicts = "none"
     if reading.filter is not None:
         counts = Counter(reading.verdict).most_common()
-        said = " ".join(f"{count} {_SHORT[word]}" for word, count in counts)
+        verdicts = " ".join(f"{count} {_SHORT[word]}" for word, count in counts)
     return [
         _number(fmean(reading.entropy_share), ".2f"),
         f"{_number(fmean(reading.energy_before), '.2f')}→"
         f"{_number(fmean(reading.energy_after), '.2f')}",
         high,
-        said,
+        verdicts,
     ]
 
 

@@ -1,4 +1,4 @@
-"""Finding tokens and their mask in whatever a model takes and gives."""
+"""Find tokens and their mask in the inputs and outputs of a model's blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gfsa.operators import Operator
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The tensor of floats that a block takes or gives, out of tuples, dicts and model outputs."""
+    """The first floating-point tensor in a block's input or output: nested tuples, lists, dicts."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() and value.dim() >= 2 else None
     if isinstance(value, Mapping):
@@ -30,18 +30,18 @@ def as_tokens(
     """Features as ``(B, N, D)``, or None if they are not features of tokens.
 
     Args:
-        x: what a block takes or gives: batch first, sequence first, a grid ``(B, H, W, D)`` or
-            ``(B, D, H, W)``, or the tokens of all samples one after another ``(ΣN, D)``, as graph
-            libraries have them.
-        v: the values of the attention inside the block, ``(..., H, N, d)``: they tell the axes.
-            None if they are not known.
-        attention: the attention module, asked for ``batch_first`` where shapes cannot tell.
-        valid: ``(B, N)``; needed to take samples apart.
+        x: the input or output of a block: batch first, sequence first, a grid ``(B, H, W, D)`` or
+            ``(B, D, H, W)``, or the concatenated tokens of all samples ``(ΣN, D)``, as in graph
+            libraries.
+        v: the values of the attention inside the block, ``(..., H, N, d)``, whose sizes identify
+            the axes; None if they are not known.
+        attention: the attention module, whose ``batch_first`` decides where sizes are ambiguous.
+        valid: ``(B, N)``; needed to separate concatenated samples.
     """
     sequence_first = getattr(attention, "batch_first", True) is False
     length, batch = (0, 0) if v is None else (v.shape[-2], v.shape[:-3].numel())
     if x.dim() == 4:
-        # features first or last: whichever leaves as many tokens as attention saw
+        # features are first or last: the layout with as many tokens as the attention has
         last = x.shape[:3].numel() == length * batch
         first = x[:, 0].numel() == length * batch
         return x.flatten(2).mT if first and not last else x.flatten(1, 2)
@@ -59,25 +59,25 @@ def as_tokens(
 
 
 def whole_map(operator: Operator) -> Operator:
-    """The map itself, out of an operator that keeps a cache for decoding around it.
+    """The operator inside one that decodes with a cache, or the operator itself.
 
-    What the lens applies must not end up in that cache.
+    The lens applies the map to other tokens, which must not be added to that cache.
     """
     inner = getattr(operator, "rows", None)
     return inner if isinstance(inner, Operator) else operator
 
 
 def valid_from_operator(operator: Operator, v: Tensor) -> Tensor | None:
-    """``(..., N)``, True where some token may attend to this one; None if all are.
+    """``(..., N)``, True where at least one query may attend to the token; None if it is for all.
 
-    What padding is, as far as the attention map knows it.
+    The other tokens are padding, as far as the attention map shows it.
     """
     visible, keys = operator.visibility(), None
     matrix = getattr(operator, "matrix", getattr(operator, "weights", None))
     if visible is not None:
         keys = visible.visible_keys()
     elif isinstance(matrix, Tensor):
-        # a key that no row of no head gives any weight
+        # a masked key has zero weight in every row of every head
         keys = (matrix > 0)[(None,) * (3 - matrix.dim())].any(-2).any(-2)
     if keys is None or keys.shape[-1] != v.shape[-2] or bool(keys.all()):
         return None
@@ -97,7 +97,7 @@ def valid_from_batch(batch: Any, layer: str) -> Tensor | None:
     return None
 
 
-# by which names batches carry masks, and whether True means that a token counts
+# names of masks in batches, and whether True means that a token counts
 _MASKS = (
     ("attention_mask", True),
     ("src_key_padding_mask", False),

@@ -1,15 +1,15 @@
-"""Adapter for the models in :mod:`gfsa.models`, whose attention looks for its filter itself."""
+"""The adapter of these models' attention, whose forward calls its filter itself."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from gfsa.models.attention import LinformerAttention, SelfAttention
-from gfsa.plugs.adapter import Adapter
+from gfsa.plugs import Adapter, register_adapter
 
 
 class OwnAttention(Adapter):
-    """Nothing to install: the forward uses the child ``gfsa`` if it is there."""
+    """Nothing to install: the forward calls the child ``gfsa`` if there is one."""
 
     how = "gfsa.models"
 
@@ -29,9 +29,5 @@ class OwnAttention(Adapter):
         pass
 
 
-_ADAPTER = OwnAttention()
-
-
-def find(module: nn.Module) -> Adapter | None:
-    """The adapter, if ``module`` is attention of one of our models."""
-    return _ADAPTER if isinstance(module, SelfAttention) else None
+# the package imports this module, so every model of the package finds its adapter registered
+register_adapter(SelfAttention, OwnAttention())

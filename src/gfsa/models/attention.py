@@ -1,7 +1,7 @@
-"""The attention of these models: each kind says what its map A is, one forward applies it.
+"""The attention of these models: each class defines its map A, one common forward applies it.
 
-A filter that :func:`gfsa.plug` adds becomes the child ``gfsa``, and the forward uses it. Without
-one, attention is ``A·v``.
+A filter that :func:`gfsa.plug` adds becomes the child ``gfsa``, and the forward calls it. Without
+a filter, attention is ``A·v``.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class SelfAttention(nn.Module, ABC):
 
     @property
     def plugged(self) -> GraphFilter | None:
-        """The filter, if there is one."""
+        """The filter, or None."""
         return getattr(self, "gfsa", None)
 
     def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
-        """Tokens ``(B, N, dim)`` to tokens; ``graph`` is what the subclass's map depends on."""
+        """Tokens ``(B, N, dim)`` to tokens; ``graph`` holds the other inputs of the map."""
         return self.merge(self.attend(*self.heads(x), *graph))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *graph: Tensor | None) -> Tensor:
         """The map on the values, or its polynomial if a filter is plugged: ``(B, H, N, d)``."""
-        # operators keep maps and sums in float32: autocast casts once, here, and not within them
+        # operators compute maps and sums in float32: autocast casts here, and not inside them
         q, k, v = autocast(q, k, v)
         with no_autocast(q.device):
             return self._mixed(q, k, v, *graph)
@@ -76,7 +76,7 @@ class SelfAttention(nn.Module, ABC):
         return self.out(y.transpose(1, 2).flatten(2))
 
     def drop(self) -> tuple[float, DropoutPlace]:
-        """How much attention dropout acts now, and where."""
+        """The current probability of attention dropout, and where it acts."""
         place = "attention" if self.plugged is None else self.plugged.dropout_after
         return (self.dropout if self.training else 0.0), place
 
@@ -88,11 +88,11 @@ class SoftmaxAttention(SelfAttention):
     r""":math:`A = \mathrm{softmax}(q k^\top / \sqrt d + \mathrm{mask})`.
 
     The mask is bool (True takes part) or an additive bias, broadcastable to ``(B, H, N, N)``; a
-    learned bias gets its gradient, from every pass of a filter.
+    learned bias gets gradients from every pass of a filter.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *graph: Tensor | None) -> Tensor:
-        # its operator has casts of its own, that of the mask included
+        # this operator handles autocast itself, including the mask
         return self._mixed(q, k, v, *graph)
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
@@ -103,7 +103,7 @@ class SoftmaxAttention(SelfAttention):
             k,
             mask,
             dropout,
-            # unplugged, this is torch's own attention and nothing else
+            # without a filter this is exactly torch's own attention
             backend="sdpa" if self.plugged is None else "auto",
             dropout_after=place,
         )
@@ -112,8 +112,8 @@ class SoftmaxAttention(SelfAttention):
 class HadamardAttention(SelfAttention):
     r"""Graph-ViT's attention, :math:`A = \mathrm{softmax}(q k^\top / \sqrt d) ∘ \tilde A`.
 
-    The adjacency :math:`\tilde A` of the patches, ``(B, N, N)``, multiplies after the softmax: the
-    rows of A do not sum to one. ``padding``, ``(B, N)``, is True where there is no patch.
+    The adjacency :math:`\tilde A` of the patches, ``(B, N, N)``, is multiplied after the softmax,
+    so the rows of A do not sum to one. ``padding``, ``(B, N)``, is True where there is no patch.
     """
 
     def operator(self, q: Tensor, k: Tensor, *graph: Tensor | None) -> Operator:
@@ -140,8 +140,8 @@ class EfficientAttention(SelfAttention):
     def __init__(self, dim: int, num_heads: int, dropout: float = 0.0) -> None:
         if dropout:
             raise ValueError(
-                f"efficient attention never builds the map whose entries dropout={dropout} would "
-                "drop; use dropout=0.0 here"
+                f"efficient attention never builds the map, so dropout={dropout} cannot drop its "
+                "entries; use dropout=0.0"
             )
         super().__init__(dim, num_heads)
 
@@ -153,13 +153,13 @@ class EfficientAttention(SelfAttention):
 class LinformerAttention(SelfAttention):
     r"""Linformer, :math:`\mathrm{softmax}(q\,(E k)^\top / \sqrt d)\;(F v)`: a reference.
 
-    E and F, ``(projected, max_length)``, squeeze the tokens. The map is N×projected, so it has no
+    E and F, ``(projected, max_length)``, project the tokens. The map is N×projected, so it has no
     powers and takes no filter.
 
     Args:
         dim, num_heads, dropout: as in :class:`SelfAttention`.
-        max_length: the longest sequence, tokens of the model's own included.
-        projected: how many rows keys and values are squeezed to.
+        max_length: the longest sequence, including the tokens that the model adds.
+        projected: the number of rows that keys and values are projected to.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class Block(nn.Module):
     r"""A pre-norm Transformer block: :math:`x ← x + f(\mathrm{LN}\,x)`, f attention, then MLP.
 
     Args:
-        attention: what mixes the tokens.
-        dim: their width.
+        attention: the attention module.
+        dim: width of the tokens.
         ffn_dim: width inside the MLP.
         dropout: on the output of both branches.
         mlp_dropout: inside the MLP; default: as ``dropout``.

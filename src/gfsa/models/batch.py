@@ -1,4 +1,4 @@
-"""What the collators of the graph models share."""
+"""Batches of graphs, and the functions that the collators of the graph models share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gfsa.models.graph_features import check_edges
 
 
 class Graph(Protocol):
-    """A graph as torch_geometric's ``Data`` has it; any object with these attributes will do.
+    """A graph in the form of torch_geometric's ``Data``; any object with these attributes works.
 
     ``x``: ``(N, F)`` or ``(N,)``; ``edge_index``: ``(2, E)``; ``edge_attr``: ``(E, F)``, ``(E,)``
     or None; ``y``: the graph's label or labels, or None.
@@ -30,7 +30,7 @@ BatchT = TypeVar("BatchT", bound="Batch")
 
 
 class Batch:
-    """A dataclass of tensors that moves as one, for data loaders and accelerate."""
+    """A dataclass of tensors that moves between devices, for data loaders and accelerate."""
 
     def to(self: BatchT, device: torch.device | str, non_blocking: bool = False) -> BatchT:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -51,21 +51,21 @@ R = TypeVar("R")
 
 
 def on_the_host(function: Callable[P, R]) -> Callable[P, R]:
-    """New tensors of ``function`` are made on the CPU, whatever torch's default device."""
+    """Make ``function`` create its tensors on the CPU, whatever torch's default device is."""
 
     @wraps(function)
-    def made_there(*args: P.args, **kwargs: P.kwargs) -> R:
+    def on_cpu(*args: P.args, **kwargs: P.kwargs) -> R:
         with torch.device("cpu"):
             return function(*args, **kwargs)
 
-    return made_there
+    return on_cpu
 
 
 def nodes_of(graph: Graph) -> Tensor:
     """The node features, ``(N, F)``, integers as int64."""
     x = _columns(graph.x)
     if not len(x):
-        raise ValueError("a graph without nodes has nothing to attend to; leave it out")
+        raise ValueError("expected a graph with at least one node, got none; leave the graph out")
     check_edges(graph.edge_index, len(x))
     return x
 
@@ -95,14 +95,14 @@ def stack_labels(labels: Sequence[Tensor | None]) -> Tensor | None:
         return None
     if len({len(label) for label in given}) > 1 or len(given) < len(labels):
         raise ValueError(
-            "expected as many labels of every graph in a batch, "
+            "expected the same number of labels for every graph in a batch, "
             f"got {[None if label is None else len(label) for label in labels]}"
         )
     return torch.stack(given)
 
 
 def pad(rows: Sequence[Tensor], value: float) -> Tensor:
-    """Tensors of different sizes as one, each filled up with ``value`` at its ends."""
+    """Tensors of different sizes as one tensor, padded with ``value`` at the end of each axis."""
     size = [max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True)]
     padded = rows[0].new_full((len(rows), *size), value)
     for target, row in zip(padded, rows, strict=True):

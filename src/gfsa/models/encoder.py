@@ -20,7 +20,7 @@ Attention = Literal["softmax", "efficient", "linformer"]
 
 
 class Encoder(nn.Module):
-    r"""Tokens in, one of ``num_classes`` out, through the vector of a CLS token.
+    r"""Classifies a sequence of tokens by the vector of a CLS token.
 
     .. math:: x_0 = \mathrm{cls} + p_0, \quad x_i = \mathrm{table}[t_i] + p_i, \qquad
               y = W_2\,\mathrm{ReLU}(W_1\,\mathrm{LN}(x_0^{(L)}))
@@ -36,7 +36,7 @@ class Encoder(nn.Module):
         dim, depth, num_heads, ffn_dim: sizes; the defaults are the benchmark's.
         dropout: on embeddings and branches.
         attention_dropout: on entries of the attention map (none with ``"efficient"``).
-        projected: rows that Linformer squeezes the sequence to.
+        projected: rows that Linformer projects the sequence to.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Encoder(nn.Module):
         if attention not in get_args(Attention):
             raise ValueError(f"attention must be one of {get_args(Attention)}, got {attention!r}")
 
-        def make() -> SelfAttention:
+        def build_attention() -> SelfAttention:
             if attention == "softmax":
                 return SoftmaxAttention(dim, num_heads, attention_dropout)
             if attention == "efficient":
@@ -71,7 +71,9 @@ class Encoder(nn.Module):
         self.positions = nn.Parameter(torch.empty(max_length + 1, dim))
         self.cls = nn.Parameter(torch.empty(dim))
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(make(), dim, ffn_dim, dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            Block(build_attention(), dim, ffn_dim, dropout) for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Sequential(
             nn.Linear(dim, ffn_dim), nn.ReLU(), nn.Linear(ffn_dim, num_classes)
@@ -106,7 +108,7 @@ class Encoder(nn.Module):
         return self.head(self.norm(x[:, 0]))
 
     def mask(self, padding: Tensor | None) -> Tensor | None:
-        """The padding as this encoder's attention wants it, with CLS in front."""
+        """The padding in the form that this encoder's attention expects, with CLS in front."""
         if padding is None:
             return None
         padding = F.pad(padding, (1, 0), value=False)

@@ -38,7 +38,7 @@ class FeatureEncoder(nn.Module):
             kind = "integer" if integers else "floating-point"
             raise ValueError(
                 f"expected {columns} {kind} columns of features, "
-                f"got {x.shape[-1]} of {x.dtype}; give the model the sizes of its vocabularies, "
+                f"got {x.shape[-1]} of {x.dtype}; pass the model the sizes of its vocabularies, "
                 "or the number of real columns"
             )
         if not integers:
@@ -49,7 +49,7 @@ class FeatureEncoder(nn.Module):
 
 def mean_by(index: Tensor, x: Tensor, size: int) -> Tensor:
     """``(size, ...)``: the mean of the rows of ``x`` that share an index; zeros without rows."""
-    # sums of many half-precision rows are kept in float32
+    # sums of many half-precision rows are accumulated in float32
     dtype = at_least_float32(x.dtype)
     total = torch.zeros(size, *x.shape[1:], dtype=dtype, device=x.device)
     total = total.index_add(0, index, x.to(dtype))

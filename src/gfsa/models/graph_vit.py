@@ -30,7 +30,7 @@ class GINELayer(nn.Module):
     def forward(self, h: Tensor, edge_index: Tensor, e: Tensor) -> Tensor:
         """Nodes ``(N, dim)`` and embedded edges ``(E, dim)`` to nodes."""
         source, target = edge_index
-        # not h[source]: the gradient of that adds up the edges of one node one after another
+        # not h[source], whose gradient adds the edges of a node one after another
         messages = torch.relu(h.index_select(0, source) + e)
         gathered = (1 + self.epsilon) * h
         gathered = gathered.index_add(0, target, messages.to(gathered.dtype))
@@ -38,9 +38,9 @@ class GINELayer(nn.Module):
 
 
 class WalkEncoder(nn.Module):
-    r"""Adds where a token is in its graph, :math:`x ← x + \mathrm{ReLU}(\mathrm{BN}(W p))`.
+    r"""Adds a position encoding, :math:`x ← x + \mathrm{ReLU}(\mathrm{BN}(W p))`.
 
-    p is the token's random-walk encoding, of ``steps`` numbers; of none, nothing is added.
+    p is the token's random-walk encoding of ``steps`` numbers; with 0 steps, x stays as it is.
     """
 
     def __init__(self, steps: int, dim: int) -> None:
@@ -53,7 +53,7 @@ class WalkEncoder(nn.Module):
         if walk.shape[-1] != self.steps:
             raise ValueError(
                 f"the model expects random walks of {self.steps} steps, the batch has "
-                f"{walk.shape[-1]}; give model and collator the same walk_steps and "
+                f"{walk.shape[-1]}; pass model and collator the same walk_steps and "
                 "patch_walk_steps"
             )
         return x if self.encode is None else x + self.encode(walk.to(x.dtype))
@@ -65,9 +65,9 @@ class GraphViT(nn.Module):
     .. math:: A = \mathrm{softmax}(q k^\top / \sqrt d) ∘ \tilde A
 
     :math:`\tilde A` is the patches' adjacency, from the batch. A patch's token is the mean of its
-    nodes after a few GINE layers within the patch; between layers a node hears of its patch's
-    mean, and its copies in overlapping patches are averaged. The output is a small MLP of the
-    mean over patches.
+    nodes after a few GINE layers within the patch; between layers the patch's mean is added to each
+    node, and the copies of a node in overlapping patches are averaged. The output is a small MLP of
+    the mean over patches.
 
     Args:
         node_features, edge_features: sizes of the vocabularies, one for each integer column, or
@@ -147,5 +147,5 @@ class GraphViT(nn.Module):
 
 
 def _norm_relu(inputs: int, outputs: int) -> list[nn.Module]:
-    # no bias: the norm takes it away
+    # no bias: the norm would subtract it
     return [nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU()]

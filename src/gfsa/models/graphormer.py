@@ -15,19 +15,19 @@ from gfsa.models.pairs import GraphormerBatch
 
 
 class GraphBias(nn.Module):
-    r"""What the graph adds to the attention scores: spatial and edge encoding, per head.
+    r"""The bias of the attention scores: spatial and edge encoding of the graph, per head.
 
     .. math:: b_{ij} = s_{φ(i,j)} + \frac{1}{T} \sum_{t=1}^{T} w_t^\top x_{e_t}
 
     φ is the distance of i and j, :math:`e_1, …, e_T` are the first (at most ``max_hops``) edges on
-    a shortest path from i to j, :math:`x_e` is the embedded edge. The virtual node has a distance
-    of its own to everything.
+    a shortest path from i to j, :math:`x_e` is the embedded edge. The virtual node has a separate
+    bias to and from all nodes.
 
     Args:
         edge_features: as in :class:`~gfsa.models.graph_layers.FeatureEncoder`.
-        num_heads: one bias each.
-        num_distances: distances that are told apart: 0, 1, …, then "further", then "no path".
-        max_hops: edges of a path that count.
+        num_heads: heads, each with its own bias.
+        num_distances: distances that are distinguished: 0, 1, …, then "further", then "no path".
+        max_hops: edges of a path that are used.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class GraphBias(nn.Module):
         if batch.paths.shape[-1] < hops:
             raise ValueError(
                 f"the batch has the first {batch.paths.shape[-1]} edges of each path, the model "
-                f"wants {hops}: GraphormerCollator(max_hops={hops})"
+                f"needs {hops}: GraphormerCollator(max_hops={hops})"
             )
         paths = batch.paths[..., :hops]
-        # every edge at every hop once, then looked up; one row more, of zeros, ends the paths
+        # each edge at each hop is computed once and looked up; an added row of zeros pads the paths
         products = torch.einsum("ed,tdh->eth", self.edges(batch.edge_attr), self.hops)
         products = F.pad(products.flatten(0, 1), (0, 0, 0, 1))
         hop = torch.arange(hops, device=paths.device, dtype=paths.dtype)
@@ -95,9 +95,9 @@ class Graphormer(nn.Module):
             the number of real columns.
         num_outputs: how many numbers are predicted for a graph.
         dim, depth, num_heads, ffn_dim: the Transformer's sizes.
-        num_degrees: degrees that are told apart; the last stands for all higher ones.
+        num_degrees: degrees that are distinguished; the last one stands for all higher degrees.
         num_distances, max_hops: see :class:`GraphBias`.
-        dropout: on the tokens that enter and on the branches of the blocks.
+        dropout: on the input tokens and on the branches of the blocks.
         mlp_dropout: inside the MLPs.
         attention_dropout: on entries of A.
     """

@@ -1,8 +1,7 @@
-"""Cut a graph into patches of about equal size that hang together."""
+"""Partition a graph into connected patches of about equal size."""
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Callable
 from itertools import accumulate
@@ -17,9 +16,9 @@ Partition = Callable[[Tensor, int, int], Tensor]
 def bisection(edge_index: Tensor, num_nodes: int, num_parts: int) -> Tensor:
     """Halve the graph, then its halves, each time where few edges cross.
 
-    Deterministic, and needs nothing but Python. Most parts are within half of the mean size; a
-    graph of no more nodes than parts gives each node a part of its own. Made for graphs that are
-    nearly trees, as molecules are.
+    Deterministic, in plain Python. The size of most parts is within half of the mean; if there are
+    no more nodes than parts, each node is a part. Meant for graphs that are nearly trees, such as
+    molecules.
     """
     neighbours: list[list[int]] = [[] for _ in range(num_nodes)]
     for a, b in edge_index.T.tolist():
@@ -41,9 +40,9 @@ def bisection(edge_index: Tensor, num_nodes: int, num_parts: int) -> Tensor:
 
 
 def metis(edge_index: Tensor, num_nodes: int, num_parts: int) -> Tensor:
-    """METIS through the package ``pymetis``: the smallest cut, as Graph-ViT's authors take it."""
+    """METIS through the package ``pymetis``: the smallest cut, as in Graph-ViT's own code."""
     try:
-        pymetis = importlib.import_module("pymetis")
+        import pymetis
     except ImportError as error:
         raise ImportError(
             "partition=metis needs the package pymetis (pip install pymetis); "
@@ -57,12 +56,12 @@ def metis(edge_index: Tensor, num_nodes: int, num_parts: int) -> Tensor:
             neighbours[a].add(b)
             neighbours[b].add(a)
     _, part = pymetis.part_graph(num_parts, adjacency=[sorted(n) for n in neighbours])
-    # parts that METIS left empty are not there
+    # parts that METIS left empty are removed
     return torch.unique(torch.tensor(part), return_inverse=True)[1]
 
 
 def _branch_by_branch(nodes: list[int], neighbours: list[list[int]]) -> list[int]:
-    """Depth first from a node at the rim, small branches first: what hangs together is together."""
+    """Depth first from a peripheral node, small branches first: connected nodes are adjacent."""
     far = _breadth_first(nodes, nodes[0], neighbours)[0][-1]
     found, parent = _breadth_first(nodes, far, neighbours)
     weight = dict.fromkeys(found, 1)
@@ -86,14 +85,16 @@ def _branch_by_branch(nodes: list[int], neighbours: list[list[int]]) -> list[int
 def _breadth_first(
     nodes: list[int], start: int, neighbours: list[list[int]]
 ) -> tuple[list[int], dict[int, int]]:
-    """The nodes in the order they are found, and from where each was; a component's first from
-    nowhere."""
+    """The nodes in the order in which they are found, and each node's parent.
+
+    The first node of a component has none.
+    """
     unseen = dict.fromkeys(nodes)
     found: list[int] = []
     parent: dict[int, int] = {}
     queue: deque[int] = deque()
     while unseen:
-        # another component, if the first one is done
+        # the next component, once one is finished
         first = start if start in unseen else next(iter(unseen))
         del unseen[first]
         queue.append(first)
@@ -109,10 +110,10 @@ def _breadth_first(
 
 
 def _fewest_crossings(order: list[int], neighbours: list[list[int]], parts: int) -> int:
-    """How many nodes of ``order`` the first half gets: near the middle, where few edges cross."""
+    """The number of nodes of ``order`` in the first half: near the middle, with few crossings."""
     first, second = parts // 2, parts - parts // 2
     middle = round(len(order) * first / parts)
-    # half a part to either side; both halves keep a node for each of their parts
+    # at most half a part off the middle; both halves keep at least a node for each of their parts
     slack = len(order) // parts // 2
     lowest = max(first, middle - slack)
     highest = max(lowest, min(len(order) - second, middle + slack))

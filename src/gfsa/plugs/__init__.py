@@ -1,17 +1,22 @@
 """Plugs: filters in models that already exist."""
 
-from gfsa.plugs.adapter import Adapter, SwapClass, register_adapter
+from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.call_check import FilterNotCalledError
-from gfsa.plugs.plug import PlugReport, filters_of, parameter_groups, plug, unplug
+from gfsa.plugs.optim import parameter_groups
+from gfsa.plugs.plug import PlugReport, plug, unplug
+from gfsa.plugs.registry import register_adapter
+from gfsa.plugs.sites import Site, filters_of, sites
 
 __all__ = [
     "Adapter",
     "FilterNotCalledError",
     "PlugReport",
+    "Site",
     "SwapClass",
     "filters_of",
     "parameter_groups",
     "plug",
     "register_adapter",
+    "sites",
     "unplug",
 ]

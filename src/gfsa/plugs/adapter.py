@@ -1,57 +1,52 @@
-"""Adapters: how a filter gets into one kind of attention module, and out again.
+"""Adapters: how a filter is installed into one kind of attention module, and removed again.
 
-An adapter has one job: when the module would compute ``A·v``, it calls ``module.gfsa(operator, v)``
-with an operator for A instead. The filter does the rest.
+An adapter has one job: where the module would compute ``A·v``, it calls
+``module.gfsa(operator, v)`` with an operator for A instead. The filter does the rest.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import Any
 
 from torch import nn
 
 from gfsa.plugs.cross_attention import Owners
 
-Unknown = Literal["refuse", "trace"]
-
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
 
-
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
-"""What people call the number of heads."""
+"""Attribute names under which libraries keep the number of heads."""
 
 
-def heads_of(*places: object) -> int | None:
-    """The number of heads that a module (or its config) says it has, or None if none says."""
-    for place in places:
+def heads_of(*holders: object) -> int | None:
+    """The number of heads that a module (or its config) states, or None if none of them does."""
+    for holder in holders:
         for name in HEADS:
-            heads = getattr(place, name, None)
+            heads = getattr(holder, name, None)
             if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
                 return heads
     return None
 
 
 class Adapter(ABC):
-    """Knows one kind of attention module."""
+    """Installs filters into one kind of attention module."""
 
-    #: said in reports: how the filter is reached
+    #: shown in reports: how the module's forward calls the filter
     how = "adapter"
 
     @abstractmethod
     def num_heads(self, module: nn.Module) -> int:
-        """Query heads of the module: a filter has numbers for each."""
+        """The number of query heads: a filter has coefficients for each."""
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         """Why this module cannot take a filter (cross-attention, say), or None if it can."""
         return None
 
     def refusal_inside(self, owners: Owners) -> str | None:
-        """The same, told by the modules that own this one, innermost first."""
+        """The same, decided by the modules that contain this one, innermost first."""
         return None
 
     @abstractmethod
@@ -60,10 +55,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def remove(self, module: nn.Module) -> None:
-        """Undo :meth:`install`; ``module.gfsa`` is still there and is taken away afterwards."""
+        """Undo :meth:`install`; ``module.gfsa`` is still there and is deleted afterwards."""
 
     def mark(self, model: nn.Module) -> None:  # noqa: B027  (most have nothing to mark)
-        """Called once a model after its filters have changed (plugged, unplugged or loaded)."""
+        """Called once per model after filters were plugged, unplugged or loaded."""
 
 
 class SwapClass(Adapter):
@@ -83,9 +78,9 @@ class SwapClass(Adapter):
 
     Args:
         filtered: a direct or indirect subclass of the module's class.
-        heads: the attribute with a module's number of query heads, or a function that gives it
-            (a named one: a plugged model cannot be pickled with a lambda inside).
-        refuses: gives the reason why a module cannot be plugged, or None.
+        heads: the attribute that holds a module's number of query heads, or a function that
+            returns it (not a lambda: a plugged model with a lambda inside cannot be pickled).
+        refuses: returns the reason why a module cannot be plugged, or None.
     """
 
     def __init__(
@@ -99,11 +94,9 @@ class SwapClass(Adapter):
         self._refuses = refuses
 
     def num_heads(self, module: nn.Module) -> int:
-        return (
-            int(getattr(module, self._heads))
-            if isinstance(self._heads, str)
-            else (self._heads(module))
-        )
+        if isinstance(self._heads, str):
+            return int(getattr(module, self._heads))
+        return self._heads(module)
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         if not issubclass(self.filtered, type(module)):
@@ -121,51 +114,10 @@ class SwapClass(Adapter):
         module.__class__ = module.__dict__.pop("_gfsa_class")
 
 
-_registered: dict[type[nn.Module], Adapter] = {}
+def names_in_forward(cls: Any) -> str:
+    """The names that the forward of a class looks up (attributes, methods, functions), sorted.
 
-# which of our modules knows the attention of which library, the particular before the general;
-# asked only if the library is loaded, since a model of it cannot exist otherwise
-PROVIDERS = {
-    "transformers": "gfsa.plugs.adapters.transformers.adapter",
-    "timm.models": "gfsa.plugs.adapters.timm",
-    "torchvision.models": "gfsa.plugs.adapters.torchvision",
-    "torch_geometric.nn": "gfsa.plugs.adapters.torch_geometric",
-    "speechbrain.nnet.attention": "gfsa.plugs.adapters.speechbrain",
-    "gfsa.models": "gfsa.models.adapter",
-    "torch": "gfsa.plugs.adapters.torch_mha",
-}
-
-
-def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
-    """Teach :func:`gfsa.plug` an attention class: ``adapter`` serves ``cls`` and its subclasses.
-
-    A registered adapter goes before the built-in ones; registering ``cls`` again replaces it.
+    An adapter that repeats a library's forward keeps the names it was written for. If the installed
+    version looks up other names, the module is traced instead, so that nothing new is left out.
     """
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise TypeError(f"expected an nn.Module class, got {cls!r}")
-    if not isinstance(adapter, Adapter):
-        raise TypeError(
-            f"expected a gfsa.plugs.Adapter (SwapClass, or a subclass of your own), got {adapter!r}"
-        )
-    _registered[cls] = adapter
-
-
-def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | None:
-    """The adapter for ``module``, or None if it is not attention.
-
-    Attention that no adapter knows gets the tracer, or with ``unknown="refuse"`` one that refuses
-    it with a reason.
-    """
-    for cls in type(module).__mro__:
-        if cls in _registered:
-            return _registered[cls]
-    for library, provider in PROVIDERS.items():
-        if library in sys.modules:
-            adapter: Adapter | None = importlib.import_module(provider).find(module)
-            if adapter is not None:
-                return adapter
-    from gfsa.plugs.tracing.adapter import TRACER, UNKNOWN, looks_like_attention
-
-    if looks_like_attention(module):
-        return TRACER if unknown == "trace" else UNKNOWN
-    return None
+    return " ".join(sorted(cls.forward.__code__.co_names))

@@ -1,4 +1,4 @@
-"""A filter that is plugged but never called is an error, not a no-op."""
+"""Check that plugged filters are called: one that never is raises, it is no silent no-op."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class FilterNotCalledError(RuntimeError):
     """A model ran, but a filter plugged into it did not."""
 
 
-class Watch:
-    """Looks at each plugged layer until its filter has been called once, and then goes away.
+class CallCheck:
+    """Hooks on a model's plugged layers, each removed once the layer's filter has been called.
 
-    A layer that ran without its filter is an error that names it, at the end of the forward that
-    did so. So is, in evaluation, a layer that was passed by although the block it sits in ran. A
-    layer whose block did not run is waited for: training may drop layers, a text alone needs no
-    vision tower.
+    At the end of a forward, a layer that ran without calling its filter raises an error that names
+    it. So does, in evaluation, a layer that did not run although the block around it did. A layer
+    whose block did not run stays under check: training may drop layers, and an input without images
+    does not reach a vision tower.
     """
 
     def __init__(
@@ -33,22 +33,22 @@ class Watch:
         self.events: dict[str, set[Event]] = {name: set() for name in plugged}
         self.handles: dict[str, list[RemovableHandle]] = {}
         self.last = model.register_forward_hook(self._check)
-        for name, (module, made) in plugged.items():
+        for name, (module, filter) in plugged.items():
             self.handles[name] = [
-                made.register_forward_hook(_Note(self, name, "called")),
-                module.register_forward_pre_hook(_Note(self, name, "ran")),
-                _owner(model, name).register_forward_pre_hook(_Note(self, name, "reached")),
+                filter.register_forward_hook(_CallHook(self, name, "called")),
+                module.register_forward_pre_hook(_CallHook(self, name, "ran")),
+                _owner(model, name).register_forward_pre_hook(_CallHook(self, name, "reached")),
             ]
 
     def note(self, name: str, event: Event) -> None:
         if event == "called":
             self.forget(name)
         else:
-            # another thread may have seen the filter called a moment ago
+            # another thread may have called the filter and removed the name in the meantime
             self.events.get(name, set()).add(event)
 
     def forget(self, name: str) -> None:
-        """Stop looking at a layer: its filter was called, or taken out."""
+        """Stop checking a layer: its filter was called, or detached."""
         self.events.pop(name, None)
         for handle in self.handles.pop(name, ()):
             handle.remove()
@@ -56,31 +56,30 @@ class Watch:
             self.last.remove()
 
     def _check(self, model: nn.Module, args: Any, output: Any) -> None:
-        # a compiled graph is traced, not run: what it leaves out cannot be seen from in here
+        # while a graph is traced nothing runs, so nothing can be concluded
         if torch.compiler.is_compiling():
             return
         if compiled := _compiled_parts(model):
-            self._leave_to_the_compiler(compiled)
+            self._drop_compiled(compiled)
             return
-        telling = "ran" if model.training else "reached"
+        # in training a block may skip its attention on purpose (stochastic depth)
+        proof = "ran" if model.training else "reached"
         missing = [
-            name
-            for name, events in list(self.events.items())
-            if "ran" in events or telling in events
+            name for name, events in list(self.events.items()) if "ran" in events or proof in events
         ]
         for events in list(self.events.values()):
             events.clear()
         if missing:
             raise FilterNotCalledError(
                 f"the model ran without calling the filter of {', '.join(missing)}: its attention "
-                "took a path that gfsa does not see. gfsa.unplug(model), or leave these layers "
-                "out with plug(..., layers=...)"
+                "took a code path that bypasses the filter. gfsa.unplug(model), or leave these "
+                "layers out with plug(..., layers=...)"
             )
 
-    def _leave_to_the_compiler(self, compiled: list[str]) -> None:
-        """Look no further; hooks in compiled code are nothing there, and stay.
+    def _drop_compiled(self, compiled: list[str]) -> None:
+        """End the check; hooks inside compiled modules do nothing there, and stay.
 
-        Without them it would be other code, to be compiled once more in the next forward.
+        Removing them would change the compiled code, and the next forward would compile again.
         """
         self.last.remove()
         for name in list(self.events):
@@ -90,44 +89,44 @@ class Watch:
                 self.forget(name)
 
 
-class _Note:
-    """A hook that tells a watch that something happened to a layer."""
+class _CallHook:
+    """A hook that reports one event of one layer to its check."""
 
-    def __init__(self, watch: Watch | None, name: str, event: Event) -> None:
-        self.watch = watch
+    def __init__(self, check: CallCheck | None, name: str, event: Event) -> None:
+        self.check = check
         self.name = name
         self.event = event
 
     def __call__(self, *args: Any) -> None:
-        if self.watch is not None and not torch.compiler.is_compiling():
-            self.watch.note(self.name, self.event)
+        if self.check is not None and not torch.compiler.is_compiling():
+            self.check.note(self.name, self.event)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Note:
-        # a copy of the model has a watch of its own; a copy of a filter that takes the filter's
-        # place (peft) tells the watch of the model that it is in
-        if self.watch is None or self.name not in self.watch.events:
-            # it is there for compiled code alone, and what a copy does is nobody's business
-            return _Note(None, self.name, self.event)
-        return _Note(memo.get(id(self.watch), self.watch), self.name, self.event)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CallHook:
+        # a copied model gets a copied check; a copied filter that replaces the original in the same
+        # model (peft) reports to the model's check
+        if self.check is None or self.name not in self.check.events:
+            # the check has ended: this hook stays only to keep compiled code valid
+            return _CallHook(None, self.name, self.event)
+        return _CallHook(memo.get(id(self.check), self.check), self.name, self.event)
 
 
 def watch_first_forward(
     model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]
 ) -> None:
-    """Check at the end of the model's next forwards that every filter is called."""
+    """Check at the end of the model's next forwards that each of these filters is called."""
     if plugged:
-        Watch(model, plugged)
+        CallCheck(model, plugged)
 
 
-def stop_watching(made: GraphFilter) -> None:
-    """Forget the check of one filter that has not been called yet."""
-    for hook in list(made._forward_hooks.values()):
-        if isinstance(hook, _Note) and hook.watch is not None:
-            hook.watch.forget(hook.name)
+def stop_checking(filter: GraphFilter) -> None:
+    """End the check of one filter that has not been called yet."""
+    for hook in list(filter._forward_hooks.values()):
+        if isinstance(hook, _CallHook) and hook.check is not None:
+            hook.check.forget(hook.name)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The block that a layer sits in: the nearest module around it that is itself called."""
+    """The block of a layer: the nearest module around it that has a forward."""
     while name:
         name = name.rpartition(".")[0]
         owner = model.get_submodule(name)
@@ -137,7 +136,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def _compiled_parts(model: nn.Module) -> list[str]:
-    """The modules that torch.compile was given, or the forward of which it was given."""
+    """The names of modules that were passed to torch.compile, or whose forward was."""
     return [
         name
         for name, m in model.named_modules()

@@ -1,4 +1,4 @@
-"""Filters on disk: a folder with the numbers (safetensors) and what they belong to (JSON)."""
+"""Filters on disk: a folder with their numbers (safetensors) and their description (JSON)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from gfsa import filters as filter_kinds
 from gfsa._version import __version__
 from gfsa.filters import GraphFilter
 from gfsa.filters.partial import PartialPolynomial
-from gfsa.plugs.adapter import Adapter, find_adapter
-from gfsa.plugs.call_check import watch_first_forward
-from gfsa.plugs.plug import attach, finish, is_sharded, refuse_sharded, sockets_of
+from gfsa.plugs.attach import install
+from gfsa.plugs.sites import Site, is_sharded, plugged_sites, refuse_sharded, sites
 
 FORMAT = 1
 EXTRA = "_extra_state"
 TENSORS = "filters.safetensors"
 DESCRIPTION = "filters.json"
 
-# filters are a few numbers per head: nothing honest is larger
+# filters are a few numbers per head: a larger file is not one of ours
 _MAX_TENSORS = 64 * 2**20
 _MAX_DESCRIPTION = 4 * 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,33 +51,33 @@ _KINDS = {
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Write the model's filters, and nothing else of it, into the folder ``path``.
+    """Write the model's filters, and nothing else of the model, into the folder ``path``.
 
-    A few kB: ``filters.safetensors`` has the learned numbers, ``filters.json`` the kind of each
-    filter, the layer it belongs to, and what that layer looked like.
+    A few kB: ``filters.safetensors`` holds the learned numbers, ``filters.json`` the kind of each
+    filter, the layer it belongs to, and the class and shapes of that layer.
 
-    Of a model that is sharded over processes every process has to call this: the filters are
-    gathered, and the first process writes.
+    If the model is sharded over processes, every process has to call this: the filters are
+    gathered, and the first process writes them.
     """
     description = describe(model)
     if not description["filters"]:
         raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
-    sockets = sockets_of(model)
-    for name, socket in sockets.items():
-        if type(socket.filter).__name__ not in _KINDS:
+    plugged = plugged_sites(model)
+    for name, site in plugged.items():
+        kind = type(site.filter).__name__
+        if kind not in _KINDS:
             raise ValueError(
-                f"the filter of {name} is a {type(socket.filter).__name__}, which gfsa.load could "
-                f"not build again: it knows {', '.join(_KINDS)}. Save its state_dict yourself, or "
-                "plug filter.fold()"
+                f"the filter of {name} is a {kind}, which gfsa.load cannot build: it builds "
+                f"{', '.join(_KINDS)}. Save its state_dict yourself, or plug filter.fold()"
             )
     from safetensors.torch import save_file
 
     tensors = {
-        f"{canonical_name(model, name)}.{key}": _whole(value).detach().cpu().contiguous()
-        for name, socket in sockets.items()
-        for key, value in _numbers(socket.filter).items()
+        f"{canonical_name(model, name)}.{key}": _gathered(value).detach().cpu().contiguous()
+        for name, site in plugged.items()
+        for key, value in _numbers(site.filter).items()
     }
-    if any(is_sharded(socket) for socket in sockets.values()) and torch.distributed.get_rank() != 0:
+    if any(is_sharded(site) for site in plugged.values()) and torch.distributed.get_rank() != 0:
         return
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +88,8 @@ def save(model: nn.Module, path: str | Path) -> None:
 def load(model: nn.Module, path: str | Path) -> None:
     """Put the filters saved in the folder ``path`` into ``model``, plugging it where needed.
 
-    Everything is checked first (layers, kinds, head counts, shapes, finite values); if anything
-    does not fit, an error says what, and the model is as it was.
+    Layers, kinds, head counts, shapes and values are checked first; if anything does not fit, an
+    error says what, and the model is unchanged.
     """
     folder = Path(path)
     description = _read_description(folder / DESCRIPTION)
@@ -98,19 +97,17 @@ def load(model: nn.Module, path: str | Path) -> None:
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """What filters a model has and where, as plain data."""
+    """The filters of a model and their layers, as plain data."""
+    names = {name: canonical_name(model, name) for name in plugged_sites(model)}
     return {
         "format": FORMAT,
         "gfsa": __version__,
         "model": type(model).__name__,
         "filters": {
-            canonical_name(model, name): {
-                **socket.filter.describe(),
-                "backbone": _fingerprint(socket.module),
-            }
-            for name, socket in sockets_of(model).items()
+            names[name]: {**site.filter.describe(), "backbone": _fingerprint(site.module)}
+            for name, site in plugged_sites(model).items()
         },
-        "layers": _depths(model, [canonical_name(model, name) for name in sockets_of(model)]),
+        "layers": _depths(model, names.values()),
     }
 
 
@@ -120,27 +117,24 @@ def restore(
     """Give ``model`` the filters of ``description`` with the numbers in ``tensors``."""
     plans = _plan(model, description, source)
     _check_tensors(plans, tensors, source)
-    already = sockets_of(model)
-    refuse_sharded(already, "load filters")
-    if already and set(already) != {plan.name for plan in plans}:
+    plugged = plugged_sites(model)
+    refuse_sharded(plugged, "load filters")
+    if plugged and set(plugged) != {plan.site.name for plan in plans}:
         raise ValueError(
-            f"the model is plugged in layers {_some(already)}, but {source} has filters for "
-            f"{_some([plan.name for plan in plans])}; gfsa.unplug(model) first"
+            f"the model is plugged in layers {_some(plugged)}, but {source} has filters for "
+            f"{_some([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
         )
+    if not plugged:
+        install(model, [(plan.site, plan.filter) for plan in plans])
     for plan in plans:
-        if plan.name not in already:
-            attach(plan.module, plan.adapter, plan.filter)
-        # into the filter where it sits, in its precision
-        target = already[plan.name].filter if plan.name in already else plan.filter
+        # a filter that is plugged already keeps its device and precision
+        target = plan.site.filter if plugged else plan.filter
         numbers = {key: tensors[f"{plan.saved}.{key}"] for key in _numbers(target)}
         target.load_state_dict({**numbers, **_extra(plan.filter)})
-    if not already:
-        finish(model, {plan.adapter for plan in plans})
-        watch_first_forward(model, {p.name: (p.module, p.filter) for p in plans})
 
 
 def _numbers(filter: GraphFilter) -> dict[str, Tensor]:
-    """A filter's state without its description, which is written down in JSON."""
+    """A filter's state without its description, which is saved as JSON."""
     return {key: value for key, value in filter.state_dict().items() if key != EXTRA}
 
 
@@ -149,10 +143,10 @@ def _extra(filter: GraphFilter) -> dict[str, Tensor]:
 
 
 def canonical_name(model: nn.Module, name: str) -> str:
-    """A layer's name without the prefix that only some of a backbone's heads have.
+    """A layer's name without the prefixes of wrappers and of task models.
 
     transformers calls the same layer ``bert.encoder…`` in a classifier and ``encoder…`` in the
-    bare backbone; wrappers (compiled, distributed, peft) put names of their own before it.
+    bare backbone; wrappers (compiled, distributed, peft) add prefixes of their own.
     """
     name = ".".join(part for part in name.split(".") if part not in _WRAPPERS_ANYWHERE)
     for wrapper in _WRAPPERS_IN_FRONT:
@@ -163,83 +157,91 @@ def canonical_name(model: nn.Module, name: str) -> str:
 
 @dataclass
 class _Plan:
-    """One saved filter and the layer it goes to."""
+    """One saved filter and the site it goes to."""
 
-    name: str
+    site: Site
     saved: str
-    module: nn.Module
-    adapter: Adapter
+    """The layer's name in the file."""
     filter: GraphFilter
+    """The filter rebuilt from its description, without its numbers."""
 
 
 def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list[_Plan]:
-    modules = {canonical_name(model, name): (name, m) for name, m in model.named_modules()}
-    already = sockets_of(model)
+    names = {canonical_name(model, name): name for name, _ in model.named_modules()}
+    found = sites(model, unknown="trace")
     plans = []
     for saved, entry in _entries(description, source).items():
-        if saved not in modules:
+        if saved not in names:
             raise ValueError(
                 f"{source} has a filter for the layer {saved!r}, which {type(model).__name__} "
                 f"does not have; it was saved from {description.get('model')!r}"
             )
-        name, module = modules[saved]
-        adapter = already[name].adapter if name in already else find_adapter(module, "trace")
-        if adapter is None or (name not in already and adapter.refusal(name, module)):
-            raise ValueError(f"{name} ({type(module).__name__}) cannot take the filter of {source}")
-        found = _fingerprint(module)
-        # a checkpoint of a whole model has the backbone itself, and says nothing of it here
-        if found != entry.get("backbone", found):
+        name = names[saved]
+        if name not in found or found[name].refusal:
+            reason = found[name].refusal if name in found else "it is not attention"
+            kind = type(model.get_submodule(name)).__name__
+            raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
+        site = found[name]
+        fingerprint = _fingerprint(site.module)
+        # a checkpoint of a whole model contains the backbone's weights, so it has no fingerprint
+        if fingerprint != entry.get("backbone", fingerprint):
             raise ValueError(
-                f"{source} belongs to another backbone: {name} is {found}, the filter was saved "
-                f"from {entry['backbone']}"
+                f"{source} belongs to another backbone: {name} is {fingerprint}, the filter was "
+                f"saved from {entry['backbone']}"
             )
-        made = _rebuild(entry, name, source)
-        if made.num_heads != adapter.num_heads(module):
+        rebuilt = _rebuild(entry, name, source)
+        if rebuilt.num_heads != site.num_heads:
             raise ValueError(
-                f"{source} has a filter for {made.num_heads} heads, {name} has "
-                f"{adapter.num_heads(module)}"
+                f"{source} has a filter for {rebuilt.num_heads} heads, {name} has {site.num_heads}"
             )
-        if name in already and type(already[name].filter).__name__ != entry["kind"]:
-            raise ValueError(
-                f"{name} is plugged with a {type(already[name].filter).__name__}, {source} has a "
-                f"{entry['kind']}; gfsa.unplug(model) first"
-            )
-        if name in already and already[name].filter.config() != made.config():
-            raise ValueError(
-                f"{name} is plugged with {already[name].filter}, {source} has {made}; "
-                "gfsa.unplug(model) first"
-            )
-        plans.append(_Plan(name, saved, module, adapter, made))
+        if site.is_plugged:
+            _check_same_filter(site, rebuilt, source)
+        plans.append(_Plan(site, saved, rebuilt))
     _check_depths(model, description, [plan.saved for plan in plans], source)
     return plans
 
 
+def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
+    """Refuse to load a filter into a plugged one of another kind or with other settings."""
+    current = site.filter
+    if type(current).__name__ != type(rebuilt).__name__:
+        raise ValueError(
+            f"{site.name} is plugged with a {type(current).__name__}, {source} has a "
+            f"{type(rebuilt).__name__}; gfsa.unplug(model) first"
+        )
+    if current.config() != rebuilt.config():
+        raise ValueError(
+            f"{site.name} is plugged with {current}, {source} has {rebuilt}; "
+            "gfsa.unplug(model) first"
+        )
+
+
 def _depths(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
-    """How many layers there are, filtered or not, where filtered ones are: ``h.*.attn`` 12."""
-    places = {_place(name) for name in plugged}
-    # a block that is used at every depth has a name at each
+    """How many layers each stack with a filter has, filtered or not: ``{"h.*.attn": 12}``."""
+    patterns = {_pattern(name) for name in plugged}
+    # a block that is shared by all depths has one name per depth
     modules = model.named_modules(remove_duplicate=False)
     names = {canonical_name(model, name) for name, _ in modules}
-    counts = Counter(_siblings(name) for name in names if _place(name) in places)
+    counts = Counter(_stack(name) for name in names if _pattern(name) in patterns)
     return dict(sorted(counts.items()))
 
 
-def _place(name: str) -> str:
-    """A name without its numbers."""
+def _pattern(name: str) -> str:
+    """A name with all its numbers replaced by ``*``."""
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def _siblings(name: str) -> str:
-    """A name without its last number: in a hierarchy every stage has a depth of its own."""
+def _stack(name: str) -> str:
+    """A name with its last number replaced: in a hierarchy every stage has a depth of its own."""
     return re.sub(r"\b\d+\b(?!.*\b\d+\b)", "*", name)
 
 
 def _check_depths(
     model: nn.Module, description: Mapping[str, Any], plugged: Iterable[str], source: str
 ) -> None:
-    """A deeper model has every layer of a shallow one, and is another backbone all the same."""
+    """Refuse a model of another depth, which may have all the layers that were saved."""
     found = _depths(model, plugged)
-    # files of older versions do not say
+    # files of older versions do not contain it
     saved = description.get("layers", found)
     if saved != found:
         raise ValueError(
@@ -249,12 +251,12 @@ def _check_depths(
         )
 
 
-def _counted(places: Any, others: Any) -> str:
-    """Where two models differ, as the one has it."""
-    if not (isinstance(places, dict) and isinstance(others, dict)):
-        return repr(places)[:80]
-    differing = [place for place in places if places[place] != others.get(place)]
-    return _some(f"{places[place]} layers {place}" for place in differing)
+def _counted(stacks: Any, others: Any) -> str:
+    """The stacks whose depth differs from ``others``, with their depth."""
+    if not (isinstance(stacks, dict) and isinstance(others, dict)):
+        return repr(stacks)[:80]
+    differing = [stack for stack in stacks if stacks[stack] != others.get(stack)]
+    return _some(f"{stacks[stack]} layers {stack}" for stack in differing)
 
 
 def _entries(description: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
@@ -271,7 +273,7 @@ def _entries(description: Mapping[str, Any], source: str) -> dict[str, dict[str,
         raise ValueError(f"{source} describes no filters")
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
-            raise ValueError(f"{source}: what it says of {name!r:.80} describes no filter")
+            raise ValueError(f"{source}: the entry of {name!r:.80} describes no filter")
     return entries
 
 
@@ -282,12 +284,12 @@ def _rebuild(entry: Mapping[str, Any], name: str, source: str) -> GraphFilter:
             f"{source}: the filter of {name} is a {kind!r}; known are {', '.join(_KINDS)}"
         )
     try:
-        made: GraphFilter = _KINDS[kind](**arguments)
+        rebuilt: GraphFilter = _KINDS[kind](**arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: the filter of {name} cannot be built: {error}") from error
     if entry.get("dropout_after") in ("attention", "filter"):
-        made.dropout_after = entry["dropout_after"]
-    return made
+        rebuilt.dropout_after = entry["dropout_after"]
+    return rebuilt
 
 
 def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:
@@ -314,9 +316,9 @@ def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: st
 
 
 def _fingerprint(module: nn.Module) -> dict[str, str]:
-    """What a layer looked like without its filter: its class, and a digest of its shapes."""
+    """A layer's class and a digest of its parameters' shapes, without those of its filter."""
     kind = module.__dict__.get("_gfsa_class", type(module))
-    # peft keeps a layer that it adapts as base_layer, beside numbers of its own
+    # peft keeps a layer that it adapts as base_layer, beside parameters of its own
     adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
     shapes = sorted(
         (name.replace(".base_layer.", "."), tuple(p.shape))
@@ -334,7 +336,7 @@ def _read_description(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(description, dict):
-        raise ValueError(f"{file} is no description of filters")
+        raise ValueError(f"{file} must be a JSON object that describes filters")
     return description
 
 
@@ -349,19 +351,19 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
-def _check_file(file: Path, most: int) -> None:
+def _check_file(file: Path, limit: int) -> None:
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; gfsa.save(model, {str(file.parent)!r})")
-    if file.stat().st_size > most:
+    if file.stat().st_size > limit:
         raise ValueError(
             f"{file} has {file.stat().st_size} bytes; filters are a few numbers per head, more "
-            f"than {most} is refused"
+            f"than {limit} is refused"
         )
 
 
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
+def _gathered(tensor: Any) -> Tensor:
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
 
 
 def _some(names: Any) -> str:

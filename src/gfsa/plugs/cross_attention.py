@@ -1,4 +1,4 @@
-"""Telling self-attention from cross-attention, whose map has no powers."""
+"""Distinguish self-attention from cross-attention, whose map has no powers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Owners = Sequence[tuple[nn.Module, str]]
-"""A module's owners, innermost first, each with the name of the attribute that leads inwards."""
+"""The modules that contain a module, innermost first, each with the attribute that leads to it."""
 
 REASON = "cross-attention has no powers: its queries and keys are different tokens"
 
@@ -23,59 +23,59 @@ _ATTRIBUTES = {
     "encoder_attention",
 }
 
-# in the __dict__ of a module that was given its tokens twice, in two tensors
+# set in the __dict__ of a module that was once called with equal tokens in two tensors
 _GIVEN_COPIES = "_gfsa_given_copies"
 
-# layers whose only attention looks at another sequence
+# layers whose only attention attends to another sequence
 _CROSSING_LAYERS = {("ConformerDecoderLayer", "mha_layer")}
 
 
 def crosses_by_design(owners: Owners) -> bool:
-    """Whether a module's place in the model says that it looks at another sequence.
+    """Whether a module's place in the model shows that it attends to another sequence.
 
-    Decided by place because shapes cannot tell: a decoder and its memory may have equal lengths.
+    Shapes are not enough to decide: a decoder and its memory may have equal lengths.
     """
-    # a wrapper may stand between; further out, a name says nothing about what is in here
+    # there may be one wrapper in between; names further out say nothing about this module
     for owner, attribute in owners[:2]:
         if attribute.lower() in _ATTRIBUTES or "crossattention" in type(owner).__name__.lower():
             return True
-        # torch's and speechbrain's decoder layers; the name alone says nothing, many people give
-        # it to their only attention
+        # torch's and SpeechBrain's decoder layers; the name alone is not enough, because many
+        # models use it for their only attention
         if attribute == "multihead_attn" and hasattr(owner, "self_attn"):
             return True
         if (type(owner).__name__, attribute) in _CROSSING_LAYERS:
             return True
-    # a pooling head looks at the tokens with a query of its own
+    # a pooling head attends to the tokens with a learned query
     return bool(owners) and "pool" in type(owners[0][0]).__name__.lower()
 
 
 def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """Raise unless ``query`` and ``key`` hold the same tokens.
 
-    The same tensor does, and so does another view of it or an equal copy (``mha(norm(x), norm(x),
-    norm(x))``). Values cannot be compared while a graph is compiled or captured; there two views of
-    a whole tensor pass, and a copy if an earlier forward has shown that this module is given equal
-    ones.
+    Accepted are the same tensor, another view of it, and an equal copy
+    (``mha(norm(x), norm(x), norm(x))``). Values cannot be compared while a graph is compiled or
+    captured; then two views of a whole tensor are accepted, and any two tensors if an earlier
+    forward has shown that this module is called with equal copies.
     """
     if query is key or (query.is_meta and query.shape == key.shape):
         return
     if query.shape[:-1] != key.shape[:-1]:
         got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
-    elif _out_of_reach(query) or _out_of_reach(key):
-        if _GIVEN_COPIES in module.__dict__ or _all_of_one_tensor(query, key):
+    elif _has_no_values(query) or _has_no_values(key):
+        if _GIVEN_COPIES in module.__dict__ or _same_whole_view(query, key):
             return
         raise ValueError(
             f"{type(module).__name__} was plugged as self-attention, but its key is another tensor "
-            "than its query, and whether they hold the same tokens cannot be told while a graph "
-            "is compiled or captured, or under torch.func. Pass the same tensor for both, run one "
-            "forward without these first, or, if this is cross-attention, leave this layer out "
-            "with gfsa.plug(model, layers=...)"
+            "than its query, and their values cannot be compared while a graph is compiled or "
+            "captured, or under torch.func. Pass the same tensor for both, run one forward without "
+            "these first, or, if this is cross-attention, leave this layer out with "
+            "gfsa.plug(model, layers=...)"
         )
     elif _same_memory(query, key) or _same_values(query, key):
         module.__dict__[_GIVEN_COPIES] = True
         return
     else:
-        got = "key is not query: equal lengths, but other values"
+        got = "its key has other values than its query"
     raise ValueError(
         f"{type(module).__name__} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
@@ -84,21 +84,21 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
 
 
 def forget_tokens(module: nn.Module) -> None:
-    """Leave nothing on a module that is unplugged."""
+    """Delete what :func:`require_same_tokens` has stored on a module that is unplugged."""
     module.__dict__.pop(_GIVEN_COPIES, None)
 
 
-def _out_of_reach(x: Tensor) -> bool:
-    """Whether a tensor has no values to look at, or none yet."""
+def _has_no_values(x: Tensor) -> bool:
+    """Whether a tensor's values cannot be read now: it is traced, transformed or captured."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _all_of_one_tensor(query: Tensor, key: Tensor) -> bool:
-    """Whether both are the same view of all of a tensor, as told without reading any memory.
+def _same_whole_view(query: Tensor, key: Tensor) -> bool:
+    """Whether both are the same view of a whole tensor; reads no memory.
 
-    Of all of it, because a compiler does not say where in a tensor a part begins.
+    Of a whole tensor, because a compiler does not know the storage offset of a part.
     """
     base = query._base
     return (
@@ -123,6 +123,6 @@ def _same_memory(query: Tensor, key: Tensor) -> bool:
 def _same_values(query: Tensor, key: Tensor) -> bool:
     if torch.equal(query, key):
         return True
-    # a model that diverges has NaNs in the same places, and is still self-attention
+    # a diverged model has NaN at the same positions of both, and is still self-attention
     both_nan = query.isnan() & key.isnan()
     return bool(both_nan.any()) and bool(((query == key) | both_nan).all())

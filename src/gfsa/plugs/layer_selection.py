@@ -1,4 +1,4 @@
-"""Which of a model's self-attention layers get a filter."""
+"""Select layers of a model: all, even, odd, by number or by predicate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import nn
 
 Layers = str | Iterable[int] | Callable[[str, nn.Module], bool]
+
+NOT_SELECTED = "not among the selected layers"
+"""The reason in reports for a layer that ``layers`` leaves out."""
 
 _EXPECTED = (
     "layers must be 'all', 'even', 'odd', 1-based layer numbers, or a predicate (name, module)"
@@ -22,34 +25,37 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
             counted from 1, over the whole model, as the paper counts.
         layers: ``"all"``, ``"even"``, ``"odd"``, an iterable of layer numbers, or a predicate
             ``(name, module) -> bool``.
+
+    Raises:
+        ValueError: if there are candidates and none is selected, or ``layers`` is none of these.
     """
     names = list(candidates)
     if callable(layers):
-        chosen = {name for name, module in candidates.items() if layers(name, module)}
+        selected = {name for name, module in candidates.items() if layers(name, module)}
     elif isinstance(layers, str):
         if layers not in ("all", "even", "odd"):
             raise ValueError(f"{_EXPECTED}; got {layers!r}")
         start, step = {"all": (0, 1), "odd": (0, 2), "even": (1, 2)}[layers]
-        chosen = set(names[start::step])
+        selected = set(names[start::step])
     else:
         try:
             numbers = list(layers)
         except TypeError:
             raise ValueError(f"{_EXPECTED}; got {layers!r}") from None
-        for place, number in enumerate(numbers):
+        for position, number in enumerate(numbers):
             if isinstance(number, bool) or not hasattr(number, "__index__"):
                 raise ValueError(f"{_EXPECTED}; got {number!r} among them")
-            numbers[place] = number = operator.index(number)
+            numbers[position] = number = operator.index(number)
             if not 1 <= number <= len(names):
                 raise ValueError(
                     f"there is no layer {number}: the model has {len(names)} self-attention "
                     f"layers that can be plugged, counted from 1"
                 )
-        chosen = {names[number - 1] for number in numbers}
-    if names and not chosen:
+        selected = {names[number - 1] for number in numbers}
+    if names and not selected:
         raise ValueError(
             f"layers={layers!r} selects none of the model's {len(names)} self-attention "
             f"layer{'s' if len(names) > 1 else ''} (depths that share one module, as in ALBERT, "
             "are one layer)"
         )
-    return chosen
+    return selected

@@ -1,4 +1,4 @@
-"""The published settings, backbone by backbone."""
+"""Presets of plug: the published settings for each backbone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-# The published code learns wK alone, from zero. K is an option there for the language models;
-# the value here is the one its scripts start from. Dropout acts on A before it is squared in the
-# BERT and GPT-2 code, on the finished filter in the vision, speech and code-understanding code.
+# the published code learns wK alone, from zero. K is an option there for the language models;
+# the value here is the default of its scripts. Dropout acts on A before it is squared in the
+# BERT and GPT-2 code, and on H in the vision, speech and code-understanding code
 _LANGUAGE = {"K": 3, "learn": ("wK",), "dropout_after": "attention"}
 _PAPER: dict[str, dict[str, Any]] = {
     "bert": _LANGUAGE,
@@ -37,19 +37,19 @@ _BACKBONES = {
 
 
 def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
-    """The arguments of plug that ``preset`` stands for on this model."""
+    """The arguments of plug that ``preset`` sets for this model."""
     if preset != "paper":
         raise ValueError(f"the only preset is 'paper', got {preset!r}")
     backbones = _backbones_of(model)
     if not backbones:
         raise ValueError(
-            f"the paper has no settings for {type(model).__name__}; it has some for "
-            f"{', '.join(sorted(_PAPER))}. Give K and learn yourself"
+            f"the paper has no settings for {type(model).__name__}; it has settings for "
+            f"{', '.join(sorted(_PAPER))}. Pass K and learn instead"
         )
     settings = [_PAPER[backbone] for backbone in sorted(backbones)]
     if any(setting != settings[0] for setting in settings):
         raise ValueError(
-            f"{type(model).__name__} is made of {' and '.join(sorted(backbones))}, for which the "
+            f"{type(model).__name__} contains {' and '.join(sorted(backbones))}, for which the "
             "paper has different settings; plug its parts one by one"
         )
     return dict(settings[0])
@@ -58,7 +58,7 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
 def _backbones_of(model: nn.Module) -> set[str]:
     found = set()
     for module in model.modules():
-        kind = getattr(getattr(module, "config", None), "model_type", None)
-        names = [kind, *(_BACKBONES.get(cls.__name__) for cls in type(module).__mro__)]
+        model_type = getattr(getattr(module, "config", None), "model_type", None)
+        names = [model_type, *(_BACKBONES.get(cls.__name__) for cls in type(module).__mro__)]
         found |= {name for name in names if name in _PAPER}
     return found

@@ -1,4 +1,4 @@
-"""What plugging a model would do, by the model's name: no weights, no download."""
+"""Preview what plug would do to a model, by the model's name: no weights, no download."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gfsa.plugs.adapter import Unknown
 from gfsa.plugs.plug import PlugReport, plug
+from gfsa.plugs.registry import Unknown
 
 
 def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugReport:
@@ -26,7 +26,7 @@ def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugRe
 
 
 def build(name: str) -> nn.Module:
-    """The model without its numbers: on the meta device, where a model of any size fits."""
+    """The model on the meta device, where it has shapes but no weights, so any size fits."""
     if Path(name).is_dir():
         return _from_config(_transformers().AutoConfig.from_pretrained(name, local_files_only=True))
     names: list[str] = []
@@ -35,8 +35,8 @@ def build(name: str) -> nn.Module:
 
         if timm.is_model(name):
             with torch.device("meta"):
-                made: nn.Module = timm.create_model(name, pretrained=False)
-            return made
+                model: nn.Module = timm.create_model(name, pretrained=False)
+            return model
         names += timm.list_models()
     if _installed("transformers"):
         types = _transformers().CONFIG_MAPPING
@@ -48,11 +48,11 @@ def build(name: str) -> nn.Module:
             f"cannot build {name!r}: neither timm nor transformers is installed "
             "(pip install timm transformers)"
         )
-    alike = difflib.get_close_matches(name, names, n=3)
+    similar = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
         f"{name!r} is no timm architecture, transformers model type or local folder with a "
         "config.json (nothing is downloaded)"
-        + (f"; did you mean {', '.join(alike)}?" if alike else "")
+        + (f"; did you mean {', '.join(similar)}?" if similar else "")
     )
 
 
@@ -61,10 +61,10 @@ def _from_config(config: Any) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = _transformers().AutoModel.from_config(config)
     except (TypeError, ValueError, AttributeError) as error:
-        # some types have defaults that no model can be made of
+        # the default config of some types is incomplete
         raise ValueError(
-            f"the default config of {config.model_type!r} makes no model ({error}); "
-            "save a complete one and give its folder"
+            f"no model can be built from the default config of {config.model_type!r} ({error}); "
+            "save a complete config and pass its folder"
         ) from error
     return model
 

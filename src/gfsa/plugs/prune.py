@@ -1,4 +1,4 @@
-"""Prune filters: heads that have no use for a second pass stop paying for it."""
+"""Prune filters: heads with negligible high-order coefficients skip the second pass."""
 
 from __future__ import annotations
 
@@ -14,33 +14,26 @@ from torch.utils import _pytree as pytree
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.call_check import stop_watching, watch_first_forward
-from gfsa.plugs.plug import (
-    Socket,
-    attach,
-    detach,
-    finish,
-    refuse_sharded,
-    refuse_wrapped,
-    sockets_of,
-)
+from gfsa.plugs.attach import attach, detach, notify_adapters
+from gfsa.plugs.call_check import stop_checking, watch_first_forward
+from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
 
 
 @dataclass
 class PruneReport:
-    """What :func:`prune` did, and the way back."""
+    """What :func:`prune` did, and how to undo it."""
 
     tolerance: float
     before: dict[str, list[int]] = field(default_factory=dict)
     """Module name → degree (attention passes) of each head before."""
     after: dict[str, list[int]] = field(default_factory=dict)
-    """The same after; 1 is one pass, as in plain attention."""
+    """The same after; 1 is one pass, as in ordinary attention."""
     unplugged: list[str] = field(default_factory=list)
-    """Layers that had become ordinary attention and have no filter any more."""
+    """Layers whose filter had become ordinary attention and was removed."""
     largest_change: float | None = None
-    """Largest absolute change of any output on the inputs given, if any were."""
+    """Largest absolute change of any output on ``inputs``; None without inputs."""
     _model: nn.Module | None = field(default=None, repr=False)
-    _sockets: dict[str, Socket] = field(default_factory=dict, repr=False)
+    _sites: dict[str, Site] = field(default_factory=dict, repr=False)
 
     @property
     def passes_before(self) -> int:
@@ -52,14 +45,14 @@ class PruneReport:
         return sum(map(sum, self.after.values()))
 
     def undo(self) -> None:
-        """Give the model its filters back, as they were."""
+        """Put the old filters back into the model."""
         assert self._model is not None
-        for socket in self._sockets.values():
-            if hasattr(socket.module, CHILD):
-                socket.module.add_module(CHILD, socket.filter)
+        for site in self._sites.values():
+            if hasattr(site.module, CHILD):
+                site.module.add_module(CHILD, site.filter)
             else:
-                attach(socket.module, socket.adapter, socket.filter)
-        _settle(self._model, self._sockets)
+                attach(site, site.filter)
+        _finish(self._model, self._sites)
 
     def __str__(self) -> str:
         total, left = self.passes_before, self.passes_after
@@ -79,55 +72,56 @@ class PruneReport:
 
 @torch.no_grad()
 def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> PruneReport:
-    r"""Spare the heads whose high-order coefficients are negligible their second pass, in place.
+    r"""Remove the second pass of heads whose high-order coefficients are negligible, in place.
 
     .. math:: \sum_{k \ge 2} |c_{h,k}| \le \text{tolerance}
               \quad\Rightarrow\quad
               H_h = c_0 I + \Big(\sum_{k \ge 1} c_k\Big) A
 
-    What is cut off is added to :math:`c_1`, so that a head's answer to equal tokens stays as it
-    was and its output moves by :math:`\sum_{k \ge 2} c_k (A^k - A) v`, at most twice the tolerance
-    times the largest value. A layer none of whose heads needs a second pass becomes a polynomial
-    of degree 1, or is unplugged if what remains is ordinary attention within the tolerance.
+    The removed coefficients are added to :math:`c_1`, so a head's response to equal tokens stays
+    the same and its output changes by :math:`\sum_{k \ge 2} c_k (A^k - A) v`, at most twice the
+    tolerance times the largest value. A layer none of whose heads needs a second pass becomes a
+    polynomial of degree 1, or is unplugged if that is ordinary attention within the tolerance.
 
-    The filters become polynomials of numbers of their own (an optimiser made before holds the old
-    ones): prune after training, before sharding. Saving and loading work as before.
+    The pruned filters are polynomials with new parameters (an optimiser built before still holds
+    the old ones): prune after training and before sharding. Saving and loading work as before.
 
     Args:
         model: a plugged model.
-        tolerance: how small counts as negligible, for a sum of absolute coefficients.
+        tolerance: the largest sum of absolute coefficients that counts as negligible.
         inputs: a batch (a tensor, a dict of keyword or a tuple of positional arguments) on which
             the largest change of an output is measured, in evaluation mode.
 
     Returns:
-        What was saved; ``report.undo()`` puts the old filters back.
+        The passes before and after; ``report.undo()`` puts the old filters back.
     """
     if not (isinstance(tolerance, (int, float)) and 0 <= tolerance <= sys.float_info.max):
         raise ValueError(f"tolerance must be a finite number of at least 0, got {tolerance!r}")
-    sockets = sockets_of(model)
-    if not sockets:
+    plugged = plugged_sites(model)
+    if not plugged:
         raise ValueError(f"{type(model).__name__} has no filters to prune; gfsa.plug(model) first")
-    refuse_wrapped(sockets)
-    refuse_sharded(sockets, "prune")
+    refuse_wrapped(plugged)
+    refuse_sharded(plugged, "prune")
     expected = None if inputs is None else _outputs(model, inputs)
-    report = PruneReport(float(tolerance), _model=model, _sockets=sockets)
-    for name, socket in sockets.items():
-        report.before[name] = _degrees(socket.filter)
-        made = _pruned(socket.filter, tolerance)
-        report.after[name] = [1] * socket.filter.num_heads if made is None else _degrees(made)
-        if made is None:
+    report = PruneReport(float(tolerance), _model=model, _sites=plugged)
+    for name, site in plugged.items():
+        old = site.filter
+        report.before[name] = _degrees(old)
+        pruned = _pruned(old, tolerance)
+        report.after[name] = [1] * old.num_heads if pruned is None else _degrees(pruned)
+        if pruned is None:
             report.unplugged.append(name)
-            detach(socket)
-        elif made is not socket.filter:
-            socket.module.add_module(CHILD, made)
-    _settle(model, sockets)
+            detach(site)
+        elif pruned is not old:
+            site.module.add_module(CHILD, pruned)
+    _finish(model, plugged)
     if expected is not None:
         report.largest_change = _largest_difference(expected, _outputs(model, inputs))
     return report
 
 
 def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
-    """What takes the place of ``old``; None where ordinary attention does."""
+    """The filter that replaces ``old``; None if ordinary attention replaces it."""
     coefficients = old.coefficients().double().cpu()
     heads, degree = old.num_heads, old.degree
     rest = coefficients[:, 2:].abs().sum(-1)
@@ -139,41 +133,42 @@ def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
         coefficients[head, 2:] = 0.0
     if not high and _is_plain(coefficients, tolerance):
         return None
-    made = PartialPolynomial(heads, degree, high) if high else Polynomial(heads, degree=1)
-    made = made.to(old.base)
-    made.set_coefficients(coefficients[:, : made.degree + 1])
-    made.dropout_after = old.dropout_after
-    made.train(old.training)
-    return made.requires_grad_(old.theta is not None and old.theta.requires_grad)
+    new = PartialPolynomial(heads, degree, high) if high else Polynomial(heads, degree=1)
+    new = new.to(old.base)
+    new.set_coefficients(coefficients[:, : new.degree + 1])
+    new.dropout_after = old.dropout_after
+    new.train(old.training)
+    return new.requires_grad_(old.theta is not None and old.theta.requires_grad)
 
 
 def _is_plain(coefficients: Tensor, tolerance: float) -> bool:
-    """Whether every head is ``A`` alone within the tolerance; the first two columns are asked."""
+    """Whether c0 = 0 and c1 = 1 in every head, within the tolerance; higher columns are ignored."""
     if coefficients.shape[-1] < 2:
         return False
     off = coefficients[:, 0].abs() + (coefficients[:, 1] - 1).abs()
     return bool((off <= tolerance).all())
 
 
-def _degrees(each: GraphFilter) -> list[int]:
-    high = each.high if isinstance(each, PartialPolynomial) else range(each.num_heads)
-    return [each.degree if head in set(high) else 1 for head in range(each.num_heads)]
+def _degrees(filter: GraphFilter) -> list[int]:
+    high = filter.high if isinstance(filter, PartialPolynomial) else range(filter.num_heads)
+    return [filter.degree if head in set(high) else 1 for head in range(filter.num_heads)]
 
 
-def _settle(model: nn.Module, before: Mapping[str, Socket]) -> None:
-    finish(model, {socket.adapter for socket in before.values()})
-    now = sockets_of(model)
-    kept = {id(socket.filter) for socket in now.values()}
-    for socket in before.values():
-        if id(socket.filter) not in kept:
-            stop_watching(socket.filter)
-    known = {id(socket.filter) for socket in before.values()}
-    fresh = {n: (s.module, s.filter) for n, s in now.items() if id(s.filter) not in known}
+def _finish(model: nn.Module, before: Mapping[str, Site]) -> None:
+    """Notify adapters, and move the check for uncalled filters from removed to new ones."""
+    notify_adapters(model, before.values())
+    now = plugged_sites(model)
+    kept = {id(site.filter) for site in now.values()}
+    for site in before.values():
+        if id(site.filter) not in kept:
+            stop_checking(site.filter)
+    known = {id(site.filter) for site in before.values()}
+    fresh = {name: (s.module, s.filter) for name, s in now.items() if id(s.filter) not in known}
     watch_first_forward(model, fresh)
 
 
 def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
-    """Every floating-point tensor that the model returns, by where it stands."""
+    """Every floating-point tensor that the model returns, by its path in the output."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -192,14 +187,14 @@ def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     }
     if not found:
         raise ValueError(
-            f"{type(model).__name__} returns no floating-point tensor on these inputs, so no "
-            "change can be measured"
+            f"{type(model).__name__} returns no floating-point tensor on these inputs, so the "
+            "change of its outputs cannot be measured"
         )
     return found
 
 
 def _largest_difference(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    # what a cache keeps of a filter changes with the filter: it is no output
+    # a returned cache holds as many powers as the filter has: that is no change of an output
     common = before.keys() & after.keys()
     pairs = [(before[key], after[key]) for key in common if before[key].shape == after[key].shape]
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())

@@ -1,4 +1,4 @@
-"""Tensor parallel: a filter's numbers live where their heads are."""
+"""Tensor parallelism: a filter's parameters are sharded by heads, with the heads."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ShardHeads(ParallelStyle):
             "output.dense": RowwiseParallel(),
         })
 
-    Heads do not talk to one another inside attention, so the filter needs no communication: each
-    process holds the rows of θ (a DTensor, sharded along its heads) that its heads use.
+    Heads do not interact inside attention, so the filter needs no communication: each process holds
+    the rows of θ (a DTensor, sharded along its heads) that its own heads use.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -34,11 +34,11 @@ class ShardHeads(ParallelStyle):
         size = device_mesh.size()
         if module.num_heads % size:
             raise ValueError(
-                f"{module.num_heads} heads cannot be shared out evenly over {size} processes"
+                f"{module.num_heads} heads cannot be sharded evenly over {size} processes"
             )
         if isinstance(module, PartialPolynomial):
             raise ValueError(
-                "a pruned filter leaves processes with different work; shard the model unpruned"
+                "a pruned filter would give processes different work; shard the unpruned model"
             )
         _shard(module, device_mesh, self.src_data_rank)
         return module

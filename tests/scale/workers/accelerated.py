@@ -36,7 +36,7 @@ def model_and_optimizer() -> Any:
 
 
 def theta_of(model: Any) -> Tensor:
-    return torch.cat([each.theta.detach().flatten() for each in gfsa.filters_of(model).values()])
+    return torch.cat([f.theta.detach().flatten() for f in gfsa.filters_of(model).values()])
 
 
 def main() -> None:

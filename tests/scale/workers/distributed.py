@@ -44,7 +44,7 @@ from support.subjects import HEADS, SUBJECTS, Op, filters_of, first, randomise
 from support.zoo import VOCABULARY, ZOO
 
 KEY_HEADS = 2
-"""Heads of Llama's keys: a head cannot be shared out."""
+"""Heads of Llama's keys: a head cannot be split."""
 Results = dict[str, dict[str, float]]
 
 
@@ -80,8 +80,8 @@ def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     assert any("gfsa" in name for name in expected)
     errors = [
-        ((found[name] - each).abs().max() / each.abs().max().clamp_min(1e-3)).item()
-        for name, each in expected.items()
+        ((found[name] - tensor).abs().max() / tensor.abs().max().clamp_min(1e-3)).item()
+        for name, tensor in expected.items()
     ]
     return max(errors)
 
@@ -99,7 +99,7 @@ def ddp(name: str, mesh: DeviceMesh) -> float:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model; a bare filter is one itself."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return [block for each in lists[:1] for block in each]
+    return [block for blocks in lists[:1] for block in blocks]
 
 
 def shard(
@@ -115,11 +115,11 @@ def fsdp(name: str, mesh: DeviceMesh) -> float:
     model, expected = reference(name)
     model.zero_grad()
     shard(model, mesh)
-    assert all(hasattr(each.theta, "full_tensor") for each in filters_of(model))
+    assert all(hasattr(filter.theta, "full_tensor") for filter in filters_of(model))
     loss_of(model, name, dist.get_rank()).backward()
     error = largest({n: g for n, g in gradients(model).items() if n in expected}, expected)
     # outside of a forward too a filter is whole
-    assert all(each.coefficients().shape[0] == HEADS for each in filters_of(model))
+    assert all(filter.coefficients().shape[0] == HEADS for filter in filters_of(model))
     return error
 
 
@@ -136,8 +136,8 @@ def fsdp_bfloat16(name: str, mesh: DeviceMesh) -> float:
     found, expected = first(model(**batch)), first(alone(**batch))
     found.float().square().mean().backward()
     assert found.dtype == torch.bfloat16
-    assert all(each.theta.dtype == torch.float32 for each in filters_of(model))
-    assert all(each.theta.grad.dtype == torch.float32 for each in filters_of(model))
+    assert all(filter.theta.dtype == torch.float32 for filter in filters_of(model))
+    assert all(filter.theta.grad.dtype == torch.float32 for filter in filters_of(model))
     return ((found - expected).float().abs().max() / expected.float().abs().max()).item()
 
 
@@ -271,7 +271,7 @@ def tensor_parallel(name: str, mesh: DeviceMesh) -> float:
 def tensor_parallel_refusals(mesh: DeviceMesh) -> None:
     for module, message in (
         (nn.Linear(4, 4), "ShardHeads is for a gfsa.GraphFilter"),
-        (gfsa.Twicing(mesh.size() + 1), "cannot be shared out evenly"),
+        (gfsa.Twicing(mesh.size() + 1), "cannot be sharded evenly"),
         (PartialPolynomial(HEADS, degree=2, high=[0]), "shard the model unpruned"),
     ):
         try:

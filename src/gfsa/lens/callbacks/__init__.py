@@ -1,1 +1,1 @@
-"""The lens in other people's training loops; each module needs its own library."""
+"""The lens as a callback of training libraries; each module needs its library."""

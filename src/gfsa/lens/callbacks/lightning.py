@@ -30,9 +30,9 @@ class LensCallback(_callback_class()):  # type: ignore[misc]
     A step here is an optimiser's: with gradient accumulation its batches are averaged.
 
     Args:
-        every: steps between two looks; the first step is looked at, too.
-        log_dir: where TensorBoard finds it; default: ``lens`` in the trainer's root folder.
-        log: another way to log, called with names and numbers and the step.
+        every: steps between two measurements; the first step is measured, too.
+        log_dir: the folder for TensorBoard; default: ``lens`` in the trainer's root folder.
+        log: another log function, called with the numbers by name and the step.
     """
 
     def __init__(

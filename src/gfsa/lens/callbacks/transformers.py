@@ -18,9 +18,9 @@ class LensCallback(TrainerCallback):
         Trainer(model, args, train_dataset=data, callbacks=[LensCallback(every=100)])
 
     Args:
-        every: steps between two looks; the first step is looked at, too.
-        log_dir: where TensorBoard finds it; default: ``lens`` in the trainer's output folder.
-        log: another way to log, called with names and numbers and the step.
+        every: steps between two measurements; the first step is measured, too.
+        log_dir: the folder for TensorBoard; default: ``lens`` in the trainer's output folder.
+        log: another log function, called with the numbers by name and the step.
     """
 
     def __init__(

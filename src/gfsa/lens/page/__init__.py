@@ -1,4 +1,4 @@
-"""The report as one self-contained page: a template, a style sheet and a script, put together."""
+"""The report as one self-contained HTML page: a template, a style sheet and scripts, joined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def render(report: LensReport) -> str:
-    """The page as text. It loads nothing and forbids itself to (its security policy says so)."""
+    """The page as text. It loads nothing, and its content security policy forbids it to."""
     # a "<" could end the script element that the data is in, or begin another
     data = json.dumps(report.to_plain(), allow_nan=False).replace("<", "\\u003c")
     parts = {
@@ -22,7 +22,7 @@ def render(report: LensReport) -> str:
         "title": html.escape(" and ".join(report.models)),
         "summary": _summary(report),
         "made": html.escape(f"gfsa {report.version}, {report.created}"),
-        "data_name": f" Looked at on: {html.escape(report.data)}." if report.data else "",
+        "data_name": f" Inputs: {html.escape(report.data)}." if report.data else "",
     }
     page = _part("lens.html")
     for name, text in parts.items():
@@ -31,7 +31,7 @@ def render(report: LensReport) -> str:
 
 
 def _summary(report: LensReport) -> str:
-    """What was found, model by model: readable without the script, too."""
+    """The findings of each model; readable without scripts, too."""
     cards = []
     for number, (name, sentences) in enumerate(report.findings.items()):
         model = report.models[name]
@@ -46,7 +46,7 @@ def _summary(report: LensReport) -> str:
             for where, why in model.skipped.items()
         )
         if skipped:
-            items += f"<li>Not looked at:<ul>{skipped}</ul></li>"
+            items += f"<li>Not measured:<ul>{skipped}</ul></li>"
         cards.append(
             f'<article class="card summary" data-series="{number}"><h2>{html.escape(name)}</h2>'
             f'<p class="facts">{html.escape(facts)}</p><ul>{items}</ul></article>'

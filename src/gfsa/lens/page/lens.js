@@ -136,7 +136,7 @@ function formula(row) {
   return `H = ${terms.map(([value, name], i) => `${i ? signed(value) : show(value).replace("-", "−")}·${name}`).join(" ")}`;
 }
 
-const noPolynomial = "This model's method is no polynomial of its attention maps: its tokens are shown, its response is not.";
+const noPolynomial = "This model's method is not a polynomial of its attention maps: its tokens are shown, its response is not.";
 
 function drawHeat() {
   const model = models[state.model];

@@ -15,16 +15,15 @@ from torch.nn import functional as F
 from gfsa.filters import GraphFilter
 from gfsa.operators import DenseOperator
 from gfsa.operators.base import at_least_float32
-from gfsa.plugs.adapter import Adapter, SwapClass
+from gfsa.plugs.adapter import Adapter, SwapClass, names_in_forward
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
 from gfsa.plugs.tracing.adapter import KNOWN_TRACER
-from gfsa.plugs.versions import reads
 
 
 class FilteredRelPosMHAXL(RelPosMHAXL):
-    r"""Transformer-XL's attention, ``A = softmax((q + u)·kᵀ + shift((q + w)·pᵀ))``, scaled.
+    r"""Transformer-XL's attention, ``A = softmax(scale·((q + u)·kᵀ + shift((q + w)·pᵀ)))``.
 
-    u and w are learned and the same for every token; p are the positions, projected.
+    u and w are learned and shared by all tokens; p are the projected position embeddings.
     """
 
     gfsa: GraphFilter
@@ -60,7 +59,7 @@ class FilteredRelPosMHAXL(RelPosMHAXL):
             attention = self.dropout_att(attention)
         elif self.training:
             dropout_p = self.dropout_att.p
-        # a row that sees nothing is not a number after the softmax, and zeros after this
+        # the softmax of a fully masked row is NaN; this makes it zeros
         for mask in dropped:
             attention = attention.masked_fill(mask, 0.0)
         operator = DenseOperator(attention, dropout_p, place)
@@ -73,7 +72,7 @@ class FilteredRelPosMHAXL(RelPosMHAXL):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each ``(B, N, H, D)``."""
         B = query.shape[0]
-        # the layer reads its weights in one order for self-attention, in another for the rest
+        # the layer splits its weights in one order if value is query, in another if not
         if value is query or torch.equal(value, query):
             packed = F.linear(query, self.in_proj_weight)
             q, k, v = packed.view(B, -1, self.num_heads, self.head_dim * 3).chunk(3, -1)
@@ -97,7 +96,7 @@ class FilteredRelPosMHAXL(RelPosMHAXL):
         return scores
 
 
-# what the adapter was written for; see gfsa.plugs.versions
+# the names that the forward looked up when the adapter was written; see names_in_forward
 _WRITTEN_FOR = (
     "F NotImplementedError _qkv_same_embed_dim attn_fill_value bool chunk contiguous "
     "dropout_att dtype equal float32 functional head_dim in_proj_weight linear "
@@ -120,9 +119,8 @@ REL_POS = RelPosAdapter(FilteredRelPosMHAXL, heads="num_heads")
 def find(module: nn.Module) -> Adapter | None:
     """The adapter for ``module`` if it is an attention module of SpeechBrain."""
     if type(module) is RelPosMHAXL:
-        return REL_POS if reads(RelPosMHAXL) == _WRITTEN_FOR else KNOWN_TRACER
-    # newer than the rest
-    rotary = (
-        type(module).__module__ == RelPosMHAXL.__module__ and type(module).__name__ == "RoPEMHA"
-    )
-    return KNOWN_TRACER if rotary else None
+        return REL_POS if names_in_forward(RelPosMHAXL) == _WRITTEN_FOR else KNOWN_TRACER
+    # older versions of SpeechBrain have no RoPEMHA to import
+    cls = type(module)
+    is_rotary = cls.__module__ == RelPosMHAXL.__module__ and cls.__name__ == "RoPEMHA"
+    return KNOWN_TRACER if is_rotary else None

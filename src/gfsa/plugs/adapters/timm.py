@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from gfsa.plugs.adapter import Adapter
+from gfsa.filters import GraphFilter
+from gfsa.operators import AttentionOperator, DenseOperator, Operator
+from gfsa.plugs.adapter import Adapter, SwapClass, names_in_forward
 from gfsa.plugs.tracing.adapter import KNOWN_TRACER
 
-# what the tests have traced. The first four have adapters, but not for every version of timm
+try:
+    from timm.layers.attention import Attention, maybe_add_mask, resolve_self_attn_mask
+    from timm.models.cait import TalkingHeadAttn
+    from timm.models.swin_transformer import WindowAttention
+except ImportError:
+    # an older timm, which keeps these classes elsewhere: no module has the adapters below, and all
+    # its attention is traced
+    Attention = TalkingHeadAttn = WindowAttention = nn.Module
+
+# classes that the tests have traced; the first four have adapters for one version of timm
 _TRACED = {
     ("timm.layers.attention", "Attention"),
     ("timm.models.vision_transformer", "Attention"),
@@ -26,22 +36,136 @@ _TRACED = {
 }
 
 
+class FilteredAttention(Attention):
+    """ViT's attention: ``softmax(q·kᵀ·scale + mask)``, by torch's kernels or written out."""
+
+    gfsa: GraphFilter
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        B, N, _ = x.shape
+        gate = None if self.gate is None else self.gate(x).sigmoid()
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        operator: Operator
+        if self.fused_attn:
+            operator = _fused(self, q, k, attn_mask, is_causal)
+        else:
+            scores = (q * self.scale) @ k.transpose(-2, -1)
+            mask = resolve_self_attn_mask(N, scores, attn_mask, is_causal)
+            operator = _dense(self, maybe_add_mask(scores, mask).softmax(-1))
+        y = self.gfsa(operator, v)
+        y = self.norm(y.transpose(1, 2).reshape(B, N, self.attn_dim))
+        y = y if gate is None else y * gate
+        return self.proj_drop(self.proj(y))
+
+
+class FilteredWindowAttention(WindowAttention):
+    """Swin's attention: each window is a graph of its own, with a learned bias by position."""
+
+    gfsa: GraphFilter
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        bias = self._get_rel_pos_bias()
+        operator: Operator
+        if self.fused_attn:
+            if mask is not None:
+                bias = bias + mask[None, :, None].expand(
+                    B // len(mask), -1, self.num_heads, -1, -1
+                ).reshape(B, self.num_heads, N, N)
+            operator = _fused(self, q, k, bias)
+        else:
+            scores = (q * self.scale) @ k.transpose(-2, -1) + bias
+            if mask is not None:
+                # windows are ordered image by image; each window position has its own mask
+                scores = scores.view(-1, len(mask), self.num_heads, N, N) + mask[None, :, None]
+                scores = scores.view(B, self.num_heads, N, N)
+            operator = _dense(self, self.softmax(scores))
+        y = self.gfsa(operator, v).transpose(1, 2).reshape(B, N, -1)
+        return self.proj_drop(self.proj(y))
+
+
+class FilteredTalkingHeadAttn(TalkingHeadAttn):
+    """CaiT's attention: heads are mixed before and after the softmax; the filter comes last.
+
+    A is the mixed map, because the layer multiplies v by it; its rows do not sum to one.
+    """
+
+    gfsa: GraphFilter
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q * self.scale) @ k.transpose(-2, -1)
+        attention = _mix_heads(self.proj_l, scores).softmax(-1)
+        operator = _dense(self, _mix_heads(self.proj_w, attention))
+        y = self.gfsa(operator, v).transpose(1, 2).reshape(B, N, C)
+        return self.proj_drop(self.proj(y))
+
+
+def _mix_heads(mixing: nn.Module, maps: Tensor) -> Tensor:
+    mixed: Tensor = mixing(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return mixed
+
+
+def _fused(
+    module: Any, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool = False
+) -> AttentionOperator:
+    return AttentionOperator(
+        q,
+        k,
+        mask,
+        dropout_p=module.attn_drop.p if module.training else 0.0,
+        is_causal=is_causal,
+        dropout_after=module.gfsa.dropout_after,
+    )
+
+
+def _dense(module: Any, matrix: Tensor) -> DenseOperator:
+    """The operator of a map that the layer has built; the layer's own dropout acts on A."""
+    if module.gfsa.dropout_after == "attention":
+        return DenseOperator(module.attn_drop(matrix))
+    return DenseOperator(matrix, module.attn_drop.p if module.training else 0.0, "filter")
+
+
+# the names that each forward looked up when its adapter was written; see names_in_forward
+_WRITTEN_FOR = {
+    Attention: (
+        "F attn_dim attn_drop fused_attn gate head_dim k_norm maybe_add_mask norm "
+        "num_heads p permute proj proj_drop q_norm qkv reshape resolve_self_attn_mask "
+        "scale scaled_dot_product_attention shape sigmoid softmax training transpose "
+        "unbind"
+    ),
+    WindowAttention: (
+        "_get_rel_pos_bias attn_drop expand functional fused_attn nn num_heads p permute "
+        "proj proj_drop qkv reshape scale scaled_dot_product_attention shape softmax "
+        "torch training transpose unbind unsqueeze view"
+    ),
+    TalkingHeadAttn: (
+        "attn_drop num_heads permute proj proj_drop proj_l proj_w qkv reshape scale shape "
+        "softmax transpose"
+    ),
+}
+
+_ADAPTERS: dict[type[nn.Module], Adapter] = {
+    Attention: SwapClass(FilteredAttention, heads="num_heads"),
+    WindowAttention: SwapClass(FilteredWindowAttention, heads="num_heads"),
+    TalkingHeadAttn: SwapClass(FilteredTalkingHeadAttn, heads="num_heads"),
+}
+
+
 def find(module: nn.Module) -> Adapter | None:
     """The adapter for ``module`` if it is an attention module of timm."""
-    kind = type(module)
-    if not kind.__module__.startswith("timm."):
+    cls = type(module)
+    if not cls.__module__.startswith("timm."):
         return None
-    adapter = _adapters()(kind)
-    if adapter is None and (kind.__module__, kind.__name__) in _TRACED:
-        return KNOWN_TRACER
-    return adapter
-
-
-@functools.cache
-def _adapters() -> Callable[[type[nn.Module]], Adapter | None]:
-    try:
-        from gfsa.plugs.adapters.timm_attention import adapter_for
-    except ImportError:
-        # an older timm, which keeps its classes elsewhere: they are traced
-        return lambda kind: None
-    return adapter_for
+    adapter = _ADAPTERS.get(cls)
+    if adapter is not None and names_in_forward(cls) == _WRITTEN_FOR[cls]:
+        return adapter
+    return KNOWN_TRACER if (cls.__module__, cls.__name__) in _TRACED else None

@@ -14,14 +14,14 @@ _REASONS = {
 
 
 class LinearAttentionAdapter(Adapter):
-    """Linear attention that is not Efficient Attention, the one whose powers gfsa has."""
+    """Refuses linear attention, except Efficient Attention, whose powers gfsa can compute."""
 
     def num_heads(self, module: nn.Module) -> int:
         raise TypeError(self.refusal("", module))
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         return (
-            f"linear attention: {_REASONS[type(module).__name__]}; gfsa has the powers of softmax "
+            f"linear attention: {_REASONS[type(module).__name__]}; gfsa computes powers of softmax "
             "and of Efficient Attention (gfsa.linear_graph_filter_attention)"
         )
 

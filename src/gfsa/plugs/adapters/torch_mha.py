@@ -1,10 +1,9 @@
 """``nn.MultiheadAttention``, alone or inside torch's Transformer layers.
 
-Two C++ fast paths would go past a filter. The one of ``nn.MultiheadAttention`` is in the forward
-that is replaced here. The one of ``nn.TransformerEncoderLayer`` is not taken while any of its
-modules has a hook, so a plugged one gets a hook that does nothing. ``nn.TransformerEncoder`` may
-still pack a padded batch into a nested tensor, which is unpacked and packed again around the
-attention.
+Two C++ fast paths bypass a filter. The one of ``nn.MultiheadAttention`` is in the forward that is
+replaced here. The one of ``nn.TransformerEncoderLayer`` is not taken while any of its modules has a
+hook, so a plugged module gets a hook that does nothing. ``nn.TransformerEncoder`` may still pack a
+padded batch into a nested tensor; the filtered forward pads it, attends, and packs it again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, requir
 
 
 class FilteredMultiheadAttention(nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` whose filter takes the place of its attention map."""
+    """``nn.MultiheadAttention`` with a filter in place of its attention map."""
 
     gfsa: GraphFilter
 
@@ -38,7 +37,7 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As in torch; the weights are H, the map that takes A's place, and cost n³ to build."""
+        """As in torch; the returned weights are H, the filtered map, and cost O(n³) to build."""
         require_same_tokens(self, query, key)
         if query.is_nested:
             return self._forward_nested(query, value, attn_mask, need_weights)
@@ -70,7 +69,7 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
                 v,
             )
         length, batch = query.shape[:2]
-        # rows of one matrix, as torch hands them to its projection
+        # one matrix of rows, as torch passes it to its projection
         y = y.permute(2, 0, 1, 3).reshape(length * batch, self.embed_dim)
         y = F.linear(y, self.out_proj.weight, self.out_proj.bias).view(length, batch, -1)
         if not batched:
@@ -78,7 +77,7 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
         return y.transpose(0, 1) if self.batch_first else y, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        # torch's own helpers: the same products in the same order give the same bits
+        # torch's own helpers: the same products in the same order give bit-identical results
         if self.in_proj_weight is not None:
             return tuple(
                 F._in_projection_packed(  # type: ignore[attr-defined]
@@ -146,10 +145,10 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(
         self, query: Tensor, value: Tensor, attn_mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Unpack sequences of different lengths, attend among each one's own, pack again."""
+        """Pad sequences of different lengths, attend within each of them, and pack them again."""
         if query is not value or attn_mask is not None or need_weights:
             raise ValueError(
-                "nested tensors are taken for self-attention without a mask, as torch does: "
+                "nested tensors are supported for self-attention without a mask only, as in torch: "
                 "mha(x, x, x, need_weights=False)"
             )
         lengths = torch.tensor([len(x) for x in query.unbind()], device=query.device)
@@ -163,7 +162,7 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
 
 
 def _sequence_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Swap batch and sequence, keeping one tensor one: torch then projects it in one product."""
+    """Swap batch and sequence; a tensor passed twice stays one tensor, projected in one product."""
     swapped = query.transpose(0, 1)
     keys = swapped if key is query else key.transpose(0, 1)
     if value is query:
@@ -172,7 +171,7 @@ def _sequence_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def _map(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """``softmax(q·kᵀ/sqrt(D) + mask)`` with torch's operations; a row with no key is zeros."""
+    """``softmax(q·kᵀ/sqrt(D) + mask)`` with torch's operations; a fully masked row is zeros."""
     batch, heads, length, dim = q.shape
     q = q.flatten(0, 1) * math.sqrt(1.0 / float(dim))
     k = k.flatten(0, 1).transpose(-2, -1)
@@ -189,7 +188,7 @@ def _refuses(name: str, module: nn.Module) -> str | None:
     assert isinstance(module, nn.MultiheadAttention)
     if module.bias_k is not None or module.add_zero_attn:
         option = "add_zero_attn" if module.add_zero_attn else "add_bias_kv"
-        return f"{option} adds a key that no query belongs to: the map is not square"
+        return f"{option} adds a key without a query: the map is not square"
     return None
 
 
@@ -208,14 +207,14 @@ class MultiheadAdapter(SwapClass):
 
     def remove(self, module: nn.Module) -> None:
         super().remove(module)
-        # found by what it is: a copy or a pickle of the model has no handle to it
+        # found by identity, because a copied or unpickled model has no handle to it
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is _no_fast_path:
                 del module._forward_pre_hooks[key]
 
 
 def _no_fast_path(module: nn.Module, args: Any) -> None:
-    """A hook that is there to be there."""
+    """Does nothing: its presence keeps torch from taking the fast path."""
 
 
 MULTIHEAD = MultiheadAdapter()

@@ -11,6 +11,5 @@ from gfsa.plugs.tracing.adapter import KNOWN_TRACER
 
 def find(module: nn.Module) -> Adapter | None:
     """The adapter for ``module`` if it is an attention module of torchvision."""
-    return (
-        KNOWN_TRACER if type(module) in (ShiftedWindowAttention, ShiftedWindowAttentionV2) else None
-    )
+    known = (ShiftedWindowAttention, ShiftedWindowAttentionV2)
+    return KNOWN_TRACER if type(module) in known else None

@@ -22,11 +22,11 @@ _PROJECTIONS = {
     "q", "query", "q_proj", "query_proj", "to_q", "wq", "w_q", "q_linear",
 }  # fmt: skip
 
-# what a class name says about attention that has no n×n map of tokens
+# class names of attention that has no n×n map over tokens, and the refusal for each
 _WITHOUT_MAP = {
     r"channel|xca|crosscovariance": "its attention is over channels, not tokens",
     r"class_?att": "class attention has one query: its map is not square",
-    r"pool": "pooling attention has a few queries of its own: its map is not square",
+    r"pool": "pooling attention has learned queries: its map is not square",
     r"cross": REASON,
     r"longformer|ledencoder|blocksparse|lsh": "its map is kept in bands or blocks, not as a square",
     r"outlook": "its map is predicted from one token, not from pairs of tokens",
@@ -37,21 +37,24 @@ _WITHOUT_MAP = {
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Whether ``module`` is an innermost module that seems to compute attention."""
-    return _seems(module) and not any(_seems(m) for m in module.modules() if m is not module)
+    """Whether ``module`` seems to compute attention, and no module inside it does."""
+    return _seems_attention(module) and not any(
+        _seems_attention(inner) for inner in module.modules() if inner is not module
+    )
 
 
-def why_not(module: nn.Module) -> str | None:
-    """What the name of a module's class says against filtering it, or None."""
-    kind = type(module).__name__.lower()
-    return next((why for part, why in _WITHOUT_MAP.items() if re.search(part, kind)), None)
+def refusal_by_class_name(module: nn.Module) -> str | None:
+    """Why a module cannot be filtered, judging by the name of its class, or None."""
+    name = type(module).__name__.lower()
+    return next((why for pattern, why in _WITHOUT_MAP.items() if re.search(pattern, name)), None)
 
 
-def _seems(module: nn.Module) -> bool:
+def _seems_attention(module: nn.Module) -> bool:
+    """Two of three signs: a name like attention, projections to q, a number of heads."""
     named = _NAMED.search(type(module).__name__) is not None
     projects = any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
-    known = heads_of(module) is not None
-    return (known and (named or projects)) or (named and projects)
+    has_heads = heads_of(module) is not None
+    return (has_heads and (named or projects)) or (named and projects)
 
 
 class Traced(nn.Module):
@@ -70,7 +73,7 @@ class Traced(nn.Module):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # the class is made at run time: copies and pickles say which one to make it from
+        # the class is created at run time, so copies and pickles refer to the original class
         reduced: Any = super().__reduce_ex__(2)
         return _new, (self.__dict__["_gfsa_class"],), *reduced[2:]
 
@@ -88,14 +91,14 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 class TracerAdapter(Adapter):
     """Follows a module's softmax to its product with v, and verifies itself on the first forward.
 
-    The forward itself is the module's own. It must have exactly one attention product, whose map
-    is square and over tokens; otherwise the first forward raises a :class:`TraceError` that names
-    the module. Attention weights that the module returns are A, not H.
+    The module's own forward runs. It must contain exactly one attention product, whose map is
+    square and over tokens; otherwise the first forward raises a :class:`TraceError` that names the
+    module. Attention weights that the module returns are A, not H.
     """
 
     how = "tracer"
 
-    #: whether the first forward has nothing left to show
+    #: whether the checks of the first forward are skipped
     verified = False
 
     def num_heads(self, module: nn.Module) -> int:
@@ -104,13 +107,13 @@ class TracerAdapter(Adapter):
         return heads
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
-        against = why_not(module)
-        if against is None and heads_of(module) is None:
+        refusal = refusal_by_class_name(module)
+        if refusal is None and heads_of(module) is None:
             return (
-                f"{type(module).__name__} does not say how many heads it has "
-                f"({', '.join(HEADS)}); gfsa.register_adapter can"
+                f"{type(module).__name__} has no attribute with its number of heads "
+                f"({', '.join(HEADS)}); gfsa.register_adapter an adapter that returns it"
             )
-        return against
+        return refusal
 
     def refusal_inside(self, owners: Owners) -> str | None:
         return REASON if crosses_by_design(owners) else None
@@ -136,7 +139,7 @@ class TracerAdapter(Adapter):
 
 
 class UnknownAdapter(TracerAdapter):
-    """Stands for attention that no adapter knows when tracing was not asked for."""
+    """Refuses attention that no adapter knows, if the caller did not ask for tracing."""
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         return super().refusal(name, module) or (
@@ -146,7 +149,7 @@ class UnknownAdapter(TracerAdapter):
 
 
 class KnownTracerAdapter(TracerAdapter):
-    """Traces classes of which the tests have shown what the first forward otherwise has to."""
+    """Traces classes that the tests have verified, so the first forward does not check them."""
 
     how = "tracer, known class"
     verified = True

@@ -1,8 +1,8 @@
-"""Watching one attention module's forward, and filtering its map where it meets v.
+"""Trace the forward of one attention module, and filter its map where it multiplies v.
 
-The map is recognised by where it comes from: a softmax over its last axis, followed through
-whatever keeps its size (dropout, casts, masks, mixing of heads) to a product with the values, or a
-call of torch's own attention. Nothing is believed that can be checked.
+The map is the result of a softmax over the last axis, followed through every operation that keeps
+its size (dropout, casts, masks, mixing of heads) to a product with the values; or a call of torch's
+own attention. Every assumption that can be checked is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 _DROPOUT = (F.dropout, torch.dropout)
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 
-# arguments by which modules are given the tokens of another sequence
+# names of arguments that may hold the tokens of another sequence
 _OTHER_TOKENS = (
     "key",
     "key_value_states",
@@ -38,7 +38,7 @@ _OTHER_TOKENS = (
 
 
 class TraceError(RuntimeError):
-    """A traced module does not do what a filter needs."""
+    """A traced module's forward is not the self-attention that a filter needs."""
 
 
 class Trace(TorchFunctionMode):
@@ -65,11 +65,11 @@ class Trace(TorchFunctionMode):
         self.head_axis = -3
 
     def begin(self, given: Mapping[str, Any]) -> None:
-        """Look at the arguments of the forward, by name."""
+        """Read the arguments of the forward, by name, before it runs."""
         tokens = next((x for x in given.values() if _is_tokens(x)), None)
         if tokens is None:
             return
-        # of an image it is not known which axis holds the channels
+        # which axis of an image holds the channels is not known
         self.widths = {tokens.shape[-1]} if tokens.dim() < 4 else set()
         for name in _OTHER_TOKENS:
             other = given.get(name)
@@ -77,12 +77,11 @@ class Trace(TorchFunctionMode):
                 require_same_tokens(self.module, tokens, other)
 
     def end(self) -> None:
-        """Look back at the forward once it is over."""
+        """Check the forward after it ran."""
         if not self.products:
             self._refuse(
-                "no product of a softmax with values was seen in its forward (attention written "
-                "by hand, over channels with another axis, or by an extension that torch does "
-                "not see)"
+                "its forward has no product of a softmax with values that torch dispatches (a "
+                "softmax written out, a softmax over another axis, or an extension of its own)"
             )
 
     def __torch_function__(
@@ -92,16 +91,16 @@ class Trace(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         if func in _SOFTMAX:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             axis = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else None
-            if axis in (-1, made.dim() - 1):
-                self.maps.append(made)
-            return made
+            if axis in (-1, result.dim() - 1):
+                self.maps.append(result)
+            return result
         if not self.maps or not self._is_map(*args, *kwargs.values()):
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             if args and not self.products:
-                self.provenance.note(func, args[0], made)
-            return made
+                self.provenance.note(func, args[0], result)
+            return result
         if func in _DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in _MATMUL:
@@ -114,32 +113,32 @@ class Trace(TorchFunctionMode):
     def _is_map(self, *candidates: Any) -> bool:
         return any(x is known for known in self.maps for x in candidates)
 
-    def _follow(self, args: tuple[Any, ...], made: Any) -> Any:
-        """What keeps the size of a map is still the map."""
+    def _follow(self, args: tuple[Any, ...], result: Any) -> Any:
+        """Treat the result of an operation on a map as the map if it has the same size."""
         source = next((x for x in args if self._is_map(x)), None)
         if (
             source is not None
-            and isinstance(made, Tensor)
-            and made.is_floating_point()
-            and made.numel() == source.numel()
-            and not self._is_map(made)
+            and isinstance(result, Tensor)
+            and result.is_floating_point()
+            and result.numel() == source.numel()
+            and not self._is_map(result)
         ):
-            self.maps.append(made)
-        return made
+            self.maps.append(result)
+        return result
 
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **options: Any
     ) -> Tensor:
-        # F.dropout says training, torch.dropout train
+        # F.dropout calls the argument training, torch.dropout train
         if not options.get("train", training) or not p:
             return input
         self.undropped = input
         if self.filter.dropout_after == "filter":
             self.dropout_p = p
             return input
-        made: Tensor = F.dropout(input, p)
-        self.maps.append(made)
-        return made
+        dropped: Tensor = F.dropout(input, p)
+        self.maps.append(dropped)
+        return dropped
 
     def _product(self, left: Any, right: Any) -> Tensor:
         if self._is_map(left):
@@ -156,7 +155,7 @@ class Trace(TorchFunctionMode):
         place = next((i for i, x in enumerate(operands) if self._is_map(x)), 0)
         of_map = letters[place]
         if arrow and set(of_map[-2:]) <= set(out):
-            # heads are mixed, the map stays one
+            # the einsum mixes heads: its result is still a map
             mixed: Tensor = self._follow((operands[place],), torch.einsum(equation, *operands))
             return mixed
         if len(operands) != 2 or not arrow or "." in equation:
@@ -214,7 +213,7 @@ class Trace(TorchFunctionMode):
         return self._without_heads(self._filter(operator, values), shape)
 
     def _with_heads(self, x: Tensor) -> Tensor:
-        """The tensor with heads on the third axis from the end, wherever they were."""
+        """The tensor with its heads moved to the third axis from the end."""
         heads = self.filter.num_heads
         if heads == 1:
             return x.unsqueeze(-3)
@@ -236,7 +235,7 @@ class Trace(TorchFunctionMode):
         """Refuse a map that is not tokens × tokens with a head axis where one is expected."""
         self.products += 1
         if self.products > 1:
-            self._refuse("its forward has more than one attention product; which one is meant?")
+            self._refuse("its forward has more than one attention product")
         rows, columns = scores[-2:]
         if rows != columns:
             self._refuse(
@@ -248,7 +247,7 @@ class Trace(TorchFunctionMode):
             self._check_tokens(columns, values)
 
     def _check_heads(self, scores: tuple[int, ...], laid_out: Tensor) -> None:
-        """Find the axis of the heads, or refuse if the sizes do not tell."""
+        """Find the axis of the heads, or refuse if it is ambiguous."""
         heads, lead = self.filter.num_heads, tuple(scores[:-2])
         if heads == 1 or lead == (heads,):
             return
@@ -259,57 +258,57 @@ class Trace(TorchFunctionMode):
         if not places:
             self._refuse(f"its map has shape {tuple(scores)}, with no axis for its {heads} heads")
         if len(places) > 1 and not self.verified:
-            # sizes do not tell, but in memory heads lie inside a sample, side by side
+            # sizes are ambiguous, but in memory the heads of a sample are adjacent
             strides = [laid_out.stride(axis) for axis in places]
             if len(lead) > 2 or min(strides) != strides[-1]:
                 self._refuse(
-                    f"its map has shape {tuple(scores)}, and which axis is the {heads} heads "
-                    "cannot be told; run the first forward with another batch size"
+                    f"its map has shape {tuple(scores)}, where more than one axis could be the "
+                    f"{heads} heads; run the first forward with another batch size"
                 )
         self.head_axis = places[-1] - len(scores)
 
     def _check_merged(self, lead: tuple[int, ...]) -> None:
-        """``(B·H, N, N)``: samples before heads, as told by how the tensors were merged."""
+        """Refuse a map ``(B·H, N, N)`` unless its reshapes show that samples come before heads."""
         heads = self.filter.num_heads
         if not lead or lead[0] % heads:
             self._refuse(f"its map has leading sizes {lead}, expected {heads} heads among them")
         if not (self.provenance.samples_first(lead[0], heads) or self.verified):
             self._refuse(
-                f"its map merges {lead[0] // heads} samples and {heads} heads into one axis, and "
-                "that samples come first cannot be told; run the first forward with another batch "
-                "size, or register an adapter"
+                f"its map merges {lead[0] // heads} samples and {heads} heads into one axis, whose "
+                "order cannot be determined; run the first forward with another batch size, or "
+                "register an adapter"
             )
 
     def _check_tokens(self, side: int, values: Tensor) -> None:
-        """Attention over channels has a square map too; the widths of the module tell."""
+        """Refuse attention over channels, whose map is square too, by the module's widths."""
         heads, features = self.filter.num_heads, values.shape[-1]
         layers = list(self.module.children())
         widths = self.widths | {m.in_features for m in layers if isinstance(m, nn.Linear)}
         widths |= {m.in_channels for m in layers if isinstance(m, (nn.Conv1d, nn.Conv2d))}
         over_tokens, over_channels = heads * features in widths, heads * side in widths
         if side == features and over_tokens:
-            told = self.provenance.features_last(values)
-            over_tokens, over_channels = told is not False, told is not True
+            features_last = self.provenance.features_last(values)
+            over_tokens, over_channels = features_last is not False, features_last is not True
         if over_tokens and not over_channels:
             return
         if over_tokens:
             self._refuse(
-                f"its map is {side}×{side} and its values have {features} features a head: "
-                "whether it attends over tokens or over channels cannot be told when both are as "
-                "many. Run the first forward with another number of tokens"
+                f"its map is {side}×{side} and its values have {features} features per head: with "
+                "equal numbers, attention over tokens and over channels cannot be distinguished. "
+                "Run the first forward with another number of tokens"
             )
         if over_channels:
             self._refuse(f"its map is {side}×{side} over channels, not tokens")
         self._refuse(
             f"{heads} heads of {features} features fit none of its widths "
-            f"({', '.join(map(str, sorted(widths)))}), so its map may not be one over tokens"
+            f"({', '.join(map(str, sorted(widths)))}), so its map may not be over tokens"
         )
 
     def _check_rows(self, matrix: Tensor) -> None:
         if torch.compiler.is_compiling() or matrix.is_meta:
             return
         sums = matrix.detach().sum(-1, dtype=torch.float32)
-        # a row that sees nothing may be zeros
+        # a fully masked row may be zeros
         off = torch.where(sums == 0, 0.0, (sums - 1).abs())
         if bool((off > 1e-2).any()):
             warnings.warn(

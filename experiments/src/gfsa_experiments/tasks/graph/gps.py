@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
 
+from gfsa.baselines.block_anatomy import GPS_BLOCK, register_block
 from gfsa.models.batch import Batch
 from gfsa.models.graph_layers import FeatureEncoder
 from gfsa_experiments.tasks.graph.norm import mask_norms, real_rows
@@ -57,6 +58,10 @@ class DenseGPSConv(GPSConv):
         everywhere = F.dropout(everywhere.flatten(0, 1), self.dropout, self.training)
         h = local + self.norm2(rows + everywhere)
         return self.norm3(h + self.mlp(h)).view_as(x)
+
+
+# the comparison methods find its branches where GPSConv has them
+register_block(DenseGPSConv, GPS_BLOCK)
 
 
 class WalkFeatures(nn.Module):

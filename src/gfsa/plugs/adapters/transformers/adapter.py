@@ -1,9 +1,9 @@
-"""Hugging Face Transformers: every model that asks for its attention by name.
+"""Hugging Face Transformers: models that look their attention function up in its registry.
 
-Such a model looks up ``config._attn_implementation`` in a registry. A plugged attention module gets
-a view of its config that answers ``gfsa|sdpa`` where the config says ``sdpa``; the function
-registered under that name hands an operator for A to the module's filter. The model itself, its
-masks and its other layers see the real config, so the implementation can still be switched.
+Such a model looks up ``config._attn_implementation``. A plugged attention module gets a view of its
+config that returns ``gfsa|sdpa`` where the config has ``sdpa``; the function registered under that
+name passes an operator for A to the module's filter. The model itself, its masks and its other
+layers see the real config, so the implementation can still be switched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class InterfaceAdapter(Adapter):
             return heads
         raise ValueError(
             f"cannot tell how many heads {type(module).__name__} has: neither it nor its config "
-            f"has one of {', '.join(HEADS)}; gfsa.register_adapter an adapter that knows"
+            f"has one of {', '.join(HEADS)}; gfsa.register_adapter an adapter for this class"
         )
 
     def refusal(self, name: str, module: Any) -> str | None:
@@ -64,10 +64,10 @@ class InterfaceAdapter(Adapter):
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
-        handle = module.register_forward_pre_hook(_CacheHandover(module), with_kwargs=True)
+        handle = module.register_forward_pre_hook(_PassCache(module), with_kwargs=True)
         module.__dict__["_gfsa_handle"] = handle
-        # looked up and registered here, not in a forward that may be traced: what a traced call
-        # changes makes the next one another
+        # looked up and registered here, not in a forward that may be compiled: a side effect in a
+        # compiled call would make the next call compile again
         module.__dict__["_gfsa_eager"] = eager_function(type(module))
         _filtered_name(module.config.real._attn_implementation)
 
@@ -97,7 +97,7 @@ def find(module: nn.Module) -> Adapter | None:
 
 
 def _takes_a_softmax(kind: type[nn.Module]) -> bool:
-    """Whether a class has code that could be attention; a state-space mixer has heads as well."""
+    """Whether a class has code that could be attention; a state-space mixer has heads, too."""
     methods = [inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values() if callable(m)]
     codes = [m.__code__ for m in methods if inspect.isfunction(m)]
     return any({"softmax", "scaled_dot_product_attention"} & set(code.co_names) for code in codes)
@@ -110,7 +110,7 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
 
 
 class _ConfigView:
-    """A module's config, except that its attention goes through the filter."""
+    """A module's config, except that its attention implementation calls the filter."""
 
     real: Any
 
@@ -134,8 +134,8 @@ class _ConfigView:
         return _ConfigView, (self.real,)
 
 
-# by implementation, the name under which its filtered attention is registered; asked for in every
-# layer of every forward
+# implementation → the name under which its filtered attention is registered; a dict because every
+# layer looks it up in every forward
 _NAMES: dict[str | None, str] = {}
 
 
@@ -151,12 +151,12 @@ def _register(implementation: str | None) -> str:
     return name
 
 
-class _CacheHandover:
-    """Attention functions are not given the cache; this hook hands it over among the keywords."""
+class _PassCache:
+    """A hook that adds the cache to the keywords, which transformers passes on to the function."""
 
     def __init__(self, module: nn.Module) -> None:
         self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        # how many arguments may come without a name before one of them is looked for here
+        # how many positional arguments come before the first that this hook looks for
         wanted = _CROSS_INPUTS.union(_CACHES).intersection(self.positional)
         self.others_first = min(map(self.positional.index, wanted), default=len(self.positional))
 
@@ -190,7 +190,7 @@ def _filtered_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a plugged module's attention calls instead of the implementation's own function."""
+    """The attention function that a plugged module calls in place of the implementation's own."""
     cache = kwargs.pop(_CACHE, None)
     operator, value = operator_for(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -204,7 +204,7 @@ def _filtered_attention(
 def _with_past(
     module: Any, operator: Operator, query: Tensor, value: Tensor, dropout: float, cache: Any
 ) -> Operator:
-    """Let the operator reach the powers of past tokens, if there is a cache to keep them."""
+    """Give the operator the powers of past tokens, if there is a cache that keeps them."""
     new, keys = query.shape[2], value.shape[2]
     if cache is None:
         if new != keys:
@@ -214,26 +214,26 @@ def _with_past(
                 "with plug(..., layers=...)"
             )
         return operator
-    # models fill a cache while training too, where nobody decodes from it
+    # models fill a cache in training, too, but nothing is decoded from it
     if new == keys and module.training and (torch.is_grad_enabled() or dropout):
         return operator
     if dropout:
         raise ValueError(
-            "attention dropout over a cache has no meaning: its past was computed under another "
-            "mask (or is the prefix of prefix tuning, which cannot be combined with a filter: it "
-            "has keys but no queries). Call model.eval(), or pass use_cache=False"
+            "attention dropout cannot be combined with a cache: the past was computed under "
+            "another dropout mask (or is the prefix of prefix tuning, which has keys but no "
+            "queries, so no filter). Call model.eval(), or pass use_cache=False"
         )
     place = place_in(cache, module)
     return CachedOperator(operator, place, new, query.shape[1], keys)
 
 
 def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether somebody asked for attention maps: by keyword, by config, or by a recorder."""
+    """Whether the caller asked for attention maps: by keyword, by config, or by a recorder."""
     if kwargs.get("output_attentions") or getattr(module.config.real, "output_attentions", False):
         return True
     if torch.compiler.is_compiling():
-        # who records cannot be asked while a graph is traced; transformers' recording hooks are
-        # there from the first time that somebody wanted maps
+        # the collector cannot be read while a graph is traced; transformers' recording hooks are
+        # installed from the first call that asked for maps
         hooks = module._forward_hooks.values()
         return any(hook.__module__ == _active_collector.__module__ for hook in hooks)
     recorded = _active_collector.get()
@@ -241,17 +241,17 @@ def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:
-    """``H``, which is what the attention of a plugged module is."""
+    """``H``, the attention map that a plugged module returns."""
     if isinstance(operator, CachedOperator) and operator.new != operator.keys:
         raise ValueError(
-            "output_attentions while decoding with a cache: the rows of H need the whole map of "
-            "the past, which no cache keeps. Pass use_cache=False"
+            "output_attentions is not supported while decoding with a cache: the rows of H need "
+            "the whole map of the past, which the cache does not keep. Pass use_cache=False"
         )
     inner = operator.rows if isinstance(operator, CachedOperator) else operator
     dense = inner if isinstance(inner, DenseOperator) else DenseOperator(inner.dense())
     return module.gfsa.map(dense).to(value.dtype)
 
 
-# also for models that come plugged out of a file, or change their attention afterwards
-for _each in ("sdpa", "eager"):
-    _register(_each)
+# registered at import for plugged models that are unpickled or switch their implementation
+for _implementation in ("sdpa", "eager"):
+    _register(_implementation)

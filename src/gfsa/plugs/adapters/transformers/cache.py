@@ -1,13 +1,13 @@
-"""Decoding with a cache, exactly: the powers of past tokens ride along with their keys and values.
+"""Exact decoding with a cache: powers of past tokens are cached beside their keys and values.
 
 In causal attention a past token never sees a later one, so ``A·v, A²·v, …`` of past tokens do not
 change when a token is added. A layer of a transformers cache therefore gets companions: further
 cache layers of its own kind, one for each power that is needed again, that hold ``A^k·v`` in the
-same rows as the layer holds keys and values. Whatever happens to the layer (beams reordered,
-tokens cropped, a window sliding, a static buffer) happens to its companions.
+rows in which the layer holds keys and values. Every operation on the layer (beams reordered,
+tokens cropped, a sliding window, a static buffer) is applied to its companions as well.
 
-Some models let late layers look at the keys and values of an earlier one (Gemma 3n). Their maps are
-their own, and so are their powers: the one cache layer has companions for each of them.
+In some models late layers attend to the keys and values of an earlier layer (Gemma 3n). Each of
+them has its own map and its own powers: the one cache layer has companions for each of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from transformers.cache_utils import (
 from gfsa.operators import Coefficients, Operator, Visibility
 from gfsa.operators.base import combine, value_of
 
-# what a cache does to its layers besides filling them
-_FOLLOWED = (
+# the methods of a cache layer, besides those that fill it, that companions repeat
+_REPEATED = (
     "activate_past_recording",
     "batch_repeat_interleave",
     "batch_select_indices",
@@ -43,22 +43,23 @@ _FOLLOWED = (
 
 
 class Place(NamedTuple):
-    """A layer of a cache, and the number of the module that looks at it."""
+    """A layer of a cache, and the index of the module that attends to it."""
 
     layer: Any
     owner: int
 
 
 class CachedOperator(Operator):
-    r"""The rows of A for the newest tokens, with the powers of all earlier ones at hand.
+    r"""The rows of A for the newest tokens, with the cached powers of all earlier tokens.
 
     .. math:: (A^{k+1} v)_{new} = A_{new}\,[(A^k v)_{past};\,(A^k v)_{new}]
 
     Args:
-        rows: an operator whose ``apply`` takes all tokens and gives the new ones.
-        place: the layer of the cache, which has just taken in the new keys and values.
+        rows: an operator whose ``apply`` takes all tokens and returns the new ones.
+        place: the layer of the cache, after the new keys and values were added to it.
         new: how many tokens are new.
-        keys: how many of the cache's rows ``rows`` looks at.
+        heads: query heads.
+        keys: how many rows of the cache ``rows`` attends to.
     """
 
     def __init__(self, rows: Operator, place: Place, new: int, heads: int, keys: int) -> None:
@@ -74,7 +75,7 @@ class CachedOperator(Operator):
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
         coeffs = value_of(coeffs)
         powers = self.powers(v, coeffs.shape[-1] - 1)
-        # the work on one token takes no time, launching it does
+        # for one token the cost is in kernel launches, not in arithmetic
         plain = type(v) is Tensor and not torch.is_grad_enabled()
         return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
 
@@ -88,8 +89,8 @@ class CachedOperator(Operator):
         if degree > 1:
             for companion in _companions(self.place, degree - 1, self.new)[: degree - 1]:
                 _refuse_another_past(self.place.layer, companion, self.new)
-                everything = _remember(companion, tokens[-1], self.keys)
-                tokens.append(self.rows.apply(everything))
+                all_tokens = _append(companion, tokens[-1], self.keys)
+                tokens.append(self.rows.apply(all_tokens))
         return tokens
 
     def visibility(self) -> Visibility | None:
@@ -101,7 +102,7 @@ class CachedOperator(Operator):
 
 
 class _FurtherPowers(Operator):
-    """The second and further passes of some heads: the cache keeps the powers of those alone."""
+    """The second and further passes of some heads: the cache keeps powers for these heads only."""
 
     def __init__(self, rows: Operator, first: CachedOperator) -> None:
         self.rows = rows
@@ -114,13 +115,13 @@ class _FurtherPowers(Operator):
         tokens = [v]
         companions = _companions(self.first.place, degree, self.first.new)
         for companion in companions[:degree]:
-            everything = _remember(companion, tokens[-1], self.first.keys)
-            tokens.append(self.rows.apply(everything))
+            all_tokens = _append(companion, tokens[-1], self.first.keys)
+            tokens.append(self.rows.apply(all_tokens))
         return tokens
 
 
 def place_in(cache: Any, module: Any) -> Place:
-    """Where the cache keeps what a module looks at; refuses caches that cannot hold powers."""
+    """The cache layer that a module attends to; raises for caches that cannot hold powers."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
@@ -132,14 +133,14 @@ def place_in(cache: Any, module: Any) -> Place:
     source = _source_of(module) if getattr(module, "is_kv_shared_layer", False) else index
     if source is None or source >= len(cache.layers):
         raise ValueError(
-            f"layer {index} has no place in the cache: its keys and values are those of another "
-            "layer. Pass use_cache=False"
+            f"layer {index} has no layer of its own in the cache: it uses the keys and values of "
+            "another layer. Pass use_cache=False"
         )
     return Place(cache.layers[source], index)
 
 
 def _source_of(module: Any) -> int | None:
-    """The layer whose keys and values a sharing one looks at: the last of its kind with its own."""
+    """The layer whose keys and values a sharing layer uses: the last of its type with its own."""
     kinds = module.config.layer_types
     own = len(kinds) - module.config.num_kv_shared_layers
     alike = [i for i, kind in enumerate(kinds[:own]) if kind == kinds[module.layer_idx]]
@@ -152,13 +153,13 @@ def _companions(place: Place, count: int, new: int) -> list[Any]:
     layer = place.layer
     if not hasattr(layer, "gfsa_powers"):
         layer.gfsa_powers = {}
-        for name in _FOLLOWED:
+        for name in _REPEATED:
             if hasattr(layer, name):
-                setattr(layer, name, _Follower(layer, name))
+                setattr(layer, name, _RepeatedMethod(layer, name))
     companions: list[Any] | None = layer.gfsa_powers.get(place.owner)
     if companions is None:
         _refuse_a_past_without_powers(layer, new)
-        companions = layer.gfsa_powers[place.owner] = [_alike(layer) for _ in range(count)]
+        companions = layer.gfsa_powers[place.owner] = [_empty_like(layer) for _ in range(count)]
     elif len(companions) < count:
         raise ValueError(
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
@@ -168,8 +169,8 @@ def _companions(place: Place, count: int, new: int) -> list[Any]:
 
 
 def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
-    # a static layer's length lives on the device: reading it there is fine once, before the first
-    # token, but not in a compiled graph
+    # a static layer keeps its length on the device: reading it once before the first token is
+    # cheap, but a compiled graph cannot read it
     if torch.compiler.is_compiling():
         return
     past = int(layer.get_seq_length()) - new
@@ -183,45 +184,45 @@ def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
 
 
 def _refuse_another_past(layer: Any, companion: Any, new: int) -> None:
-    """The powers must belong to the very tokens whose keys and values the layer holds."""
+    """Raise unless the cached powers belong to the tokens whose keys and values the layer holds."""
     held, known = layer.get_seq_length(), companion.get_seq_length()
-    # a length on a GPU is not waited for; in a compiled graph there is nothing to read
+    # reading a length from a GPU would synchronise; a compiled graph has no length to read
     if torch.compiler.is_compiling() or (isinstance(held, Tensor) and held.device.type != "cpu"):
         return
     if known + new != held:
         raise ValueError(
             f"the cache holds {int(held) - new} earlier tokens, but the powers of {int(known)}: an "
-            "unplugged model has used it in between, or the layer attends more than once a "
+            "unplugged model has used it in between, or the layer attends more than once per "
             "forward. Start from a new cache, or pass use_cache=False"
         )
 
 
 class _GrowingPowers(DynamicLayer):
-    """A layer that grows as a dynamic one does, with one of its two slots in use."""
+    """A layer that grows like a dynamic one and uses its slot for keys only."""
 
     keys: Any
 
     def add(self, tokens: Tensor) -> Tensor:
-        """Take in the newest tokens; returns all of them."""
+        """Append the newest tokens; returns all tokens."""
         if not self.is_initialized:
             return self.update(tokens, tokens[..., :0])[0]
-        self.keys = everything = torch.cat([self.keys, tokens], dim=-2)
-        return everything
+        self.keys = all_tokens = torch.cat([self.keys, tokens], dim=-2)
+        return all_tokens
 
 
-def _alike(layer: Any) -> Any:
+def _empty_like(layer: Any) -> Any:
     """An empty cache layer of the same kind."""
     kind = type(layer)
     if kind is DynamicLayer:
         return _GrowingPowers()
     if kind is DynamicSlidingWindowLayer:
-        made = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
-        made.record_past = layer.record_past
-        return made
+        companion = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+        companion.record_past = layer.record_past
+        return companion
     if kind is StaticLayer:
         return StaticLayer(max_cache_len=layer.max_cache_len)
     if kind is StaticSlidingWindowLayer:
-        # the layer has already taken the smaller of its window and its length
+        # max_cache_len is already the smaller of the window and the length
         return StaticSlidingWindowLayer(layer.max_cache_len, sliding_window=layer.max_cache_len)
     raise TypeError(
         f"a plugged model cannot decode with a {kind.__name__}; use a dynamic or static cache "
@@ -229,23 +230,23 @@ def _alike(layer: Any) -> Any:
     )
 
 
-def _remember(companion: Any, tokens: Tensor, keys: int) -> Tensor:
-    """Add the newest tokens' power to the companion; returns its first ``keys`` rows."""
-    # an offloading cache has sent it away together with the keys
+def _append(companion: Any, tokens: Tensor, keys: int) -> Tensor:
+    """Append the newest tokens' power to the companion; returns its first ``keys`` rows."""
+    # an offloading cache has moved the companion to the CPU together with the keys
     companion.prefetch()
-    everything: Tensor
+    all_tokens: Tensor
     if type(companion) is _GrowingPowers:
-        everything = companion.add(tokens)
+        all_tokens = companion.add(tokens)
     else:
-        # the layer's second slot stays empty: a tensor without features
-        everything = companion.update(tokens, tokens[..., :0])[0]
-    return everything if everything.shape[2] == keys else everything[:, :, :keys]
+        # the layer's slot for values gets a tensor without features
+        all_tokens = companion.update(tokens, tokens[..., :0])[0]
+    return all_tokens if all_tokens.shape[2] == keys else all_tokens[:, :, :keys]
 
 
 def _newest(layer: Any, values: Tensor, new: int) -> Tensor:
     """The rows of ``values`` that belong to the newest tokens."""
     if _fills_from_the_front(layer):
-        # where it stands is known on the device only
+        # the current length is known on the device only
         rows = (layer.cumulative_length - new).view(1)
         if new > 1:
             rows = rows + torch.arange(new, device=values.device)
@@ -254,18 +255,18 @@ def _newest(layer: Any, values: Tensor, new: int) -> Tensor:
 
 
 def _fills_from_the_front(layer: Any) -> bool:
-    """Whether a layer has room behind its newest tokens, as a static one has."""
-    # the usual kind first: to ask for others is slow
+    """Whether a layer has free rows after its newest tokens, as a static one has."""
+    # the most common class first, because isinstance is slow here
     if type(layer) is DynamicLayer or not isinstance(layer, StaticLayer):
         return False
     if isinstance(layer, StaticSlidingWindowLayer):
-        # once the window is full it slides, and the newest come last
+        # once the window is full it slides, and the newest tokens are the last rows
         return bool(layer.cumulative_length_int <= layer.max_cache_len)
     return True
 
 
-class _Follower:
-    """A method of one cache layer that is done to its companions as well."""
+class _RepeatedMethod:
+    """A method of one cache layer that is also called on its companions."""
 
     def __init__(self, layer: Any, name: str) -> None:
         self.layer = layer

@@ -1,7 +1,7 @@
-"""The attention maps of transformers models as operators, one way for each implementation.
+"""The attention maps of transformers models as operators, one function per implementation.
 
-Each function takes what transformers hands to an attention function and returns the operator for A
-together with the values as the operator wants them.
+Each function takes what transformers passes to an attention function and returns the operator for A
+together with the values in the layout that the operator expects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 
 
 def operator_maker(implementation: str) -> OperatorMaker:
-    """The function that gives ``(operator, value)`` for what ``implementation`` would compute."""
+    """The function that returns ``(operator, value)`` for the map that ``implementation`` uses."""
     if implementation == "sdpa":
         return _sdpa_operator
     if implementation == "eager":
@@ -60,25 +60,25 @@ def _sdpa_operator(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
-    """The map that transformers' own sdpa function would use, kernel chosen by gfsa."""
+    """The map of transformers' own sdpa function; gfsa chooses the kernel."""
     new = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = new > 1 and attention_mask is None and causal
     if causal and key.shape[2] > new:
-        # the prefill of a static cache: what comes after the prompt is empty
+        # the prefill of a static cache: the rows after the prompt are empty
         key, value = key[:, :, :new], value[:, :, :new]
         position_bias = None if position_bias is None else position_bias[..., :new]
     if position_bias is not None:
         attention_mask = _biased_mask(position_bias, attention_mask, causal, query)
         causal = False
     if attention_mask is not None:
-        # torch's grouped kernels take no mask
+        # torch's grouped-query kernels accept no mask
         key, value = repeat_heads(key, query), repeat_heads(value, query)
     grouped = key.shape[1] != query.shape[1]
     if new != key.shape[2]:
         call = AttentionCall(query, key, attention_mask, dropout, False, scaling, grouped)
         return SDPAOperator(call), value
-    # where nothing is dropped it does not matter where
+    # without dropout its place does not matter
     after: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
     operator = AttentionOperator(
         query, key, attention_mask, dropout, causal, scaling, grouped, dropout_after=after
@@ -110,7 +110,7 @@ def _eager_operator(
     scaling: float | None,
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
-    """The map that the model's own eager code computes, dropout and all."""
+    """The map that the model's own eager code computes, including its dropout."""
     later = dropout if module.gfsa.dropout_after == "filter" else 0.0
     if module._gfsa_eager is None:
         raise ValueError(
@@ -147,7 +147,7 @@ class _EagerOperator(Operator):
 
     def apply(self, x: Tensor) -> Tensor:
         if x is self.value:
-            # the model's own bits
+            # bit-identical to the unplugged model
             return self.product
         return self.weights.to(x.dtype) @ repeat_heads(x, self.weights)
 
@@ -163,7 +163,7 @@ class _EagerOperator(Operator):
 
 
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The function that a module's forward falls back on, from where the forward finds it."""
+    """The eager attention function that a class's forward names, from the forward's globals."""
     forward = inspect.unwrap(kind.forward)
     names = [name for name in forward.__code__.co_names if name.startswith("eager")]
     if len(names) != 1:
@@ -181,7 +181,7 @@ def _any_operator(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
-    """Flash, flex or any other registered attention, called once a pass."""
+    """Flash, flex or any other registered attention function, called once per pass."""
     if module.gfsa.dropout_after == "filter" and kwargs["dropout"]:
         raise ValueError(
             f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
@@ -227,7 +227,7 @@ class _FunctionRows(Operator):
 
 
 class _ModuleView:
-    """An attention module as its attention function knows it: real config, heads as they are."""
+    """An attention module as its attention function expects it: real config, given groups."""
 
     def __init__(self, module: Any, groups: int) -> None:
         self._module = module

@@ -1,4 +1,4 @@
-"""transformers' own folders, saved from a plugged model."""
+"""Load a transformers folder that was saved from a plugged model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from gfsa.filters.base import read_description
-from gfsa.plugs.adapter import CHILD, find_adapter
+from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.checkpoint import EXTRA, FORMAT, canonical_name, restore
+from gfsa.plugs.sites import sites
 
-# where a file of a checkpoint is looked for, when it is not a local folder
+# arguments that say where on the hub the files of a checkpoint are
 _HUB_ARGUMENTS = (
     "cache_dir",
     "force_download",
@@ -81,22 +82,21 @@ def _layers_on_disk(model: Any) -> dict[str, str]:
     """Attention layers by the name that transformers' files have for them.
 
     transformers renames layers when it saves (a ViT's ``layers.0`` is ``encoder.layer.0`` on
-    disk), so each layer is asked for the name that a filter in it would get.
+    disk), so its own conversion is applied to the key that a filter in each layer would have.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     found = {}
-    for name, module in model.named_modules():
-        if find_adapter(module, "trace") is not None:
-            key = f"{name}.{CHILD}.{EXTRA}"
-            (on_disk,) = revert_weight_conversion(model, {key: torch.zeros(1)})
-            layer = canonical_name(model, on_disk.rpartition(f".{CHILD}.")[0])
-            found[layer] = canonical_name(model, name)
+    for name in sites(model, unknown="trace"):
+        key = f"{name}.{CHILD}.{EXTRA}"
+        (on_disk,) = revert_weight_conversion(model, {key: torch.zeros(1)})
+        layer = canonical_name(model, on_disk.rpartition(f".{CHILD}.")[0])
+        found[layer] = canonical_name(model, name)
     return found
 
 
 def _filter_tensors(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
-    """The filters' tensors of a checkpoint by their full names, whatever else is in it."""
+    """The filters' tensors of a checkpoint, by their full names."""
     from safetensors import safe_open
 
     found = {}
@@ -123,9 +123,9 @@ def _files(path: str | Path, hub: dict[str, Any]) -> list[str]:
         shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
     else:
         shards = {SAFE_WEIGHTS_NAME}
-    strangers = [shard for shard in shards if Path(str(shard)).name != shard]
-    if strangers:
-        raise ValueError(f"{path} names files outside of itself: {strangers[0]!r:.80}")
+    outside = [shard for shard in shards if Path(str(shard)).name != shard]
+    if outside:
+        raise ValueError(f"the index of {path} names a file outside of it: {outside[0]!r:.80}")
     files = [locate(shard) for shard in sorted(shards)]
     missing = [shard for shard, file in zip(sorted(shards), files, strict=True) if file is None]
     if missing:
@@ -137,7 +137,7 @@ def _files(path: str | Path, hub: dict[str, Any]) -> list[str]:
 
 
 class _LoadReportFilter(logging.Filter):
-    """Takes our own keys out of transformers' load report: they are loaded a moment later."""
+    """Removes the filters' keys from transformers' load report: gfsa loads them afterwards."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()

@@ -175,7 +175,7 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
         ("linear_attention", "7×4, not square"),
         ("hand", "no product of a softmax with values"),
         ("fewer_keys", "7×6, not square"),
-        ("heads_before_samples", "that samples come first cannot be told"),
+        ("heads_before_samples", "whose order cannot be determined"),
         ("einsum_with_dots", "einsum that is not understood"),
     ],
 )
@@ -224,9 +224,9 @@ def test_as_many_samples_as_heads_are_told_by_memory_or_refused():
             with pytest.raises(TraceError, match="another batch size"):
                 model(x)
             model(X)
-        alone = torch.cat([model(each[None]) for each in x])
+        alone = torch.cat([model(sample[None]) for sample in x])
         torch.testing.assert_close(model(x), alone)
-    with pytest.raises(TraceError, match="samples come first cannot be told"):
+    with pytest.raises(TraceError, match="order cannot be determined"):
         traced("heads_before_samples")(x)
 
 
@@ -268,9 +268,9 @@ def test_tokens_of_another_sequence_are_refused():
     gfsa.plug(reader, unknown="trace")
     assert reader(X).shape == X.shape
     assert reader(X, X).shape == X.shape
-    with pytest.raises(ValueError, match="key is not query"):
+    with pytest.raises(ValueError, match="has other values than its query"):
         reader(X, X + 1)
-    with pytest.raises(ValueError, match="key is not query"):
+    with pytest.raises(ValueError, match="has other values than its query"):
         reader(X, context=X + 1)
 
 
@@ -294,7 +294,7 @@ def test_unknown_attention_is_reported_and_left_alone_by_default():
 def test_attention_without_a_number_of_heads():
     model = Block("matmul")
     del model.attn.num_heads
-    with pytest.raises(ValueError, match="does not say how many heads"):
+    with pytest.raises(ValueError, match="no attribute with its number of heads"):
         gfsa.plug(model, unknown="trace")
 
 

@@ -34,7 +34,7 @@ def test_an_unknown_name_suggests_others():
 
 
 def test_a_type_whose_defaults_make_no_model():
-    with pytest.raises(ValueError, match="default config of 'esm' makes no model"):
+    with pytest.raises(ValueError, match="no model can be built from the default config of 'esm'"):
         describe("esm")
 
 

@@ -67,7 +67,7 @@ def test_a_ragged_batch_is_its_graphs_one_by_one():
     gfsa.plug(model)
     disturb(model)
     together = run(model)
-    alone = torch.cat([model(Batch.from_data_list([each])) for each in GRAPHS])
+    alone = torch.cat([model(Batch.from_data_list([graph])) for graph in GRAPHS])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
 
 

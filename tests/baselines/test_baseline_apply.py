@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa import baselines
+from gfsa.baselines import block_anatomy
 from gfsa.baselines.mask_readers import Reader
 from support.families import FAMILIES
 from support.small_baselines import IDS, LEARNING, apply, bert, encoder
@@ -44,7 +45,9 @@ def test_bad_names_and_options(name: Any, options: dict, message: str) -> None:
 
 
 def test_where_nothing_fits() -> None:
-    with pytest.raises(ValueError, match=r"layerscale has no place in Linear; it is known in "):
+    with pytest.raises(
+        ValueError, match=r"layerscale cannot be applied to Linear; it can be applied to "
+    ):
         baselines.apply(nn.Linear(2, 2), "layerscale")
     with pytest.raises(TypeError, match="expected a model"):
         baselines.apply("bert", "layerscale")
@@ -83,7 +86,7 @@ def test_a_block_with_a_forward_of_its_own_is_not_taken_for_a_known_one() -> Non
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    with pytest.raises(ValueError, match="has no place in"):
+    with pytest.raises(ValueError, match="cannot be applied to"):
         baselines.apply(Mine(12, 3), "layerscale")
 
 
@@ -92,7 +95,7 @@ def test_report() -> None:
     assert str(report).splitlines() == [
         "layerscale in 1 layers, 24 learned numbers (1 skipped)",
         "    1  encoder.layer.1: output of attention.output.dense, output of output.dense",
-        "    -  encoder.layer.0: not among the chosen layers",
+        "    -  encoder.layer.0: not among the selected layers",
     ]
 
 
@@ -112,7 +115,7 @@ def test_ordinary_attention_to_the_bit() -> None:
 def test_parts_of_a_block_by_themselves_are_refused() -> None:
     model = encoder()
     apply(model, "contranorm")
-    with pytest.raises(RuntimeError, match=r"a part of blocks\.1 ran outside of its forward"):
+    with pytest.raises(RuntimeError, match=r"a part of blocks\.1 ran outside of the block"):
         model.blocks[1].mlp_norm(torch.randn(2, 7, 12))
 
 
@@ -128,7 +131,7 @@ def test_a_place_that_is_passed_by_is_an_error() -> None:
 def test_tokens_have_to_stay_together() -> None:
     model = bert(chunk_size_feed_forward=1).eval()
     apply(model, "contranorm-vit")
-    with pytest.raises(RuntimeError, match=r"given 14 tokens, but handles 2 at once"):
+    with pytest.raises(RuntimeError, match=r"called with 14 tokens, but processes 2 at a time"):
         model(IDS)
     baselines.remove(model)
     # what acts on each token by itself does not mind
@@ -146,7 +149,7 @@ def test_masks_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(TypeError, match="pad the batch"):
         layer(nested)
     reader = Reader(layer, layer.self_attn, whole=True)
-    with pytest.raises(TypeError, match="a mask called memory_mask, which cannot be read"):
+    with pytest.raises(TypeError, match="a mask memory_mask, which cannot be read"):
         reader((torch.randn(2, 3, 12),), {"memory_mask": torch.zeros(3, 3)})
     with pytest.raises(ValueError, match="the masks of a _Foreign cannot be read"):
         Reader(_Foreign(), layer.self_attn, whole=True)
@@ -185,3 +188,43 @@ def test_an_optimiser_group_of_their_own() -> None:
         optimizer.step()
         assert all(not torch.equal(a, b) for a, b in zip(before, theirs, strict=True))
         baselines.remove(model)
+
+
+class OwnBlock(nn.Module):
+    """A pre-norm block of one's own around torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.mix(y, y, y, need_weights=False)[0]
+
+
+def test_a_block_of_ones_own_is_registered(monkeypatch) -> None:
+    monkeypatch.setattr(block_anatomy, "_registered", dict(block_anatomy._registered))
+    model, x = nn.Sequential(OwnBlock(), OwnBlock()), torch.randn(2, 5, 8)
+    expected = model(x)
+    with pytest.raises(ValueError, match="cannot be applied to Sequential"):
+        baselines.apply(model, "layerscale", init=0.5)
+    anatomy = baselines.Anatomy("mix", {"attention": baselines.Place("mix")}, ("norm",))
+    baselines.register_block(OwnBlock, anatomy)
+    report = baselines.apply(model, "layerscale", init=0.5, layers=[2])
+    assert report.plugged == {"1": "output of mix"}
+    half = model[0](x)
+    torch.testing.assert_close(model(x), half + 0.5 * (_bare(model[1])(half) - half))
+    baselines.remove(model)
+    assert torch.equal(model(x), expected)
+    with pytest.raises(TypeError, match=r"expected a gfsa\.baselines\.Anatomy"):
+        baselines.register_block(OwnBlock, "mix")
+    with pytest.raises(TypeError, match=r"expected an nn\.Module class"):
+        baselines.register_block(model, anatomy)
+
+
+def _bare(block: OwnBlock) -> OwnBlock:
+    """A block with the same weights and without the method."""
+    bare = OwnBlock()
+    bare.load_state_dict(block.state_dict(), strict=False)
+    return bare

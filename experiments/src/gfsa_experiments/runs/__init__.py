@@ -1,0 +1,1 @@
+"""One run or many: folders, rows, sweeps."""

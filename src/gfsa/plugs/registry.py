@@ -1,0 +1,94 @@
+"""Which adapter serves an attention module: registered ones, built-in ones, then the tracer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Literal
+
+from torch import nn
+
+from gfsa.plugs.adapter import Adapter
+from gfsa.plugs.adapters import torch_mha
+from gfsa.plugs.tracing.adapter import TRACER, UNKNOWN, looks_like_attention
+
+Unknown = Literal["refuse", "trace"]
+"""What to do with attention that no adapter knows."""
+
+_registered: dict[type[nn.Module], Adapter] = {}
+
+
+def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
+    """Teach :func:`gfsa.plug` an attention class: ``adapter`` serves ``cls`` and its subclasses.
+
+    A registered adapter takes precedence over the built-in ones; registering ``cls`` again
+    replaces it.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"expected an nn.Module class, got {cls!r}")
+    if not isinstance(adapter, Adapter):
+        raise TypeError(
+            f"expected a gfsa.plugs.Adapter (SwapClass, or a subclass of your own), got {adapter!r}"
+        )
+    _registered[cls] = adapter
+
+
+def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | None:
+    """The adapter for ``module``, or None if it is not attention.
+
+    Attention that no adapter knows gets the tracer, or with ``unknown="refuse"`` an adapter that
+    refuses it with a reason.
+    """
+    for cls in type(module).__mro__:
+        if cls in _registered:
+            return _registered[cls]
+    for library, find in _BUILT_IN.items():
+        if library in sys.modules:
+            adapter = find(module)
+            if adapter is not None:
+                return adapter
+    if looks_like_attention(module):
+        return TRACER if unknown == "trace" else UNKNOWN
+    return None
+
+
+def _find_in_transformers(module: nn.Module) -> Adapter | None:
+    from gfsa.plugs.adapters.transformers.adapter import find
+
+    return find(module)
+
+
+def _find_in_timm(module: nn.Module) -> Adapter | None:
+    from gfsa.plugs.adapters.timm import find
+
+    return find(module)
+
+
+def _find_in_torchvision(module: nn.Module) -> Adapter | None:
+    from gfsa.plugs.adapters.torchvision import find
+
+    return find(module)
+
+
+def _find_in_torch_geometric(module: nn.Module) -> Adapter | None:
+    from gfsa.plugs.adapters.torch_geometric import find
+
+    return find(module)
+
+
+def _find_in_speechbrain(module: nn.Module) -> Adapter | None:
+    from gfsa.plugs.adapters.speechbrain import find
+
+    return find(module)
+
+
+# by the module that a library has loaded if a model of it exists; specific libraries come before
+# torch, whose attention classes they build on
+_BUILT_IN: dict[str, Callable[[nn.Module], Adapter | None]] = {
+    "transformers": _find_in_transformers,
+    "timm.models": _find_in_timm,
+    "torchvision.models": _find_in_torchvision,
+    "torch_geometric.nn": _find_in_torch_geometric,
+    "speechbrain.nnet.attention": _find_in_speechbrain,
+    "torch": torch_mha.find,
+}

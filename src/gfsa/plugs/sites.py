@@ -1,0 +1,157 @@
+"""Sites: the attention modules of a model, each with its adapter and its filter or refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from gfsa.filters import GraphFilter
+from gfsa.plugs.adapter import CHILD, Adapter
+from gfsa.plugs.cross_attention import Owners
+from gfsa.plugs.registry import Unknown, find_adapter
+
+ADAPTER = "_gfsa_adapter"
+"""The key in ``module.__dict__`` under which a plugged module keeps its adapter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """An attention module of a model: a place where a filter is, can go, or cannot go."""
+
+    name: str
+    """The module's name in the model."""
+    module: nn.Module
+    adapter: Adapter
+    child: nn.Module | None = None
+    """``module.gfsa`` when the site was found: the filter, another library's wrapper around it,
+    or None if the module is not plugged."""
+    refusal: str | None = None
+    """Why no filter can go here, or None if one can."""
+
+    @property
+    def is_plugged(self) -> bool:
+        return self.child is not None
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the module; only a site without a refusal has them."""
+        return self.adapter.num_heads(self.module)
+
+    @property
+    def filter(self) -> GraphFilter:
+        """The filter of a plugged site."""
+        if isinstance(self.child, GraphFilter):
+            return self.child
+        if self.child is None:
+            raise ValueError(f"{self.name} has no filter; gfsa.plug(model) first")
+        inside = [m for m in _active_copy_first(self.child) if isinstance(m, GraphFilter)]
+        if not inside:
+            raise ValueError(
+                f"{self.name}.{CHILD} must be a gfsa.GraphFilter, got {type(self.child).__name__}"
+            )
+        return inside[0]
+
+
+def sites(model: nn.Module, unknown: Unknown = "refuse") -> dict[str, Site]:
+    """Every attention module of the model, by name, in the model's order.
+
+    Args:
+        model: any model; nothing in it changes.
+        unknown: whether attention that no adapter knows is refused or traced, as in
+            :func:`gfsa.plug`.
+    """
+    check_model(model)
+    modules = dict(model.named_modules())
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, GraphFilter):
+            # a filter has heads and may be named after attention, but is no site
+            continue
+        adapter = module.__dict__.get(ADAPTER) or find_adapter(module, unknown)
+        if adapter is None:
+            continue
+        child = getattr(module, CHILD, None)
+        refusal = None
+        if child is None:
+            refusal = adapter.refusal(name, module)
+            refusal = refusal or adapter.refusal_inside(_owners(name, modules))
+        found[name] = Site(name, module, adapter, child, refusal)
+    return found
+
+
+def plugged_sites(model: nn.Module) -> dict[str, Site]:
+    """The sites of the model that have a filter, by name, in the model's order."""
+    check_model(model)
+    return {
+        name: Site(name, module, module.__dict__[ADAPTER], getattr(module, CHILD))
+        for name, module in model.named_modules()
+        if ADAPTER in module.__dict__
+    }
+
+
+def filters_of(model: nn.Module) -> dict[str, GraphFilter]:
+    """The model's filters by the name of their attention module, in the model's order."""
+    return {name: site.filter for name, site in plugged_sites(model).items()}
+
+
+def accepting_sites(model: nn.Module, found: Mapping[str, Site]) -> dict[str, Site]:
+    """The sites without a refusal; raises a ValueError with all refusals if there are none."""
+    accepting = {name: site for name, site in found.items() if site.refusal is None}
+    if not accepting:
+        reasons = "".join(f"\n  {name}: {site.refusal}" for name, site in found.items())
+        raise ValueError(
+            f"found no self-attention in {type(model).__name__} that a filter can be plugged into"
+            + (f"; the attention that was found is refused:{reasons}" if reasons else "")
+            + "\ngfsa.register_adapter teaches gfsa an attention class of your own"
+        )
+    return accepting
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model (an nn.Module), got {type(model).__name__}")
+
+
+def is_sharded(site: Site) -> bool:
+    """Whether the filter's parameters are distributed over processes (DTensors)."""
+    return any(hasattr(parameter, "full_tensor") for parameter in site.filter.parameters())
+
+
+def refuse_wrapped(found: Mapping[str, Site]) -> None:
+    """Raise if another library wraps a filter: it could be neither removed nor replaced."""
+    for name, site in found.items():
+        if site.child is not site.filter:
+            raise ValueError(
+                f"the filter of {name} is wrapped in {type(site.child).__name__}; "
+                "unwrap the model first (for peft: model.merge_and_unload())"
+            )
+
+
+def refuse_sharded(found: Mapping[str, Site], action: str) -> None:
+    """Raise if a filter is distributed over processes, where ``action`` needs all of it."""
+    for name, site in found.items():
+        if is_sharded(site):
+            raise ValueError(
+                f"the filter of {name} is sharded over processes; {action} before fully_shard or "
+                "parallelize_module"
+            )
+
+
+def _owners(name: str, modules: dict[str, nn.Module]) -> Owners:
+    owners = []
+    while name:
+        name, _, attribute = name.rpartition(".")
+        owners.append((modules[name], attribute))
+    return owners
+
+
+def _active_copy_first(wrapper: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside a wrapper; peft's modules_to_save trains the copy that is active."""
+    active = getattr(wrapper, "active_adapter", None)
+    copies = getattr(wrapper, "modules_to_save", None)
+    if isinstance(active, str) and isinstance(copies, nn.ModuleDict) and active in copies:
+        yield copies[active]
+    yield from wrapper.modules()

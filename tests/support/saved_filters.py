@@ -1,0 +1,88 @@
+"""Small models with weights by formula, and what was saved from them at an earlier commit.
+
+Weights and inputs do not come from a random generator, so every version of torch builds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gfsa
+
+FOLDER = Path(__file__).parents[1] / "data" / "d3ade9e" / "filters"
+
+# what each filter folder was plugged with; "pruned" is pruned afterwards
+PLUGGED: dict[str, dict[str, Any]] = {
+    "gfsa": {"K": 3},
+    "exact": {"K": 4, "power": "exact", "learn": ("w1", "wK"), "w0": (0.25, -0.5)},
+    "degree-1": {"K": None},
+    "lr-multiplier": {"K": 2, "lr_multiplier": 20.0},
+    "dropout-after": {"K": 2, "learn": ("wK",), "dropout_after": "filter"},
+    "polynomial": {"filter": lambda heads: gfsa.Polynomial(heads, degree=3, lr_multiplier=2.0)},
+    "pagerank": {"filter": lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)},
+    "pruned": {"filter": lambda heads: gfsa.Polynomial(heads, degree=2)},
+}
+
+
+def waves(shape: tuple[int, ...], phase: float) -> Tensor:
+    """Numbers between -1 and 1 without a pattern that a shift of the axes would keep."""
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(count, dtype=torch.float64) * 1.7 + phase).view(shape)
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> nn.Module:
+    """Give every parameter numbers that depend on its place in the model alone."""
+    for place, parameter in enumerate(model.parameters()):
+        offset = 1.0 if parameter.dim() == 1 else 0.0
+        parameter.copy_(offset + 0.4 * waves(tuple(parameter.shape), phase=place))
+    return model.eval()
+
+
+@torch.no_grad()
+def fill_filters(model: nn.Module, size: float = 0.3) -> None:
+    """Move every filter away from ordinary attention, each head by other numbers."""
+    for place, filter in enumerate(gfsa.filters_of(model).values()):
+        if filter.theta is not None:
+            shift = (
+                size / filter.lr_multiplier * waves(tuple(filter.theta.shape), phase=0.5 + place)
+            )
+            filter.theta.add_(shift)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=8, batch_first=True)
+    return fill(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"vocab_size": 13, "max_position_embeddings": 9, "hidden_size": 8}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+    return fill(BertModel(BertConfig(**sizes, **heads)))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 13, "n_positions": 9, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    return fill(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)))
+
+
+PRETRAINED: dict[str, Callable[[], nn.Module]] = {"bert": bert, "gpt2": gpt2}
+
+
+@torch.no_grad()
+def output_of(model: nn.Module) -> Tensor:
+    """What the model makes of one fixed input, in evaluation."""
+    model.eval()
+    if isinstance(model, nn.TransformerEncoder):
+        return model(waves((2, 5, 8), phase=0.3).float())
+    ids = torch.tensor([[1, 7, 3, 12, 5], [2, 2, 9, 4, 0]])
+    return model(input_ids=ids, use_cache=False)[0]

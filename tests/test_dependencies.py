@@ -1,0 +1,183 @@
+"""Imports point one way, from a user to what it uses; adapters alone import frameworks.
+
+operators ← filters ← functional, plugs ← models, lens, baselines ← cli, info ← experiments, and
+benchmarks may import all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [ROOT / "src", ROOT / "experiments" / "src", ROOT / "benchmarks" / "src"]
+
+CORE = {"_version", "operators", "filters", "plugs"}
+EVERYTHING = {"gfsa", "functional", "environment", "lens", "baselines", "models", *CORE}
+# what each package (or module of the library) may import of ours, besides itself; "gfsa" is the
+# library's __init__
+MAY_IMPORT = {
+    "_version": set(),
+    "operators": set(),
+    "filters": {"operators"},
+    "functional": {"operators", "filters"},
+    "plugs": CORE,
+    "models": CORE,
+    "lens": CORE,
+    "baselines": {*CORE, "models"},
+    "environment": {"gfsa"},
+    "gfsa": EVERYTHING - {"environment"},
+    "info": EVERYTHING,
+    "cli": {*EVERYTHING, "info"},
+    "__main__": {"cli"},
+    "gfsa_experiments": {*EVERYTHING, "info"},
+    "gfsa_benchmarks": {*EVERYTHING, "info", "gfsa_experiments"},
+}
+
+# modules that import a framework when they are imported; others import these inside functions
+FRAMEWORK_MODULES = {
+    "gfsa.info": {"typer"},
+    "gfsa.lens.command": {"typer"},
+    "gfsa.lens.figures": {"matplotlib"},
+    "gfsa.lens.callbacks.transformers": {"transformers"},
+    "gfsa.plugs.adapters.speechbrain": {"speechbrain"},
+    "gfsa.plugs.adapters.timm": {"timm"},
+    "gfsa.plugs.adapters.torchvision": {"torchvision"},
+    "gfsa.plugs.adapters.transformers.adapter": {"transformers"},
+    "gfsa.plugs.adapters.transformers.cache": {"transformers"},
+    "gfsa.plugs.adapters.transformers.operators": {"transformers"},
+}
+
+# imports a module by its name because the name is an argument of the user
+BY_NAME = {"gfsa_experiments.tasks"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module imports."""
+
+    module: str
+    """The module that imports."""
+    target: str
+    """What it imports, as far as it is a module."""
+    line: int
+    when: str
+    """``"import"``: with the module; ``"call"``: in a function; ``"typing"``: never."""
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for source in SOURCES:
+        for path in source.rglob("*.py"):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports_of(module: str) -> Iterator[Import]:
+    def walk(node: ast.AST, when: str) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inner = when
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = "call"
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                inner = "typing"
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(module, alias.name, child.lineno, when)
+            elif isinstance(child, ast.ImportFrom):
+                assert not child.level, f"{module}:{child.lineno} is a relative import"
+                for alias in child.names:
+                    inside = f"{child.module}.{alias.name}"
+                    target = inside if inside in MODULES else str(child.module)
+                    yield Import(module, target, child.lineno, when)
+            yield from walk(child, inner)
+
+    yield from walk(ast.parse(MODULES[module].read_text(encoding="utf-8")), "import")
+
+
+IMPORTS = [found for module in MODULES for found in imports_of(module)]
+
+
+def package_of(module: str) -> str:
+    """The part of the library, or the distribution, that a module belongs to."""
+    top, _, rest = module.partition(".")
+    return rest.partition(".")[0] or top if top == "gfsa" else top
+
+
+def test_every_package_has_its_place() -> None:
+    assert {package_of(module) for module in MODULES} == set(MAY_IMPORT)
+
+
+def test_no_back_edge() -> None:
+    ours = [found for found in IMPORTS if found.target in MODULES]
+    assert len(ours) > 500
+    back = [
+        str(found)
+        for found in ours
+        if package_of(found.target) not in MAY_IMPORT[package_of(found.module)]
+        and package_of(found.target) != package_of(found.module)
+    ]
+    assert not back, "\n".join(back)
+
+
+def test_no_cycle_of_modules() -> None:
+    edges: dict[str, set[str]] = {module: set() for module in MODULES}
+    for found in IMPORTS:
+        # no other distribution imports the benchmarks
+        if package_of(found.module) == "gfsa_benchmarks":
+            continue
+        # from gfsa import …: the names of the library, which import nothing of its users
+        if found.target in MODULES and found.target != "gfsa" and found.when != "typing":
+            edges[found.module].add(found.target)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " → ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for target in sorted(edges[module] - {module}):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in BY_NAME])
+def test_no_module_of_ours_is_imported_by_a_string(module: str) -> None:
+    nodes = list(ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))))
+    importing = {"import_module", "__import__", "EntryPoint"}
+    calls = [
+        n
+        for n in nodes
+        if isinstance(n, ast.Call) and ast.unparse(n.func).rpartition(".")[2] in importing
+    ]
+    if not calls:
+        return
+    strings = [str(n.value) for n in nodes if isinstance(n, ast.Constant)]
+    assert not [s for s in strings if re.fullmatch(r"gfsa\w*(\.\w+)+(:\w+)?", s)]
+    assert not [ast.unparse(call) for call in calls if isinstance(call.args[0], ast.JoinedStr)]
+
+
+def test_frameworks_are_imported_by_their_adapter_or_command_only() -> None:
+    free = {"torch", "triton", "gfsa", *sys.stdlib_module_names}
+    loaded: dict[str, set[str]] = {}
+    for found in IMPORTS:
+        top = found.target.partition(".")[0]
+        if package_of(found.module) in EVERYTHING | {"info", "cli"} and found.when == "import":
+            assert found.target not in FRAMEWORK_MODULES or found.module in FRAMEWORK_MODULES, found
+            if top not in free:
+                loaded.setdefault(found.module, set()).add(top)
+    assert loaded == FRAMEWORK_MODULES

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Schedule = Literal["linear", "cosine", "constant"]
+Schedule = Literal["linear", "cosine", "constant", "wsd"]
 Compile = Literal["no", "model", "blocks"]
 
 AnyConfig = TypeVar("AnyConfig")
@@ -55,6 +55,9 @@ class TrainConfig:
     weight_decay: float = 0.0
     beta2: float = 0.999
     schedule: Schedule = "linear"
+    """``wsd``: warm up, stay, and fall linearly over the last ``decay`` of the steps."""
+    decay: float = 0.2
+    """Share of all steps over which ``wsd`` falls."""
     warmup: float = 0.0
     """Share of all steps over which the learning rate rises."""
     min_lr: float = 0.0
@@ -111,6 +114,8 @@ class TrainConfig:
             # no number is not below 0 either
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must lie in (0, 1], got {self.decay}")
         for name in ("warmup", "ema", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
@@ -130,7 +135,9 @@ class TrainConfig:
         """
         unused: dict[str, str] = {}
         if self.schedule == "constant":
-            unused["min_lr"] = "schedule=constant never falls; linear and cosine do"
+            unused["min_lr"] = "schedule=constant never falls; linear, cosine and wsd do"
+        if self.schedule != "wsd":
+            unused["decay"] = f"schedule={self.schedule} has no such phase; wsd has"
         if self.patience:
             unused["best"] = f"patience={self.patience} reports the best weights by itself"
         if self.accumulate > 1:

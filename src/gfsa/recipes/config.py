@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["linear", "cosine", "constant", "wsd"]
-Compile = Literal["no", "model", "blocks"]
+Compile = Literal["no", "model", "blocks", "auto"]
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -84,7 +84,8 @@ class TrainConfig:
     log_every: int = 50
     """Steps between lines of the log."""
     compile: Compile = "no"
-    """torch.compile the ``model``, or the ``blocks`` it is a stack of, which takes less time."""
+    """torch.compile the ``model``, or the ``blocks`` it is a stack of, which takes less time;
+    ``auto``: the blocks on a GPU, nothing on a CPU."""
     graphs: bool = False
     """Replay whole training steps as CUDA graphs: small models are bound by launches."""
     deterministic: bool = False
@@ -126,6 +127,15 @@ class TrainConfig:
             )
         if self.graphs and (self.accumulate > 1 or self.precision == "fp16"):
             raise ValueError("graphs=true captures one batch a step in fp32, tf32 or bf16")
+
+    def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
+        """Optimiser steps from one evaluation of ``valid`` to the next.
+
+        Args:
+            per_epoch: steps of an epoch.
+            total: steps of the whole run.
+        """
+        return max(1, round(self.eval_every * per_epoch))
 
     def unused(self) -> dict[str, str]:
         """Settings that change nothing beside the present ones: name → what would use it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import os
@@ -146,6 +147,17 @@ def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
     unfinished = folder / ".metrics.jsonl"
     unfinished.write_text("".join(json.dumps(line) + "\n" for line in history))
     unfinished.replace(folder / "metrics.jsonl")
+
+
+def write_curve(folder: Path, curve: list[dict[str, float]]) -> None:
+    """What ``valid`` said over time: step, tokens, seconds of training, and the measure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / ".curve.csv"
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(curve[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(curve)
+    unfinished.replace(folder / "curve.csv")
 
 
 def write_row(folder: Path, row: Row) -> None:

@@ -78,7 +78,7 @@ def set_learning_rate(
 def share_of_peak(config: TrainConfig, step: int, total: int) -> float:
     """Warm-up, then decay to ``min_lr``, as a share of the learning rate.
 
-    ``linear`` and ``cosine`` fall from the warm-up on, ``wsd`` over the last ``decay`` of all steps.
+    ``linear`` and ``cosine`` fall from the warm-up on, ``wsd`` over the last ``decay`` of steps.
     """
     warm = round(config.warmup * total)
     if step < warm:
@@ -89,5 +89,7 @@ def share_of_peak(config: TrainConfig, step: int, total: int) -> float:
     if config.schedule == "wsd":
         start = max(warm, total - round(config.decay * total))
     progress = max(0.0, (step - start) / max(1, total - start))
-    falling = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    falling = (
+        (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    )
     return config.min_lr + (1 - config.min_lr) * falling

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
     from gfsa.recipes.config import TrainConfig
+    from gfsa.recipes.speed import Work
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Task(ABC):
     metric: str
     """The key of :meth:`score` that is reported and stopped on."""
     higher_is_better: bool = True
+    work: Work | None = None
+    """What an example takes, if rows and logs are to have tokens a second and MFU."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

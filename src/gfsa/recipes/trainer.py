@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,10 +23,11 @@ from gfsa.recipes.checkpoints import checkpoints, read_state, write_checkpoint
 from gfsa.recipes.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa.recipes.config import TrainConfig
 from gfsa.recipes.evaluate import evaluate
-from gfsa.recipes.folder import write_metrics
+from gfsa.recipes.folder import write_curve, write_metrics
 from gfsa.recipes.log import Log
 from gfsa.recipes.optimiser import build_optimiser, set_learning_rate
 from gfsa.recipes.randomness import load_randomness, save_randomness
+from gfsa.recipes.speed import peak_flops, speed
 from gfsa.recipes.step import EagerStep, GraphedStep
 from gfsa.recipes.task import Task
 from gfsa.recipes.tree import to_device
@@ -58,6 +59,8 @@ class _Position:
     best_step: int = 0
     worse: int = 0
     stopped: bool = False
+    curve: list[dict[str, float]] = field(default_factory=list)
+    """What ``valid`` said so far, with the tokens and the seconds that it took."""
 
 
 class Trainer:
@@ -96,12 +99,16 @@ class Trainer:
             self.average = WeightAverage(task.model, config.ema)
             accelerator.register_for_checkpointing(self.average)
         self.model, self.optimiser = accelerator.prepare(task.model, optimiser)
-        if config.compile == "model":
+        compiled: str = config.compile
+        if compiled == "auto":
+            compiled = "blocks" if accelerator.device.type == "cuda" else "no"
+        if compiled == "model":
             compile_model(self.model)
-        elif config.compile == "blocks":
+        elif compiled == "blocks":
             compile_blocks(self.bare_model)
         make_step = GraphedStep if config.graphs else EagerStep
         self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
+        self._compiles = compiled != "no" or config.graphs
         self.position = _Position()
         self.history: list[dict[str, Any]] = []
         self._best: dict[str, Tensor] | None = None
@@ -114,6 +121,8 @@ class Trainer:
         self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
         self._rates: list[float] = []
         self._peak = 0
+        found = peak_flops(accelerator.device)
+        self._peak_flops = None if found is None else found * accelerator.num_processes
 
     def fit(
         self, resume: bool = False, progress: Callable[[int, int, str], None] | None = None
@@ -138,10 +147,14 @@ class Trainer:
             valid = self._final_valid()
             test = self._measure("test")
             self._note(log, {"step": self.position.step} | _named("test", test))
+            if self._rates:
+                test |= self._speed(median(self._rates))
         finally:
             log.close()
         if self.accelerator.is_main_process:
             write_metrics(self.folder, self.history)
+            if self.position.curve:
+                write_curve(self.folder, self.position.curve)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # who looks into the model afterwards finds it as it was built
@@ -187,11 +200,13 @@ class Trainer:
 
     def _train(self, log: Log, progress: Callable[[int, int, str], None] | None) -> None:
         config, at = self.config, self.position
-        eval_steps = max(1, round(config.eval_every * self.steps_per_epoch))
+        eval_steps = config.steps_between_evaluations(self.steps_per_epoch, self.total)
         save_steps = config.checkpoint_every or self.steps_per_epoch
         self.model.train()
         losses = torch.zeros((), device=self.accelerator.device)
         counted, since = 0, time.perf_counter()
+        # compiling is set-up: the step that does it counts as the next ones take
+        untimed = 1 if self._compiles else 0
         for batches in self._stream():
             rate = set_learning_rate(self.optimiser, config, at.step, self.total)
             losses += self.step(batches)
@@ -199,6 +214,9 @@ class Trainer:
             if self.average is not None:
                 self.average.update(self.bare_model, at.step)
             counted += 1
+            if counted == untimed:
+                float(losses)
+                since = time.perf_counter()
             done = at.step == self.total
             evaluates = "valid" in self.task.splits and (done or at.step % eval_steps == 0)
             saves = config.checkpoints and (at.step % save_steps == 0 or done)
@@ -206,25 +224,30 @@ class Trainer:
                 continue
             # the one place where the host waits for the device
             loss = float(losses) / counted
-            seconds = time.perf_counter() - since
-            at.seconds += seconds
-            self._rates.append(seconds / counted)
+            timed = counted - untimed
+            step_seconds = (time.perf_counter() - since) / timed if timed else 0.0
+            at.seconds += counted * step_seconds
+            if timed:
+                self._rates.append(step_seconds)
             self._check(loss)
             line = {"step": at.step, "loss": loss, "lr": rate}
             if evaluates:
                 # larger batches, another computation: what it takes is not what training takes
                 self._take_memory()
-                line |= _named("valid", self._judge(at))
+                scores = self._judge(at)
+                line |= _named("valid", scores)
+                self._add_to_curve(scores)
                 self._begin_memory()
-            self._note(log, line)
+            pace = self._speed(step_seconds) if timed else {}
+            self._note(log, line, pace)
             if progress is not None:
-                progress(at.step, self.total, f"loss {loss:.3g}")
+                progress(at.step, self.total, f"loss {loss:.3g}{_told(pace)}")
             if saves or (at.stopped and config.checkpoints):
                 self._save()
             if at.stopped:
                 break
             losses.zero_()
-            counted, since = 0, time.perf_counter()
+            counted, untimed, since = 0, 0, time.perf_counter()
 
     def _begin_memory(self) -> None:
         if self.accelerator.device.type == "cuda":
@@ -309,10 +332,28 @@ class Trainer:
                 "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
             )
 
-    def _note(self, log: Log, line: dict[str, Any]) -> None:
+    def _note(self, log: Log, line: dict[str, Any], pace: dict[str, float] | None = None) -> None:
+        """Keep a line; what time has a part in goes to TensorBoard alone, so that runs compare."""
         self.history.append(line)
         moved = self._moved()
-        log.write(line if moved is None else line | {"filters/moved": moved})
+        log.write(line | (pace or {}) | ({} if moved is None else {"filters/moved": moved}))
+
+    def _speed(self, seconds_per_step: float) -> dict[str, float]:
+        """Tokens a second and MFU of a step, where the task says what an example takes."""
+        work = self.task.work
+        if work is None:
+            return {}
+        return speed(work, self.config.batch_size / seconds_per_step, self._peak_flops)
+
+    def _add_to_curve(self, scores: dict[str, float]) -> None:
+        at, work = self.position, self.task.work
+        point: dict[str, float] = {"step": at.step}
+        if work is not None:
+            point["tokens"] = at.step * self.config.batch_size * work.tokens
+        metric = self.task.metric
+        at.curve.append(
+            point | {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
+        )
 
     def _moved(self) -> float | None:
         """Mean |w − its start| over what the filters learn."""
@@ -377,6 +418,14 @@ def _learning(model: nn.Module) -> list[tuple[str, Any]]:
     """The filters that learn something."""
     found = gfsa.filters_of(model).items()
     return [(name, f) for name, f in found if getattr(f, "theta", None) is not None]
+
+
+def _told(pace: dict[str, float]) -> str:
+    """``, 812,000 tokens/s, MFU 25 %``"""
+    if not pace:
+        return ""
+    share = f", MFU {pace['mfu']:.0%}" if "mfu" in pace else ""
+    return f", {pace['tokens_per_second']:,.0f} tokens/s{share}"
 
 
 def _named(split: str, scores: dict[str, float]) -> dict[str, float]:

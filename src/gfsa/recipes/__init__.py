@@ -20,6 +20,7 @@ RECIPES = {
     "graph": "gfsa.recipes.graph.recipe",
     "speech": "gfsa.recipes.speech.recipe",
     "lra": "gfsa.recipes.lra",
+    "pretrain": "gfsa.recipes.pretrain.recipe",
 }
 
 

@@ -56,3 +56,15 @@ def test_filters_alone_may_learn() -> None:
     model.filter.requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         build_optimiser(model, [model.filter], TrainConfig(), filter_lr=None)
+
+
+def test_wsd_stays_and_falls_at_the_end() -> None:
+    wsd = TrainConfig(schedule="wsd", warmup=0.1, decay=0.2, min_lr=0.1)
+    wsd.check()
+    assert [share_of_peak(wsd, s, 100) for s in (0, 9, 10, 79, 80)] == [0.1, 1.0, 1.0, 1.0, 1.0]
+    assert share_of_peak(wsd, 90, 100) == pytest.approx(0.55)
+    assert share_of_peak(wsd, 99, 100) == pytest.approx(0.145)
+    assert "decay" not in wsd.unused()
+    assert "decay" in TrainConfig(schedule="cosine").unused()
+    with pytest.raises(ValueError, match="decay must lie"):
+        TrainConfig(schedule="wsd", decay=0.0).check()

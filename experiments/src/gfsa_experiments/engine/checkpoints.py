@@ -6,6 +6,7 @@ temporary name, flushed to the disk and then renamed, so whatever is called ``st
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -76,6 +77,17 @@ def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
     unfinished = folder / ".metrics.jsonl"
     unfinished.write_text("".join(json.dumps(line) + "\n" for line in history))
     unfinished.replace(folder / "metrics.jsonl")
+
+
+def write_curve(folder: Path, curve: list[dict[str, float]]) -> None:
+    """Write ``curve.csv``: a line per validation with step, tokens, seconds and metric."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / ".curve.csv"
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(curve[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(curve)
+    unfinished.replace(folder / "curve.csv")
 
 
 def _flush(path: Path) -> None:

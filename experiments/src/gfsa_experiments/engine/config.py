@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Schedule = Literal["linear", "cosine", "constant"]
-Compile = Literal["no", "model", "blocks"]
+Schedule = Literal["linear", "cosine", "constant", "wsd"]
+Compile = Literal["no", "model", "blocks", "auto"]
 
 AnyConfig = TypeVar("AnyConfig")
 
@@ -115,6 +115,9 @@ class TrainConfig:
     weight_decay: NotNegative = 0.0
     beta2: ShareBelowOne = 0.999
     schedule: Schedule = "linear"
+    """``wsd``: warm-up, constant, then a linear decay over the last ``decay`` of the steps."""
+    decay: Fraction = 0.2
+    """Share of all steps over which ``wsd`` decays."""
     warmup: ShareBelowOne = 0.0
     """Share of all steps over which the learning rate rises."""
     min_lr: NotNegative = 0.0
@@ -141,7 +144,8 @@ class TrainConfig:
     log_every: Count = 50
     """Steps between lines of the log."""
     compile: Compile = "no"
-    """torch.compile the ``model``, or its repeated ``blocks``, which compiles faster."""
+    """torch.compile the ``model``, or its repeated ``blocks``, which compiles faster; ``auto``: the
+    blocks on a GPU, nothing on a CPU."""
     graphs: bool = False
     """Replay whole training steps as CUDA graphs: small models are bound by launches."""
     deterministic: bool = False
@@ -167,6 +171,15 @@ class TrainConfig:
         if self.graphs and (self.accumulate > 1 or self.precision == "fp16"):
             raise ValueError("graphs=true captures one batch a step in fp32, tf32 or bf16")
 
+    def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
+        """Optimiser steps from one evaluation of ``valid`` to the next.
+
+        Args:
+            per_epoch: steps of an epoch.
+            total: steps of the whole run.
+        """
+        return max(1, round(self.eval_every * per_epoch))
+
     def unused(self) -> dict[str, str]:
         """Settings that have no effect given the others: name → why, and what would use it.
 
@@ -175,7 +188,9 @@ class TrainConfig:
         """
         unused: dict[str, str] = {}
         if self.schedule == "constant":
-            unused["min_lr"] = "schedule=constant never decays; linear and cosine do"
+            unused["min_lr"] = "schedule=constant never decays; linear, cosine and wsd do"
+        if self.schedule != "wsd":
+            unused["decay"] = f"schedule={self.schedule} has no such phase; wsd has"
         if self.patience:
             unused["best"] = f"patience={self.patience} reports the best weights by itself"
         if self.accumulate > 1:

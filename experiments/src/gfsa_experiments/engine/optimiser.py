@@ -73,15 +73,22 @@ def set_learning_rate(
 
 
 def share_of_peak(config: TrainConfig, step: int, total: int) -> float:
-    """Warm-up, then linear or cosine decay to ``min_lr``, as a share of the learning rate."""
+    """Warm-up, then decay to ``min_lr``, as a share of the learning rate.
+
+    ``linear`` and ``cosine`` decay from the warm-up on, ``wsd`` over the last ``decay`` of the
+    steps.
+    """
     warm = round(config.warmup * total)
     if step < warm:
         return (step + 1) / warm
     if config.schedule == "constant":
         return 1.0
-    progress = (step - warm) / max(1, total - warm)
+    start = warm
+    if config.schedule == "wsd":
+        start = max(warm, total - round(config.decay * total))
+    progress = max(0.0, (step - start) / max(1, total - start))
     falling = (
-        1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
     )
     return config.min_lr + (1 - config.min_lr) * falling
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
     from gfsa_experiments.engine.config import TrainConfig
+    from gfsa_experiments.engine.speed import Work
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Task(ABC):
     metric: str
     """The key of :meth:`score` that is reported, and that early stopping looks at."""
     higher_is_better: bool = True
+    work: Work | None = None
+    """The work per example, if rows and logs are to have tokens per second and MFU."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +22,7 @@ from gfsa_experiments.engine.checkpoints import (
     checkpoints,
     read_state,
     write_checkpoint,
+    write_curve,
     write_metrics,
 )
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
@@ -30,6 +31,7 @@ from gfsa_experiments.engine.evaluate import evaluate
 from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
 from gfsa_experiments.engine.randomness import load_randomness, save_randomness
+from gfsa_experiments.engine.speed import peak_flops, speed
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.train_step import EagerStep, GraphedStep
 
@@ -63,6 +65,8 @@ class _Position:
     best_step: int = 0
     worse: int = 0
     stopped: bool = False
+    curve: list[dict[str, float]] = field(default_factory=list)
+    """The validations so far: step, tokens, seconds of training, metric."""
 
 
 class Trainer:
@@ -101,12 +105,16 @@ class Trainer:
             self.average = WeightAverage(task.model, config.ema)
             accelerator.register_for_checkpointing(self.average)
         self.model, self.optimiser = accelerator.prepare(task.model, optimiser)
-        if config.compile == "model":
+        compiled: str = config.compile
+        if compiled == "auto":
+            compiled = "blocks" if accelerator.device.type == "cuda" else "no"
+        if compiled == "model":
             compile_model(self.model)
-        elif config.compile == "blocks":
+        elif compiled == "blocks":
             compile_blocks(self.bare_model)
         make_step = GraphedStep if config.graphs else EagerStep
         self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
+        self._compiles = compiled != "no" or config.graphs
         self.position = _Position()
         self.history: list[dict[str, Any]] = []
         self._best: dict[str, Tensor] | None = None
@@ -121,6 +129,8 @@ class Trainer:
         self._peak = 0
         self._tensorboard: Any = None
         self._randomness_file = f"randomness-{accelerator.process_index}.pt"
+        found = peak_flops(accelerator.device)
+        self._peak_flops = None if found is None else found * accelerator.num_processes
 
     def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
         """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
@@ -144,11 +154,15 @@ class Trainer:
             valid = self._final_valid()
             test = self._evaluate("test")
             self._log({"step": self.position.step} | _prefixed("test", test))
+            if self._rates:
+                test |= self._speed(median(self._rates))
         finally:
             if self._tensorboard is not None:
                 self._tensorboard.close()
         if self.accelerator.is_main_process:
             write_metrics(self.folder, self.history)
+            if self.position.curve:
+                write_curve(self.folder, self.position.curve)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # hooks that the caller adds afterwards are called in the uncompiled model only
@@ -195,11 +209,13 @@ class Trainer:
 
     def _train(self, progress: Progress | None) -> None:
         config, at = self.config, self.position
-        eval_steps = max(1, round(config.eval_every * self.steps_per_epoch))
+        eval_steps = config.steps_between_evaluations(self.steps_per_epoch, self.total)
         save_steps = config.checkpoint_every or self.steps_per_epoch
         self.model.train()
         losses = torch.zeros((), device=self.accelerator.device)
         counted, since = 0, time.perf_counter()
+        # the first step compiles, which is set-up: it counts as the mean of the steps after it
+        untimed = 1 if self._compiles else 0
         for batches in self._stream():
             rate = set_learning_rate(self.optimiser, config, at.step, self.total)
             losses += self.step(batches)
@@ -207,6 +223,9 @@ class Trainer:
             if self.average is not None:
                 self.average.update(self.bare_model, at.step)
             counted += 1
+            if counted == untimed:
+                float(losses)
+                since = time.perf_counter()
             done = at.step == self.total
             evaluates = "valid" in self.task.splits and (done or at.step % eval_steps == 0)
             saves = config.checkpoints and (at.step % save_steps == 0 or done)
@@ -214,25 +233,30 @@ class Trainer:
                 continue
             # only here the host waits for the device
             loss = float(losses) / counted
-            seconds = time.perf_counter() - since
-            at.seconds += seconds
-            self._rates.append(seconds / counted)
+            timed = counted - untimed
+            step_seconds = (time.perf_counter() - since) / timed if timed else 0.0
+            at.seconds += counted * step_seconds
+            if timed:
+                self._rates.append(step_seconds)
             self._refuse_divergence(loss)
             line = {"step": at.step, "loss": loss, "lr": rate}
             if evaluates:
                 # the memory of evaluation does not count: its batches may be larger
                 self._record_peak_memory()
-                line |= _prefixed("valid", self._validate(at))
+                scores = self._validate(at)
+                line |= _prefixed("valid", scores)
+                self._add_to_curve(scores)
                 self._reset_peak_memory()
-            self._log(line)
+            pace = self._speed(step_seconds) if timed else {}
+            self._log(line, pace)
             if progress is not None:
-                progress(at.step, self.total, f"loss {loss:.3g}")
+                progress(at.step, self.total, f"loss {loss:.3g}{_pace_text(pace)}")
             if saves or (at.stopped and config.checkpoints):
                 self._save()
             if at.stopped:
                 break
             losses.zero_()
-            counted, since = 0, time.perf_counter()
+            counted, untimed, since = 0, 0, time.perf_counter()
 
     def _reset_peak_memory(self) -> None:
         if self.accelerator.device.type == "cuda":
@@ -317,15 +341,36 @@ class Trainer:
                 "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
             )
 
-    def _log(self, line: dict[str, Any]) -> None:
-        """Add a line to the history and to TensorBoard."""
+    def _log(self, line: dict[str, Any], pace: dict[str, float] | None = None) -> None:
+        """Add a line to the history and to TensorBoard, which also gets the ``pace``.
+
+        The history has no times in it, so that two runs of one seed have the same history.
+        """
         self.history.append(line)
         if self._tensorboard is not None:
             moved = self._moved()
-            values = line if moved is None else line | {"filters/moved": moved}
+            values = line | (pace or {}) | ({} if moved is None else {"filters/moved": moved})
             for name, value in values.items():
                 if name != "step":
                     self._tensorboard.add_scalar(name, value, line["step"])
+
+    def _speed(self, seconds_per_step: float) -> dict[str, float]:
+        """Tokens per second and MFU of a step, if the task declares its work per example."""
+        work = self.task.work
+        if work is None:
+            return {}
+        return speed(work, self.config.batch_size / seconds_per_step, self._peak_flops)
+
+    def _add_to_curve(self, scores: dict[str, float]) -> None:
+        """Append a validation to the curve: step, tokens, seconds of training, metric."""
+        at, work = self.position, self.task.work
+        point: dict[str, float] = {"step": at.step}
+        if work is not None:
+            point["tokens"] = at.step * self.config.batch_size * work.tokens
+        metric = self.task.metric
+        at.curve.append(
+            point | {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
+        )
 
     def _moved(self) -> float | None:
         """Mean |coefficient − its start| over the learned numbers of all filters."""
@@ -399,6 +444,14 @@ def _open_tensorboard(folder: Path) -> Any:
         )
         return None
     return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _pace_text(pace: dict[str, float]) -> str:
+    """``, 812,000 tokens/s, MFU 25 %``"""
+    if not pace:
+        return ""
+    share = f", MFU {pace['mfu']:.0%}" if "mfu" in pace else ""
+    return f", {pace['tokens_per_second']:,.0f} tokens/s{share}"
 
 
 def _prefixed(split: str, scores: dict[str, float]) -> dict[str, float]:

@@ -81,7 +81,7 @@ class Request:
         return runs
 
     def _runs(self, **places: Any) -> tuple[list[Run], dict[str, str]]:
-        """The runs of one combination of settings, and the settings without effect, with reasons."""
+        """The runs of one combination of settings, and why some settings have no effect."""
         recipe = find_recipe(self.recipe)
         for_recipe, for_method = self._split_settings(recipe.config)
         config, unused = _config(recipe.config, for_recipe)

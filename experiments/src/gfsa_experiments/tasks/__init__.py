@@ -20,6 +20,7 @@ RECIPES = {
     "graph": "gfsa_experiments.tasks.graph.recipe",
     "speech": "gfsa_experiments.tasks.speech.recipe",
     "lra": "gfsa_experiments.tasks.lra.recipe",
+    "pretrain": "gfsa_experiments.tasks.pretrain.recipe",
 }
 
 

@@ -1,0 +1,1 @@
+"""Pretraining: a decoder from scratch on text."""

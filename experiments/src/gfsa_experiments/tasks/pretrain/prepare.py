@@ -1,0 +1,41 @@
+"""Encode a corpus without training on it: ``python -m gfsa_experiments.tasks.pretrain.prepare``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, cache_folder, pack, token_files
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prepare a corpus, and pack it for another machine if asked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gfsa_experiments.tasks.pretrain.prepare",
+        description="Encode text for `gfsa train pretrain`, which does so itself if need be.",
+    )
+    parser.add_argument("--data", default="techdocs", help="a corpus below --data-dir, or a path")
+    parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("GFSA_DATA", "data")))
+    parser.add_argument("--vocab-size", type=int, default=16_384, help="of the BPE that is trained")
+    parser.add_argument("--tokenizer", default="", help="a tokenizer.json instead")
+    parser.add_argument("--cache", default="", help="default: GFSA_CACHE, or ~/.cache/gfsa")
+    parser.add_argument("--pack", type=Path, help="also write it there, compressed")
+    given = parser.parse_args(arguments)
+    began = time.perf_counter()
+    choice = TokenizerChoice(given.tokenizer, given.vocab_size)
+    try:
+        found = token_files(given.data, given.data_dir, choice, cache_folder(given.cache))
+        parts = found.meta.parts.items()
+        counts = ", ".join(f"{name} {part.tokens:,} tokens" for name, part in parts)
+        print(f"{found.folder}: {counts}; {time.perf_counter() - began:.0f} s")
+        if given.pack is not None:
+            print(f"packed into {pack(found.folder, given.pack)}")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Pretraining: a Qwen3-type decoder from scratch on text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gfsa_experiments.engine.config import Compile, Precision, Schedule, TrainConfig
+from gfsa_experiments.engine.speed import Work
+from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.tasks.pretrain.corpus import SOURCE
+from gfsa_experiments.tasks.pretrain.loss import IGNORED, NextTokenLoss
+from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, build_decoder
+from gfsa_experiments.tasks.pretrain.packing import positions_in_documents, within_documents
+from gfsa_experiments.tasks.pretrain.rows import TokenRows
+from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, cache_folder, token_files
+
+# depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 15.4, 46.9 and 111.7
+# million numbers
+_SIZES = {
+    "15m": (8, 320, 5, 896),
+    "46m": (12, 512, 8, 1408),
+    "110m": (12, 768, 12, 2560),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(TrainConfig):
+    """One epoch of techdocs, 65,536 tokens a step."""
+
+    in_label = ("data", "size")
+
+    data: str = "techdocs"
+    """A corpus below ``--data-dir``, or the path of a file or folder of text."""
+    tokenizer: str = "bpe"
+    """``bpe``: trained on the text; or the path of a tokenizer.json."""
+    vocab_size: int = 16_384
+    """Of ``tokenizer=bpe``."""
+    block: int = 1024
+    """Tokens of a row."""
+    boundaries: bool = False
+    """Attention and positions begin anew with each document of a row."""
+    size: Literal["15m", "46m", "110m"] = "15m"
+    """Millions of parameters; any of the numbers below goes before it."""
+    depth: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    """Fewer than ``heads``: grouped queries; None: as many."""
+    head_dim: int = 64
+    mlp: int | None = None
+    """Width inside the MLP."""
+    tied: bool = True
+    """The head has the weights of the embedding."""
+    qk_norm: QKNorm = "learned"
+    """Queries and keys: normalised with ``learned`` gains (Qwen3), ``none`` (Llama), ``fixed``:
+    normalised without gains, ``temperature``: that and one learned factor per head."""
+    residual: Literal["fp32", "bf16"] = "fp32"
+    """What tokens are kept in from layer to layer; ``bf16`` moves half the bytes."""
+    evaluations: int = 10
+    """How often ``valid`` is measured."""
+    eval_rows: int = 256
+    """Rows of ``valid`` that are measured, evenly spaced; 0 for all."""
+
+    epochs: float = 1
+    batch_size: int = 64
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    schedule: Schedule = "cosine"
+    warmup: float = 0.05
+    min_lr: float = 0.1
+    precision: Precision = "bf16"
+    compile: Compile = "auto"
+    drop_last: bool = True
+
+    def check(self) -> None:
+        super().check()
+        for name in ("depth", "width", "heads", "kv_heads", "mlp"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        for name in ("head_dim", "block", "evaluations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.eval_rows < 0:
+            raise ValueError(f"eval_rows must not be negative, got {self.eval_rows}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.vocab_size < 257:
+            raise ValueError(
+                f"vocab_size must be at least 257, every byte and the end, got {self.vocab_size}"
+            )
+        if self.residual == "bf16" and self.precision != "bf16":
+            raise ValueError(f"residual=bf16 needs precision=bf16, got {self.precision}")
+        sizes = self.sizes(self.vocab_size)
+        if sizes.heads % sizes.kv_heads:
+            raise ValueError(
+                f"kv_heads must divide heads, got {sizes.kv_heads} for {sizes.heads} heads"
+            )
+
+    def unused(self) -> dict[str, str]:
+        unused = super().unused()
+        unused["group_by_length"] = "every row has the same length"
+        unused["eval_every"] = "evaluations says how often"
+        if self.tokenizer != "bpe":
+            unused["vocab_size"] = f"{self.tokenizer} has its own; tokenizer=bpe is trained"
+        if None not in (self.depth, self.width, self.heads, self.mlp):
+            unused["size"] = "depth, width, heads and mlp are all given"
+        return unused
+
+    def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
+        return max(1, math.ceil(total / self.evaluations))
+
+    def sizes(self, vocabulary: int) -> Sizes:
+        """The decoder for so many different tokens."""
+        depth, width, heads, mlp = _SIZES[self.size]
+        heads = self.heads or heads
+        return Sizes(
+            depth=self.depth or depth,
+            width=self.width or width,
+            heads=heads,
+            kv_heads=self.kv_heads or heads,
+            head_dim=self.head_dim,
+            mlp=self.mlp or mlp,
+            # rows of the embedding in a multiple of 64 suit the GPU
+            vocabulary=-(-vocabulary // 64) * 64,
+            block=self.block,
+            tied=self.tied,
+        )
+
+    def choice(self) -> TokenizerChoice:
+        return TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)
+
+    def sketch(self) -> nn.Module | None:
+        try:
+            import transformers  # noqa: F401
+        except ModuleNotFoundError:
+            return None
+        with torch.device("meta"):
+            model: nn.Module = build_decoder(self.sizes(self.vocab_size), self.qk_norm)
+            return model
+
+    def label(self) -> str:
+        size = self.size if "size" not in self.unused() else f"d{self.depth}-w{self.width}"
+        return f"{Path(self.data).name.partition('.')[0]} qwen3-{size}"
+
+
+class PretrainTask(Task):
+    """Predict the next token: ``loss = mean of −log p(token | those before it)`` in nats.
+
+    The text of a part is one row of tokens, each document begun by a token that says so, cut into
+    rows of ``block``: every token but the first is predicted once. ``bits_per_byte`` spreads the
+    same loss over the bytes of the text, and can be compared between tokenizers.
+    """
+
+    metric = "loss"
+    higher_is_better = False
+
+    def __init__(self, config: PretrainConfig, data_dir: Path) -> None:
+        found = token_files(config.data, data_dir, config.choice(), cache_folder())
+        most = {"valid": config.eval_rows}
+        self.rows = {
+            part: TokenRows(found.tokens(part), config.block, part, most.get(part, 0))
+            for part in found.meta.parts
+        }
+        self.splits = {part: Split(rows, as_it_is) for part, rows in self.rows.items()}
+        self._end = found.meta.end
+        self._boundaries = config.boundaries
+        self._eval_batch = config.eval_batch_size or config.batch_size
+        test = found.meta.parts["test"]
+        self._bytes_per_token = test.bytes / test.tokens
+        sizes = config.sizes(found.meta.vocabulary)
+        self.work = Work(sizes.block, sizes.flops())
+        model = build_decoder(sizes, config.qk_norm, self._end)
+        model.loss_function = NextTokenLoss(config.compile != "no")
+        if config.residual == "bf16":
+            model.get_input_embeddings().register_forward_hook(_in_bf16)
+        self.model = model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        ids = self.rows[batch["part"]].ids(batch)
+        return self._mean(model, ids[:, :-1], ids[:, 1:])
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        ids = self.rows[batch["part"]].ids(batch)
+        labels = ids[:, 1:]
+        lacking = self._eval_batch - len(ids)
+        inputs = ids[:, :-1]
+        if lacking > 0:
+            # another shape would be compiled for, for the sake of one batch
+            inputs = torch.cat([inputs, inputs[:1].expand(lacking, -1)])
+            nothing = torch.full((lacking, labels.shape[1]), IGNORED, device=ids.device)
+            labels = torch.cat([labels, nothing])
+        count = ids.shape[0] * (ids.shape[1] - 1)
+        return self._mean(model, inputs, labels).double() * count, count
+
+    def score(self, predictions: list[Any]) -> dict[str, float]:
+        totals, counts = zip(*predictions, strict=True)
+        loss = float(sum(totals)) / sum(counts)
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bits_per_byte": loss / math.log(2) / self._bytes_per_token,
+        }
+
+    def example(self) -> Any:
+        """The first row of the validation text."""
+        ids = self.rows["valid"].ids(self.rows["valid"].__getitems__([0]))
+        return {"input_ids": ids[:, :-1]}
+
+    def identity(self, split: str, index: int) -> Any:
+        """The tokens themselves; those of ``train`` are never augmented, so they count too."""
+        rows = self.rows[split]
+        return rows.ids(rows.__getitems__([index]))
+
+    def _mean(self, model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        positions = mask = None
+        if self._boundaries:
+            positions = positions_in_documents(ids, self._end)
+            mask = within_documents(ids, self._end)
+        # masks that are handed over ready are not built: where there is none, none, traced or not,
+        # and attention is causal by its kernel
+        loss: Tensor = model(
+            input_ids=ids,
+            labels=labels,
+            attention_mask={"full_attention": mask},
+            position_ids=positions,
+            use_cache=False,
+        ).loss
+        return loss
+
+
+def _in_bf16(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Every layer adds to what the embedding gives, in its type."""
+    return output.to(torch.bfloat16)
+
+
+RECIPE = Recipe(
+    name="pretrain",
+    title="Pretraining: a Qwen3-type decoder from scratch on text",
+    config=PretrainConfig,
+    build=PretrainTask,
+    sources=(SOURCE,),
+    extra="train,transformers",
+)

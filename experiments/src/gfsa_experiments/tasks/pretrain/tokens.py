@@ -1,0 +1,274 @@
+"""Token files: a corpus encoded once, memory-mapped by every run after that."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
+from gfsa_experiments.tasks.pretrain.corpus import PARTS, Corpus, find_corpus, read_corpus
+
+META = "tokens.json"
+TOKENIZER = "tokenizer.json"
+END = "<|endoftext|>"
+"""Begins every document, so that the end of one is predicted, and nothing from one to the next."""
+_FORMAT = 1
+_DOCUMENTS_AT_ONCE = 2_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a corpus in numbers."""
+
+    tokens: int
+    documents: int
+    bytes: int
+    sha256: str
+    """Of its file of tokens."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a folder of token files holds."""
+
+    format: int
+    name: str
+    vocabulary: int
+    end: int
+    """The token that begins a document."""
+    dtype: str
+    tokenizer: str
+    """``bpe 16384`` for one that was trained on the text, ``file`` and a hash for one given."""
+    parts: dict[str, Part]
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """A prepared corpus: a folder with the tokens of each part, its tokenizer and numbers."""
+
+    folder: Path
+    meta: Meta
+
+    def tokens(self, part: str) -> np.ndarray:
+        """The tokens of one part in a row, memory-mapped."""
+        # copy on write: torch warns of arrays that cannot be written to
+        return np.memmap(self.folder / f"{part}.bin", self.meta.dtype, mode="c")
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """A tokenizer file, or the size of one that is trained."""
+
+    file: str
+    vocab_size: int
+
+    @property
+    def description(self) -> str:
+        if not self.file:
+            return f"bpe {self.vocab_size}"
+        path = Path(self.file).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"tokenizer={self.file}: there is no such file; expected a tokenizer.json of the "
+                "library tokenizers, or bpe to train one"
+            )
+        return f"file {sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
+def token_files(data: str, data_dir: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
+    """The token files of a corpus, prepared if they are not there.
+
+    Args:
+        data: a corpus (:func:`.corpus.find_corpus`), or a prepared folder.
+        choice: the tokenizer.
+        cache: where prepared corpora are kept.
+    """
+    path = find_corpus(data, data_dir)
+    if (path / META).is_file():
+        return _given(path, choice, cache)
+    corpus = read_corpus(path)
+    folder = cache / f"tokens-{corpus.name}-{_key(corpus, choice)}"
+    with _made_once(folder) as making:
+        if making is not None:
+            prepare(corpus, choice, making)
+    return TokenFiles(folder, read_meta(folder))
+
+
+def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> Meta:
+    """Encode a corpus into ``folder``, which must be empty."""
+    documents = corpus.documents()
+    tokenizer = _tokenizer(choice, documents["train"])
+    tokenizer.save(str(folder / TOKENIZER))
+    vocabulary = tokenizer.get_vocab_size()
+    end = tokenizer.token_to_id(END)
+    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+    parts = {
+        name: _encode(tokenizer, documents[name], end, folder / f"{name}.bin", dtype)
+        for name in PARTS
+    }
+    meta = Meta(_FORMAT, corpus.name, vocabulary, end, dtype, choice.description, parts)
+    (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
+    return meta
+
+
+def pack(folder: Path, out: Path) -> Path:
+    """A prepared corpus with its tokens compressed, for taking it elsewhere."""
+    if out.exists():
+        raise FileExistsError(f"{out} is there already; name another folder, or delete it")
+    out.mkdir(parents=True)
+    for name in (META, TOKENIZER):
+        shutil.copyfile(folder / name, out / name)
+    for part in PARTS:
+        packed = lzma.compress((folder / f"{part}.bin").read_bytes(), preset=6)
+        (out / f"{part}.bin.xz").write_bytes(packed)
+    return out
+
+
+def read_meta(folder: Path) -> Meta:
+    path = folder / META
+    try:
+        written = json.loads(path.read_text())
+        parts = {name: Part(**part) for name, part in written.pop("parts").items()}
+        meta = Meta(parts=parts, **written)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged, prepare the corpus again: {error!r}") from error
+    if meta.format != _FORMAT or set(parts) != set(PARTS):
+        raise ValueError(f"{path} is of another version of gfsa; prepare the corpus again")
+    return meta
+
+
+def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
+    """A prepared folder as it is, or unpacked into the cache."""
+    meta = read_meta(path)
+    wanted = choice.description
+    if meta.tokenizer != wanted:
+        hint = (
+            f"vocab_size={meta.vocabulary}"
+            if meta.tokenizer.startswith("bpe")
+            else f"tokenizer={path / TOKENIZER}"
+        )
+        raise ValueError(
+            f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
+            f"{wanted}; set {hint}, or data= to the text itself"
+        )
+    if all((path / f"{part}.bin").is_file() for part in PARTS):
+        _check_sizes(path, meta)
+        return TokenFiles(path, meta)
+    digest = sha256("".join(meta.parts[part].sha256 for part in PARTS).encode()).hexdigest()[:16]
+    folder = cache / f"tokens-{meta.name}-{digest}"
+    with _made_once(folder) as making:
+        if making is not None:
+            _unpack(path, meta, making)
+    return TokenFiles(folder, read_meta(folder))
+
+
+def _unpack(path: Path, meta: Meta, folder: Path) -> None:
+    for part in PARTS:
+        packed = path / f"{part}.bin.xz"
+        if not packed.is_file():
+            raise FileNotFoundError(f"{path} has neither {part}.bin nor {part}.bin.xz")
+        try:
+            data = lzma.decompress(packed.read_bytes())
+        except (lzma.LZMAError, EOFError) as error:
+            raise ValueError(f"{packed} is damaged ({error}); prepare it again") from error
+        if sha256(data).hexdigest() != meta.parts[part].sha256:
+            raise ValueError(f"{packed} has other tokens than {META} says; prepare it again")
+        (folder / f"{part}.bin").write_bytes(data)
+    for name in (META, TOKENIZER):
+        shutil.copyfile(path / name, folder / name)
+
+
+def _check_sizes(folder: Path, meta: Meta) -> None:
+    for part, numbers in meta.parts.items():
+        size = (folder / f"{part}.bin").stat().st_size
+        expected = numbers.tokens * np.dtype(meta.dtype).itemsize
+        if size != expected:
+            raise ValueError(
+                f"{folder / f'{part}.bin'} has {size} bytes where {META} says {expected}; "
+                "prepare the corpus again"
+            )
+
+
+def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
+    """The same as long as files, their sizes and dates, and the tokenizer are the same."""
+    digest = sha256(f"{_FORMAT} {choice.description} {corpus.has_parts}".encode())
+    for part, files in corpus.files.items():
+        for path in files:
+            stat = path.stat()
+            digest.update(f"{part} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _made_once(folder: Path) -> Iterator[Path | None]:
+    """An empty folder that becomes ``folder`` at the end; None if that is there already.
+
+    Other processes that want the same wait; one that is killed leaves nothing that counts.
+    """
+    if (folder / META).is_file():
+        yield None
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if (folder / META).is_file():
+            yield None
+            return
+        making = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        # mkdtemp keeps others out; they may read what is prepared
+        making.chmod(0o755)
+        try:
+            yield making
+            os.replace(making, folder)
+        except BaseException:
+            shutil.rmtree(making, ignore_errors=True)
+            raise
+
+
+def _tokenizer(choice: TokenizerChoice, texts: Sequence[str]) -> Any:
+    if not choice.file:
+        return train_tokenizer(texts, choice.vocab_size, (END,))
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(Path(choice.file).expanduser()))
+    except Exception as error:
+        # the library has no class of errors of its own
+        raise ValueError(
+            f"tokenizer={choice.file} is no tokenizer.json of the library tokenizers: {error}"
+        ) from error
+    if tokenizer.token_to_id(END) is None:
+        tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtype: str) -> Part:
+    """Write ``end`` and the tokens of each document, one document after the other."""
+    digest, count, size = sha256(), 0, 0
+    start = np.array([end], dtype)
+    with path.open("wb") as file:
+        for at in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+            some = documents[at : at + _DOCUMENTS_AT_ONCE]
+            pieces = [p for ids in token_ids(tokenizer, some) for p in (start, ids.astype(dtype))]
+            data = np.concatenate(pieces)
+            file.write(data.tobytes())
+            digest.update(data.tobytes())
+            count += len(data)
+            size += sum(len(document.encode()) for document in some)
+    return Part(count, len(documents), size, digest.hexdigest())
+
+
+def cache_folder(setting: str = "") -> Path:
+    """Where prepared corpora go: the setting, ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
+    return Path(setting or os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()

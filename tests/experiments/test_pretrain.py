@@ -1,0 +1,376 @@
+"""The pretraining recipe on tiny texts and models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gfsa
+from gfsa_experiments.engine.compiling import compile_blocks, compile_model
+from gfsa_experiments.runs.methods import MethodConfig
+from gfsa_experiments.runs.row import Row
+from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig, PretrainTask
+from support.interrupting import ends_as_if_never_interrupted
+from support.tiny_texts import sentence
+
+SMALL = PretrainConfig(
+    vocab_size=300,
+    block=16,
+    depth=2,
+    width=32,
+    heads=2,
+    head_dim=16,
+    mlp=64,
+    batch_size=8,
+    eval_rows=5,
+    max_steps=3,
+    lr=1e-2,
+    precision="fp32",
+    tensorboard=False,
+)
+
+
+def document(number: int) -> str:
+    return " ".join(sentence(number + i) for i in range(4)) + "\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    (root / "techdocs").mkdir()
+    for part, documents in (("train", 60), ("valid", 12), ("test", 14)):
+        text = "\0".join(map(document, range(documents)))
+        (root / f"techdocs/techdocs.{part}.txt").write_text(text)
+    return root
+
+
+def built(data_dir: Path, **settings: Any) -> PretrainTask:
+    config = dataclasses.replace(SMALL, **settings)
+    config.check()
+    torch.manual_seed(config.seed)
+    return PretrainTask(config, data_dir)
+
+
+def a_batch(task: PretrainTask, part: str = "train", rows: int = 4) -> dict[str, Any]:
+    return task.rows[part].__getitems__(list(range(rows)))
+
+
+def a_run(data: Path, out: Path, method: str = "plain", **settings: Any) -> Run:
+    return Run(
+        recipe="pretrain",
+        config=dataclasses.replace(SMALL, **settings),
+        method=method,
+        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
+        data_dir=data,
+        out=out,
+        device="cpu",
+    )
+
+
+class TestModel:
+    @pytest.mark.parametrize(("size", "millions"), [("15m", 15.4), ("46m", 46.9), ("110m", 111.7)])
+    def test_sizes_are_what_they_are_called(self, size: Any, millions: float) -> None:
+        model = PretrainConfig(size=size).sketch()
+        assert model is not None
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+    def test_flops_are_those_that_torch_counts(self, data: Path) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        task = built(data)
+        with FlopCounterMode(display=False) as counter:
+            task.loss(task.model, a_batch(task, rows=1)).backward()
+        assert task.work is not None
+        # torch counts the whole square of causal attention, and its backward pass recomputes
+        square = 6 * 2 * 2 * 16 * 16**2
+        weights = task.work.flops - square
+        assert weights < counter.get_total_flops() <= weights + 3 * square
+
+    @pytest.mark.parametrize("qk_norm", ["learned", "none", "fixed", "temperature"])
+    def test_queries_are_normalised_as_told(self, qk_norm: Any, data: Path) -> None:
+        task = built(data, qk_norm=qk_norm)
+        attention = task.model.model.layers[0].self_attn
+        q = torch.randn(2, 5, 2, 16) * 7
+        lengths = attention.q_norm(q).square().mean(-1)
+        if qk_norm == "none":
+            assert torch.equal(attention.q_norm(q), q)
+            return
+        torch.testing.assert_close(lengths, torch.ones_like(lengths))
+        learned = sum(p.numel() for p in [*attention.q_norm.parameters()])
+        assert learned == {"learned": 16, "fixed": 0, "temperature": 2}[qk_norm]
+        if qk_norm == "temperature":
+            with torch.no_grad():
+                attention.q_norm.temperature.copy_(torch.tensor([1.0, 3.0]))
+            scaled = attention.q_norm(q).square().mean(-1)
+            torch.testing.assert_close(scaled, lengths * torch.tensor([1.0, 9.0]))
+            task.loss(task.model, a_batch(task)).backward()
+            assert attention.q_norm.temperature.grad.abs().min() > 0
+
+    def test_a_filter_changes_nothing_to_begin_with(self, data: Path) -> None:
+        plain, filtered = built(data), built(data)
+        assert gfsa.plug(filtered.model).parameters == 12
+        batch = a_batch(plain)
+        loss = plain.loss(plain.model, batch)
+        assert torch.equal(loss, filtered.loss(filtered.model, batch))
+        loss.backward()
+        assert all(p.grad is not None for p in plain.model.parameters())
+
+    @pytest.mark.parametrize("filtered", [False, True])
+    def test_the_loss_is_that_of_transformers(self, filtered: bool, data: Path) -> None:
+        task = built(data)
+        if filtered:
+            gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
+        batch = a_batch(task)
+        ours = task.loss(task.model, batch)
+        # every row once more by transformers' own masks and loss, which shifts labels itself
+        del task.model._loss_function
+        ids = task.rows["train"].ids(batch)
+        whole = task.model(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(ours, whole)
+
+    @pytest.mark.parametrize("filtered", [False, True])
+    @pytest.mark.parametrize("compiled", ["no", "blocks", "model"])
+    def test_no_mask_is_built_and_kernels_are_causal(
+        self, compiled: str, filtered: bool, data: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task = built(data)
+        if filtered:
+            gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
+        batch = a_batch(task)
+        expected = task.loss(task.model, batch)
+        graphs: list[torch.fx.GraphModule] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        if compiled != "no":
+            (compile_blocks if compiled == "blocks" else compile_model)(
+                task.model, backend=backend, fullgraph=True
+            )
+        seen: list[tuple[Any, Any]] = []
+        attention = torch.nn.functional.scaled_dot_product_attention
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            seen.append((kwargs.get("attn_mask"), kwargs.get("is_causal")))
+            return attention(*args, **kwargs)
+
+        if compiled == "no":
+            monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+        torch.testing.assert_close(task.loss(task.model, batch), expected)
+        for graph in graphs:
+            for node in graph.graph.nodes:
+                if "scaled_dot_product" in str(node.target):
+                    seen.append((node.kwargs.get("attn_mask"), node.kwargs.get("is_causal")))
+        assert seen
+        assert set(seen) == {(None, True)}
+        # one graph serves every block
+        assert len(graphs) == (0 if compiled == "no" else 1)
+
+
+class TestTraining:
+    def test_it_learns_and_leaves_a_curve(self, data: Path, tmp_path: Path) -> None:
+        run = a_run(data, tmp_path, max_steps=30, evaluations=3)
+        row = carry_out(run)
+        assert row.task == "techdocs qwen3-d2-w32"
+        assert row.test < 4 < math.log(300)
+        assert "tokens_per_second=" in row.others
+        assert "bits_per_byte=" in row.others
+        head, *lines = (run.folder / "curve.csv").read_text().splitlines()
+        assert head == "step,tokens,seconds,valid loss"
+        steps, tokens, seconds, losses = zip(
+            *(map(float, line.split(",")) for line in lines), strict=True
+        )
+        assert steps == (10, 20, 30)
+        assert tokens == tuple(step * 8 * 16 for step in steps)
+        assert list(seconds) == sorted(seconds)
+        assert losses[0] > losses[1] > losses[2] == row.valid
+
+    @pytest.mark.parametrize("method", ["plain", "gfsa"])
+    def test_an_interrupted_run_ends_as_if_never_interrupted(
+        self, method: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def train(out: Path, resume: bool = False) -> Row:
+            run = a_run(data, out, method, max_steps=5, checkpoint_every=1)
+            row = carry_out(dataclasses.replace(run, resume=resume))
+            # the speed is another each time
+            return dataclasses.replace(row, others=row.others.partition(" tokens_per_second")[0])
+
+        ends_as_if_never_interrupted(train, PretrainTask, tmp_path, monkeypatch)
+
+    def test_tokens_may_be_kept_in_bf16(self, data: Path) -> None:
+        task = built(data, residual="bf16", precision="bf16")
+        kinds: list[torch.dtype] = []
+        for layer in task.model.model.layers:
+            layer.register_forward_hook(lambda m, i, out: kinds.append(out.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            task.loss(task.model, a_batch(task)).backward()
+        assert kinds == [torch.bfloat16] * 2
+        assert task.model.model.embed_tokens.weight.grad.dtype == torch.float32
+        with pytest.raises(ValueError, match="needs precision=bf16"):
+            built(data, residual="bf16")
+
+    def test_the_last_batch_is_filled_up_and_counts_as_it_is(self, data: Path) -> None:
+        task = built(data)
+        with torch.no_grad():
+            total, count = task.predict(task.model, a_batch(task, "valid", rows=5))
+            rows = task.rows["valid"]
+            single = [task.predict(task.model, rows.__getitems__([index])) for index in range(5)]
+        assert count == 5 * 16
+        torch.testing.assert_close(total, sum(loss for loss, _ in single))
+
+    def test_every_token_is_predicted_once(self, data: Path) -> None:
+        rows = built(data).rows["train"]
+        ids = rows.ids(rows.__getitems__(list(range(len(rows)))))
+        assert torch.equal(ids[:-1, -1], ids[1:, 0])
+        assert len(rows) == (len(rows._host) - 1) // 16
+        assert torch.equal(ids[:, :-1].flatten(), rows._host[: len(rows) * 16].long())
+
+    def test_valid_is_measured_on_rows_from_everywhere(self, data: Path) -> None:
+        task = built(data, eval_rows=5)
+        assert len(task.splits["valid"]) == 5
+        every = len(built(data, eval_rows=0).splits["valid"])
+        assert task.rows["valid"].rows.tolist() == [i * every // 5 for i in range(5)]
+
+
+class TestBoundaries:
+    @pytest.mark.parametrize("filtered", [False, True])
+    def test_a_document_is_what_it_is_alone(self, filtered: bool, data: Path) -> None:
+        task = built(data, boundaries=True)
+        if filtered:
+            gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
+        model = task.model.double()
+        end, lengths = task._end, (6, 3, 7)
+        documents = [torch.randint(1, 290, (1, n)) for n in lengths]
+        for one in documents:
+            one[:, 0] = end
+        packed = torch.cat(documents, 1)
+        labels = torch.randint(1, 290, packed.shape)
+        together = task._mean(model, packed, labels)
+        parts = zip(documents, labels.split(lengths, 1), strict=True)
+        alone = sum(len(x[0]) * task._mean(model, x, y) for x, y in parts)
+        torch.testing.assert_close(together * packed.numel(), alone)
+        assert not torch.allclose(built(data)._mean(task.model, packed, labels), together)
+
+
+class TestData:
+    def loss_of(self, data: str, data_dir: Path, **settings: Any) -> PretrainTask:
+        return built(data_dir, data=data, **settings)
+
+    def test_one_file_is_split_by_documents(self, tmp_path: Path) -> None:
+        (tmp_path / "own.txt").write_text("\0".join(map(document, range(100))))
+        task = self.loss_of(str(tmp_path / "own.txt"), tmp_path)
+        starts = {name: int((rows._host == task._end).sum()) for name, rows in task.rows.items()}
+        assert sum(starts.values()) == 100
+        assert 3 <= starts["valid"] <= 7
+        assert 3 <= starts["test"] <= 7
+
+    def test_json_lines_in_a_folder(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            lines = [json.dumps({"text": document(i), "id": i}) for i in range(60)]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        task = self.loss_of(str(tmp_path), tmp_path)
+        assert sum(int((rows._host == task._end).sum()) for rows in task.rows.values()) == 120
+
+    def test_one_long_document_is_cut_at_lines(self, tmp_path: Path) -> None:
+        (tmp_path / "book.txt").write_text("".join(map(document, range(200))))
+        task = self.loss_of(str(tmp_path / "book.txt"), tmp_path)
+        assert all(int((rows._host == task._end).sum()) == 1 for rows in task.rows.values())
+
+    def test_prepared_once(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        built(data)
+        monkeypatch.setattr("gfsa_experiments.tasks.pretrain.tokens.prepare", None)
+        built(data)
+
+    def test_packed_and_given_elsewhere(self, data: Path, tmp_path: Path) -> None:
+        from gfsa_experiments.tasks.pretrain.prepare import main
+
+        place = tmp_path / "elsewhere/techdocs"
+        words = ["--data-dir", str(data), "--vocab-size", "300", "--pack", str(place)]
+        main(words)
+        there = built(tmp_path / "elsewhere")
+        here = built(data)
+        batch = a_batch(here)
+        assert torch.equal(there.rows["train"].ids(batch), here.rows["train"].ids(batch))
+        with pytest.raises(ValueError, match="vocab_size=300"):
+            built(tmp_path / "elsewhere", vocab_size=400)
+        (place / "test.bin.xz").write_bytes((place / "valid.bin.xz").read_bytes())
+        monkeypatch = pytest.MonkeyPatch()
+        with monkeypatch.context() as patch:
+            patch.setenv("GFSA_CACHE", str(tmp_path / "another"))
+            with pytest.raises(ValueError, match="other tokens"):
+                built(tmp_path / "elsewhere")
+
+    def test_a_tokenizer_of_ones_own(self, data: Path, tmp_path: Path) -> None:
+        from gfsa_experiments.data.tokenizers import train_tokenizer
+
+        train_tokenizer([document(i) for i in range(9)], 280).save(str(tmp_path / "t.json"))
+        task = built(data, tokenizer=str(tmp_path / "t.json"))
+        assert task.model.config.vocab_size == 320
+        (tmp_path / "t.json").write_text("{}")
+        with pytest.raises(ValueError, match="no tokenizer"):
+            built(data, tokenizer=str(tmp_path / "t.json"))
+
+    @pytest.mark.parametrize(
+        ("name", "content", "error"),
+        [
+            ("x.jsonl", '{"txt": "a"}', "x.jsonl, line 1: .*text is a string, got the keys txt"),
+            ("x.jsonl", "{", "x.jsonl, line 1: expected a JSON object"),
+            ("x.txt.xz", "no xz", "damaged"),
+            ("x.txt", "short", "too little text"),
+            ("x.pdf", "%PDF", "no text to read"),
+            ("train.txt", "text " * 100, "none for valid, test"),
+        ],
+    )
+    def test_bad_input_says_what_is_wrong(
+        self, name: str, content: str, error: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=error):
+            built(tmp_path, data=str(tmp_path))
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="no techdocs in"):
+            built(tmp_path)
+        (tmp_path / "techdocs.txt").write_text("text")
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            built(tmp_path, data="techdocs.txt", tokenizer="nowhere.json")
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("settings", "error"),
+        [
+            ({"kv_heads": 3, "heads": 4}, "kv_heads must divide"),
+            ({"head_dim": 15}, "even"),
+            ({"vocab_size": 256}, "at least 257"),
+            ({"depth": 0}, "depth must be above"),
+            ({"evaluations": 0}, "evaluations"),
+        ],
+    )
+    def test_sizes_that_make_no_model(self, settings: dict[str, int], error: str) -> None:
+        with pytest.raises(ValueError, match=error):
+            dataclasses.replace(SMALL, **settings).check()
+
+    def test_grouped_queries(self, data: Path) -> None:
+        task = built(data, kv_heads=1)
+        gfsa.plug(task.model)
+        loss: torch.Tensor = task.loss(task.model, a_batch(task))
+        loss.backward()
+        assert isinstance(task.model, nn.Module)
+        assert task.model.model.layers[0].self_attn.k_proj.out_features == 16

@@ -1,4 +1,4 @@
-"""AttnScale and NeuTRENO, which take the place of a filter."""
+"""AttnScale and NeuTRENO, which are plugged like filters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestAsFilters:
         with pytest.raises(ValueError, match="dropout_after='attention'"):
             model(IDS % 9)
 
-    def test_neutreno_has_to_be_told_of_the_first_layer(self) -> None:
+    def test_neutreno_needs_the_first_layers_values(self) -> None:
         model = encoder()
         gfsa.plug(model, filter=baselines.NeuTRENO)
         with pytest.raises(RuntimeError, match=r"baselines\.apply\(model, 'neutreno'\)"):

@@ -1,4 +1,4 @@
-"""What the comparison methods see: causal maps, padding, masks, caches."""
+"""Masks in the comparison methods: causal maps, padding, masks, caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every comparison method in every family of models: masks, gradients, copies, and the way back."""
+"""Every comparison method in every family of models: masks, gradients, copies, removal."""
 
 from __future__ import annotations
 

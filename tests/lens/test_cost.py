@@ -1,4 +1,4 @@
-"""What looking costs. Times are of the processor, so that a busy machine does not count."""
+"""The cost of the lens, in processor time, which other processes do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""diagnose: what it measures is what the model does, on any model, and it leaves no trace."""
+"""diagnose: its numbers against the model's own tensors, and a model unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_loaders_of_labelled_data_and_generators() -> None:
     data = torch.utils.data.TensorDataset(torch.randn(6, 8, 16), torch.arange(6))
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     seen: list[tuple[int, int | None]] = []
-    report = diagnose({"a": model, "b": model}, loader, progress=lambda *told: seen.append(told))
+    report = diagnose({"a": model, "b": model}, loader, progress=lambda *call: seen.append(call))
     assert [reading.samples for reading in report.models.values()] == [6, 6]
     assert seen == [(1, 3), (2, 3), (3, 3)] * 2
     generator = (torch.randn(2, 8, 16) for _ in range(3))

@@ -1,4 +1,4 @@
-"""diagnose on other people's models: features against what they themselves report."""
+"""diagnose on models of other libraries: features against the hidden states they return."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_torch_encoders(batch_first: bool) -> None:
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_as_many_samples_as_tokens(batch_first: bool) -> None:
-    """Shapes cannot tell which axis is the batch; the module can."""
+    """Where sizes are ambiguous, the module's batch_first says which axis is the batch."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=batch_first)
     model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     tokens = torch.randn(6, 6, 16)

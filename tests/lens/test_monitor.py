@@ -1,4 +1,4 @@
-"""The lens while training: what it logs, when, and that other steps are left alone."""
+"""The monitor in training: what it logs and when, and that other steps have no hooks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_checkpointed_blocks_are_counted_once() -> None:
     assert sum(name.startswith("lens/cosine") for name in logged[0][0]) == 3
 
 
-def test_a_model_whose_blocks_are_not_heard_is_told_about() -> None:
+def test_a_step_in_which_no_block_runs_warns() -> None:
     model = TinyEncoder()
     monitor = Monitor(model, lambda values, step: None, every=1)
     monitor.before_step(0)

@@ -1,4 +1,4 @@
-"""The report's faces: JSON and back, the table, sentences, figures and the page's text."""
+"""The report's outputs: JSON and back, the table, sentences, figures and the page's text."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_page_is_one_file_and_names_are_text(report: LensReport) -> None:
     assert data is not None
     assert [m["name"] for m in json.loads(data[1])["models"]] == list(report.models)
     addresses = set(re.findall(r"https?://[^\"'\s<)]+", page))
-    # the name of SVG, which nobody loads
+    # the XML namespace of SVG, which is not loaded
     assert addresses == {"http://www.w3.org/2000/svg"}
     assert len(page) < 200_000
 

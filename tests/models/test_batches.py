@@ -1,4 +1,4 @@
-"""Collators: what they take, what they refuse, and batches that move as one."""
+"""Collators: accepted and refused graphs, and moving batches between devices."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_paths_are_shortest_paths(graph: tuple[torch.Tensor, int], hops: int) ->
                 assert here == goal
 
 
-def test_equally_short_paths_are_told_apart_by_the_order_of_edges() -> None:
+def test_of_equally_short_paths_the_first_edges_are_taken() -> None:
     square = torch.tensor([[0, 0, 1, 2], [1, 2, 3, 3]])
     assert path_edges(square, distances(square, 4), 2)[0, 3].tolist() == [0, 2]
     swapped = square[:, [1, 0, 2, 3]]

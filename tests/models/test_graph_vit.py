@@ -82,8 +82,8 @@ def reference_tokens(model: GraphViT, graph: SimpleNamespace) -> tuple[Tensor, T
             means = [
                 torch.stack([h[p, n] for n in patch]).mean(0) for p, patch in enumerate(patches)
             ]
-            heard = norm_relu(model.patch_to_node[number - 1], torch.stack(means))
-            h = {(p, n): value + heard[p] for (p, n), value in h.items()}
+            added = norm_relu(model.patch_to_node[number - 1], torch.stack(means))
+            h = {(p, n): value + added[p] for (p, n), value in h.items()}
             for n in range(nodes):
                 copies = [key for key in h if key[1] == n]
                 mean = torch.stack([h[key] for key in copies]).mean(0)

@@ -1,4 +1,4 @@
-"""Graphormer against its formulas written out, and what a model of graphs has to keep."""
+"""Graphormer against its formulas written out, and its invariances."""
 
 from __future__ import annotations
 

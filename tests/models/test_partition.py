@@ -1,4 +1,4 @@
-"""Patches: every node in one, of about one size, in one piece where the graph allows it."""
+"""Partitions: every node in one part, parts of about equal size, connected where possible."""
 
 from __future__ import annotations
 

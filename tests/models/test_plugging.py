@@ -1,4 +1,4 @@
-"""Plugging our own models: in, out, saved, copied, compiled, with dropout."""
+"""Plugging gfsa.models: plug, unplug, save, copy, compile, dropout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters on disk: strict, validated, and nothing changes in a model that refuses them."""
+"""Saving and loading filters: validation, and a model unchanged by a failed load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own models' rows in the table of what can be plugged; tests/models has the rest of it."""
+"""The rows of gfsa.models in docs/supported.md; tests/models tests the models themselves."""
 
 from __future__ import annotations
 

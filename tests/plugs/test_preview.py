@@ -1,4 +1,4 @@
-"""What plug would do to a model, by its name, on the command line too."""
+"""The preview of plug by the name of a model, also on the command line."""
 
 from __future__ import annotations
 

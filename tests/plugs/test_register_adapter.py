@@ -1,4 +1,4 @@
-"""Attention classes of one's own: taught in a line, and mistakes are told."""
+"""Registering an attention class: adapters of the user, precedence, and errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_heads_by_name_or_by_function():
         (TinyAttention, FilteredTinyAttention, "gfsa.plugs.Adapter"),
     ],
 )
-def test_mistakes_are_told(cls, adapter, message):
+def test_invalid_arguments_are_refused(cls, adapter, message):
     with pytest.raises(TypeError, match=message):
         gfsa.register_adapter(cls, adapter)
 

@@ -1,4 +1,4 @@
-"""SpeechBrain: recognisers with regular, relative and rotary attention; memories left alone."""
+"""SpeechBrain: recognisers with regular, relative and rotary attention; cross-attention refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""timm: adapters for ViT, Swin and CaiT, tracing for the rest, refusals for what has no map."""
+"""timm: adapters for ViT, Swin and CaiT, tracing for the rest, refusals without a map."""
 
 from __future__ import annotations
 

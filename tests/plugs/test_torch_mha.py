@@ -1,4 +1,4 @@
-"""torch's multi-head attention: every layout and mask, both fast paths, cross-attention told."""
+"""torch's multi-head attention: every layout and mask, both fast paths, and cross-attention."""
 
 from __future__ import annotations
 

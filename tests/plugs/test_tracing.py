@@ -1,4 +1,4 @@
-"""The tracer: what it follows, what it refuses, and that it never mistakes one for the other."""
+"""The tracer: the attention it filters, and the attention it refuses."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ FEW = torch.randn(B, DIM // HEADS, DIM, generator=torch.Generator().manual_seed(
 """As many tokens as a head has features."""
 
 
-def test_as_many_tokens_as_features_are_told_by_memory_or_refused():
+def test_as_many_tokens_as_features_are_distinguished_by_strides_or_refused():
     assert traced("matmul")(FEW).isfinite().all()
     assert traced("merged_heads")(FEW).isfinite().all()
     with pytest.raises(TraceError, match="over channels, not tokens"):
@@ -216,7 +216,7 @@ def test_as_many_tokens_as_features_are_told_by_memory_or_refused():
     assert model(FEW).isfinite().all(), "once verified, any length"
 
 
-def test_as_many_samples_as_heads_are_told_by_memory_or_refused():
+def test_as_many_samples_as_heads_are_distinguished_by_strides_or_refused():
     x = torch.randn(HEADS, N, DIM)
     for way in ("matmul", "merged_heads", "joined_and_merged"):
         model = traced(way)

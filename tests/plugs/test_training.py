@@ -43,7 +43,7 @@ class TestParameterGroups:
         }
         assert all(p.dim() <= 1 for p in by_name["biases"]["params"])
 
-    def test_the_filters_follow_the_model_unless_told(self) -> None:
+    def test_the_filters_use_the_models_lr_by_default(self) -> None:
         groups = gfsa.parameter_groups(plugged("bert"), lr=1e-4)
         assert [group["lr"] for group in groups] == [1e-4] * 3
 

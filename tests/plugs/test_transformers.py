@@ -312,7 +312,7 @@ def test_looking_at_maps_while_training_changes_nothing() -> None:
     assert torch.equal(*outputs)
 
 
-def test_nobody_pays_for_maps_that_nobody_asked_for() -> None:
+def test_maps_that_were_not_requested_are_not_built() -> None:
     case = ZOO["bert"]
     model = case.model("eager")
     gfsa.plug(model)
@@ -333,7 +333,7 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     assert torch.equal(output(model, batch), expected)
 
 
-def test_cross_attention_is_told_by_its_module_not_its_shape() -> None:
+def test_cross_attention_is_recognised_by_its_module_not_its_shape() -> None:
     case = ZOO["bart"]
     report = gfsa.plug(case.model("sdpa"), dry_run=True)
     assert sorted(report.skipped) == [

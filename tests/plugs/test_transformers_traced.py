@@ -1,4 +1,4 @@
-"""transformers models that compute attention outside the interface: traced, and told so."""
+"""transformers models that compute attention outside the interface are traced."""
 
 from __future__ import annotations
 

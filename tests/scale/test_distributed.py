@@ -1,4 +1,4 @@
-"""Many processes give what one gives: DDP, FSDP2, tensor and context parallel, over gloo."""
+"""Several processes compute what one computes: DDP, FSDP2, tensor and context parallel (gloo)."""
 
 from __future__ import annotations
 

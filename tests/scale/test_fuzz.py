@@ -1,4 +1,4 @@
-"""Whatever is passed to a public function, an error that comes out is one that was meant."""
+"""Random arguments of public functions: every error is one that gfsa raises on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filter files from strangers: refused with an error, the model as it was, memory as it was."""
+"""Hostile filter files: refused with an error, without a change of the model or of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several sequences at once, packed into one row or jagged: each is what it is alone."""
+"""Packed and jagged sequences: each gives the result that it gives alone."""
 
 from __future__ import annotations
 

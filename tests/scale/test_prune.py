@@ -1,4 +1,4 @@
-"""Pruning: what a head no longer needs is no longer computed, and nothing else changes."""
+"""Pruning: pruned heads skip the second pass, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where torch's attention is replaced, as context parallel does, nothing else knows A."""
+"""Where torch's attention is replaced, as by context parallelism, it computes every pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compiler that only counts."""
+"""A torch.compile backend that counts graphs and runs them eagerly."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ def _tokens(sample: int, length: int) -> Tensor:
     return torch.randn(length, DIM, generator=rng, dtype=torch.float64)
 
 
-def _padded(make: Callable[[int, int], Tensor], samples: list[int], rubbish: int) -> Any:
-    """``(B, N, …)`` filled up with rubbish, and ``(B, N)``, True where a token is real."""
+def _padded(make: Callable[[int, int], Tensor], samples: list[int], fill: int) -> Any:
+    """``(B, N, …)`` padded with ``fill``, and ``(B, N)``, True where a token is real."""
     rows = [make(sample, LENGTHS[sample]) for sample in samples]
     most = max(map(len, rows))
-    full = rows[0].new_full((len(rows), most, *rows[0].shape[1:]), rubbish)
+    full = rows[0].new_full((len(rows), most, *rows[0].shape[1:]), fill)
     for row, values in zip(full, rows, strict=True):
         row[: len(values)] = values
     taken = torch.arange(most) < torch.tensor([len(row) for row in rows])[:, None]

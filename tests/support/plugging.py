@@ -1,4 +1,4 @@
-"""What every backbone must show once plugged, whatever library it comes from."""
+"""The checks that every plugged backbone must pass, whatever its library."""
 
 from __future__ import annotations
 

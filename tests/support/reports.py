@@ -1,4 +1,4 @@
-"""Reports to show: a plain model and filtered ones, looked at on padded tokens."""
+"""Reports of a plain model and of filtered ones, on padded tokens."""
 
 from __future__ import annotations
 

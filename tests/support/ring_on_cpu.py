@@ -1,7 +1,7 @@
 """Torch's context parallel on a CPU.
 
 Its ring attention is written for any kernel that returns a logsumexp, but handed to the CUDA
-kernels only; this hands it to the CPU's, with torch's own loops over the ring.
+kernels only; this passes it to the CPU's, with torch's own loops over the ring.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DT
     q, k, v = (tensor._local_tensor for tensor in args[:3])
     options = {**dict(zip(_OPTIONS, args[3:], strict=False)), **kwargs}
     results = ring._templated_ring_attention(mesh.get_group(), 2, op, q, k, v, **options)
-    return tuple(
-        DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in results
-    )
+    return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in results)
 
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
@@ -42,6 +40,4 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
     results = ring._templated_ring_attention_backward(
         mesh.get_group(), 2, op, grad_out_name="grad_out", **tensors, **options
     )
-    return tuple(
-        DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in results
-    )
+    return tuple(DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in results)

@@ -31,7 +31,7 @@ class Op(nn.Module):
 
 @dataclass(frozen=True)
 class Subject:
-    """How one subject is made, plugged, with filters that do something, and what it eats.
+    """How one subject is built, plugged with filters that do something, and its inputs.
 
     ``inputs(batch, length)`` gives keyword arguments; images and graphs ignore the length.
     """

@@ -1,4 +1,4 @@
-"""A small encoder with attention of its own, and the adapter that lets filters into it."""
+"""A small encoder with attention of its own, and its adapter."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, lambda m: m.hea
 
 
 def padded_batch(lengths: list[int], dim: int = 16) -> dict[str, Tensor]:
-    """Random tokens, padded on the right with rubbish."""
+    """Random tokens, padded on the right with large numbers."""
     most = max(lengths)
     mask = torch.arange(most) < torch.tensor(lengths)[:, None]
     tokens = torch.randn(len(lengths), most, dim)

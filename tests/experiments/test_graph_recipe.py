@@ -35,7 +35,7 @@ from support.graph_files import (
 )
 from support.graphs import randomise
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the official .* has .* graphs to train")
+pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
 MODELS = get_args(ModelName)
 TINY: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gfsa_experiments.data.text_files import find_file, read_lines
+from gfsa_experiments.data.files import find_file, read_lines
 from gfsa_experiments.engine.task import DataSource
 
 GPT2_SOURCE = DataSource(

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from gfsa_experiments.data import hub
-from gfsa_experiments.data.text_files import check_count, find_file, read_lines
+from gfsa_experiments.data.files import check_count, find_file, read_lines
 from gfsa_experiments.engine.task import DataSource
 
 _REPOSITORY = "Salesforce/wikitext"

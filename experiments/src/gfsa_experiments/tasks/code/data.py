@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gfsa_experiments.data import hub
-from gfsa_experiments.data.text_files import BadRows, check_count, find_file, read_lines
+from gfsa_experiments.data.files import BadRows, check_count, find_file, read_lines
 from gfsa_experiments.engine.task import DataSource
 
 _CODEXGLUE = "https://github.com/microsoft/CodeXGLUE/tree/main/Code-Code"

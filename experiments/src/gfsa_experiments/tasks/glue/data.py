@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gfsa_experiments.data.hub import fetch
-from gfsa_experiments.data.text_files import BadRows, check_count, find_file, read_lines
+from gfsa_experiments.data.files import BadRows, check_count, find_file, read_lines
 from gfsa_experiments.engine.task import DataSource
 
 SOURCE = DataSource(

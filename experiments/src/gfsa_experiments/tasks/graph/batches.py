@@ -18,10 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from gfsa.models.batch import Batch
+from gfsa_experiments.data.files import Tensors
 from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
-from gfsa_experiments.tasks.graph.pairs import unpack
-
-Tensors = dict[str, Tensor]
+from gfsa_experiments.tasks.graph.features import unpack
 
 
 class GraphItems(Dataset[Tensors], ABC):

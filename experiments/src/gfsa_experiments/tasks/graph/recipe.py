@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.array_cache import cached
+from gfsa_experiments.data.files import Tensors, cached_arrays
 from gfsa_experiments.engine.config import Schedule, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.graph.batches import (
@@ -22,14 +22,16 @@ from gfsa_experiments.tasks.graph.batches import (
     GraphItems,
     PairItems,
     PatchItems,
-    Tensors,
 )
 from gfsa_experiments.tasks.graph.data_sets import METRICS, SOURCES, DataName, read_graphs
-from gfsa_experiments.tasks.graph.encodings import laplacian_encoding, walk_encoding
+from gfsa_experiments.tasks.graph.features import (
+    laplacian_encoding,
+    pair_features,
+    patch_features,
+    walk_encoding,
+)
 from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet
 from gfsa_experiments.tasks.graph.models import build_model
-from gfsa_experiments.tasks.graph.pairs import pair_features
-from gfsa_experiments.tasks.graph.patches import patch_features
 from gfsa_experiments.tasks.graph.settings import (
     FOLLOWING,
     NOT_GIVEN,
@@ -284,7 +286,7 @@ def _worked_out(data: str, data_dir: Path, what: str, sizes: tuple[int, ...]) ->
     graphs = read_graphs(data, data_dir)
     words = ("graph", data, what, *map(str, sizes), graphs.digest, f"v{_CACHE_VERSION}")
     folder = os.environ.get("GFSA_CACHE", "")
-    return cached(folder, "-".join(words), lambda: works[what](graphs, *sizes))
+    return cached_arrays(folder, "-".join(words), lambda: works[what](graphs, *sizes))
 
 
 RECIPE = Recipe(

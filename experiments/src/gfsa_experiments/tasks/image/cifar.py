@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.data.text_files import BadRows, check_count
+from gfsa_experiments.data.files import BadRows, check_count
 from gfsa_experiments.engine.task import DataSource
 
 Cifar = Literal["cifar10", "cifar100"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gfsa_experiments.data.text_files import BadRows, check_count
+from gfsa_experiments.data.files import BadRows, check_count
 from gfsa_experiments.engine.task import DataSource
 from gfsa_experiments.tasks.lra.listops import COUNTS, LONGEST, TOKENS, Sequences, make_listops
 

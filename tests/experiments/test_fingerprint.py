@@ -26,7 +26,7 @@ from gfsa_experiments.tasks.image.recipe import ImageConfig, build
 from gfsa_experiments.tasks.lra.listops import make_listops
 from gfsa_experiments.tasks.lra.recipe import Lists
 from gfsa_experiments.tasks.speech.an4 import read_an4
-from gfsa_experiments.tasks.speech.data import SpeechBatches
+from gfsa_experiments.tasks.speech.utterances import SpeechBatches
 from gfsa_experiments.tasks.speech.librispeech import read_librispeech
 from gfsa_experiments.tasks.speech.recipe import SpeechTask
 from support.speech import change_an4, write_an4, write_librispeech

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gfsa_experiments.tasks.speech.an4 import read_an4
-from gfsa_experiments.tasks.speech.utterances import SpeechBatches, hold_out
 from gfsa_experiments.tasks.speech.librispeech import log_mel, read_librispeech
 from gfsa_experiments.tasks.speech.text import BLANK, Characters, Pieces
+from gfsa_experiments.tasks.speech.utterances import SpeechBatches, hold_out
 from support.speech import WORDS, change_an4, sentence, write_an4, write_librispeech
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the official file:UserWarning")

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gfsa_experiments.data.hub import fetch
 from gfsa_experiments.data.files import BadRows, check_count, find_file, read_lines
+from gfsa_experiments.data.hub import fetch
 from gfsa_experiments.engine.task import DataSource
 
 SOURCE = DataSource(

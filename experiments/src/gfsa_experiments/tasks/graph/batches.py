@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 from gfsa.models.batch import Batch
 from gfsa_experiments.data.files import Tensors
-from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
 from gfsa_experiments.tasks.graph.features import unpack
+from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
 
 
 class GraphItems(Dataset[Tensors], ABC):

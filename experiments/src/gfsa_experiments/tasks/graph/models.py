@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gfsa_experiments.tasks.graph.graphs import GraphSet
 from gfsa_experiments.tasks.graph.features import MAX_HOPS
+from gfsa_experiments.tasks.graph.graphs import GraphSet
 
 if TYPE_CHECKING:
     from gfsa_experiments.tasks.graph.recipe import GraphConfig

@@ -13,10 +13,10 @@ from gfsa_experiments.tasks.speech import an4, librispeech
 from gfsa_experiments.tasks.speech.augment import masks, warp_time
 from gfsa_experiments.tasks.speech.config import SpeechConfig
 from gfsa_experiments.tasks.speech.ctc import ctc_loss as capturable_ctc_loss
-from gfsa_experiments.tasks.speech.utterances import SpeechBatches, Utterances, hold_out
 from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
 from gfsa_experiments.tasks.speech.models import SUBSAMPLING, Recognition, TorchRecogniser
 from gfsa_experiments.tasks.speech.text import BEGIN, BLANK, END, Vocabulary, learn_vocabulary
+from gfsa_experiments.tasks.speech.utterances import SpeechBatches, Utterances, hold_out
 
 
 class SpeechTask(Task):

@@ -39,26 +39,27 @@ _CROP = 224 / 256
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(TrainConfig):
-    """DeiT's settings on ImageNet; sizes of 0 follow the data set, CIFAR's images included."""
+    """DeiT's settings on ImageNet; for CIFAR, sizes left at 0 fit themselves to its images."""
 
     in_label = ("dataset", "model", "depth")
 
     dataset: Literal["folder", "cifar10", "cifar100"] = "folder"
     """``folder``: train/, val/ and perhaps test/, with one folder per class."""
     model: str = "deit_small"
-    """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer in timm."""
+    """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer of timm's."""
     depth: int = 0
     """Layers; 0: the model's own."""
     image_size: int = 0
-    """Side of the model's input; 0: 32 for CIFAR, and timm's default for the model on folders."""
+    """Side of the model's input; 0: 32 for CIFAR; for folders 224, or what timm has for another
+    model than those four."""
     patch_size: int = 0
     """0: the model's own; for CIFAR 4 (2 for Swin, whose windows then have 4×4 tokens)."""
     holdout: float = 0.1
-    """Share of the training images held out for validation; unused with both val/ and test/."""
+    """Share of the training images that validates; unused if there are val/ and test/."""
     augment: Literal["auto", "device", "workers"] = "auto"
-    """CIFAR: crop, flip, erase and mix on the ``device``, or with timm in the ``workers``."""
+    """CIFAR: crop, flip, erase and mix on the ``device``, or all by timm in the ``workers``."""
     auto_augment: str = "rand-m9-mstd0.5-inc1"
-    """timm's RandAugment policy, applied in the workers; empty for none."""
+    """timm's RandAugment policy, in the workers; empty for none."""
     erase: float = 0.25
     """Chance of Random Erasing."""
     mixup: float = 0.8

@@ -31,13 +31,13 @@ class LraConfig(TrainConfig):
 
     task: Literal["listops", "image"] = "listops"
     attention: Attention = "softmax"
-    """``linformer`` is a reference model that takes no filter."""
+    """``linformer`` is a reference and takes no filter."""
     dim: int = 512
     depth: int = 4
     num_heads: int = 8
     ffn_dim: int = 1024
     projected: int = 256
-    """Rows that Linformer projects a sequence to."""
+    """Rows that Linformer squeezes a sequence to."""
     dropout: float = 0.1
     attention_dropout: float = 0.0
     length: int = 2000
@@ -45,7 +45,7 @@ class LraConfig(TrainConfig):
     pad_to_multiple: int = 0
     """ListOps: pad a batch, CLS counted, to a multiple of this; 0: always to ``length``."""
     holdout: float = 0.1
-    """Image: share of the training images held out for validation."""
+    """Image: share of the training images that validates."""
 
     max_steps: int = 5000
     batch_size: int = 32

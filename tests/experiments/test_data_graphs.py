@@ -371,7 +371,7 @@ def test_patches_are_those_of_the_collator(solubility: GraphSet, num_patches: in
     assert at["joins"] == len(features["copy_edge_id"])
 
 
-def test_what_was_worked_out_is_kept(tmp_path: Path) -> None:
+def test_what_was_cached_features_is_kept(tmp_path: Path) -> None:
     made = {"a": torch.arange(5), "b": torch.rand(2, 3)}
     calls = []
 

@@ -246,7 +246,7 @@ def test_missing_data_is_made_once_by_one_of_many(
 
     read_listops.cache_clear()
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(ValueError, match="is damaged .* delete it to generate it again"):
+    with pytest.raises(ValueError, match=r"is damaged .* delete it to generate it again"):
         read_listops(tmp_path)
 
 

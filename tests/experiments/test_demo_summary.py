@@ -7,9 +7,7 @@ from gfsa_experiments.demo.summary import DemoRun, closing, summarise
 
 def runs(variant, accuracies, similarity=0.5, seconds=2.0):
     return [
-        DemoRun(
-            variant, seed, accuracy, seconds, 100, 6, [0.1, similarity * (1 + seed / 100)], []
-        )
+        DemoRun(variant, seed, accuracy, seconds, 100, 6, [0.1, similarity * (1 + seed / 100)], [])
         for seed, accuracy in enumerate(accuracies)
     ]
 

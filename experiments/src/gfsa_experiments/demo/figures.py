@@ -70,9 +70,7 @@ def similarity(plt: Any, summaries: Sequence[Summary]) -> Any:
     return figure
 
 
-def accuracy(
-    plt: Any, runs: Sequence[DemoRun], summaries: Sequence[Summary], held_out: str
-) -> Any:
+def accuracy(plt: Any, runs: Sequence[DemoRun], summaries: Sequence[Summary], held_out: str) -> Any:
     """Accuracy of every run; runs of one seed are connected, since they are compared in pairs."""
     figure, axes = plt.subplots()
     names = [summary.variant for summary in summaries]

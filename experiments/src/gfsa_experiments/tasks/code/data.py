@@ -99,7 +99,7 @@ def _read_devign(data_dir: Path) -> CodeSet:
         for number, line in enumerate(read_lines(path), 1):
             index = int(line) if line.strip().isdigit() else -1
             if not 0 <= index < len(entries) or targets[index] is None:
-                bad.add(number, f"{line!r} is not the number of a usable function, of {len(entries)}")
+                bad.add(number, f"{line!r} is not a usable function of {len(entries)}")
             else:
                 rows.append(index)
         bad.report(len(rows))

@@ -111,9 +111,7 @@ def _open(path: Path) -> dict[str, Sequences]:
         arrays = read_npz(path, [f"{name}_{part}" for part in COUNTS for name in _ARRAYS])
     except ValueError as error:
         raise ValueError(f"{error}, or delete it to generate it again") from error
-    parts = {
-        part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS
-    }
+    parts = {part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS}
     for part, sequences in parts.items():
         ends = sequences.offsets[-1] == len(sequences.tokens)
         if len(sequences.offsets) != len(sequences) + 1 or not ends:

@@ -80,8 +80,8 @@ class SpeechBrainRecogniser(nn.Module):
     def forward(
         self, features: Tensor, frames: Tensor, tokens: Tensor | None = None
     ) -> Recognition:
-        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens (B, L + 1)``, starting
-        with 1, are the input of the decoder, which does not run without them."""
+        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens (B, L + 1)`` start
+        with 1 and are the input of the decoder, which does not run without them."""
         x = self.front(features)
         lengths = subsampled(frames)
         share = lengths / x.shape[1]

@@ -7,7 +7,7 @@ GLUE's test sets are hidden, so the readers return the training and the developm
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -56,96 +56,42 @@ class GlueFacts:
         return [f"{self.folder}/{part}.tsv", f"{self.short or self.folder.lower()}_{part}.tsv"]
 
 
+_LABEL = ("label",)
 _BINARY = ("0", "1")
 _ENTAILMENT = ("entailment", "not_entailment")
-_FIRST, _SECOND = ("sentence1",), ("sentence2",)
 _SENTENCE = (("sentence",),)
+_PAIR = (("sentence1",), ("sentence2",))
+_STRINGS = (("#1 String", "sentence1"), ("#2 String", "sentence2"))
+_QUESTIONS = (("question1",), ("question2",))
+_QUESTION = (("question",), ("sentence",))
 
 
 def _mnli(dev: str, dev_rows: int) -> GlueFacts:
-    return GlueFacts(
-        folder="MNLI",
-        texts=(("sentence1", "premise"), ("sentence2", "hypothesis")),
-        label=("gold_label", "label"),
-        labels=("entailment", "neutral", "contradiction"),
-        metric="accuracy",
-        train_rows=392_702,
-        dev_rows=dev_rows,
-        dev=dev,
-    )
+    texts = (("sentence1", "premise"), ("sentence2", "hypothesis"))
+    labels = ("entailment", "neutral", "contradiction")
+    sizes = 392_702, dev_rows
+    return GlueFacts("MNLI", texts, ("gold_label", "label"), labels, "accuracy", *sizes, dev=dev)
 
 
 TASKS = {
-    "cola": GlueFacts(
-        folder="CoLA",
-        texts=_SENTENCE,
-        label=("label",),
-        labels=_BINARY,
-        metric="matthews",
-        train_rows=8_551,
-        dev_rows=1_043,
+    "cola": replace(
+        GlueFacts("CoLA", _SENTENCE, _LABEL, _BINARY, "matthews", 8_551, 1_043),
         headless=("source", "label", "mark", "sentence"),
     ),
-    "sst2": GlueFacts(
-        folder="SST-2",
-        texts=_SENTENCE,
-        label=("label",),
-        labels=_BINARY,
-        metric="accuracy",
-        train_rows=67_349,
-        dev_rows=872,
-        short="sst2",
-    ),
-    "mrpc": GlueFacts(
-        folder="MRPC",
-        texts=(("#1 String", "sentence1"), ("#2 String", "sentence2")),
-        label=("Quality", "label"),
-        labels=_BINARY,
-        metric="f1",
-        train_rows=3_668,
-        dev_rows=408,
-    ),
-    "qqp": GlueFacts(
-        folder="QQP",
-        texts=(("question1",), ("question2",)),
-        label=("is_duplicate", "label"),
-        labels=_BINARY,
-        metric="f1",
-        train_rows=363_846,
-        dev_rows=40_430,
-    ),
-    "stsb": GlueFacts(
-        folder="STS-B",
-        texts=(_FIRST, _SECOND),
-        label=("score", "label"),
-        labels=(),
-        metric="spearman",
-        train_rows=5_749,
-        dev_rows=1_500,
-        short="stsb",
+    "sst2": GlueFacts("SST-2", _SENTENCE, _LABEL, _BINARY, "accuracy", 67_349, 872, short="sst2"),
+    "mrpc": GlueFacts("MRPC", _STRINGS, ("Quality", "label"), _BINARY, "f1", 3_668, 408),
+    "qqp": GlueFacts("QQP", _QUESTIONS, ("is_duplicate", "label"), _BINARY, "f1", 363_846, 40_430),
+    "stsb": replace(
+        GlueFacts("STS-B", _PAIR, ("score", "label"), (), "spearman", 5_749, 1_500), short="stsb"
     ),
     "mnli-m": _mnli("dev_matched", 9_815),
     "mnli-mm": _mnli("dev_mismatched", 9_832),
-    "qnli": GlueFacts(
-        folder="QNLI",
-        texts=(("question",), ("sentence",)),
-        label=("label",),
-        labels=_ENTAILMENT,
-        metric="accuracy",
-        train_rows=104_743,
-        dev_rows=5_463,
+    "qnli": replace(
+        GlueFacts("QNLI", _QUESTION, _LABEL, _ENTAILMENT, "accuracy", 104_743, 5_463),
         sample="qnli_train10k.tsv",
         sample_rows=10_475,
     ),
-    "rte": GlueFacts(
-        folder="RTE",
-        texts=(_FIRST, _SECOND),
-        label=("label",),
-        labels=_ENTAILMENT,
-        metric="accuracy",
-        train_rows=2_490,
-        dev_rows=277,
-    ),
+    "rte": GlueFacts("RTE", _PAIR, _LABEL, _ENTAILMENT, "accuracy", 2_490, 277),
 }
 
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What results/kernels.md reports, on the GPU of this machine, unattended:
-#   benchmarks/gpu.sh check      what needs a GPU among the tests, and beside them models compiled
-#                                to warm up; two minutes and more
+# Measures what results/kernels.md reports, on the GPU of this machine:
+#   benchmarks/gpu.sh check      the tests that need a GPU, and beside them models are compiled to
+#                                warm up; two minutes and more
 #   benchmarks/gpu.sh measure    every suite; rows go to $CSV; five minutes
 #   benchmarks/gpu.sh sanitize   every kind of kernel under compute-sanitizer
-# GFSA_COMMIT names the commit where the files came without their history.
+# GFSA_COMMIT names the commit if the files came without git.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 CSV=${CSV:-results/bench.csv}
-# compiled code is kept between the two
+# check and measure share compiled code
 export TORCHINDUCTOR_FX_GRAPH_CACHE=1
 COMPILED=(--suite models --compile --variants gfsa)
 BLOCKS=(--suite models --compile-blocks --variants gfsa)
@@ -33,14 +33,14 @@ check() {
 }
 
 sanitize() {
-  # racecheck reports hazards within cuDNN's kernels as well, which are not ours to mend
+  # racecheck also reports hazards within cuDNN's kernels
   for options in "memcheck" "racecheck --kernel-name-exclude kernel_substring=cudnn"; do
     # shellcheck disable=SC2086
     compute-sanitizer --tool $options --error-exitcode 1 python benchmarks/sanitize.py || return 1
   done
 }
 
-# one suite that fails does not keep the others from being measured
+# the other suites run even if one fails
 FAILED=0
 bench() {
   gfsa bench --csv "$CSV" "$@" || { echo "failed: gfsa bench $*"; FAILED=1; }

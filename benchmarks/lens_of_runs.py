@@ -4,8 +4,8 @@
     python benchmarks/lens_of_runs.py results/lens/cifar10.html \
         plain=runs/image/…/seed-0 gfsa=runs/image/…/seed-0
 
-Runs that looked at themselves (``lens=true``) are put side by side; those that kept their weights
-(``save_model=true``) are looked at now, and need ``--data-dir``.
+Runs with ``lens=true`` already have their readings; runs with ``save_model=true`` are diagnosed
+now, which needs ``--data-dir``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def main() -> None:
     for text in arguments.runs:
         name, _, folder = text.partition("=")
         if not folder or "/" in name:
-            # folders of runs have a sign of equality in them too
+            # names of run folders contain equals signs too
             parser.error(f"expected name=folder, such as gfsa={text}")
         if name in report.models:
             parser.error(f"two runs are called {name}")
-        one, example = reading(Path(folder), arguments.data_dir, example)
-        (found,) = one.models.values()
+        of_run, example = reading(Path(folder), arguments.data_dir, example)
+        (found,) = of_run.models.values()
         report.models[name] = dataclasses.replace(found, name=name)
-        report.created = one.created
+        report.created = of_run.created
     _check_alike(list(report.models.values()))
     arguments.page.parent.mkdir(parents=True, exist_ok=True)
     report.to_html(arguments.page)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def reading(folder: Path, data_dir: Path, example: Any) -> tuple[LensReport, Any]:
-    """What a run saw of itself at its end, or what is seen of it now, on one example for all."""
+    """The reading that a run stored, or a new one, on the same example for all runs."""
     if (folder / "lens.json").exists():
         return LensReport.from_json(folder / "lens.json"), example
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,7 +63,7 @@ def reading(folder: Path, data_dir: Path, example: Any) -> tuple[LensReport, Any
 def _check_alike(models: list[ModelReading]) -> None:
     seen = {(model.samples, model.tokens) for model in models}
     if len(seen) > 1:
-        raise SystemExit(f"these runs were not looked at on the same inputs: {sorted(seen)}")
+        raise SystemExit(f"these runs were diagnosed on different inputs: {sorted(seen)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Prune a model that a recipe has trained, as far as its logits stay within a bound.
+"""Prunes a trained model as far as its logits stay within a bound.
 
     gfsa train glue --method gfsa --set save_model=true …
     python benchmarks/prune_trained.py runs/glue/…/seed-0 --data-dir data
 
-Prints how many second passes can be spared and what that saves, on the test split's first batches;
-the tolerance is found on those of valid.
+Prints how many second passes can be left out and the time this saves, on the first batches of the
+test split; the tolerance is chosen on those of valid.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     task = trained_task(arguments.run, arguments.data_dir, device)
     size = arguments.batch_size
-    # the tolerance is found on one split and judged on another
+    # the tolerance is chosen on one split and measured on another
     tolerance = largest_tolerance(
         task, some_batches(task, "valid", arguments.batches, size, device), arguments.bound
     )
@@ -84,7 +84,7 @@ def logits(model: nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def largest_tolerance(task: Task, batches: list[Any], bound: float) -> float:
-    """Bisect over the heads' own high-order coefficients: pruning changes only at these."""
+    """Bisection over the heads' high-order coefficients, the only places where pruning changes."""
     steps = sorted(
         {0.0}
         | {
@@ -113,7 +113,7 @@ def time_each(
     rounds: int,
     precision: torch.dtype,
 ) -> dict[str, float]:
-    """Median seconds for one batch, the models taking turns."""
+    """Median seconds per batch, the models in turn."""
     on_gpu = next(iter(models.values())).parameters().__next__().is_cuda
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for round_ in range(rounds + 3):

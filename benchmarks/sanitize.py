@@ -1,8 +1,8 @@
-"""Every kind of fused kernel once, forward and backward, on small tensors.
+"""Runs every kind of fused kernel once, forward and backward, on small tensors.
 
 compute-sanitizer --tool memcheck python benchmarks/sanitize.py
 
-``--tool racecheck`` watches shared memory in the same way. The tool comes with CUDA, and as the
+``--tool racecheck`` checks shared memory in the same way. The tool comes with CUDA and in the
 package nvidia-cuda-sanitizer-api.
 """
 

@@ -1,12 +1,12 @@
-"""How alike tokens end up in every run that looked at itself, one line a run.
+"""Token similarity of every run with a lens reading, one line per run.
 
     gfsa train --plan results/plans/image.txt          # lens=true: each run leaves a lens.json
     python benchmarks/similarity_of_runs.py runs/image > results/lens/image-similarity.csv
 
 ``cosine_input`` and ``cosine_end``: mean cosine similarity of the tokens that enter the first block
 and leave the last. ``upper_map`` and ``upper_filter``: the mean response to the upper half of the
-frequencies, over heads and layers, of the attention maps and of the filters made from them (equal
-in a model without filters). ``c2_size``, ``c2_least``, ``c2_most``: mean |c2| over heads and
+frequencies, over heads and layers, of the attention maps and of their filters (equal in a model
+without filters). ``c2_size``, ``c2_least``, ``c2_most``: mean |c2| over heads and
 layers, and its extremes. Empty: not measured.
 """
 
@@ -36,7 +36,7 @@ def main() -> None:
     runs = parser.parse_args().runs
     pages = sorted(runs.rglob("lens.json"))
     if not pages:
-        raise SystemExit(f"there is no lens.json below {runs}: train with --set lens=true")
+        raise SystemExit(f"found no lens.json below {runs}: train with --set lens=true")
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(COLUMNS)
     for page in pages:

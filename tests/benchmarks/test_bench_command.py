@@ -92,14 +92,14 @@ def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
         (["--suite", "speed"], "expected a suite of"),
         (["--dtype", "int8"], "expected a dtype of"),
         (["--shapes", "large"], "BATCHxHEADSxTOKENSxDIM"),
-        (["--suite", "linear", "--shapes", "1x1x8x4:causal"], "no causal form"),
+        (["--suite", "linear", "--shapes", "1x1x8x4:causal"], "neither causal nor padded"),
         (["--device", "toaster"], "expected a device"),
         (["--device", "meta"], "cpu and cuda"),
         (["--graphs", "--shapes", "1x1x8x4"], "graphs are for CUDA"),
         (["--compile"], "nothing to compile"),
         (["--suite", "models", "--compile", "--compile-blocks"], "whole models"),
         (["--variants", "plain,fast", "--shapes", "1x1x8x4"], "expected variants of plain, gfsa"),
-        (["--suite", "decode", "--shapes", "1x1x8x4:padded"], "sequences of one length"),
+        (["--suite", "decode", "--shapes", "1x1x8x4:padded"], "no padded shapes"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):

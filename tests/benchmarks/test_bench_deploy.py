@@ -12,7 +12,7 @@ CPU = Setting(torch.device("cpu"), torch.float32)
 
 
 def test_an_encoder_is_not_causal():
-    with pytest.raises(ValueError, match="measures an encoder"):
+    with pytest.raises(ValueError, match="neither causal nor padded"):
         deploy(Shape(1, 2, 6, 4, causal=True), CPU)
 
 

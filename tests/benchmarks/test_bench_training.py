@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gfsa.operators import AttentionCall, choice
-from gfsa_benchmarks import compile_check as compiling
-from gfsa_benchmarks import training
+from gfsa_benchmarks import run_suite, training
 from gfsa_benchmarks.case import Setting, Shape
 from support.counting import Counting
 
@@ -63,14 +62,14 @@ def test_compiled_models_leave_out_the_published_form(monkeypatch: pytest.Monkey
 def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of several shapes share functions, of which the compiler keeps few graphs."""
     monkeypatch.setattr(training, "LAYERS", 2)
-    monkeypatch.setattr(compiling, "GRAPHS", 1)
+    monkeypatch.setattr(run_suite, "_GRAPHS", 1)
     compiler, counting = torch.compile, Counting()
     monkeypatch.setattr(
         torch, "compile", lambda model, backend=counting: compiler(model, backend=backend)
     )
     setting = Setting(torch.device("cpu"), torch.float32, compiled="model")
     for text in ("1x2x8x4", "1x2x8x4:causal"):
-        with compiling.compiling():
+        with run_suite.compiling():
             case = training.training_step(Shape.parse(text), setting)
             before = counting.graphs
             case.variants[0].forward()
@@ -109,7 +108,7 @@ def test_blocks_are_compiled_by_themselves(
     monkeypatch.setattr(torch, "compile", lambda call: compiler(call, backend=counting))
     setting = Setting(torch.device("cpu"), torch.float32, compiled="blocks")
     assert setting.timing == "compiled blocks"
-    with compiling.compiling():
+    with run_suite.compiling():
         case = training.training_step(Shape.parse(text), setting)
         model = case.variants[variant]
         first = model.forward()

@@ -144,7 +144,7 @@ def test_a_damaged_npz_is_refused(tmp_path: Path) -> None:
     write_jpegs(path)
     arrays = dict(np.load(path))
     np.savez(path, **{name: arrays[name] for name in arrays if name != "header"})
-    with pytest.raises(ValueError, match="lacks the arrays header"):
+    with pytest.raises(ValueError, match="has no array header"):
         read_cifar(tmp_path, "cifar10")
     np.savez(path, **arrays | {"offset_train": arrays["offset_train"][:-1]})
     with pytest.raises(ValueError, match="offset_train should rise in 41 steps"):
@@ -153,8 +153,8 @@ def test_a_damaged_npz_is_refused(tmp_path: Path) -> None:
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
     path.write_bytes(whole)
-    with pytest.raises(ValueError, match="no readable npz: Bad CRC"):
+    with pytest.raises(ValueError, match="no npz file \\(Bad CRC"):
         read_cifar(tmp_path, "cifar10")
     path.write_bytes(whole[:1000])
-    with pytest.raises(ValueError, match="no readable npz"):
+    with pytest.raises(ValueError, match="damaged or no npz file"):
         read_cifar(tmp_path, "cifar10")

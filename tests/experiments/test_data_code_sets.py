@@ -77,14 +77,14 @@ def test_without_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
         return HubPart(**ids, **texts, label=[True, False, True])
 
     asked = fake_hub(monkeypatch, load)
-    with pytest.warns(UserWarning, match="is taken from google/code_x_glue_cc_defect"):
+    with pytest.warns(UserWarning, match="Using google/code_x_glue_cc_defect"):
         devign = read_code_set(tmp_path, "devign")
     repository = "google/code_x_glue_cc_defect_detection"
     assert asked == [(repository, part) for part in ("train", "validation", "test")]
     assert devign.code[0] == "int train( ) { 0 }"
     assert devign.parts["valid"].functions.tolist() == [[4], [5], [6], [7]]
     assert devign.parts["test"].labels.tolist() == [1, 0, 1, 0]
-    with pytest.warns(UserWarning, match="is taken from google/code_x_glue_cc_clone"):
+    with pytest.warns(UserWarning, match="Using google/code_x_glue_cc_clone"):
         clones = read_code_set(tmp_path, "bigclonebench")
     # a function is kept once, whichever pairs it is in
     assert clones.code == ["a", "b", "c train", "c validation", "c test"]
@@ -94,7 +94,7 @@ def test_without_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore:.*results are not those of the official")
-@pytest.mark.filterwarnings("ignore:.*is taken from google")
+@pytest.mark.filterwarnings("ignore:.*Using google")
 def test_the_hub_is_checked_as_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = [-1, *[0] * 199]
     fake_hub(
@@ -128,7 +128,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     [
         ("1001\t1002\t2", "two ids and a label of 0 or 1"),
         ("1001\t1002", "two ids and a label of 0 or 1"),
-        ("1001\t9999\t1", "is no function of data.jsonl"),
+        ("1001\t9999\t1", "is not a function of data.jsonl"),
     ],
 )
 def test_bad_pairs(row: str, why: str, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_bad_pairs(row: str, why: str, tmp_path: Path) -> None:
     assert len(found.parts["train"].labels) == 200
     read_code_set.cache_clear()
     path.write_text("1000\t1001\t1\n" + row + "\n")
-    with pytest.raises(ValueError, match="More than 1% of bad rows"):
+    with pytest.raises(ValueError, match="More than 1 % of them are bad"):
         read_code_set(tmp_path, "bigclonebench")
 
 
@@ -149,7 +149,7 @@ def test_bad_functions(tmp_path: Path) -> None:
     write_clones(tmp_path)
     lines = [json.dumps({"idx": str(1000 + i), "func": sentence(i)}) for i in range(300)]
     write(tmp_path / "data.jsonl", "\n".join([*lines, lines[0], '{"idx": "7"']))
-    with pytest.warns(UserWarning, match=r"2 of 302 rows .*idx 1000 is there twice; line 302"):
+    with pytest.warns(UserWarning, match=r"2 of 302 rows .*idx 1000 occurs twice; line 302"):
         read_code_set(tmp_path, "bigclonebench")
 
 
@@ -166,12 +166,12 @@ def test_wrong_targets_and_places(tmp_path: Path) -> None:
     assert any(
         "1 of 204 rows cannot be used; line 6: expected func and a target" in s for s in said
     )
-    assert any("'5' is no usable function of 204" in s for s in said)
+    assert any("'5' is not a usable function of 204" in s for s in said)
     assert len(found.parts["train"].labels) == 199
     read_code_set.cache_clear()
     write(tmp_path / "test.txt", "202\n900\n")
     with (
         pytest.warns(UserWarning, match="cannot be used"),
-        pytest.raises(ValueError, match="'900' is no usable function"),
+        pytest.raises(ValueError, match="'900' is not a usable function"),
     ):
         read_code_set(tmp_path, "devign")

@@ -108,7 +108,7 @@ def test_without_files_the_hub_is_asked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = hub(monkeypatch)
-    with pytest.warns(UserWarning, match=r"train.tsv.* is taken from nyu-mll/glue on the hub"):
+    with pytest.warns(UserWarning, match=r"train.tsv.*Using nyu-mll/glue from the hub"):
         train, dev = read_glue(tmp_path, name)
     part = {"mnli-m": "validation_matched", "mnli-mm": "validation_mismatched"}
     task, split = name.split("-")[0], part.get(name, "validation")
@@ -130,7 +130,7 @@ def test_with_files_the_hub_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert not asked
 
 
-@pytest.mark.filterwarnings("ignore:.*is taken from nyu-mll/glue")
+@pytest.mark.filterwarnings("ignore:.*Using nyu-mll/glue")
 def test_the_hub_is_checked_as_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch, bad=1, rows=200)
     expected = "nyu-mll/glue cola train: 1 of 200 rows cannot be used; line 1: label '-1' is none"
@@ -179,7 +179,7 @@ def test_another_file(tmp_path: Path) -> None:
         ("rte", "RTE", "1\ta\tb\tmaybe", "label 'maybe' is none of entailment"),
         ("rte", "RTE", "1\ta\t\tentailment", "a text is empty"),
         ("stsb", "STS-B", "1\t.\t.\t.\t1\t.\t.\ta\tb\t7.0", "score 7.0 is not between 0 and 5"),
-        ("stsb", "STS-B", "1\t.\t.\t.\t1\t.\t.\ta\tb\tgood", "score 'good' is no number"),
+        ("stsb", "STS-B", "1\t.\t.\t.\t1\t.\t.\ta\tb\tgood", "score 'good' is not a number"),
     ],
 )
 def test_bad_rows_are_counted_and_told(
@@ -193,5 +193,5 @@ def test_bad_rows_are_counted_and_told(
     assert len(train.labels) == 200
     write(tmp_path / folder / "train.tsv", "\n".join([*rows[:50], row]))
     read_glue.cache_clear()
-    with pytest.raises(ValueError, match="More than 1% of bad rows"):
+    with pytest.raises(ValueError, match="More than 1 % of them are bad"):
         read_glue(tmp_path, task)

@@ -12,12 +12,18 @@ from torch import Tensor
 
 from gfsa.models import GraphormerCollator, GraphViTCollator
 from gfsa.models.graph_features import dense_adjacency, random_walk_encoding
-from gfsa_experiments.data.array_cache import cached
+from gfsa_experiments.data.files import cached_arrays
 from gfsa_experiments.tasks.graph.data_sets import read_graphs
-from gfsa_experiments.tasks.graph.encodings import laplacian_encoding, walk_encoding
+from gfsa_experiments.tasks.graph.features import (
+    MAX_HOPS,
+    laplacian_encoding,
+    pack,
+    pair_features,
+    patch_features,
+    unpack,
+    walk_encoding,
+)
 from gfsa_experiments.tasks.graph.graphs import GraphSet, spans
-from gfsa_experiments.tasks.graph.pairs import MAX_HOPS, pack, pair_features, unpack
-from gfsa_experiments.tasks.graph.patches import patch_features
 from support.graph_files import (
     labels,
     separate,
@@ -28,7 +34,7 @@ from support.graph_files import (
     write_zinc,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the official .* has .* graphs to train")
+pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 PARTS = ("x", "edge_index", "edge_attr", "nodes", "edges", "y", "split")
 
 
@@ -195,7 +201,7 @@ def test_counts_must_add_up(tmp_path: Path) -> None:
     nodes = arrays["n_node"].copy()
     nodes[0] += 1
     write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32), n_node=nodes)
-    with pytest.raises(ValueError, match=r"counts ask for \d+ nodes, it has \d+"):
+    with pytest.raises(ValueError, match=r"expected \d+ nodes by its counts, got \d+"):
         read_graphs("molesol", tmp_path)
 
 
@@ -240,7 +246,7 @@ def test_a_few_bad_graphs_are_reported_and_many_refused(tmp_path: Path, what: st
     assert graphs.nodes.tolist() == [*arrays["n_node"][:4], *arrays["n_node"][5:]]
     arrays = spoiled(what, 120, [4, 7])
     write_molecules(tmp_path / "worse", "molesol", arrays.pop("y"), **arrays)
-    with pytest.raises(ValueError, match=r"2 of 120 graphs cannot be used.*more than 1 %"):
+    with pytest.raises(ValueError, match=r"2 of 120 graphs cannot be used.*More than 1 %"):
         read_graphs("molesol", tmp_path / "worse")
 
 
@@ -255,7 +261,7 @@ def test_a_class_that_there_is_not_is_a_wrong_label(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")
 def test_other_numbers_of_graphs_than_official_are_reported(tmp_path: Path) -> None:
     write_molecules(tmp_path, "molesol", np.zeros(8, dtype=np.float32))
-    with pytest.warns(UserWarning, match=r"\(902, 113, 113\) graphs .* here are \(4, 2, 2\)"):
+    with pytest.warns(UserWarning, match=r"\(4, 2, 2\) graphs .* official .* \(902, 113, 113\)"):
         read_graphs("molesol", tmp_path)
 
 
@@ -365,7 +371,7 @@ def test_patches_are_those_of_the_collator(solubility: GraphSet, num_patches: in
     assert at["joins"] == len(features["copy_edge_id"])
 
 
-def test_what_was_worked_out_is_kept(tmp_path: Path) -> None:
+def test_what_was_cached_features_is_kept(tmp_path: Path) -> None:
     made = {"a": torch.arange(5), "b": torch.rand(2, 3)}
     calls = []
 
@@ -375,17 +381,17 @@ def test_what_was_worked_out_is_kept(tmp_path: Path) -> None:
 
     folder = str(tmp_path / "new" / "folder")
     for _ in range(2):
-        kept = cached(folder, "name", work_out)
+        kept = cached_arrays(folder, "name", work_out)
         assert all(torch.equal(kept[key], made[key]) for key in made)
     assert len(calls) == 1
     assert [path.name for path in Path(folder).iterdir()] == ["name.npz"]
     (Path(folder) / "name.npz").write_bytes(b"PK\x03\x04 half a file")
-    with pytest.warns(UserWarning, match="is damaged .* made anew"):
-        cached(folder, "name", work_out)
+    with pytest.warns(UserWarning, match="is damaged .* computing it again"):
+        cached_arrays(folder, "name", work_out)
     assert len(calls) == 2
-    cached(folder, "name", work_out)
+    cached_arrays(folder, "name", work_out)
     assert len(calls) == 2
-    cached("", "name", work_out)
+    cached_arrays("", "name", work_out)
     assert len(calls) == 3
 
 

@@ -232,13 +232,13 @@ def test_missing_data_is_made_once_by_one_of_many(
 
     monkeypatch.setattr(listops_files, "make_listops", make)
     path = tmp_path / "listops" / "listops_seed0.npz"
-    threads = [threading.Thread(target=listops_files._make, args=(path,)) for _ in range(4)]
+    threads = [threading.Thread(target=listops_files._generate, args=(path,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(calls) == 1
-    assert "making ListOps" in capsys.readouterr().err
+    assert "generating ListOps" in capsys.readouterr().err
     assert {one.name for one in path.parent.iterdir()} == {path.name, "listops_seed0.lock"}
     parts = read_listops(tmp_path)
     assert len(calls) == 1
@@ -246,7 +246,7 @@ def test_missing_data_is_made_once_by_one_of_many(
 
     read_listops.cache_clear()
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(ValueError, match="delete it and it is made anew"):
+    with pytest.raises(ValueError, match=r"is damaged .* delete it to generate it again"):
         read_listops(tmp_path)
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from gfsa_experiments.tasks.speech.an4 import read_an4
-from gfsa_experiments.tasks.speech.data import SpeechBatches, hold_out
 from gfsa_experiments.tasks.speech.librispeech import log_mel, read_librispeech
 from gfsa_experiments.tasks.speech.text import BLANK, Characters, Pieces
+from gfsa_experiments.tasks.speech.utterances import SpeechBatches, hold_out
 from support.speech import WORDS, change_an4, sentence, write_an4, write_librispeech
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the official set:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*the official file:UserWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _nothing_remembered() -> Iterator[None]:
 
 def test_an4_is_read_from_the_folder_or_its_parent(tmp_path: Path) -> None:
     path = write_an4(tmp_path / "an4")
-    with pytest.warns(UserWarning, match="AN4 train has 24 utterances, the official set 948"):
+    with pytest.warns(UserWarning, match="AN4 train has 24 utterances, the official file 948"):
         train, test = read_an4(tmp_path)
     inside, _ = read_an4(path.parent)
     assert (len(train), len(test), train.size) == (24, 6, 13)
@@ -48,14 +48,14 @@ def test_an4_is_read_from_the_folder_or_its_parent(tmp_path: Path) -> None:
 
 
 def test_an4_missing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"looked for .*an4_mfcc.npz and .*an4/an4_mfcc"):
+    with pytest.raises(FileNotFoundError, match=r"found none of an4_mfcc.npz .* or its an4/"):
         read_an4(tmp_path)
 
 
 def test_an4_damaged(tmp_path: Path) -> None:
     path = write_an4(tmp_path)
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"an4_mfcc.npz is damaged or no .npz file"):
+    with pytest.raises(ValueError, match=r"an4_mfcc.npz is damaged or no npz file"):
         read_an4(tmp_path)
 
 
@@ -69,10 +69,10 @@ def test_an4_with_objects_is_not_unpickled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"utt_test": None}, "has no utt_test"),
+        ({"utt_test": None}, "has no array utt_test"),
         ({"feat_train": np.zeros((7, 13))}, r"expected feat_train of shape \(.*got \(7, 13\)"),
         ({"text_test": np.array(["YES"])}, "must be of one length, got 6, 1 and 6"),
-        ({"text_train": np.array(["yes"] * 24)}, "24 of 24 entries are malformed.*'esy'"),
+        ({"text_train": np.array(["yes"] * 24)}, "24 of 24 utterances cannot be used.*'esy'"),
     ],
 )
 def test_an4_inconsistent(
@@ -90,7 +90,7 @@ def test_an4_leaves_out_few_malformed_utterances_and_says_so(tmp_path: Path) -> 
     texts[7] = "  "
     features[frames[:9].sum()] = np.nan
     change_an4(path, text_train=texts, feat_train=features)
-    with pytest.warns(UserWarning, match=r"2 of 201 entries.*an7-tsp1-b.*is empty.*not finite"):
+    with pytest.warns(UserWarning, match=r"2 of 201 utterances.*an7-tsp1-b.*is empty.*not finite"):
         train, _ = read_an4(tmp_path)
     assert len(train) == 199
     assert not {"an7-tsp1-b", "an9-tsp3-b"} & set(train.ids)
@@ -115,7 +115,7 @@ def test_held_out_speakers_are_heard_nowhere_else_and_always_the_same(tmp_path: 
 
 def test_librispeech_folders(tmp_path: Path) -> None:
     write_librispeech(tmp_path, "dev-clean")
-    with pytest.warns(UserWarning, match="dev-clean has 3 utterances, the official set 2703"):
+    with pytest.warns(UserWarning, match="dev-clean has 3 utterances, the official file 2,703"):
         dev = read_librispeech(tmp_path, "dev-clean")
     again = read_librispeech(tmp_path / "LibriSpeech", "dev-clean")
     assert dev.ids == ["19-198-0000", "19-198-0001", "19-198-0002"]
@@ -160,13 +160,13 @@ def test_librispeech_malformed(tmp_path: Path) -> None:
 
     transcript = chapter / "19-198.trans.txt"
     (chapter / "19-198-0001.flac").unlink()
-    expect("1 of 3 entries.*19-198-0001 in 19-198.trans.txt has no audio file")
+    expect("1 of 3 utterances.*19-198-0001 in 19-198.trans.txt: it has no audio file")
     (chapter / "19-198-0001.flac").write_bytes(b"no audio")
     expect("unreadable audio file")
     transcript.write_text(transcript.read_text().replace("YES", "Yes"))
     expect("characters other than.*'es'")
     transcript.write_text("".join(transcript.read_text().splitlines(keepends=True)[:2]))
-    expect("19-198-0002.flac has no transcript")
+    expect("19-198-0002.flac: it has no transcript")
 
 
 def test_librispeech_of_another_rate_is_refused(tmp_path: Path) -> None:

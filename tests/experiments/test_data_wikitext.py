@@ -61,7 +61,7 @@ def test_without_files_the_hub_is_asked(
 ) -> None:
     texts = [" = Title = \n", "", " No it was n't Black Monday \n"]
     asked = fake_hub(monkeypatch, lambda *which: HubPart(text=texts))
-    with pytest.warns(UserWarning, match="is taken from Salesforce/wikitext on the hub"):
+    with pytest.warns(UserWarning, match="Using Salesforce/wikitext from the hub"):
         lines = read_corpus(tmp_path, name, "valid")
     assert asked == [("Salesforce/wikitext", f"{name}-v1", "validation")]
     assert lines == (" = Title = \n", "\n", " No it was n't Black Monday \n")

@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gfsa_experiments.runs.same_data import difference
 from torch import nn
 from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, Task, as_it_is
 from gfsa_experiments.runs.fingerprint import fingerprint
+from gfsa_experiments.runs.same_data import difference
 from gfsa_experiments.tasks.image.cifar import _read as read_cifar_once
-from gfsa_experiments.tasks.image.image_folder import list_images
+from gfsa_experiments.tasks.image.items import list_images
 from gfsa_experiments.tasks.image.recipe import ImageConfig, build
 from gfsa_experiments.tasks.lra.listops import make_listops
 from gfsa_experiments.tasks.lra.recipe import Lists
 from gfsa_experiments.tasks.speech.an4 import read_an4
-from gfsa_experiments.tasks.speech.data import SpeechBatches
 from gfsa_experiments.tasks.speech.librispeech import read_librispeech
 from gfsa_experiments.tasks.speech.recipe import SpeechTask
+from gfsa_experiments.tasks.speech.utterances import SpeechBatches
 from support.speech import change_an4, write_an4, write_librispeech
 from support.tiny_images import write_cifar10, write_folder, write_jpegs
 

@@ -35,7 +35,7 @@ from support.graph_files import (
 )
 from support.graphs import randomise
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the official .* has .* graphs to train")
+pytestmark = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
 MODELS = get_args(ModelName)
 TINY: dict[str, Any] = {
@@ -53,7 +53,7 @@ STILL = {"dropout": 0.0, "mlp_dropout": 0.0, "attention_dropout": 0.0}
 @pytest.fixture(autouse=True)
 def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     read_graphs.cache_clear()
-    graph._worked_out.cache_clear()
+    graph._cached_features.cache_clear()
     monkeypatch.delenv("GFSA_CACHE", raising=False)
 
 
@@ -403,7 +403,7 @@ def test_labels_are_scored_as_ogb_does(data: Path) -> None:
     halves = [{"output": output[:2], "y": y[:2]}, {"output": output[2:], "y": y[2:]}]
     # pairs in order: 3 of 4 and 1 of 1; precisions at the hits: (1 + 2/3) / 2 and 1
     assert task.score(halves) == pytest.approx({"rocauc": 87.5, "ap": 100 * (5 / 6 + 1) / 2})
-    with pytest.raises(ValueError, match="nothing to rank"):
+    with pytest.raises(ValueError, match="no label has both answers"):
         task.score([{"output": output, "y": torch.ones(4, 3)}])
 
 
@@ -467,7 +467,7 @@ def outcome(row: Row) -> tuple[Any, ...]:
     return row.test, row.valid, row.coefficients, row.moved
 
 
-def test_what_is_worked_out_is_shared_by_processes(
+def test_what_is_cached_features_is_shared_by_processes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
@@ -475,7 +475,7 @@ def test_what_is_worked_out_is_shared_by_processes(
     (kept,) = (tmp_path / "cache").iterdir()
     assert kept.name.startswith("graph-zinc-pairs-")
     # a process that finds the file does not work it out
-    graph._worked_out.cache_clear()
+    graph._cached_features.cache_clear()
     monkeypatch.setattr(graph, "pair_features", None)
     after = made(data, "zinc")
     batches: list[dict[str, Tensor]] = [
@@ -484,12 +484,12 @@ def test_what_is_worked_out_is_shared_by_processes(
     assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
 
 
-def test_graphs_are_named_by_what_was_read_and_not_by_what_is_worked_out(
+def test_graphs_are_named_by_what_was_read_and_not_by_what_is_cached_features(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(*which: str, **settings: Any) -> str:
         read_graphs.cache_clear()
-        graph._worked_out.cache_clear()
+        graph._cached_features.cache_clear()
         return fingerprint(made(data, *which, **settings))
 
     first = found("zinc", "gps", encoding="laplacian", encoding_size=4)

@@ -23,7 +23,7 @@ from gfsa_experiments.tasks.speech.models import TorchRecogniser, subsampled
 from gfsa_experiments.tasks.speech.recipe import SpeechConfig, SpeechTask, build
 from support.speech import write_an4, write_librispeech
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the official set:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*the official file:UserWarning")
 
 ENCODERS = ("transformer", "branchformer")
 SMALL: dict[str, Any] = {

@@ -36,6 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "causal_lm": {"block": 16},
     "code": {"max_length": 24, "pad_to_multiple": 8},
     "glue": {"task": "rte"},
+    "digits": {"depth": 1, "width": 16, "heads": 2},
 }
 SCRATCH: dict[str, Any] = {
     "model": "scratch", "depth": 1, "width": 16, "heads": 2, "vocab_size": 300
@@ -72,6 +73,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("code", SCRATCH),
     ("code", {"model": "tiny-roberta"}),
     ("glue", {"model": "tiny-bert"}),
+    ("digits", {}),
 ]
 NAMES = [f"{recipe} {' '.join(map(str, choice.values()))}" for recipe, choice in CHOICES]
 # read while training, or while a plan is made, and not by what is built

@@ -5,13 +5,13 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
+from rich.progress import Progress
 
 from gfsa.lens import diagnose
 from gfsa.lens.findings import high_gain
 from gfsa.lens.readings import AttentionReading
-from gfsa_experiments.tasks.digits.data import load_digits
-from gfsa_experiments.tasks.digits.experiment import Settings, run_all
-from gfsa_experiments.tasks.digits.model import DigitsViT
+from gfsa_experiments.demo.run_demo import DemoSettings, train_all
+from gfsa_experiments.tasks.digits.recipe import load_digits
 
 
 def gains(layer: AttentionReading) -> tuple[float, float]:
@@ -25,13 +25,8 @@ def gains(layer: AttentionReading) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_plain_attention_smooths_with_depth_and_filters_do_so_less() -> None:
-    models: dict[str, DigitsViT] = {}
-    run_all(
-        Settings(seeds=1),
-        lambda variant, seed: None,
-        lambda variant, seed, model: models.update({variant: model}),
-    )
-    images = load_digits("test").held_out_images
+    _, models = train_all(DemoSettings(seeds=1), Progress(disable=True))
+    images = load_digits()["test"].images
     readings = diagnose(models, images, spectral_samples=len(images)).models
     plain, filtered = readings["plain"], readings["GFSA K=3"]
     # (a) the response: near nothing at high frequencies, least of all in deep layers

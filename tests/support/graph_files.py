@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gfsa_experiments.tasks.graph.graphs import ATOMS, BONDS, GraphSet
+from gfsa_experiments.tasks.graph.graphs import GraphSet
+from gfsa_experiments.tasks.graph.readers import ATOMS, BONDS
 from support.graphs import molecule
 
 Arrays = dict[str, np.ndarray]

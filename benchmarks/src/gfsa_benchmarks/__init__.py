@@ -1,1 +1,1 @@
-"""One harness for speed and memory: every variant on the same shapes, in one run, interleaved."""
+"""Benchmarks of speed and memory: all variants on the same shapes, in interleaved rounds."""

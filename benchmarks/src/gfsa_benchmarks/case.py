@@ -1,4 +1,4 @@
-"""What is measured: a case is one shape, with several ways to do the same job on it."""
+"""Cases: one shape with several variants of the same computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 class Shape:
     """Batch, heads, tokens and head dim, written ``BxHxNxD``.
 
-    ``:causal`` may follow, and ``:padded``: sequences of half the tokens up to all of them.
+    ``:causal`` and ``:padded`` may follow; padded sequences have half to all of the tokens.
     """
 
     batch: int
@@ -41,18 +41,18 @@ class Shape:
         return f"{self.batch}x{self.heads}x{self.tokens}x{self.dim}{options}"
 
     def real_tokens(self) -> Tensor:
-        """``(batch, tokens)``, True where a token is none that fills up."""
+        """``(batch, tokens)``, False for padding."""
         lengths = torch.linspace(self.tokens, (self.tokens + 1) // 2, self.batch).round()
         return torch.arange(self.tokens) < lengths[:, None]
 
 
 Compiled = Literal["model", "blocks"]
-"""What of a model is compiled: all of it as one, or each of the blocks it is a stack of."""
+"""Which part of a model is compiled: the whole, or each of its blocks separately."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and in which precision a case runs."""
+    """Device, precision and execution mode of a case."""
 
     device: torch.device
     dtype: torch.dtype
@@ -64,29 +64,29 @@ class Setting:
         if self.graphs and self.device.type != "cuda":
             raise ValueError(f"graphs are for CUDA, got the device {self.device}")
         if self.graphs and self.compiled:
-            raise ValueError("--graphs and --compile are two ways to time a model; choose one")
+            raise ValueError("--graphs and --compile exclude each other; choose one")
 
     @property
     def timing(self) -> str:
-        """What is timed, in a word or two."""
+        """The execution mode in a word or two."""
         compiled = {None: "eager", "model": "compiled", "blocks": "compiled blocks"}
         return "graph" if self.graphs else compiled[self.compiled]
 
     def randn(self, *shape: int) -> Tensor:
-        # drawn on the CPU: the same numbers on every device
+        # drawn on the CPU for the same numbers on every device
         return torch.randn(*shape).to(device=self.device, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do the job.
+    """One way to do the computation.
 
     Args:
-        name: how the table calls it.
-        backend: which operator of gfsa ran, or ``"torch"``.
+        name: its name in tables.
+        backend: the operator of gfsa that ran, or ``"torch"``.
         forward: one forward without gradients.
-        step: one forward and backward, gradients of every input included; ``None`` where there
-            is none to take, as in decoding.
+        step: one forward and backward, with gradients of every input; ``None`` where there is no
+            backward, as in decoding.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """Several variants on one shape; the first is the one the others are compared with."""
+    """Several variants on one shape; the others are compared with the first."""
 
     shape: str
     variants: Sequence[Variant]
@@ -121,8 +121,8 @@ def variant(
 
 
 def only(case: Case, names: Sequence[str]) -> Case:
-    """Some variants of a case, by name, and the first, with which they are compared."""
-    known = [each.name for each in case.variants]
+    """Some variants of a case, by name, and always the first, the reference."""
+    known = [variant.name for variant in case.variants]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"expected variants of {', '.join(known)}, got {', '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""``gfsa bench``."""
+"""The command ``gfsa bench``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def bench(
         str, typer.Option(help="ops, lengths, models, linear, decode or deploy.")
     ] = "ops",
     device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")
+        str, typer.Option(help="cpu, cuda, cuda:1 …; auto uses a GPU if there is one.")
     ] = "auto",
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16; auto is bfloat16 on CUDA.")
@@ -29,13 +29,13 @@ def bench(
         bool, typer.Option("--compile", help="The suite models: compile each model.")
     ] = False,
     blocks: Annotated[
-        bool, typer.Option("--compile-blocks", help="Likewise, its blocks instead of the whole.")
+        bool, typer.Option("--compile-blocks", help="Likewise, its blocks one by one.")
     ] = False,
     variants: Annotated[
-        str, typer.Option(help="Some variants only, by name, separated by commas.")
+        str, typer.Option(help="Only these variants, by name, separated by commas.")
     ] = "",
     append: Annotated[bool, typer.Option(help="Add the rows to the CSV file.")] = True,
-    csv: Annotated[Path, typer.Option(help="Where rows are kept.")] = Path("results/bench.csv"),
+    csv: Annotated[Path, typer.Option(help="The CSV file.")] = Path("results/bench.csv"),
 ) -> None:
     """Measure time and memory: plain attention, gfsa and the published form, side by side."""
     import torch

@@ -1,4 +1,4 @@
-"""One new token of a GPT-2-shaped model with a filled cache: what serving pays for a filter."""
+"""The suite ``decode``: one new token of a GPT-2-shaped model with a filled cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ VOCABULARY = 50257
 
 
 def decode(shape: Shape, setting: Setting) -> Case:
-    """``shape`` is that of each layer's cache: batch, heads, tokens already there, head dim."""
+    """``shape`` is that of each layer's cache: batch, heads, cached tokens, head dim."""
     if shape.padded:
-        raise ValueError(f"the decode suite has sequences of one length, got the shape {shape}")
+        raise ValueError(f"the decode suite takes no padded shapes, got the shape {shape}")
     plain = _gpt2(shape, setting)
     variants = [_variant("plain", plain, shape, setting)]
     for name, K in (("gfsa degree 1", None), ("gfsa", 3)):
@@ -51,7 +51,7 @@ def _variant(name: str, model: Any, shape: Shape, setting: Setting) -> Variant:
     def forward() -> object:
         with torch.no_grad():
             logits = model(prompt[:, :1], past_key_values=cache).logits
-        # back to where it was, so that every call decodes at the same length
+        # remove the new token, so that every call decodes at the same length
         cache.crop(-1)
         return logits
 

@@ -1,4 +1,4 @@
-"""Inference of an encoder three ways: eager, compiled, and by ONNX Runtime."""
+"""The suite ``deploy``: inference of an encoder in eager mode, compiled, and by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def deploy(shape: Shape, setting: Setting) -> Case:
     """A BERT-shaped encoder without filters, with them, and with half of their heads pruned."""
     if shape.causal or shape.padded:
         raise ValueError(
-            f"the deploy suite measures an encoder of whole sequences, got the shape {shape}"
+            f"the deploy suite takes neither causal nor padded shapes, got the shape {shape}"
         )
     models = {"plain": _encoder(shape, setting)}
     for name in ("gfsa", "gfsa, half pruned"):
@@ -46,7 +46,7 @@ def deploy(shape: Shape, setting: Setting) -> Case:
 
 
 class _LastState(nn.Module):
-    """The encoder's output alone, as a program that is shipped returns it."""
+    """Returns the encoder's last state alone, as an exported program would."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -75,15 +75,15 @@ def _encoder(shape: Shape, setting: Setting) -> nn.Module:
 
 def _filter(model: nn.Module) -> None:
     plug(model, K=3)
-    for each in filters_of(model).values():
-        # no zero among them: nothing may be skipped because of a value
-        nn.init.constant_(each.get_parameter("theta"), 0.1)
+    for graph_filter in filters_of(model).values():
+        # none is zero, so that no operator can skip a term
+        nn.init.constant_(graph_filter.get_parameter("theta"), 0.1)
 
 
 def _prune_half(model: nn.Module) -> None:
-    for each in filters_of(model).values():
+    for graph_filter in filters_of(model).values():
         with torch.no_grad():
-            each.get_parameter("theta")[each.num_heads // 2 :, 2] = 0.0
+            graph_filter.get_parameter("theta")[graph_filter.num_heads // 2 :, 2] = 0.0
     prune(model, tolerance=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Time and memory against length, from rows of the suite ``lengths``.
+"""Plots time and memory against length, from rows of the suite ``lengths``.
 
 ``python -m gfsa_benchmarks.figure results/bench.csv docs/kernels-lengths.svg``
 """
@@ -13,13 +13,13 @@ from pathlib import Path
 from gfsa_benchmarks.case import Shape
 
 Curve = list[tuple[int, float, float]]
-# colours that colour-blind eyes tell apart, markers that lie beside each other where curves meet
+# colours for colour-blind readers, markers that stay visible where curves meet
 LOOKS = (("#000000", "o"), ("#E69F00", "s"), ("#0072B2", "^"))
 PANELS = ((1, "forward + backward, ms"), (2, "peak memory, MiB"))
 
 
 def curves(path: Path) -> dict[str, Curve]:
-    """``{variant: [(tokens, ms, MiB), …]}``; of several runs of one length the last counts."""
+    """``{variant: [(tokens, ms, MiB), …]}``; the last of several runs of one length counts."""
     found: dict[str, dict[int, tuple[int, float, float]]] = defaultdict(dict)
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -39,7 +39,7 @@ def draw(path: Path, out: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    # text as text, and the same file for the same rows
+    # text stays text, and the same rows give the same file
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gfsa"})
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained")
     for (variant, points), (colour, marker) in zip(curves(path).items(), LOOKS, strict=False):

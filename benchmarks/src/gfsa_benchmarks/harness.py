@@ -1,4 +1,4 @@
-"""Measure a case: times in interleaved rounds, then the peak memory of each variant."""
+"""Measures a case: times in interleaved rounds, then the peak memory of each variant."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from gfsa_experiments.runs.csv_table import append_lines
 class Row:
     """One line of ``results/bench.csv``.
 
-    ``ratio`` columns are to the case's first variant, measured in the same rounds. Memory is that
-    of forward+backward (of the forward where there is no backward).
+    ``ratio`` columns are relative to the case's first variant, measured in the same rounds. Memory
+    is that of forward+backward (of the forward if there is no backward).
     """
 
     date: str
@@ -69,14 +69,15 @@ def measure(
 
     Args:
         rounds: how often each variant is timed; medians are reported.
-        on_round: called after each round, twice as often as there are rounds: the forward has its
-            rounds, then forward+backward.
+        on_round: called after each round, ``2·rounds`` times in all: first for the forward, then
+            for forward+backward.
     """
 
     def timed(works: Sequence[Work | None]) -> list[Timing | None]:
-        there = [work for work in works if work is not None]
-        ready = [captured(work) for work in there] if setting.graphs else there
-        timings = iter(interleaved(ready, rounds, setting.device, on_round))
+        calls = [work for work in works if work is not None]
+        if setting.graphs:
+            calls = [captured(work) for work in calls]
+        timings = iter(interleaved(calls, rounds, setting.device, on_round))
         return [None if work is None else next(timings) for work in works]
 
     forwards = timed([variant.forward for variant in case.variants])
@@ -120,13 +121,13 @@ def measure(
 
 
 def append(rows: Sequence[Row], path: Path) -> None:
-    """Add ``rows`` to the CSV file at ``path``, made with a header if it is not there."""
+    """Append ``rows`` to the CSV file at ``path``, which is created with a header if missing."""
     lines = [{name: _text(value) for name, value in asdict(row).items()} for row in rows]
     append_lines(path, COLUMNS, lines, end="\n")
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """What was typed, without where the program and its output lie: nobody else has those."""
+    """The command line without the paths of the program and its output file."""
     kept = list(arguments[1:])
     kept = [word for word in kept if not word.startswith("--csv=")]
     if "--csv" in kept:

@@ -1,11 +1,12 @@
-"""What a filter adds to a layer of a whole model on the host: time, Python calls, launches.
+"""The host cost that a filter adds per layer of a whole model: time, Python calls, launches.
 
-Models of twelve narrow layers, so that what is measured is the host's part: a training step of
-BERT with nothing launched by the fused kernels, and one decoded token of GPT-2 with a filled cache.
-Each is measured against the same model without filters, in the same process.
+The models have twelve narrow layers, so that the host dominates: a training step of BERT in which
+the fused kernels launch nothing, and one decoded token of GPT-2 with a filled cache. Each is
+compared with the same model without filters, in the same process.
 
-Time in a loop flatters: everything is warm there. The number of calls does not depend on that, and
-it is what to read for the training step, whose time moves by some 40 µs a layer from run to run.
+Times in a loop are optimistic because all caches are warm. The number of calls does not depend on
+that; it is the figure to read for the training step, whose time varies by about 40 µs per layer
+between runs.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Cost:
-    """What one piece of work costs the host, or what a layer adds to it."""
+    """The host cost of a call, or the part that a layer adds."""
 
     microseconds: float
     calls: float
     """Python functions and C functions called from Python."""
     operators: float | None = None
-    """Operators of torch that compute something: each is a launch on a GPU, at least."""
+    """Operators of torch that compute something: each is at least one launch on a GPU."""
 
     def added_to(self, plain: Cost) -> Cost:
-        """What a layer of this adds to a layer of ``plain``."""
+        """The cost per layer beyond that of ``plain``."""
         operators = None
         if self.operators is not None and plain.operators is not None:
             operators = (self.operators - plain.operators) / LAYERS
@@ -58,11 +59,11 @@ class Cost:
 
 
 def measure(works: dict[str, Work], operators: bool) -> dict[str, Cost]:
-    """What each of ``works`` costs; they take turns, so that a slow minute is everybody's.
+    """The cost of each of ``works``, in interleaved rounds.
 
     Args:
-        operators: whether to count torch's operators as well; fused kernels go another way where
-            somebody counts.
+        operators: whether to count torch's operators too; while a dispatch mode counts, the fused
+            kernels take another path.
     """
     least = dict.fromkeys(works, float("inf"))
     for _ in range(ROUNDS):
@@ -75,7 +76,7 @@ def measure(works: dict[str, Work], operators: bool) -> dict[str, Cost]:
 
 
 def count_calls(work: Work) -> int:
-    """How many functions ``work`` calls, in Python and from it."""
+    """The number of Python and C functions that ``work`` calls."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -91,7 +92,7 @@ def count_calls(work: Work) -> int:
 
 
 def count_operators(work: Work) -> int:
-    """How many of torch's operators compute something while ``work`` runs; views do not."""
+    """The number of torch operators that ``work`` runs, without views."""
     counter = _Counter()
     with counter:
         work()
@@ -118,7 +119,7 @@ _COMPUTE_NOTHING = (
 
 
 def variants(plain: Any) -> dict[str, Any]:
-    """The model without filters, and plugged with those of degrees one and two."""
+    """The model without filters, and with filters of degree 1 and 2."""
     models = {"plain": plain}
     for name, K in (("degree 1", None), ("degree 2", 3)):
         models[name] = copy.deepcopy(plain)
@@ -188,20 +189,20 @@ def decoding(static: bool) -> dict[str, Cost]:
 
         return work
 
-    # in float32: a CPU makes copies to add numbers of two dtypes, which a GPU does not
+    # in float32: to add numbers of two dtypes a CPU makes copies, unlike a GPU
     models = variants(GPT2LMHeadModel(config).eval())
     return measure({name: step(model) for name, model in models.items()}, operators=True)
 
 
 def rewind(cache: Any, static: bool) -> None:
-    """Take the newest token out again, so that every token is decoded at the same length."""
+    """Remove the newest token, so that every token is decoded at the same length."""
     if not static:
         cache.crop(-1)
         return
     for layer in cache.layers:
         companions = getattr(layer, "gfsa_powers", {}).values()
-        for each in (layer, *itertools.chain(*companions)):
-            each.cumulative_length.fill_(TOKENS)
+        for cached in (layer, *itertools.chain(*companions)):
+            cached.cumulative_length.fill_(TOKENS)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Peak memory of one call: the most that was alive at once, beyond what was alive before it."""
+"""Peak memory of one call, beyond the memory that was allocated before it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MIB = 2**20
 def peak_mib(work: Callable[[], object], device: torch.device) -> float:
     """The peak of ``work`` in MiB; inputs do not count, outputs and gradients do.
 
-    On CUDA this is ``torch.cuda.max_memory_allocated``. A CPU keeps no such account, so there it
-    is the highest sum of the allocations and releases that torch's profiler records during the
-    call: exact to the byte, the same whatever else the machine does, and blind only to what a
-    library (BLAS, say) keeps for itself. The resident set of the process would count that too, but
-    also memory that the allocator holds back from earlier calls.
+    On CUDA this is ``torch.cuda.max_memory_allocated``. There is no such counter for a CPU; there
+    it is the highest sum of the allocations and releases that torch's profiler records during the
+    call: exact to the byte and independent of other processes, but without memory that a library
+    such as BLAS allocates itself. The resident set of the process would include that, but also
+    memory that the allocator caches from earlier calls.
     """
     work()
     return (_cuda_peak(work, device) if device.type == "cuda" else _cpu_peak(work)) / MIB
@@ -37,12 +37,12 @@ def _cuda_peak(work: Callable[[], object], device: torch.device) -> int:
 
 
 def _cpu_peak(work: Callable[[], object]) -> int:
-    # the profiler of a CUDA build complains on stderr where there is no GPU
+    # without a GPU the profiler of a CUDA build prints errors to stderr
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as recorded:
-        # held until recording has stopped, so that the result counts as alive
+        # keep a reference until the recording stops, so that the result counts
         result = work()
     del result
     profiler = recorded.profiler

@@ -1,4 +1,4 @@
-"""Graph-filter self-attention as published: the attention map is built, and squared."""
+"""Graph-filter self-attention as published, which builds the attention map and squares it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def published_attention(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    r"""The formula of the paper, term by term, with the n×n matrices it asks for.
+    r"""The formula of the paper, term by term, with its n×n matrices.
 
     .. math:: A = \mathrm{softmax}(q k^\top / \sqrt{d}), \qquad
               y = (w_0 I + w_1 A + w_K\,(A + (K-1)(A^2 - A)))\,v
 
-    O(n³) time and several n×n matrices a head; what the benchmark measures gfsa against.
+    O(n³) time and several n×n matrices per head: the reference of the benchmarks.
 
     Args:
         q, k, v: ``(B, H, N, D)``.
         w0, w1, wK: ``(H,)``.
         K: order of the high-order term.
-        is_causal: a token sees itself and what comes before it.
-        attn_mask: bool, True takes part.
+        is_causal: a token attends to itself and earlier tokens only.
+        attn_mask: bool, True where a key takes part.
     """
     n = q.shape[-2]
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])

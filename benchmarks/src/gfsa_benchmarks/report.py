@@ -1,4 +1,4 @@
-"""The harness's rows as tables."""
+"""Rows of a benchmark as printed tables and sentences."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def against_published(rows: Sequence[Row]) -> str | None:
-    """What gfsa saves against the published form, in a sentence; None where it was not measured."""
+    """What gfsa saves against the published form, in a sentence; None if it was not measured."""
     named = {row.variant: row for row in rows}
     ours, theirs = named.get("gfsa"), named.get("published")
     if ours is None or theirs is None or not ours.fwd_bwd_ms or not theirs.fwd_bwd_ms:
@@ -54,7 +54,7 @@ def against_published(rows: Sequence[Row]) -> str | None:
 
 
 def scaling(cases: Sequence[Sequence[Row]]) -> Table | None:
-    """How time and memory grow from one case to the next; None for a single case."""
+    """Growth of time and memory from one case to the next; None for a single case."""
     if len(cases) < 2:
         return None
     shown = Table(title="growth from one length to the next", title_justify="left")
@@ -81,7 +81,7 @@ def scaling(cases: Sequence[Sequence[Row]]) -> Table | None:
 
 
 def _ms(value: float | None) -> str:
-    """Three digits that count, and never an exponent."""
+    """Three significant digits, without an exponent."""
     if value is None or value >= 100:
         return _number(value, ".0f")
     return format(value, ".3g")

@@ -1,9 +1,9 @@
-"""Run a suite: measure its cases one after the other, show them, and keep the rows."""
+"""Runs a suite: measures its cases one by one, prints them and appends their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -12,12 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gfsa_benchmarks import report
 from gfsa_benchmarks.case import Compiled, Setting, Shape, only
-from gfsa_benchmarks.compile_check import compiling
 from gfsa_benchmarks.harness import COLUMNS, Row, append, measure
 from gfsa_benchmarks.suites import suite_called
 from gfsa_experiments.runs.csv_table import check_table
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+# per function: each model of a case has a graph with gradients and one without
+_GRAPHS = 64
 
 
 def run_suite(
@@ -32,23 +33,23 @@ def run_suite(
     csv: Path | None,
     console: Console,
 ) -> list[list[Row]]:
-    """Measure the suite called ``name``; a list of rows for each shape.
+    """Measure the suite called ``name``; returns a list of rows for each shape.
 
     Args:
         shapes: as text, see :class:`~gfsa_benchmarks.case.Shape`; empty for the suite's own.
-        compiled: what of a model to compile, for suites that have models.
-        variants: names of those to measure, the first of a case always among them; empty for all.
-        csv: rows are added to this file after each case; ``None`` keeps nothing.
+        compiled: which part of a model to compile, for suites that have models.
+        variants: names of those to measure besides the first of a case; empty for all.
+        csv: rows are appended to this file after each case; ``None`` for no file.
     """
     suite = suite_called(name)
     if compiled and not suite.compiles:
         raise ValueError(f"the suite {name} has nothing to compile; --compile is for models")
     if csv is not None:
-        # before minutes of measuring
+        # a wrong file is refused before minutes of measuring
         check_table(csv, COLUMNS)
     setting = Setting(_device(device), _dtype(dtype), compiled, graphs)
     if setting.device.type == "cuda":
-        # graphs and events are made on the current one
+        # graphs and events are created on the current device
         torch.cuda.set_device(setting.device.index or 0)
     wanted = [Shape.parse(text) for text in shapes or suite.shapes(setting.device)]
     cases = []
@@ -81,13 +82,26 @@ def run_suite(
     return cases
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Compile a case independently of earlier ones, and fail where the compiler would give up.
+
+    Models of one library share functions, and the compiler keeps a limited number of graphs per
+    function: beyond that it would run the next model in eager mode with only a line in the log.
+    """
+    dynamo = torch._dynamo
+    dynamo.reset()
+    with dynamo.config.patch(recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True):
+        yield
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"expected a device such as cpu or cuda, got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"this harness knows how to time cpu and cuda, got {name!r}")
+        raise ValueError(f"the benchmarks can time cpu and cuda, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch finds no CUDA device here; see `gfsa info`, or use --device cpu")
     return device

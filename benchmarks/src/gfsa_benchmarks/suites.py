@@ -1,4 +1,4 @@
-"""The suites of ``gfsa bench``; a new one is a function and a line in ``SUITES``."""
+"""The suites of ``gfsa bench``; a new suite is a function and an entry in ``SUITES``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gfsa_benchmarks.training import training_step
 
 @dataclass(frozen=True)
 class Suite:
-    """What a suite measures, on which shapes unless told otherwise, and how a case is made."""
+    """What a suite measures, its default shapes, and the function that builds a case."""
 
     about: str
     build: Callable[[Shape, Setting], Case]
@@ -59,7 +59,7 @@ def operators(shape: Shape, setting: Setting) -> Case:
 
 
 def lengths(shape: Shape, setting: Setting) -> Case:
-    """Plain attention and gfsa at lengths that double, where the published form has no room."""
+    """Plain attention and gfsa at doubling lengths, where the published form would not fit."""
     tokens = _tokens(shape, setting)
     return Case(
         str(shape),
@@ -74,7 +74,7 @@ def lengths(shape: Shape, setting: Setting) -> Case:
 def _plain(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> Variant:
     mask, causal = _mask(shape, setting), shape.causal
     if mask is not None and causal:
-        # torch takes one or the other
+        # torch accepts either a mask or is_causal
         mask, causal = mask & torch.ones(shape.tokens, shape.tokens).tril().to(mask), False
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -107,10 +107,10 @@ def _filtered(
 
 
 def linear(shape: Shape, setting: Setting) -> Case:
-    """Efficient Attention without and with a filter, at lengths that double."""
+    """Efficient Attention without and with a filter, at doubling lengths."""
     if shape.causal or shape.padded:
         raise ValueError(
-            f"the linear operator has no causal form and is measured whole, got the shape {shape}"
+            f"the linear suite takes neither causal nor padded shapes, got the shape {shape}"
         )
     q, k, v = _tokens(shape, setting)
 
@@ -149,7 +149,7 @@ SUITES: dict[str, Suite] = {
         ),
     ),
     "lengths": Suite(
-        "attention operators at lengths that double",
+        "attention operators at doubling lengths",
         lengths,
         cpu_shapes=("1x4x512x64", "1x4x1024x64", "1x4x2048x64"),
         cuda_shapes=tuple(f"1x16x{2**power}x64" for power in range(10, 17)),
@@ -167,7 +167,7 @@ SUITES: dict[str, Suite] = {
         compiles=True,
     ),
     "linear": Suite(
-        "the linear operator at lengths that double",
+        "the linear operator at doubling lengths",
         linear,
         cpu_shapes=("1x4x4096x64", "1x4x8192x64", "1x4x16384x64"),
         cuda_shapes=("4x8x4096x64", "4x8x8192x64", "4x8x16384x64"),
@@ -194,7 +194,7 @@ def suite_called(name: str) -> Suite:
 
 
 def _mask(shape: Shape, setting: Setting) -> Tensor | None:
-    """Which keys are seen, ``(B, 1, 1, N)``; None if there is no padding."""
+    """``(B, 1, 1, N)``, True for keys that are not padding; None without padding."""
     return shape.real_tokens()[:, None, None].to(setting.device) if shape.padded else None
 
 
@@ -204,7 +204,7 @@ def _tokens(shape: Shape, setting: Setting) -> list[Tensor]:
 
 
 def _coefficients(shape: Shape, setting: Setting, degree: int) -> Tensor:
-    # no zero among them: nothing may be skipped because of a value
+    # none is zero, so that no operator can skip a term
     values = torch.full((shape.heads, degree + 1), 0.1)
     values[:, 1] = 0.8
     return values.to(setting.device).requires_grad_()

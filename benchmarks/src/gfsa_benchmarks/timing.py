@@ -1,4 +1,4 @@
-"""Time, in interleaved rounds: what disturbs the machine disturbs every variant alike."""
+"""Timing in interleaved rounds, so that disturbances affect every variant alike."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 
 Work = Callable[[], object]
 
-# a sample shorter than this is repeated until it is not: clocks and launches have their own noise
+# calls are repeated within a sample until it is this long: clocks and launches are noisy
 SHORTEST_SAMPLE_MS = 10.0
-# and on a GPU so often at least, after one call that is not counted: what the host does for a step
-# is in its caches if the step before was of the same kind, as in training, and cold if not
+# the least number of calls in a sample on a GPU, after one that is not counted: in training the
+# host's caches are warm because the step before ran the same code
 LEAST_CALLS = 4
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: the median over rounds, and the quartiles around it."""
+    """Milliseconds per call: the median over rounds and its quartiles."""
 
     median: float
     lower: float
@@ -41,12 +41,12 @@ def interleaved(
     device: torch.device,
     on_round: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
-    """Time each of ``works`` once a round, in an order that rotates from round to round."""
+    """Time each of ``works`` once per round, in an order that rotates from round to round."""
     on_gpu = device.type == "cuda"
     sample, least = (_cuda_sample, LEAST_CALLS) if on_gpu else (_cpu_sample, 1)
     repeats = []
     for work in works:
-        # the first call pays for allocation and for choosing kernels; the second is counted
+        # the first call includes allocation and the choice of kernels; the second is timed
         sample(work, 1)
         repeats.append(max(least, math.ceil(SHORTEST_SAMPLE_MS / max(sample(work, 1), 1e-4))))
     samples: list[list[float]] = [[] for _ in works]
@@ -55,11 +55,11 @@ def interleaved(
             index = (position + turn) % len(works)
             samples[index].append(sample(works[index], repeats[index]))
         on_round()
-    return [Timing.of(each) for each in samples]
+    return [Timing.of(of_work) for of_work in samples]
 
 
 def captured(work: Work) -> Work:
-    """``work`` as a CUDA graph: a replay pays for no launches, so short kernels compare fairly."""
+    """``work`` as a CUDA graph: a replay has no launch overhead, which matters to short kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""Graphormer's view of a graph: every pair of nodes, their distance and the path between them."""
+"""Graphormer's input: distance and path of every pair of nodes, and the collator for batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gfsa.models.graph_features import degrees, distances, path_edges
 
 @dataclass
 class PairGraph:
-    """One graph with everything that is worked out once: keep these instead of the raw graphs."""
+    """One graph with all its pair features: store these instead of the raw graphs."""
 
     x: Tensor
     edge_attr: Tensor
@@ -36,7 +36,7 @@ class PairGraph:
 
 @dataclass
 class GraphormerBatch(Batch):
-    """B graphs, padded to N nodes; E edges of all graphs in one row.
+    """B graphs, padded to N nodes; the E edges of all graphs concatenated.
 
     ``x``: ``(B, N, F)``; ``padding``: ``(B, N)``, True where there is no node; ``in_degree``,
     ``out_degree``: ``(B, N)``; ``distance``: ``(B, N, N)``, -1 without a path; ``paths``:
@@ -77,7 +77,7 @@ class GraphormerCollator:
 
     @on_the_host
     def prepare(self, graph: Graph) -> PairGraph:
-        """Work out degrees, distances and paths, in the smallest integers that hold them."""
+        """Compute degrees, distances and paths, in the smallest integers that hold them."""
         x = nodes_of(graph)
         edge_attr = edges_of(graph)
         small = torch.int16 if max(len(x), len(edge_attr)) < 2**15 else torch.int32
@@ -99,7 +99,7 @@ class GraphormerCollator:
         ready = [g if isinstance(g, PairGraph) else self.prepare(g) for g in graphs]
         paths, edges_before = [], 0
         for graph in ready:
-            # edges of all graphs stand in one row: each graph's start behind those before it
+            # edges are concatenated: those of a graph are numbered after those before it
             own = graph.paths.int()
             paths.append(torch.where(own < 0, own, own + edges_before))
             edges_before += len(graph.edge_attr)

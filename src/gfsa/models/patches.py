@@ -1,9 +1,10 @@
-"""Graph-ViT's view of a graph: overlapping patches, and how they are connected."""
+"""Graph-ViT's input: graphs cut into overlapping patches, and the collator that makes batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from gfsa.models.partition import Partition, bisection
 
 @dataclass
 class PatchGraph:
-    """One graph cut into patches: keep these instead of raw graphs if the cut stays the same."""
+    """One graph cut into patches: store these instead of raw graphs if the cut stays the same."""
 
     x: Tensor
     edge_attr: Tensor
@@ -42,13 +43,13 @@ class PatchGraph:
 class GraphViTBatch(Batch):
     """B graphs with S patches in all, at most P in a graph.
 
-    Nodes and edges of all graphs stand in one row: ``x``, ``(N, F)``, ``edge_attr``, ``(E, F)``,
+    Nodes and edges of all graphs are concatenated: ``x``, ``(N, F)``, ``edge_attr``, ``(E, F)``,
     and the nodes' random-walk encoding ``walk``. A node in several patches has a copy in each:
     ``copy_node`` and ``copy_patch`` say which node of which patch a copy is, ``copy_edges``,
     ``(2, ·)``, joins copies within a patch, ``copy_edge_id`` says along which edge.
     ``patch_graph`` and ``patch_slot``, ``(S,)``, place a patch in its graph; ``patch_walk`` is the
     patches' random-walk encoding, ``adjacency``, ``(B, P, P)``, counts the nodes that two patches
-    share (or what has become of that by diffusion); ``padding``, ``(B, P)``, is True where there
+    share (or the result of diffusion on it); ``padding``, ``(B, P)``, is True where there
     is no patch; ``y`` is ``(B, T)`` or None.
     """
 
@@ -73,14 +74,15 @@ class GraphViTBatch(Batch):
 class GraphViTCollator:
     r"""Graphs to a :class:`GraphViTBatch`; hand it to a data loader as ``collate_fn``.
 
-    Given raw graphs it cuts them anew at every call, which is what training with
-    ``drop_edges`` wants; graphs that were :meth:`prepare`\ d keep their cut.
+    It cuts raw graphs anew at every call, as training with ``drop_edges`` requires; graphs that
+    went through :meth:`prepare` keep their cut.
 
     Args:
-        num_patches: at most so many a graph.
-        hops: each patch takes in its neighbours up to this far, so that patches overlap.
+        num_patches: the largest number of patches per graph.
+        hops: each patch also contains the neighbours of its nodes up to this distance, so that
+            patches overlap.
         walk_steps: length of the nodes' random-walk encoding; it does not depend on the cut, so a
-            graph may bring it along as ``graph.walk``.
+            graph may carry it as ``graph.walk``.
         patch_walk_steps: length of the patches' random-walk encoding.
         diffusion: 0 takes the number of shared nodes as the patches' adjacency; t ≥ 1 the t-step
             random walk on it, :math:`(D^{-1} A)^t`.
@@ -116,24 +118,17 @@ class GraphViTCollator:
     def prepare(self, graph: Graph) -> PatchGraph:
         """Cut one graph."""
         x = nodes_of(graph)
-        edge_index: Tensor = graph.edge_index
-        inside = self.patches(edge_index, len(x))
-        copy_patch, copy_node = inside.nonzero().T
-        # the number of the copy of a node in a patch
-        copy = torch.full(inside.shape, -1)
-        copy[copy_patch, copy_node] = torch.arange(len(copy_node))
-        both = inside[:, edge_index[0]] & inside[:, edge_index[1]]
-        patch, copy_edge_id = both.nonzero().T
-        source, target = edge_index[:, copy_edge_id]
+        inside = self.patches(graph.edge_index, len(x))
+        copies = copies_in_patches(inside[None], graph.edge_index)
         shared = inside.float() @ inside.float().T
         return PatchGraph(
             x=x,
             edge_attr=edges_of(graph),
             walk=self.walk(graph),
-            copy_node=copy_node,
-            copy_patch=copy_patch,
-            copy_edges=torch.stack([copy[patch, source], copy[patch, target]]),
-            copy_edge_id=copy_edge_id,
+            copy_node=copies.node,
+            copy_patch=copies.patch,
+            copy_edges=copies.edges,
+            copy_edge_id=copies.edge_id,
             adjacency=self.diffused(shared),
             patch_walk=random_walk_encoding(shared, self.patch_walk_steps),
             y=label_of(graph),
@@ -141,32 +136,27 @@ class GraphViTCollator:
 
     def walk(self, graph: Graph) -> Tensor:
         """``(N, walk_steps)``: the nodes' random-walk encoding."""
-        brought = getattr(graph, "walk", None)
-        if brought is not None:
-            return torch.as_tensor(brought)
+        given = getattr(graph, "walk", None)
+        if given is not None:
+            return torch.as_tensor(given)
         adjacency = dense_adjacency(graph.edge_index, len(graph.x))
         return random_walk_encoding(adjacency, self.walk_steps)
 
     def patches(self, edge_index: Tensor, num_nodes: int) -> Tensor:
-        """``(patches, nodes)``, True where a patch has a node, its surroundings included."""
-        shown = edge_index
+        """``(patches, nodes)``, True where a patch contains a node or reached it by its hops."""
+        visible = edge_index
         if self.drop_edges:
-            shown = edge_index[:, torch.rand(edge_index.shape[1]) >= self.drop_edges]
-        part = self.partition(shown, num_nodes, self.num_patches)
+            visible = edge_index[:, torch.rand(edge_index.shape[1]) >= self.drop_edges]
+        part = self.partition(visible, num_nodes, self.num_patches)
         if part.shape != (num_nodes,):
             raise ValueError(
                 f"the partitioner must give each of {num_nodes} nodes a part, "
                 f"got a result of shape {tuple(part.shape)}"
             )
-        inside = torch.zeros(int(part.max()) + 1, num_nodes)
-        inside[part, torch.arange(num_nodes)] = 1.0
-        # parts that the partitioner left empty are not there
-        inside = inside[inside.any(1)]
+        # number the parts without gaps: the partitioner may have left some empty
+        part = torch.unique(part, return_inverse=True)[1]
         adjacency = dense_adjacency(edge_index, num_nodes)
-        reach = adjacency + adjacency.T
-        for _ in range(self.hops):
-            inside = ((inside + inside @ reach) > 0).float()
-        return inside > 0
+        return grown_patches(part[None], adjacency[None], self.hops)[0]
 
     def diffused(self, shared: Tensor) -> Tensor:
         """The multiplier of the attention maps, from the numbers of shared nodes."""
@@ -177,7 +167,7 @@ class GraphViTCollator:
     @on_the_host
     def __call__(self, graphs: Sequence[Graph | PatchGraph]) -> GraphViTBatch:
         ready = [g if isinstance(g, PatchGraph) else self.prepare(g) for g in graphs]
-        # everything stands in one row: each graph's numbers start behind those before it
+        # everything is concatenated: the numbers of a graph start after those before it
         nodes = _starts([len(g.x) for g in ready])
         edges = _starts([len(g.edge_attr) for g in ready])
         copies = _starts([len(g.copy_node) for g in ready])
@@ -198,6 +188,56 @@ class GraphViTCollator:
             padding=pad([torch.zeros(count, dtype=torch.bool) for count in counts], True),
             y=stack_labels([g.y for g in ready]),
         )
+
+
+class Copies(NamedTuple):
+    """The copies of nodes in patches, graph by graph, patch by patch.
+
+    Copy c is node ``node[c]`` in patch ``patch[c]`` of graph ``graph[c]``, both counted within the
+    graph; ``edges``, ``(2, ·)``, are pairs of copies that an edge joins within a patch, and
+    ``edge_id`` is the column of that edge in ``edge_index``.
+    """
+
+    graph: Tensor
+    patch: Tensor
+    node: Tensor
+    edges: Tensor
+    edge_id: Tensor
+
+
+def grown_patches(part: Tensor, adjacency: Tensor, hops: int) -> Tensor:
+    """``(B, P, N)``, True where a patch contains a node: its part and the neighbours of that.
+
+    Args:
+        part: ``(B, N)``, the part of each node, -1 for padding.
+        adjacency: ``(B, N, N)``; edges count in both directions.
+        hops: how far from its part a patch extends.
+    """
+    inside = (part[:, None] == torch.arange(int(part.max()) + 1)[:, None]).float()
+    reach = adjacency + adjacency.mT
+    for _ in range(hops):
+        inside = ((inside + inside @ reach) > 0).float()
+    return inside > 0
+
+
+def copies_in_patches(inside: Tensor, edge_index: Tensor) -> Copies:
+    """A copy of every node in every patch that contains it, and the edges between copies.
+
+    Args:
+        inside: ``(B, P, N)``, as :func:`grown_patches` returns it.
+        edge_index: ``(2, E)``, node i of graph b numbered ``b·N + i``, the edges of a graph side by
+            side.
+    """
+    _, patches, nodes = inside.shape
+    graph, patch, node = inside.nonzero().T
+    number = torch.full(inside.shape, -1)
+    number[graph, patch, node] = torch.arange(len(node))
+    # (2, E, P): the copies of both ends of each edge, -1 where the patch lacks the node
+    ends = number.transpose(1, 2).flatten(0, 1)[edge_index]
+    edge, patch_of_edge = (ends >= 0).all(0).nonzero().T
+    order = torch.argsort(edge_index[0, edge] // nodes * patches + patch_of_edge, stable=True)
+    edge, patch_of_edge = edge[order], patch_of_edge[order]
+    return Copies(graph, patch, node, ends[:, edge, patch_of_edge], edge)
 
 
 def _starts(counts: list[int]) -> list[int]:

@@ -32,10 +32,9 @@ def demo(
         raise typer.Exit(1) from error
     from rich.console import Console
 
-    from gfsa_experiments.tasks.digits.demo import run_demo
-    from gfsa_experiments.tasks.digits.experiment import Settings
+    from gfsa_experiments.demo.run_demo import DemoSettings, run_demo
 
-    settings = Settings(
+    settings = DemoSettings(
         seeds=min(seeds, 2) if quick else seeds,
         epochs=1 if quick else epochs,
         depth=min(depth, 3) if quick else depth,

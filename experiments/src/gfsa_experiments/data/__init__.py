@@ -1,1 +1,1 @@
-"""Readers for data sets in their official file formats."""
+"""What several tasks share: data files, the hub, tokenizers, pretrained models, token batches."""

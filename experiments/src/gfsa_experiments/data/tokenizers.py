@@ -1,4 +1,4 @@
-"""Byte-level BPE: GPT-2's own from its files, or one that is learned from the training text."""
+"""Byte-level BPE tokenizers: GPT-2's from its files, or one learned from the training text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gfsa_experiments.data.text_files import find_file, read_lines
+from gfsa_experiments.data.files import find_file, read_lines
 from gfsa_experiments.engine.task import DataSource
 
 GPT2_SOURCE = DataSource(
@@ -38,7 +38,7 @@ def gpt2_tokenizer(data_dir: Path) -> Any:
     if len(ids) != _GPT2_SIZE:
         raise ValueError(f"{vocabulary} has {len(ids)} tokens, GPT-2 has {_GPT2_SIZE}")
     pairs = [tuple(line.split(" ")) for line in read_lines(merges) if not line.startswith("#v")]
-    # 256 bytes and <|endoftext|> are not merged from anything
+    # 256 bytes and <|endoftext|> are not results of merges
     if len(pairs) != _GPT2_SIZE - 257 or any(len(pair) != 2 for pair in pairs):
         raise ValueError(
             f"{merges} should have {_GPT2_SIZE - 257} lines of two parts; get it again"
@@ -49,7 +49,7 @@ def gpt2_tokenizer(data_dir: Path) -> Any:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
 ) -> Any:
-    """A tokenizer learned from ``texts``: the same for the same texts."""
+    """A tokenizer learned from ``texts``, deterministically."""
     from tokenizers.pre_tokenizers import ByteLevel
     from tokenizers.trainers import BpeTrainer
 
@@ -75,9 +75,9 @@ def _byte_level(**model: Any) -> Any:
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of each text, without special tokens, by a tokenizer of either library."""
+    """The ids of each text without special tokens, by a tokenizer of transformers or tokenizers."""
     found: list[np.ndarray] = []
-    # in parts, since the library's own objects take far more memory than the ids
+    # in parts, since the libraries' objects take far more memory than the ids
     for at in range(0, len(texts), _LINES_AT_ONCE):
         part = list(texts[at : at + _LINES_AT_ONCE])
         if hasattr(tokenizer, "encode_batch_fast"):

@@ -1,7 +1,7 @@
-"""Recipes: experiments that anybody can run again, on one training loop.
+"""The tasks, one folder each: its recipe and its data reader.
 
-A recipe is a module with a :class:`~gfsa_experiments.engine.task.Recipe` called ``RECIPE``; its
-line here is all that the command line needs to know of it.
+A recipe is a module with a :class:`~gfsa_experiments.engine.task.Recipe` called ``RECIPE``; the
+command line finds it by its line here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ RECIPES = {
     "speech": "gfsa_experiments.tasks.speech.recipe",
     "lra": "gfsa_experiments.tasks.lra.recipe",
     "pretrain": "gfsa_experiments.tasks.pretrain.recipe",
+    "digits": "gfsa_experiments.tasks.digits.recipe",
 }
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe called ``name``, or the one in a module of your own, ``package.module``."""
+    """The recipe called ``name``, or the ``RECIPE`` of the caller's module ``package.module``."""
     if name not in RECIPES and "." not in name:
         raise ValueError(
             f"there is no recipe {name!r}; there are {', '.join(RECIPES)}, "

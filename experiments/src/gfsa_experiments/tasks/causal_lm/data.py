@@ -1,6 +1,6 @@
 """WikiText-2, WikiText-103 and the Penn Treebank from their official files.
 
-Where there are none and the package ``datasets`` is installed, WikiText comes from the hub.
+Without files, and if the package ``datasets`` is installed, WikiText comes from the hub.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from gfsa_experiments.data import hub
-from gfsa_experiments.data.text_files import check_count, find_file, read_lines
+from gfsa_experiments.data.files import check_count, find_file, read_lines
 from gfsa_experiments.engine.task import DataSource
 
 _REPOSITORY = "Salesforce/wikitext"
@@ -59,7 +59,7 @@ def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
             raise
         return _from_hub(name, part, missing)
     lines = tuple(line + "\n" for line in read_lines(path))
-    # the raw files keep the words that the others replace by <unk>, and count differently
+    # the raw files contain the words that the others replace by <unk>: their counts differ
     if not path.name.startswith(f"wiki.{part}.raw"):
         check_count(path, count_words(lines), _WORDS[name][PARTS.index(part)], "words")
     return lines
@@ -68,12 +68,12 @@ def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
 def _from_hub(name: str, part: str, missing: FileNotFoundError) -> tuple[str, ...]:
     ((where, found),) = hub.fetch(_REPOSITORY, f"{name}-v1", [hub.PARTS[part]], missing)
     (texts,) = hub.columns_of(where, found, "text")
-    # empty lines have lost their line feed there
+    # the hub's empty lines lack their line feed
     lines = tuple(text.rstrip("\n") + "\n" for text in texts)
     check_count(where, count_words(lines), _WORDS[name][PARTS.index(part)], "words")
     return lines
 
 
 def count_words(lines: tuple[str, ...]) -> int:
-    """Words as these corpora count them: between blanks, and one for each end of a line."""
+    """Words as these corpora count them: separated by blanks, plus one for each line end."""
     return sum(len(line.split()) + 1 for line in lines)

@@ -84,10 +84,10 @@ class CausalLMTask(Task):
     """Predict the next token: ``perplexity = exp(mean of −log p(token | those before it))``.
 
     A *token* is one of the tokenizer's, GPT-2's BPE in the paper. As in the script of transformers
-    that the paper builds on, the text of a split is one row of tokens, cut into blocks that do not
-    overlap; the first token of a block is not predicted, and a rest shorter than a block is left
-    out. ``word_perplexity`` spreads the same loss over the words and line ends of the text instead
-    of its tokens, and can be compared between tokenizers.
+    that the paper builds on, the text of a split is one sequence of tokens, cut into blocks that do
+    not overlap; the first token of a block is not predicted, and a remainder shorter than a block
+    is left out. ``word_perplexity`` divides the same loss by the number of words and line ends of
+    the text instead of its tokens, and can be compared between tokenizers.
     """
 
     metric = "perplexity"
@@ -136,7 +136,7 @@ class CausalLMTask(Task):
     def _cross_entropy(self, model: nn.Module, ids: Tensor, reduction: str) -> Tensor:
         with causal_by_kernel(self.model):
             logits = model(input_ids=ids, use_cache=False).logits
-        # the last token of a block has nothing to predict: cheaper to ignore than to cut off
+        # the last token of a block has no target: ignoring it is cheaper than slicing
         targets = F.pad(ids[:, 1:], (0, 1), value=_IGNORED)
         return F.cross_entropy(
             logits.float().flatten(0, 1),
@@ -152,11 +152,12 @@ def _exp(value: float) -> float:
 
 @contextmanager
 def causal_by_kernel(model: Any) -> Iterator[None]:
-    """Leave causality to the attention kernel, where GPT-2 would build a mask for it.
+    """Leave causality to the attention kernel, where transformers would build a mask for GPT-2.
 
-    transformers asks the device whether a mask can be left out, and in a captured graph, where it
-    cannot ask, builds all N×N of it. A body whose config names an attention that transformers has
-    no masks for gets none; its attention layers keep the real config, and are causal by themselves.
+    transformers inspects values on the device to decide whether a mask can be left out; while a
+    CUDA graph is captured it cannot, and builds the whole N×N mask. It builds none for a body whose
+    config names an unknown attention implementation. The attention layers keep the real config and
+    are causal by themselves.
     """
     body = getattr(model, "transformer", None)
     config = model.config
@@ -176,7 +177,7 @@ def _new(config: CausalLMConfig, vocabulary: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropout = 0.1 if config.dropout is None else config.dropout
-    # rows of the embedding in a multiple of 64 suit the GPU
+    # GPUs are fastest with a multiple of 64 rows in the embedding
     rows = -(-vocabulary // 64) * 64
     sizes = GPT2Config(
         vocab_size=rows,
@@ -211,7 +212,7 @@ def _pretrained(config: CausalLMConfig) -> Any:
 
 @dataclass(frozen=True)
 class EncodedText:
-    """One part of a corpus: its tokens in a row, and how many words they make up."""
+    """One part of a corpus: its tokens, and the number of words they represent."""
 
     tokens: np.ndarray
     words: int
@@ -227,7 +228,7 @@ class EncodedCorpus:
 def encode_corpus(
     data_dir: Path, data: str, tokenizer: str, model: str, vocab_size: int
 ) -> EncodedCorpus:
-    """A corpus as token ids, kept for the next run of this process."""
+    """A corpus as token ids, cached for later runs of this process."""
     lines = {name: read_corpus(data_dir, data, name) for name in PARTS}
     if tokenizer == "gpt2":
         encoder = gpt2_tokenizer(data_dir)
@@ -254,7 +255,7 @@ class Blocks(Dataset[Any]):
                 "set a smaller block"
             )
         self.ids = text.tokens[: count * block].reshape(count, block)
-        # of the text on average; what is not predicted does not count
+        # words per block on average; tokens that are not predicted do not count
         self.words = text.words / len(text.tokens) * (block - 1)
 
     def __len__(self) -> int:

@@ -1,1 +1,1 @@
-"""Code: defects and clones."""
+"""Code: detection of defects and clones."""

@@ -1,6 +1,6 @@
-"""Code data sets in the form of CodeXGLUE: Devign's defects and BigCloneBench's clones.
+"""Code data sets in CodeXGLUE's format: Devign's defects and BigCloneBench's clones.
 
-Where there are no files and the package ``datasets`` is installed, they come from the hub.
+Without files, and if the package ``datasets`` is installed, they come from the hub.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gfsa_experiments.data import hub
-from gfsa_experiments.data.text_files import BadRows, check_count, find_file, read_lines
+from gfsa_experiments.data.files import BadRows, check_count, find_file, read_lines
 from gfsa_experiments.engine.task import DataSource
 
 _CODEXGLUE = "https://github.com/microsoft/CodeXGLUE/tree/main/Code-Code"
@@ -37,7 +37,7 @@ _REPOSITORIES = {
     "devign": "google/code_x_glue_cc_defect_detection",
     "bigclonebench": "google/code_x_glue_cc_clone_detection_big_clone_bench",
 }
-# there: the code of an example, and its label
+# the hub's columns: the code of an example, and its label
 _COLUMNS = {"devign": (["func"], "target"), "bigclonebench": (["func1", "func2"], "label")}
 _FOLDERS = {
     "devign": ("", "devign", "Devign", "Defect-detection/dataset"),
@@ -52,7 +52,7 @@ _ROWS = {
 
 @dataclass(frozen=True)
 class CodePart:
-    """Examples of one part: which functions each looks at, ``(examples, 1 or 2)``, and labels."""
+    """Examples of one part: the functions of each, ``(examples, 1 or 2)``, and labels."""
 
     functions: np.ndarray
     labels: np.ndarray
@@ -60,7 +60,7 @@ class CodePart:
 
 @dataclass(frozen=True)
 class CodeSet:
-    """Functions, and the examples that are made of them."""
+    """Functions, and the examples that refer to them."""
 
     code: list[str]
     parts: dict[str, CodePart]
@@ -68,7 +68,7 @@ class CodeSet:
 
 @lru_cache(maxsize=2)
 def read_code_set(data_dir: Path, name: str) -> CodeSet:
-    """``devign`` (one function an example) or ``bigclonebench`` (two)."""
+    """``devign`` (one function per example) or ``bigclonebench`` (two)."""
     first = "function.json" if name == "devign" else "data.jsonl"
     try:
         _find(data_dir, name, first)
@@ -99,7 +99,7 @@ def _read_devign(data_dir: Path) -> CodeSet:
         for number, line in enumerate(read_lines(path), 1):
             index = int(line) if line.strip().isdigit() else -1
             if not 0 <= index < len(entries) or targets[index] is None:
-                bad.add(number, f"{line!r} is no usable function of {len(entries)}")
+                bad.add(number, f"{line!r} is not a usable function of {len(entries)}")
             else:
                 rows.append(index)
         bad.report(len(rows))
@@ -123,7 +123,7 @@ def _read_clones(data_dir: Path) -> CodeSet:
         if not isinstance(entry, dict) or not isinstance(entry.get("func"), str):
             bad.add(number, f"expected idx and func, got {line[:60]!r}")
         elif str(entry.get("idx")) in place:
-            bad.add(number, f"idx {entry['idx']} is there twice")
+            bad.add(number, f"idx {entry['idx']} occurs twice")
         else:
             place[str(entry.get("idx"))] = len(code)
             code.append(_one_line(entry["func"]))
@@ -138,7 +138,7 @@ def _read_clones(data_dir: Path) -> CodeSet:
             if len(fields) != 3 or fields[2] not in ("0", "1"):
                 bad.add(number, f"expected two ids and a label of 0 or 1, got {line[:60]!r}")
             elif fields[0] not in place or fields[1] not in place:
-                bad.add(number, f"one of {fields[0]}, {fields[1]} is no function of data.jsonl")
+                bad.add(number, f"one of {fields[0]}, {fields[1]} is not a function of data.jsonl")
             else:
                 rows.append((place[fields[0]], place[fields[1]], int(fields[2])))
         bad.report(len(rows))
@@ -154,20 +154,20 @@ def _from_hub(name: str, missing: FileNotFoundError) -> CodeSet:
     place: dict[str, int] = {}
     parts = {}
     found = hub.fetch(_REPOSITORIES[name], None, [hub.PARTS[part] for part in PARTS], missing)
-    for part, (where, one), official in zip(PARTS, found, _ROWS[name], strict=True):
-        *columns, labels = hub.columns_of(where, one, *functions, label)
+    for part, (where, table), official in zip(PARTS, found, _ROWS[name], strict=True):
+        *columns, labels = hub.columns_of(where, table, *functions, label)
         bad, rows = BadRows(where), []
         for number, (*texts, target) in enumerate(zip(*columns, labels, strict=True), 1):
             if target not in (0, 1) or not all(isinstance(text, str) for text in texts):
                 bad.add(number, f"expected code and a {label} of 0 or 1, got {target!r}")
                 continue
-            # pairs repeat their functions: each is kept once
+            # pairs repeat their functions: each is stored once
             places = [place.setdefault(_one_line(text), len(place)) for text in texts]
             rows.append((*places, int(target)))
         bad.report(len(rows))
         check_count(where, len(rows), official)
-        table = np.array(rows, np.int64)
-        parts[part] = CodePart(table[:, :-1], table[:, -1])
+        numbers = np.array(rows, np.int64)
+        parts[part] = CodePart(numbers[:, :-1], numbers[:, -1])
     return CodeSet(list(place), parts)
 
 
@@ -183,5 +183,5 @@ def _parse(line: str) -> Any:
 
 
 def _one_line(code: str) -> str:
-    """Code with single blanks for any white space, as CodeXGLUE's and CodeT5's scripts feed it."""
+    """Code with all white space as single blanks, as in CodeXGLUE's and CodeT5's scripts."""
     return " ".join(code.split())

@@ -20,7 +20,7 @@ from gfsa_experiments.engine.config import Count, CountOrZero, Fraction, ShareBe
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.code.data import PARTS, SOURCES, CodePart, CodeSet, read_code_set
 
-# as RoBERTa numbers them
+# RoBERTa's numbers of the special tokens
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 _START, _PAD, _END = 0, 1, 2
 _EXAMPLES = 4
@@ -81,10 +81,10 @@ class CodeConfig(TrainConfig):
 
 
 class CodeClassifier(nn.Module):
-    """A body that reads functions, and a head that classifies one or compares two.
+    """A Transformer that encodes functions, and a head that classifies one or compares two.
 
-    A function becomes one vector, as in CodeT5's scripts: that of the first token, or, if the body
-    has a decoder, the decoder's at the last ``</s>`` when it reads the function again.
+    A function becomes one vector, as in CodeT5's scripts: that of the first token, or, if the
+    Transformer has a decoder, the decoder's vector at the last ``</s>`` of the same function.
     """
 
     def __init__(self, body: Any, functions: int) -> None:
@@ -96,7 +96,7 @@ class CodeClassifier(nn.Module):
         self.out = nn.Linear(width, 2)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits ``(B, 2)`` for ``(B·functions, N)`` tokens, the functions of a pair adjoining."""
+        """Logits ``(B, 2)`` for ``(B·functions, N)`` tokens; functions of a pair are adjacent."""
         vectors = self._vectors(input_ids, attention_mask).unflatten(0, (-1, self.functions))
         vectors = vectors.flatten(1)
         if self.between is not None:
@@ -168,7 +168,7 @@ class CodeTask(Task):
         }
 
     def example(self) -> Any:
-        """Some functions to choose on."""
+        """Some validation functions."""
         return {name: value for name, value in self._example.items() if name != "labels"}
 
 
@@ -181,7 +181,7 @@ def _new_body(config: CodeConfig, vocabulary: int) -> Any:
         num_hidden_layers=config.depth,
         num_attention_heads=config.heads,
         intermediate_size=4 * config.width,
-        # positions begin after that of padding
+        # RoBERTa's positions begin after the padding id
         max_position_embeddings=config.longest + _PAD + 1,
         type_vocab_size=1,
         bos_token_id=_START,
@@ -201,7 +201,7 @@ def _pretrained(config: CodeConfig) -> Any:
 
 @dataclass(frozen=True)
 class EncodedCode:
-    """Functions as token ids, and the examples made of them."""
+    """Functions as token ids, and the examples that refer to them."""
 
     vocabulary: int
     texts: TokenMatrix
@@ -212,7 +212,7 @@ class EncodedCode:
 def encode_code(
     data_dir: Path, name: str, model: str, vocab_size: int, longest: int
 ) -> EncodedCode:
-    """Every function encoded once, kept for the next run of this process."""
+    """Every function encoded once, cached for later runs of this process."""
     found = read_code_set(data_dir, name)
     if model:
         tokenizer = load_tokenizer(model)
@@ -230,7 +230,7 @@ def _training_code(found: CodeSet) -> list[str]:
 
 
 class CodeExamples(Dataset[Any]):
-    """One function or a pair of them, and a label; a batch is cut out at once."""
+    """One function or a pair of functions, and a label; a batch is one slice."""
 
     def __init__(self, texts: TokenMatrix, part: CodePart, multiple: int, most: int) -> None:
         self.texts, self.part = texts, part

@@ -1,1 +1,1 @@
-"""The main job in small: a deep Vision Transformer on digits, with and without graph filters."""
+"""Digits: a task that needs no files, small enough for the demo."""

@@ -1,1 +1,1 @@
-"""GLUE: sentences and pairs of them."""
+"""GLUE: classification of sentences and pairs of sentences."""

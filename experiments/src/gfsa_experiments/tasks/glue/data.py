@@ -1,19 +1,19 @@
-"""GLUE from its official files (``CoLA/train.tsv``) or one file a split (``cola_train.tsv.xz``).
+"""GLUE from its official files (``CoLA/train.tsv``) or one file per split (``cola_train.tsv.xz``).
 
-Where there are none and the package ``datasets`` is installed, it comes from the hub. The labels
-of GLUE's test sets are hidden: what is read are the training and the development sets.
+Without files, and if the package ``datasets`` is installed, it comes from the hub. The labels of
+GLUE's test sets are hidden, so the readers return the training and the development set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from gfsa_experiments.data.files import BadRows, check_count, find_file, read_lines
 from gfsa_experiments.data.hub import fetch
-from gfsa_experiments.data.text_files import BadRows, check_count, find_file, read_lines
 from gfsa_experiments.engine.task import DataSource
 
 SOURCE = DataSource(
@@ -26,15 +26,15 @@ _FOLDERS = ("", "glue", "GLUE", "glue_data")
 
 
 @dataclass(frozen=True)
-class GlueTask:
-    """Where the texts and labels of one task are, and how many."""
+class GlueFacts:
+    """The columns of one task's files, its classes, metric and sizes."""
 
     folder: str
     texts: tuple[tuple[str, ...], ...]
-    """The names that the column of each text may have."""
+    """For each text, the possible names of its column."""
     label: tuple[str, ...]
     labels: tuple[str, ...]
-    """The classes in order; none for a number."""
+    """The classes in order; empty for a score."""
     metric: str
     train_rows: int
     dev_rows: int
@@ -43,7 +43,7 @@ class GlueTask:
     headless: tuple[str, ...] = ()
     """The columns of an official file without a header."""
     sample: str = ""
-    """A known part of the training set, taken where there is no more."""
+    """The file of a known part of the training set, read if the whole set is missing."""
     sample_rows: int = 0
 
     def train_names(self) -> list[str]:
@@ -56,96 +56,42 @@ class GlueTask:
         return [f"{self.folder}/{part}.tsv", f"{self.short or self.folder.lower()}_{part}.tsv"]
 
 
-_YES = ("0", "1")
+_LABEL = ("label",)
+_BINARY = ("0", "1")
 _ENTAILMENT = ("entailment", "not_entailment")
-_FIRST, _SECOND = ("sentence1",), ("sentence2",)
 _SENTENCE = (("sentence",),)
+_PAIR = (("sentence1",), ("sentence2",))
+_STRINGS = (("#1 String", "sentence1"), ("#2 String", "sentence2"))
+_QUESTIONS = (("question1",), ("question2",))
+_QUESTION = (("question",), ("sentence",))
 
 
-def _mnli(dev: str, dev_rows: int) -> GlueTask:
-    return GlueTask(
-        folder="MNLI",
-        texts=(("sentence1", "premise"), ("sentence2", "hypothesis")),
-        label=("gold_label", "label"),
-        labels=("entailment", "neutral", "contradiction"),
-        metric="accuracy",
-        train_rows=392_702,
-        dev_rows=dev_rows,
-        dev=dev,
-    )
+def _mnli(dev: str, dev_rows: int) -> GlueFacts:
+    texts = (("sentence1", "premise"), ("sentence2", "hypothesis"))
+    labels = ("entailment", "neutral", "contradiction")
+    sizes = 392_702, dev_rows
+    return GlueFacts("MNLI", texts, ("gold_label", "label"), labels, "accuracy", *sizes, dev=dev)
 
 
 TASKS = {
-    "cola": GlueTask(
-        folder="CoLA",
-        texts=_SENTENCE,
-        label=("label",),
-        labels=_YES,
-        metric="matthews",
-        train_rows=8_551,
-        dev_rows=1_043,
+    "cola": replace(
+        GlueFacts("CoLA", _SENTENCE, _LABEL, _BINARY, "matthews", 8_551, 1_043),
         headless=("source", "label", "mark", "sentence"),
     ),
-    "sst2": GlueTask(
-        folder="SST-2",
-        texts=_SENTENCE,
-        label=("label",),
-        labels=_YES,
-        metric="accuracy",
-        train_rows=67_349,
-        dev_rows=872,
-        short="sst2",
-    ),
-    "mrpc": GlueTask(
-        folder="MRPC",
-        texts=(("#1 String", "sentence1"), ("#2 String", "sentence2")),
-        label=("Quality", "label"),
-        labels=_YES,
-        metric="f1",
-        train_rows=3_668,
-        dev_rows=408,
-    ),
-    "qqp": GlueTask(
-        folder="QQP",
-        texts=(("question1",), ("question2",)),
-        label=("is_duplicate", "label"),
-        labels=_YES,
-        metric="f1",
-        train_rows=363_846,
-        dev_rows=40_430,
-    ),
-    "stsb": GlueTask(
-        folder="STS-B",
-        texts=(_FIRST, _SECOND),
-        label=("score", "label"),
-        labels=(),
-        metric="spearman",
-        train_rows=5_749,
-        dev_rows=1_500,
-        short="stsb",
+    "sst2": GlueFacts("SST-2", _SENTENCE, _LABEL, _BINARY, "accuracy", 67_349, 872, short="sst2"),
+    "mrpc": GlueFacts("MRPC", _STRINGS, ("Quality", "label"), _BINARY, "f1", 3_668, 408),
+    "qqp": GlueFacts("QQP", _QUESTIONS, ("is_duplicate", "label"), _BINARY, "f1", 363_846, 40_430),
+    "stsb": replace(
+        GlueFacts("STS-B", _PAIR, ("score", "label"), (), "spearman", 5_749, 1_500), short="stsb"
     ),
     "mnli-m": _mnli("dev_matched", 9_815),
     "mnli-mm": _mnli("dev_mismatched", 9_832),
-    "qnli": GlueTask(
-        folder="QNLI",
-        texts=(("question",), ("sentence",)),
-        label=("label",),
-        labels=_ENTAILMENT,
-        metric="accuracy",
-        train_rows=104_743,
-        dev_rows=5_463,
+    "qnli": replace(
+        GlueFacts("QNLI", _QUESTION, _LABEL, _ENTAILMENT, "accuracy", 104_743, 5_463),
         sample="qnli_train10k.tsv",
         sample_rows=10_475,
     ),
-    "rte": GlueTask(
-        folder="RTE",
-        texts=(_FIRST, _SECOND),
-        label=("label",),
-        labels=_ENTAILMENT,
-        metric="accuracy",
-        train_rows=2_490,
-        dev_rows=277,
-    ),
+    "rte": GlueFacts("RTE", _PAIR, _LABEL, _ENTAILMENT, "accuracy", 2_490, 277),
 }
 
 
@@ -173,10 +119,10 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
         dev = find_file(data_dir, task.dev_names(), SOURCE, _FOLDERS)
     except FileNotFoundError as missing:
         parts = "train", task.dev.replace("dev", "validation")
-        of_train, of_dev = fetch(_REPOSITORY, name.split("-")[0], parts, missing)
+        train_part, dev_part = fetch(_REPOSITORY, name.split("-")[0], parts, missing)
         return (
-            _from_hub(*of_train, task, task.train_rows),
-            _from_hub(*of_dev, task, task.dev_rows),
+            _from_hub(*train_part, task, task.train_rows),
+            _from_hub(*dev_part, task, task.dev_rows),
         )
     sampled = task.sample and train.name.startswith(task.sample)
     train_rows = task.sample_rows if sampled else task.train_rows
@@ -184,10 +130,10 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
 
 
 Row = list[str] | str
-"""Texts and, last, the label as official files have them; or what is wrong with the row."""
+"""Texts and, last, the label as in the official files; or why the row cannot be used."""
 
 
-def _from_file(path: Path, task: GlueTask, official: int) -> Sentences:
+def _from_file(path: Path, task: GlueFacts, official: int) -> Sentences:
     lines = read_lines(path)
     columns, start = lines[0].split("\t"), 1
     places = _places(columns, task)
@@ -197,7 +143,7 @@ def _from_file(path: Path, task: GlueTask, official: int) -> Sentences:
     if places is None:
         raise ValueError(
             f"{path} is not {task.folder}: its first line should name the columns "
-            f"{_wanted(task)}, it is {lines[0][:100]!r}"
+            f"{_column_names(task)}, it is {lines[0][:100]!r}"
         )
 
     def rows(places: list[int]) -> Iterator[Row]:
@@ -211,30 +157,30 @@ def _from_file(path: Path, task: GlueTask, official: int) -> Sentences:
     return _sentences(path, task, rows(places), start + 1, official)
 
 
-def _from_hub(where: str, part: Any, task: GlueTask, official: int) -> Sentences:
+def _from_hub(where: str, part: Any, task: GlueFacts, official: int) -> Sentences:
     columns = list(part.column_names)
     places = _places(columns, task)
     if places is None:
         raise ValueError(
-            f"{where} should have the columns {_wanted(task)}, it has {', '.join(columns)}"
+            f"{where} should have the columns {_column_names(task)}, it has {', '.join(columns)}"
         )
     *texts, labels = (part[columns[at]] for at in places)
     rows = (
-        [*(text.strip() for text in row), _as_in_files(label, task.labels)]
+        [*(text.strip() for text in row), _label_text(label, task.labels)]
         for *row, label in zip(*texts, labels, strict=True)
     )
     return _sentences(where, task, rows, 1, official)
 
 
-def _as_in_files(label: float, classes: tuple[str, ...]) -> str:
-    """The hub numbers the classes in our order."""
+def _label_text(label: float, classes: tuple[str, ...]) -> str:
+    """The label's text: the hub numbers the classes in the order of ``labels``."""
     return classes[int(label)] if 0 <= label < len(classes) else str(label)
 
 
 def _sentences(
-    where: Path | str, task: GlueTask, rows: Iterable[Row], first: int, official: int
+    where: Path | str, task: GlueFacts, rows: Iterable[Row], first: int, official: int
 ) -> Sentences:
-    """The usable rows; ``first`` is the number of the first one, for reports."""
+    """The usable rows; ``first`` is the line number of the first, for messages."""
     texts: list[list[str]] = [[] for _ in task.texts]
     labels: list[float] = []
     bad = BadRows(where)
@@ -257,12 +203,12 @@ def _sentences(
     return Sentences(texts[0], texts[1] if len(texts) > 1 else None, labels)
 
 
-def _wanted(task: GlueTask) -> str:
+def _column_names(task: GlueFacts) -> str:
     return ", ".join(" or ".join(names) for names in (*task.texts, task.label))
 
 
-def _places(columns: list[str], task: GlueTask) -> list[int] | None:
-    """Where the texts and, last, the label are; None if one of them has no column."""
+def _places(columns: list[str], task: GlueFacts) -> list[int] | None:
+    """The columns of the texts and, last, of the label; None if one is missing."""
     found: list[int] = []
     for names in (*task.texts, task.label):
         known = [columns.index(name) for name in names if name in columns]
@@ -273,7 +219,7 @@ def _places(columns: list[str], task: GlueTask) -> list[int] | None:
 
 
 def _label(text: str, classes: tuple[str, ...]) -> float | str:
-    """The label as a number, or what is wrong with it."""
+    """The label as a number, or why it is invalid."""
     if classes:
         if text in classes:
             return classes.index(text)
@@ -281,5 +227,5 @@ def _label(text: str, classes: tuple[str, ...]) -> float | str:
     try:
         value = float(text)
     except ValueError:
-        return f"score {text!r} is no number"
+        return f"score {text!r} is not a number"
     return value if 0 <= value <= 5 else f"score {text} is not between 0 and 5"

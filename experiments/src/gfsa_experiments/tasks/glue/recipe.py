@@ -1,4 +1,4 @@
-"""GLUE: sentences and pairs of them, classified or scored by a pretrained encoder."""
+"""GLUE: a pretrained encoder classifies or scores sentences and pairs of sentences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GlueConfig(TrainConfig):
 class GlueTask(Task):
     """An encoder with a new head: cross-entropy, or squared error for STS-B.
 
-    Metrics are as GLUE gives them, ×100.
+    Metrics are those of GLUE, ×100.
     """
 
     def __init__(self, config: GlueConfig, data_dir: Path) -> None:
@@ -74,8 +74,8 @@ class GlueTask(Task):
             config.fraction,
         )
         self.splits = {name: texts.split() for name, texts in encoded.items()}
-        shown = encoded.get("valid", encoded["test"])
-        self._example = shown.__getitems__(list(range(min(_EXAMPLES, len(shown)))))
+        held_out = encoded.get("valid", encoded["test"])
+        self._example = held_out.__getitems__(list(range(min(_EXAMPLES, len(held_out)))))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits = self._logits(model, batch)
@@ -94,7 +94,7 @@ class GlueTask(Task):
         return {name: 100 * value for name, value in _METRICS[self.metric](labels, found).items()}
 
     def example(self) -> Any:
-        """Some texts to choose on (to report on, if there are none)."""
+        """Some validation texts (test texts, if there are none)."""
         return {name: value for name, value in self._example.items() if name != "labels"}
 
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:
@@ -113,13 +113,13 @@ def encode_task(
     holdout: float,
     fraction: float,
 ) -> dict[str, LabelledTexts]:
-    """The splits of a task as token ids, kept for the next run of this process."""
+    """The splits of a task as token ids, cached for later runs of this process."""
     tokenizer = load_tokenizer(model)
     train, dev = read_glue(data_dir, task)
-    learn, choose = hold_out(len(train.labels), holdout, fraction)
-    parts = {"train": train.take(learn), "test": dev}
-    if choose:
-        parts["valid"] = train.take(choose)
+    kept, held_out = hold_out(len(train.labels), holdout, fraction)
+    parts = {"train": train.take(kept), "test": dev}
+    if held_out:
+        parts["valid"] = train.take(held_out)
 
     def encoded(part: Sentences) -> LabelledTexts:
         found = tokenizer(
@@ -158,7 +158,7 @@ def _spearman(labels: Any, found: Any) -> dict[str, float]:
     from scipy.stats import pearsonr, spearmanr
 
     if len(set(found.tolist())) == 1:
-        # a constant orders nothing; Matthews' coefficient is 0 in this case too
+        # constant predictions have no rank correlation; 0, as Matthews' coefficient has it
         return {"spearman": 0.0, "pearson": 0.0}
     return {
         "spearman": float(spearmanr(labels, found).statistic),

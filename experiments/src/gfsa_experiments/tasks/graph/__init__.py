@@ -1,1 +1,1 @@
-"""The recipe for graphs: its settings, models and batches."""
+"""Graphs: data sets, features, models and batches of the graph recipe."""

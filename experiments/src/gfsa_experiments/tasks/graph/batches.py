@@ -1,9 +1,9 @@
 """Batches of graphs by a few index operations, padded so that few different shapes occur.
 
-A batch is padded to the size of its largest graph, rounded up; whatever else has a size (edges,
-copies of nodes) gets as much as the richest graphs of that size would need. So the shapes of a
-batch follow from the number of graphs and that one size. What fills up is dealt out to all that is
-padding: rows of one index are added up one after another on a GPU.
+A batch is padded to the size of its largest graph, rounded up; edges and copies of nodes are padded
+to the largest number that graphs of that size have. So the number of graphs and that one size
+determine all shapes. Padding edges and copies are spread over all padding nodes: a GPU adds up rows
+of one index sequentially.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from gfsa.models.batch import Batch
+from gfsa_experiments.data.files import Tensors
+from gfsa_experiments.tasks.graph.features import unpack
 from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
-from gfsa_experiments.tasks.graph.pairs import unpack
-
-Tensors = dict[str, Tensor]
 
 
 class GraphItems(Dataset[Tensors], ABC):
@@ -29,9 +28,9 @@ class GraphItems(Dataset[Tensors], ABC):
 
     Args:
         graphs: the data set.
-        features: what was worked out from it.
+        features: what was computed from it.
         chosen: the numbers of the graphs.
-        multiple: sizes are rounded up to one less than a multiple of this, or to a multiple.
+        multiple: sizes are rounded up to a multiple of this, or to one less than a multiple.
     """
 
     def __init__(
@@ -52,34 +51,34 @@ class GraphItems(Dataset[Tensors], ABC):
 
     @abstractmethod
     def cut(self, graphs: Tensor) -> Tensors:
-        """The inputs of some graphs, in small integers where they are integers."""
+        """The inputs of some graphs; integers in small types."""
 
     @staticmethod
     @abstractmethod
     def inputs(batch: Tensors) -> Batch:
-        """What the model takes, of a batch that is on the device by now."""
+        """The model's input for a batch that is on the device already."""
 
     def size(self, graphs: Tensor) -> int:
-        """The number of nodes that graphs are padded to: at least one is padding."""
+        """The number of nodes that graphs are padded to; at least one is padding."""
         largest = int(self.graphs.nodes[graphs].max())
         return (largest // self.multiple + 1) * self.multiple
 
     def most(self, counts: Tensor) -> Tensor:
-        """For each padded size (over ``multiple``) the most of something that a graph has."""
+        """For each padded size (over ``multiple``), the largest of ``counts`` up to that size."""
         bucket = self.graphs.nodes // self.multiple + 1
         most = torch.zeros(int(bucket.max()) + 1, dtype=torch.long)
         most = most.scatter_reduce(0, bucket, counts, "amax")
         return most.cummax(0).values
 
     def nodes(self, graphs: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """``(B, size)``: rows of the data set's nodes, and True where there is none."""
+        """``(B, size)``: rows of the data set's nodes, and True for padding."""
         slot = torch.arange(size)
         padding = slot >= self.graphs.nodes[graphs][:, None]
         return (self.graphs.first_node[graphs][:, None] + slot).masked_fill_(padding, 0), padding
 
 
 class PairItems(GraphItems):
-    """For Graphormer: everything about pairs of nodes, as :func:`pair_features` worked it out."""
+    """For Graphormer: the pairs of nodes that :func:`pair_features` computed."""
 
     def __init__(
         self, graphs: GraphSet, features: Tensors, chosen: Tensor, multiple: int = 8
@@ -93,13 +92,13 @@ class PairItems(GraphItems):
         self._out_degree = torch.bincount(source, minlength=len(graphs.x)).to(torch.int16)
 
     def cut(self, graphs: Tensor) -> Tensors:
-        # with the model's virtual node a multiple, as attention kernels like it
+        # a multiple together with the model's virtual node, which suits attention kernels
         size = self.size(graphs) - 1
         node, padding = self.nodes(graphs, size)
         slot, count = torch.arange(size), self.graphs.nodes[graphs][:, None]
         row = self._first_pair[graphs][:, None] + slot * count
         pair = row[:, :, None] + slot
-        # the last entry is no pair at all
+        # the last entry is the one for padding
         pair.masked_fill_(padding[:, :, None] | padding[:, None, :], len(self._pairs) - 1)
         return {
             "x": self.graphs.x[node].masked_fill_(padding[..., None], 0),
@@ -120,7 +119,7 @@ class PairItems(GraphItems):
 
 
 class DenseItems(GraphItems):
-    """For GPS: padded nodes, and edges among all of them."""
+    """For GPS: padded nodes, and edges numbered through the batch."""
 
     def __init__(
         self, graphs: GraphSet, features: Tensors, chosen: Tensor, multiple: int = 8
@@ -156,7 +155,7 @@ class DenseItems(GraphItems):
 
 
 class PatchItems(GraphItems):
-    """For Graph-ViT: patches as :func:`patch_features` cut them, every graph with as many slots."""
+    """For Graph-ViT: the patches of :func:`patch_features`, as many slots for every graph."""
 
     def __init__(
         self, graphs: GraphSet, features: Tensors, chosen: Tensor, multiple: int = 8
@@ -169,7 +168,7 @@ class PatchItems(GraphItems):
             "copies": self.most(features["copies"]),
             "joins": self.most(features["joins"]),
         }
-        # one slot more than patches, where copies that are not there belong
+        # one slot more than patches, for padding copies
         self._slots = int(features["patches"].max()) + 1
 
     def cut(self, graphs: Tensor) -> Tensors:
@@ -190,7 +189,7 @@ class PatchItems(GraphItems):
         shared = self._first_shared[graphs][:, None, None] + slot
         shared = shared + slot[:, None] * f["patches"][graphs][:, None, None]
         apart = no_patch[:, :, None] | no_patch[:, None, :]
-        # copies and edges that are not there, one of each at least
+        # padding copies and edges, at least one of each
         no_copy = torch.arange(len(copy), count["copies"])
         no_edge = torch.arange(len(edge), count["edges"])
         walk = f["walk"][node].masked_fill_(no_node[..., None], 0)
@@ -227,19 +226,19 @@ class PatchItems(GraphItems):
 
 
 def _filled(values: Tensor, count: int, fillers: Tensor) -> Tensor:
-    """``(..., count)``: ``values``, then ``fillers`` in turn as often as it takes."""
-    lacking = torch.arange(count - values.shape[-1])
-    filling = fillers[lacking % len(fillers)]
+    """``(..., count)``: ``values``, then ``fillers``, repeated in turn."""
+    missing = torch.arange(count - values.shape[-1])
+    filling = fillers[missing % len(fillers)]
     return torch.cat([values, filling.expand(*values.shape[:-1], -1)], -1)
 
 
 def _rows(padding: Tensor) -> Tensor:
-    """The numbers of the rows that are padding, counted through the whole batch."""
+    """The numbers of padding rows, counted through the whole batch."""
     return padding.flatten().nonzero()[:, 0]
 
 
 def _wide(batch: Tensors) -> dict[str, Any]:
-    """The inputs without the labels, integers as models want them: int64."""
+    """The inputs without the labels, integers as int64."""
     wide = {}
     for name, tensor in batch.items():
         if name == "y":

@@ -1,21 +1,23 @@
-"""The graph data sets by name: which layouts each may have, and how it is measured."""
+"""The graph data sets by name: their metric, their files, and the reader for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
+from gfsa_experiments.data.files import not_found
 from gfsa_experiments.engine.task import DataSource
-from gfsa_experiments.tasks.graph.graphs import GraphSet, Kind, not_found
-from gfsa_experiments.tasks.graph.molecules import Molecules, read_molecules
-from gfsa_experiments.tasks.graph.pyg import PYG, read_pyg
-from gfsa_experiments.tasks.graph.superpixels import FOLDERS as SUPERPIXEL_FOLDERS
-from gfsa_experiments.tasks.graph.superpixels import read_superpixel_mnist
-from gfsa_experiments.tasks.graph.zinc import FOLDERS as ZINC_FOLDERS
-from gfsa_experiments.tasks.graph.zinc import read_zinc
+from gfsa_experiments.tasks.graph.graphs import GraphSet, Kind
+from gfsa_experiments.tasks.graph.readers import (
+    Facts,
+    PygFiles,
+    find_folder,
+    read_molecules,
+    read_ogb,
+    read_pyg,
+)
+from gfsa_experiments.tasks.graph.superpixels import read_superpixels
 
 DataName = Literal[
     "zinc",
@@ -46,124 +48,107 @@ METRICS: dict[str, Metric] = {
     "molesol": "rmse",
 }
 
+# where data sets that neither OGB nor PyG offers as files come from
+_WEBSITES = {
+    # the labels of their test sets are hidden: whoever writes the npz file makes the split
+    "pcqm4m": "https://ogb.stanford.edu/kddcup2021/pcqm4m",
+    "pcqm4mv2": "https://ogb.stanford.edu/docs/lsc/pcqm4mv2",
+    "qm8": "https://moleculenet.org",
+}
 _OGB = "https://snap.stanford.edu/ogb/data/graphproppred/csv_mol_download"
-_NPZ = "{0}_graphs.npz (node_feat, edge, edge_feat, n_node, n_edge, y, split)"
-
-
-@dataclass(frozen=True)
-class _Layouts:
-    source: DataSource
-    folders: tuple[str, ...]
-    read: Callable[[Path], GraphSet | None]
 
 
 def _molecules(
-    name: str,
-    kind: Kind,
-    sizes: tuple[int, int, int] | None,
-    where: str,
-    ogb_split: str = "",
-    folders: tuple[str, ...] = (),
-) -> _Layouts:
-    files = _NPZ.format(name.replace("-", "_"))
-    if ogb_split:
-        files += f", or OGB's raw/*.csv.gz with split/{ogb_split}/*.csv.gz"
-    source = DataSource(name, files, where)
-    folders = (name.replace("-", "_"), *folders)
-    which = Molecules(name, kind, sizes, folders, source, ogb_split)
-    return _Layouts(source, folders, lambda data_dir: read_molecules(which, data_dir))
+    name: str, kind: Kind, sizes: tuple[int, int, int] | None, ogb: str = "", lrgb: str = ""
+) -> Facts:
+    folder = name.replace("-", "_")
+    return Facts(
+        name,
+        kind,
+        sizes,
+        folders=(folder, *((ogb, f"ogbg_{name}") if ogb else ())),
+        npz=f"{folder}_graphs.npz",
+        ogb=f"{_OGB}/{ogb}.zip" if ogb else "",
+        pyg=PygFiles("LRGBDataset", "LRGB", name, {"name": lrgb}) if lrgb else None,
+    )
 
 
-_LAYOUTS = (
-    _Layouts(
-        DataSource(
+def _superpixels(name: str) -> PygFiles:
+    return PygFiles("GNNBenchmarkDataset", "GNNBenchmark", name, {"name": name})
+
+
+_FACTS = {
+    facts.name: facts
+    for facts in (
+        Facts(
             "zinc",
-            "zinc12k_graphs.npz (atom_type, edge, bond_type, n_node, n_edge, y, split), or PyG's "
-            "ZINC/subset/processed/*.pt",
-            "torch_geometric.datasets.ZINC(root='DATA_DIR/ZINC', subset=True)",
+            "regression",
+            (10_000, 1_000, 1_000),
+            folders=("zinc12k", "zinc", "ZINC"),
+            npz="zinc12k_graphs.npz",
+            pyg=PygFiles("ZINC", "ZINC", "subset", {"subset": True}),
+            node_features=(28,),
+            edge_features=(4,),
         ),
-        (*ZINC_FOLDERS, "ZINC/subset/processed"),
-        read_zinc,
-    ),
-    # the labels of their test sets are hidden: whoever writes the file makes the split
-    _molecules("pcqm4m", "regression", None, "https://ogb.stanford.edu/kddcup2021/pcqm4m"),
-    _molecules("pcqm4mv2", "regression", None, "https://ogb.stanford.edu/docs/lsc/pcqm4mv2"),
-    _molecules("qm8", "regression", (17_428, 2_179, 2_179), "https://moleculenet.org"),
-    _molecules(
-        "peptides-func",
-        "labels",
-        (10_873, 2_331, 2_331),
-        "torch_geometric.datasets.LRGBDataset(root='DATA_DIR/LRGB', name='Peptides-func')",
-        folders=("LRGB/peptides-func/processed",),
-    ),
-    _molecules(
-        "peptides-struct",
-        "regression",
-        (10_873, 2_331, 2_331),
-        "torch_geometric.datasets.LRGBDataset(root='DATA_DIR/LRGB', name='Peptides-struct')",
-        folders=("LRGB/peptides-struct/processed",),
-    ),
-    _Layouts(
-        DataSource(
+        _molecules("pcqm4m", "regression", None),
+        _molecules("pcqm4mv2", "regression", None),
+        _molecules("qm8", "regression", (17_428, 2_179, 2_179)),
+        _molecules("peptides-func", "labels", (10_873, 2_331, 2_331), lrgb="Peptides-func"),
+        _molecules("peptides-struct", "regression", (10_873, 2_331, 2_331), lrgb="Peptides-struct"),
+        Facts(
             "mnist",
-            "superpixel_mnist.npz (feat, n_node and y of train and test), or PyG's "
-            "GNNBenchmark/MNIST/processed/*.pt",
-            "torch_geometric.datasets.GNNBenchmarkDataset(root='DATA_DIR/GNNBenchmark', "
-            "name='MNIST')",
+            "classes",
+            (55_000, 5_000, 10_000),
+            folders=("superpixel_mnist", "mnist_superpixels", "MNIST"),
+            npz="superpixel_mnist.npz",
+            pyg=_superpixels("MNIST"),
+            node_features=3,
+            edge_features=1,
         ),
-        (*SUPERPIXEL_FOLDERS, "GNNBenchmark/MNIST/processed"),
-        read_superpixel_mnist,
-    ),
-    _Layouts(
-        DataSource(
+        Facts(
             "cifar10",
-            "PyG's GNNBenchmark/CIFAR10/processed/*.pt",
-            "torch_geometric.datasets.GNNBenchmarkDataset(root='DATA_DIR/GNNBenchmark', "
-            "name='CIFAR10')",
+            "classes",
+            (45_000, 5_000, 10_000),
+            pyg=_superpixels("CIFAR10"),
+            node_features=5,
+            edge_features=1,
         ),
-        ("GNNBenchmark/CIFAR10/processed",),
-        lambda data_dir: None,
-    ),
-    _molecules(
-        "molhiv",
-        "labels",
-        (32_901, 4_113, 4_113),
-        f"{_OGB}/hiv.zip",
-        "scaffold",
-        ("hiv", "ogbg_molhiv"),
-    ),
-    _molecules(
-        "moltox21",
-        "labels",
-        (6_264, 783, 784),
-        f"{_OGB}/tox21.zip",
-        "scaffold",
-        ("tox21", "ogbg_moltox21"),
-    ),
-    _molecules(
-        "molesol",
-        "regression",
-        (902, 113, 113),
-        f"{_OGB}/esol.zip",
-        "scaffold",
-        ("esol", "ogbg_molesol"),
-    ),
-)
-_BY_NAME = {layouts.source.name: layouts for layouts in _LAYOUTS}
-SOURCES = tuple(layouts.source for layouts in _LAYOUTS)
-assert tuple(_BY_NAME) == get_args(DataName) == tuple(METRICS)
+        _molecules("molhiv", "labels", (32_901, 4_113, 4_113), ogb="hiv"),
+        _molecules("moltox21", "labels", (6_264, 783, 784), ogb="tox21"),
+        _molecules("molesol", "regression", (902, 113, 113), ogb="esol"),
+    )
+}
+assert tuple(_FACTS) == get_args(DataName) == tuple(METRICS)
+
+
+def _source(facts: Facts) -> DataSource:
+    files = [facts.npz] if facts.npz else []
+    if facts.ogb:
+        files.append("OGB's raw/*.csv.gz with split/scaffold/*.csv.gz")
+    if facts.pyg is not None:
+        files.append(f"PyG's {facts.pyg.processed}/*.pt")
+    where = facts.pyg.call if facts.pyg is not None else facts.ogb
+    return DataSource(facts.name, ", or ".join(files), where or _WEBSITES[facts.name])
+
+
+SOURCES = tuple(_source(facts) for facts in _FACTS.values())
 
 
 @lru_cache(maxsize=4)
 def read_graphs(name: str, data_dir: Path) -> GraphSet:
-    """The data set called ``name``, from whichever of its layouts is under ``data_dir``.
+    """The data set called ``name``, from whichever of its files are under ``data_dir``.
 
-    PyG's own files are read where they are there already; nothing is downloaded unasked.
+    PyG's own files are read if PyG has written them already; nothing is downloaded.
     """
-    layouts = _BY_NAME[name]
-    found = layouts.read(data_dir)
-    if found is not None:
-        return found
-    if name in PYG and PYG[name].processed(data_dir).is_dir():
-        return read_pyg(PYG[name], data_dir)
-    raise not_found(data_dir, layouts.folders, layouts.source)
+    facts = _FACTS[name]
+    folder = find_folder(data_dir, facts.folders, facts.npz) if facts.npz else None
+    if folder is not None:
+        read = read_superpixels if name == "mnist" else read_molecules
+        return read(facts, folder / facts.npz)
+    folder = find_folder(data_dir, facts.folders, "raw/edge.csv.gz") if facts.ogb else None
+    if folder is not None:
+        return read_ogb(facts, folder)
+    if facts.pyg is not None and (data_dir / facts.pyg.processed).is_dir():
+        return read_pyg(facts, data_dir)
+    source = _source(facts)
+    raise not_found(data_dir, source.files, source, facts.folders)

@@ -1,4 +1,4 @@
-"""GPS (Rampášek et al., 2022) from PyTorch Geometric's layers, on graphs of one padded size."""
+"""GPS (Rampášek et al., 2022) from PyTorch Geometric's layers, on padded graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GPSBatch(Batch):
     ``x``: ``(B, N, F)``; ``padding``: ``(B, N)``, True where there is no node; ``edge_index``:
     ``(2, E)``, nodes counted through all B·N; ``edge_attr``: ``(E, F)``; ``encoding``:
     ``(B, N, k)`` or None; ``values``: ``(B, k)``, the frequencies of eigenvectors, or None.
-    Edges that only fill up the batch lead from padding to padding.
+    Padding edges lead from padding to padding.
     """
 
     x: Tensor
@@ -44,9 +44,9 @@ class DenseGPSConv(GPSConv):
     .. math:: h = \mathrm{BN}(x + \mathrm{MPNN}(x)) + \mathrm{BN}(x + \mathrm{MHA}(x)), \qquad
               y = \mathrm{BN}(h + \mathrm{MLP}(h))
 
-    The same modules and the same numbers for nodes that are there. ``GPSConv`` asks the GPU how
-    large the largest graph is and picks the real nodes out of the padded ones, twice a layer; here
-    rows stay where they are.
+    The same modules, and the same outputs for real nodes. ``GPSConv`` reads the size of the largest
+    graph from the GPU and gathers the real nodes from the padded ones, twice per layer; here the
+    rows stay padded.
     """
 
     def forward(self, x: Tensor, edge_index: Tensor, padding: Tensor, **kwargs: Any) -> Tensor:
@@ -54,9 +54,9 @@ class DenseGPSConv(GPSConv):
         rows = x.flatten(0, 1)
         local = self.conv(rows, edge_index, **kwargs)
         local = self.norm1(rows + F.dropout(local, self.dropout, self.training))
-        everywhere, _ = self.attn(x, x, x, key_padding_mask=padding, need_weights=False)
-        everywhere = F.dropout(everywhere.flatten(0, 1), self.dropout, self.training)
-        h = local + self.norm2(rows + everywhere)
+        attended, _ = self.attn(x, x, x, key_padding_mask=padding, need_weights=False)
+        attended = F.dropout(attended.flatten(0, 1), self.dropout, self.training)
+        h = local + self.norm2(rows + attended)
         return self.norm3(h + self.mlp(h)).view_as(x)
 
 
@@ -65,7 +65,7 @@ register_block(DenseGPSConv, GPS_BLOCK)
 
 
 class WalkFeatures(nn.Module):
-    """Random-walk encodings to vectors: normalised, then linear."""
+    """Random-walk encodings to vectors: batch norm, then a linear layer."""
 
     def __init__(self, steps: int, dim: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class WalkFeatures(nn.Module):
 class LaplacianFeatures(nn.Module):
     r"""Eigenvectors to vectors, :math:`\sum_k \mathrm{MLP}(v_{ik}, λ_k)`.
 
-    While training, each eigenvector's sign is drawn anew: it means nothing.
+    In training the sign of each eigenvector is random, since it is arbitrary.
     """
 
     def __init__(self, dim: int) -> None:
@@ -99,7 +99,7 @@ class LaplacianFeatures(nn.Module):
         if self.training:
             vectors = vectors * (torch.rand_like(values) < 0.5).to(vectors.dtype).mul(2).sub(1)
         pairs = torch.stack([vectors, values.expand_as(vectors)], -1)
-        # graphs of few nodes have few frequencies: those that are not there are below zero
+        # small graphs have fewer frequencies: missing ones are marked by -1
         return (self.mlp(pairs) * (values >= 0)[..., None]).sum(2)
 
 
@@ -107,14 +107,14 @@ class GPS(nn.Module):
     """GPS for properties of whole graphs.
 
     Args:
-        node_features, edge_features: sizes of the vocabularies, one for each integer column, or
-            the number of real columns.
-        num_outputs: how many numbers are predicted for a graph.
+        node_features, edge_features: sizes of the vocabularies, one per integer column, or the
+            number of real columns.
+        num_outputs: numbers predicted for a graph.
         dim, depth, num_heads: the layers' sizes.
         local: message passing, ``gine`` or ``gated``.
         encoding: ``walk``, ``laplacian`` or ``none``.
         encoding_size: random-walk steps or eigenvectors.
-        encoding_dim: how much of ``dim`` is the encoding's.
+        encoding_dim: the part of ``dim`` that the encoding takes.
         dropout: on the branches of the layers and in their MLPs.
         attention_dropout: on entries of A.
         pooling: ``sum`` or ``mean`` over nodes.
@@ -169,17 +169,17 @@ class GPS(nn.Module):
 
     def forward(self, batch: GPSBatch) -> Tensor:
         """``(B, num_outputs)``."""
-        there = ~batch.padding
-        with real_rows((self._norms, there.flatten())):
+        real = ~batch.padding
+        with real_rows((self._norms, real.flatten())):
             x = self.nodes(batch.x)
             if self.encoding is not None:
                 x = torch.cat([x, self.encoding(batch).to(x.dtype)], -1)
             edges = self.edges(batch.edge_attr)
             for layer in self.layers:
                 x = layer(x, batch.edge_index, batch.padding, edge_attr=edges)
-        x = (x * there[..., None]).sum(1)
+        x = (x * real[..., None]).sum(1)
         if self.pooling == "mean":
-            x = x / there.sum(1, keepdim=True)
+            x = x / real.sum(1, keepdim=True)
         return self.head(x)
 
 

@@ -1,13 +1,9 @@
-"""Many graphs in a few long tensors: what every reader of graph data makes, and checks."""
+"""A data set of graphs as a few long tensors, and the checks that every reader applies to it."""
 
 from __future__ import annotations
 
 import hashlib
-import warnings
-import zipfile
-import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -16,30 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.files import BadRows, check_count
 
 TRAIN, VALID, TEST = range(3)
 Kind = Literal["regression", "labels", "classes"]
-
-# OGB's vocabularies of atoms (element, chirality, degree, charge, hydrogens, radicals,
-# hybridisation, aromatic, in a ring) and bonds (type, stereo, conjugated)
-ATOMS = (119, 5, 12, 12, 10, 6, 6, 2, 2)
-BONDS = (5, 6, 2)
-
-# more unusable graphs than this, and the file is not what it is taken for
-_TOLERATED = 0.01
-_SHOWN = 3
+Features = int | tuple[int, ...]
+"""The sizes of the vocabularies, one per integer column, or the number of real columns."""
 
 
 @dataclass(frozen=True)
 class GraphSet:
-    """G graphs with N nodes and E directed edges in all, those of a graph side by side.
+    """G graphs with N nodes and E directed edges in all; those of a graph are consecutive.
 
     ``x``: ``(N, F)``; ``edge_index``: ``(2, E)``, sources above targets, counted from each graph's
     first node; ``edge_attr``: ``(E, F)``; ``nodes``, ``edges``: ``(G,)``, how many each graph has;
     ``y``: ``(G, T)`` float32, NaN where a label is missing; ``split``: ``(G,)``, 0 train, 1 valid,
-    2 test. ``node_features`` and ``edge_features`` are the sizes of the vocabularies, one for each
-    integer column, or the number of real columns.
+    2 test.
     """
 
     name: str
@@ -51,8 +39,8 @@ class GraphSet:
     edges: Tensor
     y: Tensor
     split: Tensor
-    node_features: int | tuple[int, ...]
-    edge_features: int | tuple[int, ...]
+    node_features: Features
+    edge_features: Features
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -74,7 +62,7 @@ class GraphSet:
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of nodes and edges, for what is worked out from them and kept."""
+        """A hash of nodes and edges, part of the name of cached features."""
         sha = hashlib.sha256()
         for tensor in (self.nodes, self.edges, self.edge_index, self.edge_attr):
             sha.update(np.ascontiguousarray(tensor.numpy()).tobytes())
@@ -85,7 +73,7 @@ class GraphSet:
         return (self.split == which).nonzero().flatten()
 
     def source(self, number: int) -> dict[str, Tensor]:
-        """One graph as it was read; edges with real numbers are worked out from its nodes."""
+        """One graph as it was read; real-valued edges were computed from its nodes."""
         first, edge = int(self.first_node[number]), int(self.first_edge[number])
         read = {"x": self.x[first : first + int(self.nodes[number])], "y": self.y[number]}
         if not self.edge_attr.is_floating_point():
@@ -98,40 +86,22 @@ class GraphSet:
         chosen = keep.nonzero().flatten()
         node, _ = spans(self.first_node[chosen], self.nodes[chosen])
         edge, _ = spans(self.first_edge[chosen], self.edges[chosen])
-        return GraphSet(
-            name=self.name,
-            kind=self.kind,
-            x=self.x[node],
-            edge_index=self.edge_index[:, edge],
-            edge_attr=self.edge_attr[edge],
-            nodes=self.nodes[chosen],
-            edges=self.edges[chosen],
-            y=self.y[chosen],
-            split=self.split[chosen],
-            node_features=self.node_features,
-            edge_features=self.edge_features,
-        )
+        kept = {field.name: getattr(self, field.name) for field in fields(self)}
+        kept |= {name: kept[name][chosen] for name in ("nodes", "edges", "y", "split")}
+        kept |= {"x": self.x[node], "edge_attr": self.edge_attr[edge]}
+        return GraphSet(**kept | {"edge_index": self.edge_index[:, edge]})
 
 
 def starts(counts: Tensor) -> Tensor:
-    """Where each of some consecutive runs begins."""
+    """Where each of several consecutive runs begins."""
     return counts.cumsum(0) - counts
 
 
 def spans(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """``first[i] … first[i] + counts[i] - 1`` of all i in one row, and whose each of them is."""
+    """``first[i], …, first[i] + counts[i] - 1`` for all i, concatenated, and the i of each."""
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
     index = torch.arange(len(owner)) + (first - starts(counts))[owner]
     return index, owner
-
-
-def both_ways(edge: Tensor, attributes: Tensor, bonds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bonds that are listed once, ``(E, 2)``, as edges: ``(2, 2E)``, their features, counts.
-
-    The two directions of a bond stand side by side, as in OGB.
-    """
-    directed = torch.stack([edge, edge.flip(1)], 1).reshape(-1, 2)
-    return directed.T.contiguous(), attributes.repeat_interleave(2, 0), 2 * bonds
 
 
 def usable(
@@ -140,60 +110,50 @@ def usable(
     sizes: tuple[int, int, int] | None = None,
     unused: int | None = None,
 ) -> GraphSet:
-    """The graphs without those that make no sense, which are counted and reported.
+    """The graphs without invalid ones, which are counted and reported.
 
     Args:
         graphs: as read.
-        path: where from, for messages.
-        sizes: the official numbers of graphs in train, valid and test; others are reported.
-        unused: a split that is there to be left out.
+        path: the file they come from, for messages.
+        sizes: the official numbers of graphs in train, valid and test; a warning names others.
+        unused: a split to leave out.
     """
     _check_totals(graphs, path)
     if unused is not None:
         graphs = graphs.only(graphs.split != unused)
     faults = _faults(graphs)
-    bad = torch.stack(list(faults.values())).any(0)
-    if bad.any():
-        examples = []
-        for number in bad.nonzero().flatten()[:_SHOWN].tolist():
-            why = [reason for reason, where in faults.items() if where[number]]
-            examples.append(f"graph {number}: {', '.join(why)}")
-        message = f"{path}: {int(bad.sum())} of {len(graphs)} graphs cannot be used; " + "; ".join(
-            examples
-        )
-        if bad.float().mean() > _TOLERATED:
-            raise ValueError(f"{message}. That is more than 1 %: get it again")
-        warnings.warn(message, stacklevel=2)
-        graphs = graphs.only(~bad)
+    invalid = torch.stack(list(faults.values())).any(0)
+    bad = BadRows(path, "graphs", "graph")
+    for number in invalid.nonzero().flatten().tolist():
+        bad.add(number, ", ".join(reason for reason, where in faults.items() if where[number]))
+    bad.report(len(graphs) - bad.count)
+    if bad.count:
+        graphs = graphs.only(~invalid)
     found = tuple(len(graphs.part(which)) for which in (TRAIN, VALID, TEST))
     if not all(found):
         raise ValueError(f"{path}: expected graphs to train, validate and test on, got {found}")
-    if sizes is not None and found != sizes:
-        warnings.warn(
-            f"{path}: the official {graphs.name} has {sizes} graphs to train, validate and test "
-            f"on, here are {found}",
-            stacklevel=2,
-        )
+    if sizes is not None:
+        check_count(path, found, sizes, "graphs to train, validate and test on")
     return graphs
 
 
 def _check_totals(graphs: GraphSet, path: Path) -> None:
-    expected = {
+    totals = {
         "nodes": (int(graphs.nodes.sum()), len(graphs.x)),
         "edges": (int(graphs.edges.sum()), graphs.edge_index.shape[1]),
         "features of edges": (graphs.edge_index.shape[1], len(graphs.edge_attr)),
         "labels": (len(graphs), len(graphs.y)),
-        "places in a split": (len(graphs), len(graphs.split)),
+        "split numbers": (len(graphs), len(graphs.split)),
     }
-    for what, (counted, given) in expected.items():
-        if counted != given:
+    for what, (expected, found) in totals.items():
+        if expected != found:
             raise ValueError(
-                f"{path} is damaged: its counts ask for {counted} {what}, it has {given}"
+                f"{path} is damaged: expected {expected} {what} by its counts, got {found}"
             )
 
 
 def _faults(graphs: GraphSet) -> dict[str, Tensor]:
-    """Why graphs cannot be used: for each reason ``(G,)``, True where it holds."""
+    """Reasons why graphs cannot be used: for each ``(G,)``, True where it applies."""
     count = len(graphs)
     of_node = torch.repeat_interleave(torch.arange(count), graphs.nodes)
     of_edge = torch.repeat_interleave(torch.arange(count), graphs.edges)
@@ -222,7 +182,7 @@ def _faults(graphs: GraphSet) -> dict[str, Tensor]:
     }
 
 
-def _unknown(features: Tensor, allowed: int | tuple[int, ...]) -> Tensor:
+def _unknown(features: Tensor, allowed: Features) -> Tensor:
     columns = allowed if isinstance(allowed, int) else len(allowed)
     if features.dim() != 2 or features.shape[1] != columns:
         raise ValueError(f"expected {columns} columns of features, got {tuple(features.shape)}")
@@ -232,43 +192,3 @@ def _unknown(features: Tensor, allowed: int | tuple[int, ...]) -> Tensor:
         (features[:, c] < 0) | (features[:, c].int() >= size) for c, size in enumerate(allowed)
     ]
     return torch.stack(wrong).any(0)
-
-
-def find_folder(data_dir: Path, folders: Iterable[str], files: Iterable[str]) -> Path | None:
-    """``data_dir`` or the first of its ``folders`` that has one of the files, if any has."""
-    files = list(files)
-    for folder in (".", *folders):
-        if any((data_dir / folder / file).is_file() for file in files):
-            return data_dir / folder
-    return None
-
-
-def not_found(data_dir: Path, folders: Iterable[str], source: DataSource) -> FileNotFoundError:
-    """The error that says what was looked for, where, and where to get it."""
-    also = ", ".join(f"{folder}/" for folder in folders)
-    return FileNotFoundError(
-        f"{source.name}: there is none of {source.files} in {data_dir.absolute()} or its {also}. "
-        f"Get it from {source.where}, and give the folder with --data-dir"
-    )
-
-
-def load_npz(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Arrays of a ``.npz`` file by name, without ever unpickling."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            missing = [name for name in names if name not in file.files]
-            if missing:
-                raise ValueError(
-                    f"{path} has no array {', '.join(missing)}; it has {', '.join(file.files)}"
-                )
-            return {name: _tensor(file[name]) for name in names}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        if "has no array" in str(error):
-            raise
-        raise ValueError(f"{path} is damaged ({error}); get it again") from error
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    # torch has few operations on these: the next larger integers that have a sign
-    wider = {"uint16": np.int32, "uint32": np.int64}.get(array.dtype.name)
-    return torch.from_numpy(array if wider is None else array.astype(wider))

@@ -1,4 +1,4 @@
-"""The recipe's models, as its settings ask for them."""
+"""Builds the model that the settings of the graph recipe describe."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from gfsa_experiments.tasks.graph.features import MAX_HOPS
 from gfsa_experiments.tasks.graph.graphs import GraphSet
-from gfsa_experiments.tasks.graph.pairs import MAX_HOPS
 
 if TYPE_CHECKING:
     from gfsa_experiments.tasks.graph.recipe import GraphConfig
 
 
 def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
-    """A model that takes and predicts what these graphs have; torch's generator is its seed."""
+    """A model for these graphs' features and labels; torch's global generator initialises it."""
     ends = graphs.node_features, graphs.edge_features, graphs.outputs
     if config.model.startswith("graphormer"):
         from gfsa.models import Graphormer

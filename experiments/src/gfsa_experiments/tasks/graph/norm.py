@@ -1,4 +1,4 @@
-"""Batch normalisation of padded batches: rows that are padding do not count."""
+"""Batch normalisation that ignores the padding rows of a batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Rows(NamedTuple):
     """Which rows of a padded batch are real."""
 
     share: Tensor
-    """``(rows,)``: one over the number of real rows; zero for padding."""
+    """``(rows,)``: one over the number of real rows, zero for padding."""
     padding: Tensor
-    """``(rows, 1)``: True where there is nothing."""
+    """``(rows, 1)``: True for padding."""
     unbias: Tensor
-    """n / (n - 1) of n real rows: from the variance to its unbiased estimate."""
+    """n / (n - 1) for n real rows: the factor from the variance to its unbiased estimate."""
 
 
 class _Normalise(torch.autograd.Function):
-    r"""y = w·x̂ + b with x̂ = (x − μ)/σ, its gradient in closed form: half the kernels.
+    r"""y = w·x̂ + b with x̂ = (x − μ)/σ; the closed-form gradient needs half of the kernels.
 
     .. math:: dx_i = \frac{w}{σ} \Bigl(g_i - s_i \bigl(\textstyle\sum_j g_j
               + \hat x_i \sum_j g_j \hat x_j\bigr)\Bigr)
@@ -36,8 +36,7 @@ class _Normalise(torch.autograd.Function):
         centred = x - mean
         variance = rows.share @ centred.square()
         rsigma = torch.rsqrt(variance + eps)
-        # nothing in place here: compiled by torch 2.11, a result written to in place has a gradient
-        # of zero
+        # no in-place operations: compiled by torch 2.11, results of them get a gradient of zero
         normed = centred * rsigma
         y = torch.addcmul(bias, normed, weight).masked_fill(rows.padding, 0.0)
         ctx.save_for_backward(normed, rsigma, weight, rows.share, rows.padding)
@@ -58,14 +57,14 @@ class _Normalise(torch.autograd.Function):
 
 
 class MaskedBatchNorm(nn.BatchNorm1d):
-    r"""``nn.BatchNorm1d`` over the rows that are real; those that are padding become zero.
+    r"""``nn.BatchNorm1d`` over the real rows; padding rows become zero.
 
     .. math:: μ = \sum_i s_i x_i, \qquad σ^2 = \sum_i s_i (x_i - μ)^2
 
-    with :math:`s_i` one over the number of real rows, and zero for padding. Which rows are real is
-    said by :func:`real_rows`; no operation here depends on how many there are, so that a step can
-    be replayed as a CUDA graph. Were padding not kept at zero, it would grow from layer to layer
-    (edges that fill up a batch lead from it to itself) until it overflows.
+    with :math:`s_i` one over the number of real rows, and zero for padding. :func:`real_rows` sets
+    which rows are real; no operation depends on their number, so that a step can be replayed as a
+    CUDA graph. Padding is reset to zero because it would grow from layer to layer otherwise
+    (padding edges lead from padding to padding) until it overflows.
     """
 
     rows: Rows | None = None
@@ -92,7 +91,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 
 def mask_norms(module: nn.Module) -> list[MaskedBatchNorm]:
-    """Make every batch norm in ``module`` a masked one, in place, and give them."""
+    """Replace every batch norm in ``module`` by a masked one, in place, and return them."""
     norms = []
     for child in module.modules():
         if type(child) is nn.BatchNorm1d:
@@ -104,16 +103,16 @@ def mask_norms(module: nn.Module) -> list[MaskedBatchNorm]:
 
 @contextmanager
 def real_rows(*groups: tuple[Iterable[MaskedBatchNorm], Tensor]) -> Iterator[None]:
-    """Within it, each group of norms counts the rows where its mask, ``(rows,)``, is True."""
-    told = []
+    """A context in which each group of norms uses the rows where its mask, ``(rows,)``, is True."""
+    changed = []
     try:
         for norms, mask in groups:
             count = mask.sum()
             rows = Rows(mask / count, ~mask[:, None], count / (count - 1).clamp(min=1))
             for norm in norms:
                 norm.rows = rows
-                told.append(norm)
+                changed.append(norm)
         yield
     finally:
-        for norm in told:
+        for norm in changed:
             norm.rows = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.array_cache import cached
+from gfsa_experiments.data.files import Tensors, cached_arrays
 from gfsa_experiments.engine.config import Count, CountOrZero, Schedule, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.graph.batches import (
@@ -22,14 +22,16 @@ from gfsa_experiments.tasks.graph.batches import (
     GraphItems,
     PairItems,
     PatchItems,
-    Tensors,
 )
 from gfsa_experiments.tasks.graph.data_sets import METRICS, SOURCES, DataName, read_graphs
-from gfsa_experiments.tasks.graph.encodings import laplacian_encoding, walk_encoding
+from gfsa_experiments.tasks.graph.features import (
+    laplacian_encoding,
+    pair_features,
+    patch_features,
+    walk_encoding,
+)
 from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet
 from gfsa_experiments.tasks.graph.models import build_model
-from gfsa_experiments.tasks.graph.pairs import pair_features
-from gfsa_experiments.tasks.graph.patches import patch_features
 from gfsa_experiments.tasks.graph.settings import (
     FOLLOWING,
     NOT_GIVEN,
@@ -40,7 +42,7 @@ from gfsa_experiments.tasks.graph.settings import (
 ModelName = Literal["graphormer-slim", "graphormer", "gps", "graph-vit"]
 Encoding = Literal["walk", "laplacian", "none"]
 
-# raise it when what is worked out from graphs changes: old files are then left alone
+# raise it when the features change: files of older versions are then ignored
 _CACHE_VERSION = 1
 _LENS_GRAPHS = 32
 
@@ -144,7 +146,7 @@ class GraphConfig(TrainConfig):
 
 
 class GraphTask(Task):
-    """A model of graphs, its data set, and the measure that is customary for it."""
+    """A graph model and its data set, measured by the data set's customary metric."""
 
     def __init__(self, model: nn.Module, graphs: GraphSet, items: dict[str, GraphItems]) -> None:
         self.model = model
@@ -163,7 +165,7 @@ class GraphTask(Task):
             return F.cross_entropy(output, y[:, 0].long())
         if self.kind == "regression":
             return F.mse_loss(output, y) if self.metric == "rmse" else F.l1_loss(output, y)
-        # labels that are missing weigh nothing
+        # missing labels have no weight
         known = ~y.isnan()
         target = torch.where(known, y, 0.0)
         loss = F.binary_cross_entropy_with_logits(output, target, weight=known, reduction="sum")
@@ -193,15 +195,15 @@ class GraphTask(Task):
         return (self.inputs(batch),)
 
     def identity(self, split: str, index: int) -> Any:
-        """The graph as it was read: eigenvectors and walks are worked out on each machine."""
+        """The graph as it was read: eigenvectors and walks are computed on each machine."""
         items: Any = self.splits[split].dataset
         return items.graphs.source(int(items.chosen[index]))
 
 
 def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
-    """Mean over labels of average precision and area under the ROC curve, as OGB takes them, ×100.
+    """Mean over labels of average precision and area under the ROC curve, as in OGB, ×100.
 
-    A label counts if it has both answers among the graphs where it is known.
+    A label counts if both answers occur among the graphs where it is known.
     """
     from sklearn.metrics import average_precision_score, roc_auc_score
 
@@ -213,13 +215,13 @@ def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
             precisions.append(average_precision_score(truth, score))
             areas.append(roc_auc_score(truth, score))
     if not areas:
-        raise ValueError("no label has both answers in this split: there is nothing to rank")
+        raise ValueError("no label has both answers in this split: its ranking cannot be scored")
     count = len(areas)
     return {"ap": 100 * sum(precisions) / count, "rocauc": 100 * sum(areas) / count}
 
 
 def build(config: GraphConfig, data_dir: Path) -> GraphTask:
-    """Read the graphs, work out what the model needs of them (once), make the model."""
+    """Read the graphs, compute the model's features of them (once), build the model."""
     data_dir = Path(data_dir).absolute()
     graphs = read_graphs(config.data, data_dir)
     features = _features(config, data_dir)
@@ -236,21 +238,21 @@ def _in_order(graphs: GraphSet, which: int) -> Tensor:
     chosen = graphs.part(which)
     if which == TRAIN:
         return chosen
-    # batches of like size: nothing depends on the order in which graphs are evaluated
+    # sorted by size for less padding: scores do not depend on the order of graphs
     return chosen[torch.argsort(graphs.nodes[chosen], stable=True)]
 
 
 def _features(config: GraphConfig, data_dir: Path) -> Tensors:
-    """What the model needs of the graphs, kept for the next run of this process."""
+    """The features that the model needs, cached for later runs of this process."""
     if config.model.startswith("graphormer"):
-        return _worked_out(config.data, data_dir, "pairs", ())
+        return _cached_features(config.data, data_dir, "pairs", ())
     size = 0 if config.encoding == "none" else config.encoding_size
     features: Tensors = {}
     if config.encoding != "none":
-        features |= _worked_out(config.data, data_dir, config.encoding, (size,))
+        features |= _cached_features(config.data, data_dir, config.encoding, (size,))
     if config.model == "graph-vit":
         steps = (config.patches, config.patch_hops, config.patch_walk_steps)
-        features |= _worked_out(config.data, data_dir, "patches", steps)
+        features |= _cached_features(config.data, data_dir, "patches", steps)
         if config.encoding == "none":
             graphs = read_graphs(config.data, data_dir)
             features["walk"] = torch.zeros(len(graphs.x), 0)
@@ -258,9 +260,9 @@ def _features(config: GraphConfig, data_dir: Path) -> Tensors:
 
 
 @lru_cache(maxsize=6)
-def _worked_out(data: str, data_dir: Path, what: str, sizes: tuple[int, ...]) -> Tensors:
-    """If the environment variable ``GFSA_CACHE`` names a folder, it is kept there as well."""
-    works: dict[str, Callable[..., Tensors]] = {
+def _cached_features(data: str, data_dir: Path, what: str, sizes: tuple[int, ...]) -> Tensors:
+    """One kind of features; also cached in the folder that ``GFSA_CACHE`` names, if it is set."""
+    kinds: dict[str, Callable[..., Tensors]] = {
         "pairs": pair_features,
         "walk": walk_encoding,
         "laplacian": laplacian_encoding,
@@ -269,7 +271,7 @@ def _worked_out(data: str, data_dir: Path, what: str, sizes: tuple[int, ...]) ->
     graphs = read_graphs(data, data_dir)
     words = ("graph", data, what, *map(str, sizes), graphs.digest, f"v{_CACHE_VERSION}")
     folder = os.environ.get("GFSA_CACHE", "")
-    return cached(folder, "-".join(words), lambda: works[what](graphs, *sizes))
+    return cached_arrays(folder, "-".join(words), lambda: kinds[what](graphs, *sizes))
 
 
 RECIPE = Recipe(

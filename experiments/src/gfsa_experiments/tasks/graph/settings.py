@@ -1,8 +1,8 @@
-"""The settings of the papers for each model and data set, and how they become defaults.
+"""The papers' settings for each model and data set, which become the recipe's defaults.
 
-Sources: the appendix of the GFSA paper and Graphormer's published scripts; GPS's published
-configurations; those of Graph-ViT. Where a paper has none for a data set, those of its most
-similar one are taken. docs/recipes/graph.md says where we differ.
+Sources: the appendix of the GFSA paper and Graphormer's published scripts, and the published
+configurations of GPS and Graph-ViT. A data set that a paper lacks gets the settings of the most
+similar one. docs/recipes/graph.md lists the differences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 Settings = dict[str, Any]
 
 NOT_GIVEN: Any = None
-"""Stands where a setting is to follow the model and the data set."""
+"""The default of settings that follow the model and the data set."""
 
 _GRAPHORMER: Settings = {
     "epochs": 300.0,
@@ -122,14 +122,14 @@ _GRAPH_VIT: Settings = _GRAPHORMER | {
 }
 _VIT_PEPTIDES: Settings = {"depth": 2, "group_by_length": True}
 
-# of the model
+# by model
 _MODELS: dict[str, Settings] = {
     "graphormer-slim": _GRAPHORMER,
     "graphormer": _BASE,
     "gps": _GPS,
     "graph-vit": _GRAPH_VIT,
 }
-# of the model on one data set, where they differ
+# by model and data set, where they differ from the model's
 _PAIRS: dict[tuple[str, str], Settings] = {
     ("graphormer-slim", "zinc"): {"epochs": 10_000.0},
     ("gps", "zinc"): {
@@ -175,7 +175,7 @@ FOLLOWING = tuple(_GRAPHORMER)
 """The settings that follow the model and the data set."""
 
 _GRAPHORMERS = ("graphormer-slim", "graphormer")
-# the settings that not every model reads (graph/models.py, graph/recipe.py), and who does
+# settings that only some models read (graph/models.py, graph/recipe.py)
 _READ_BY: dict[str, tuple[str, ...]] = {
     "ffn_width": _GRAPHORMERS,
     "mlp_dropout": _GRAPHORMERS,
@@ -192,14 +192,14 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 
 def paper_settings(model: str, data: str) -> Settings:
-    """What the papers take for this model on this data set."""
+    """The papers' settings for this model on this data set."""
     return _MODELS[model] | _PAIRS.get((model, data), {})
 
 
 def unread_settings(model: str) -> dict[str, str]:
-    """Settings that only other models read: name → which."""
+    """Settings that only other models read: name → reason."""
     return {
-        name: f"model={model} has no use for it; {' or '.join(readers)} would"
+        name: f"model={model} does not use it; {' or '.join(readers)} would"
         for name, readers in _READ_BY.items()
         if model not in readers
     }

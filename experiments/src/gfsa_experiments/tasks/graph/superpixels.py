@@ -1,4 +1,4 @@
-"""Images as graphs of superpixels: each linked to its eight nearest by their centres."""
+"""Images as graphs of superpixels, each linked to the eight with the nearest centres."""
 
 from __future__ import annotations
 
@@ -7,52 +7,43 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gfsa_experiments.data.files import read_npz
 from gfsa_experiments.tasks.graph.graphs import (
     TEST,
     TRAIN,
     VALID,
     GraphSet,
-    find_folder,
-    load_npz,
     spans,
     starts,
     usable,
 )
+from gfsa_experiments.tasks.graph.readers import Facts
 
-FOLDERS = ("superpixel_mnist", "mnist_superpixels", "MNIST")
-FILE = "superpixel_mnist.npz"
-SIZES = (55_000, 5_000, 10_000)
 NEIGHBOURS = 8
 _ARRAYS = tuple(f"{name}_{part}" for part in ("train", "test") for name in ("feat", "n_node", "y"))
-# centres are stored times 8, of images 28 pixels wide
+# the file stores centres times 8, of images 28 pixels wide
 _SCALE = torch.tensor([255.0, 224.0, 224.0])
 _CHUNK = 2048
 
 
-def read_superpixel_mnist(data_dir: Path) -> GraphSet | None:
-    """MNIST from ``superpixel_mnist.npz``, or None if it is not there.
+def read_superpixels(facts: Facts, path: Path) -> GraphSet:
+    """MNIST from ``superpixel_mnist.npz``.
 
     The last twelfth of the training images validates (5,000 of 60,000, as in the benchmark).
     """
-    folder = find_folder(data_dir, FOLDERS, [FILE])
-    if folder is None:
-        return None
-    path = folder / FILE
-    arrays = load_npz(path, _ARRAYS)
+    arrays = {name: torch.from_numpy(array) for name, array in read_npz(path, _ARRAYS).items()}
     nodes = torch.cat([arrays["n_node_train"], arrays["n_node_test"]]).long()
     x = torch.cat([arrays["feat_train"], arrays["feat_test"]]) / _SCALE
     if int(nodes.sum()) != len(x):
         raise ValueError(
-            f"{path} is damaged: its counts ask for {int(nodes.sum())} nodes, it has {len(x)}"
+            f"{path} is damaged: expected {int(nodes.sum())} nodes by its counts, got {len(x)}"
         )
     edge_index, weight, edges = nearest(x[:, 1:], nodes)
-    trained = len(arrays["n_node_train"])
+    train_images = len(arrays["n_node_train"])
     split = torch.full((len(nodes),), TEST, dtype=torch.uint8)
-    split[:trained] = TRAIN
-    split[trained - trained // 12 : trained] = VALID
-    graphs = GraphSet(
-        name="mnist",
-        kind="classes",
+    split[:train_images] = TRAIN
+    split[train_images - train_images // 12 : train_images] = VALID
+    graphs = facts.graph_set(
         x=x,
         edge_index=edge_index,
         edge_attr=weight,
@@ -60,10 +51,8 @@ def read_superpixel_mnist(data_dir: Path) -> GraphSet | None:
         edges=edges,
         y=torch.cat([arrays["y_train"], arrays["y_test"]]).float()[:, None],
         split=split,
-        node_features=3,
-        edge_features=1,
     )
-    return usable(graphs, path, SIZES)
+    return usable(graphs, path, facts.sizes)
 
 
 def nearest(
@@ -85,13 +74,13 @@ def nearest(
         width = int(count.max())
         padded = torch.zeros(len(count), width, 2)
         padded[owner, slot] = centres[index]
-        there = torch.arange(width) < count[:, None]
+        real_node = torch.arange(width) < count[:, None]
         distance = (padded[:, :, None] - padded[:, None]).square().sum(-1).sqrt()
-        # a node is not its own neighbour, and what is not there is nobody's
+        # neither a node itself nor padding is a neighbour
         distance.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-        distance.masked_fill_(~there[:, None], torch.inf)
+        distance.masked_fill_(~real_node[:, None], torch.inf)
         near = distance.topk(min(neighbours, width), dim=-1, largest=False)
-        real = near.values.isfinite() & there[:, :, None]
+        real = near.values.isfinite() & real_node[:, :, None]
         mean = near.values.masked_fill(~real, 0.0).sum(-1) / real.sum(-1).clamp(min=1)
         weight = torch.exp(-((near.values / mean.clamp(min=1e-9)[..., None]) ** 2))
         sources.append(near.indices[real])

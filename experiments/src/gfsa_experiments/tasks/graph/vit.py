@@ -1,4 +1,4 @@
-"""Graph-ViT on batches whose tensors have few different shapes."""
+"""Graph-ViT on padded batches, whose tensors have few different shapes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gfsa_experiments.tasks.graph.norm import mask_norms, real_rows
 
 @dataclass
 class PaddedPatches(GraphViTBatch):
-    """A :class:`~gfsa.models.GraphViTBatch` filled up with nodes and copies that are not there.
+    """A :class:`~gfsa.models.GraphViTBatch` with padding nodes and padding copies.
 
-    ``real_nodes``: ``(N,)`` and ``real_copies``: ``(C,)``, True where there is one; ``padding``
-    says it of patches.
+    ``real_nodes``: ``(N,)`` and ``real_copies``: ``(C,)`` are False for padding; ``padding`` marks
+    the patches.
     """
 
     real_nodes: Tensor
@@ -25,20 +25,20 @@ class PaddedPatches(GraphViTBatch):
 
 
 class PaddedGraphViT(GraphViT):
-    """:class:`~gfsa.models.GraphViT` whose batch norms leave out what only fills up a batch."""
+    """:class:`~gfsa.models.GraphViT` whose batch norms ignore padding."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._of_nodes = mask_norms(self.walk)
-        self._of_copies = mask_norms(self.gnn)
-        self._of_patches = mask_norms(self.patch_to_node) + mask_norms(self.patch_walk)
+        self._node_norms = mask_norms(self.walk)
+        self._copy_norms = mask_norms(self.gnn)
+        self._patch_norms = mask_norms(self.patch_to_node) + mask_norms(self.patch_walk)
 
     def forward(self, batch: GraphViTBatch) -> Tensor:
         """``(B, num_outputs)``."""
         assert isinstance(batch, PaddedPatches)
         with real_rows(
-            (self._of_nodes, batch.real_nodes),
-            (self._of_copies, batch.real_copies),
-            (self._of_patches, ~batch.padding.flatten()),
+            (self._node_norms, batch.real_nodes),
+            (self._copy_norms, batch.real_copies),
+            (self._patch_norms, ~batch.padding.flatten()),
         ):
             return super().forward(batch)

@@ -1,8 +1,8 @@
-"""Random changes to training images, and what the model is fed.
+"""Augmentation of training images, and normalisation to a model's input.
 
-Small images that are in memory are changed on the device, a whole batch by a few kernels, with
-torch's generator and without the host ever waiting for a value. Others go through timm's transforms
-in the processes that read them.
+Small images in memory are augmented on the device, a whole batch by a few kernels, with torch's
+generator and without synchronising host and device. Others go through timm's transforms in the
+worker processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Normalise:
     """Pixels ``(B, H, W, 3)``, uint8, to a model's input ``(B, 3, H, W)``, float."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        # x/255 in units of std, away from mean: x·scale + shift
+        # (x/255 − mean)/std = x·scale + shift
         self._scale = 1 / (255 * torch.tensor(std).view(3, 1, 1))
         self._shift = -(torch.tensor(mean) / torch.tensor(std)).view(3, 1, 1)
 
@@ -39,12 +39,12 @@ class OnDevice:
     """Crop, flip, erase, mix and smooth a batch of small images where it is.
 
     Args:
-        normalise: makes the model's input.
+        normalise: converts pixels to the model's input.
         num_classes: of the targets.
-        padding: black pixels around an image before a crop of its size is cut out at random.
-        erase: chance that a box of an image becomes noise.
-        mixup, cutmix: parameters of the Beta distribution of the mixing weight; 0: none.
-        switch: chance of CutMix where both are on.
+        padding: black pixels around an image before a random crop of its size.
+        erase: probability that a box of an image becomes noise.
+        mixup, cutmix: parameters of the Beta distribution of the mixing weight; 0: off.
+        switch: probability of CutMix if both are on.
         smoothing: of the labels.
     """
 
@@ -66,7 +66,7 @@ class OnDevice:
         self.smoothing = smoothing
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Images as they are, for evaluation."""
+        """Images without augmentation, for evaluation."""
         return self.normalise(images)
 
     def training(self, batch: Batch) -> Batch:
@@ -83,9 +83,9 @@ class OnDevice:
         return {"images": images, "targets": targets}
 
     def _mixing_weights(self, images: Tensor) -> Tensor:
-        """How much of each pixel stays, ``(H, W)``; the rest comes from the batch in reverse.
+        """The weight of each pixel, ``(H, W)``; the rest comes from the reversed batch.
 
-        One draw a batch, as DeiT has it: a constant (Mixup), or 0 in a box (CutMix).
+        One draw per batch, as in DeiT: a constant (Mixup), or 0 in a box (CutMix).
         """
         height, width = images.shape[-2:]
         device = images.device
@@ -93,7 +93,7 @@ class OnDevice:
         if not self.cutmix:
             cut = torch.zeros_like(cut)
         constant = beta(self.mixup or 1.0, device)
-        # a box of the share 1 − λ, cut off at the border
+        # a box of the share 1 − λ, clipped at the border
         side = (1 - beta(self.cutmix or 1.0, device)).sqrt()
         inside = _inside(
             torch.rand(1, device=device) * height - side * height / 2,
@@ -107,9 +107,9 @@ class OnDevice:
 
 
 class OnHost:
-    """Batches that timm's transforms have been through; timm's Mixup mixes them.
+    """Batches that the workers augmented with timm's transforms; timm's Mixup mixes them.
 
-    ``mixup`` is None for none; the labels are then only smoothed.
+    Without ``mixup`` the labels are only smoothed.
     """
 
     def __init__(self, num_classes: int, mixup: Mixup | None, smoothing: float) -> None:
@@ -126,13 +126,13 @@ class OnHost:
         if len(images) % 2:
             raise ValueError(
                 f"Mixup mixes pairs, the batch has {len(images)} images: "
-                "take an even batch_size and drop_last=true"
+                "set an even batch_size and drop_last=true"
             )
-        # timm draws from numpy: seeded by torch's generator, which a checkpoint keeps
+        # timm draws from numpy: seed it from torch's generator, which checkpoints store
         state = np.random.get_state()
         np.random.seed(int(torch.randint(2**31, ())))
         try:
-            # timm mixes in place
+            # timm works in place
             images, targets = self.mixup(images.clone(), labels)
         finally:
             np.random.set_state(state)
@@ -140,7 +140,7 @@ class OnHost:
 
 
 def crop_and_flip(pixels: Tensor, padding: int) -> Tensor:
-    """Each image moved by up to ``padding`` pixels, black moving in, and mirrored or not.
+    """Each image shifted by up to ``padding`` pixels, filled with black, and randomly mirrored.
 
     Args:
         pixels: ``(B, H, W, 3)``.
@@ -154,8 +154,8 @@ def crop_and_flip(pixels: Tensor, padding: int) -> Tensor:
     across = torch.arange(width, device=device)
     rows = corners[0] + torch.arange(height, device=device)
     columns = corners[1] + torch.where(mirrored, width - 1 - across, across)
-    each = torch.arange(count, device=device)[:, None, None]
-    return padded[each, rows[:, :, None], columns[:, None, :]]
+    image = torch.arange(count, device=device)[:, None, None]
+    return padded[image, rows[:, :, None], columns[:, None, :]]
 
 
 def erase_boxes(images: Tensor, chance: float) -> Tensor:
@@ -163,12 +163,12 @@ def erase_boxes(images: Tensor, chance: float) -> Tensor:
 
     Args:
         images: ``(B, 3, H, W)``, normalised.
-        chance: of each image to be hit.
+        chance: probability for each image.
     """
     count, _, height, width = images.shape
     draw = torch.rand(5, count, device=images.device)
     area = (0.02 + (1 / 3 - 0.02) * draw[0]) * height * width
-    # the aspect is spread evenly on a logarithmic scale between 0.3 and 1/0.3
+    # the aspect ratio is log-uniform between 0.3 and 1/0.3
     aspect = 0.3 ** (1 - 2 * draw[1])
     tall = (area * aspect).sqrt().clamp(max=height - 1)
     wide = (area / aspect).sqrt().clamp(max=width - 1)
@@ -186,7 +186,7 @@ def beta(alpha: float, device: Any) -> Tensor:
 def _inside(
     top: Tensor, left: Tensor, tall: Tensor, wide: Tensor, height: int, width: int
 ) -> Tensor:
-    """Boxes, ``(B,)`` each, as masks ``(B, height, width)``: True where a pixel's middle is in."""
+    """Boxes, ``(B,)`` each, as masks ``(B, height, width)``: True for pixel centres inside."""
     down = torch.arange(height, device=top.device) + 0.5
     across = torch.arange(width, device=top.device) + 0.5
     rows = (down >= top[:, None]) & (down < (top + tall)[:, None])

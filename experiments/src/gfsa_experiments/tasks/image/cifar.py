@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: the official binary files, or JPEGs in one npz; in memory as uint8."""
+"""CIFAR-10 and CIFAR-100 from the official binary files, or from JPEGs in one npz file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import os
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.data.text_files import BadRows, check_count
+from gfsa_experiments.data.files import BadRows, check_count, read_npz, write_whole
 from gfsa_experiments.engine.task import DataSource
 
 Cifar = Literal["cifar10", "cifar100"]
@@ -41,7 +40,7 @@ class Images:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the official binary files of one of the two sets look."""
+    """The official binary files of one of the two sets."""
 
     folder: str
     train: tuple[str, ...]
@@ -49,7 +48,7 @@ class _Layout:
     label_bytes: int
     num_classes: int
     pickled: tuple[str, str]
-    """Folder and first file of the pickled version, which is refused."""
+    """Folder and first file of the pickled version, which is never read."""
     url: str
 
 
@@ -85,11 +84,11 @@ SOURCES = tuple(
 def read_cifar(data_dir: Path, name: Cifar) -> dict[str, Images]:
     """``train`` and ``test``, read once per process.
 
-    JPEGs take some seconds to decode. If the environment variable ``GFSA_CACHE`` names a folder,
-    they are kept there, and other processes map them into their memory.
+    Decoding the JPEGs takes some seconds. If the environment variable ``GFSA_CACHE`` names a
+    folder, the decoded images are stored there, and other processes map them into memory.
 
     Args:
-        data_dir: the folder of the files, or one above it.
+        data_dir: the folder of the files, or its parent.
         name: which of the two.
     """
     return _read(Path(data_dir).absolute(), name, os.environ.get("GFSA_CACHE", ""))
@@ -104,9 +103,13 @@ def _read(data_dir: Path, name: Cifar, cache_dir: str) -> dict[str, Images]:
     for folder in folders:
         if all((folder / file).is_file() for file in wanted):
             official = _COUNTS["train"] // len(layout.train)
-            train = [_read_binary(folder / file, layout, official) for file in layout.train]
-            test = _read_binary(folder / layout.test, layout, _COUNTS["test"])
-            return {"train": _join(train), "test": test}
+            parts = [_read_binary(folder / file, layout, official) for file in layout.train]
+            pixels = torch.cat([part.pixels for part in parts])
+            train = Images(pixels, torch.cat([part.labels for part in parts]), layout.num_classes)
+            return {
+                "train": train,
+                "test": _read_binary(folder / layout.test, layout, _COUNTS["test"]),
+            }
         if name == "cifar10" and (folder / _JPEGS).is_file():
             return _read_jpegs(folder / _JPEGS, cache_dir)
     raise FileNotFoundError(_what_is_missing(folders, name, layout))
@@ -117,13 +120,13 @@ def _what_is_missing(folders: list[Path], name: str, layout: _Layout) -> str:
     for folder in folders:
         absent = [file for file in wanted if not (folder / file).is_file()]
         if len(absent) < len(wanted):
-            return f"{folder} lacks {', '.join(absent)}; unpack {layout.url} anew"
+            return f"{folder} lacks {', '.join(absent)}; unpack {layout.url} again"
     pickled_folder, pickled_file = layout.pickled
     for folder in (*folders, *(folder / pickled_folder for folder in folders)):
         if (folder / pickled_file).is_file():
             return (
                 f"{folder} holds {name} as Python pickles, which are not read: unpickling runs "
-                f"whatever code a file contains. Take the binary version, {layout.url}"
+                f"any code that a file contains. Get the binary version, {layout.url}"
             )
     places = ", ".join(str(folder) for folder in folders)
     jpegs = f", nor {_JPEGS}" if name == "cifar10" else ""
@@ -136,8 +139,8 @@ def _read_binary(path: Path, layout: _Layout, official: int) -> Images:
     data = np.fromfile(path, dtype=np.uint8)
     if not len(data) or len(data) % row:
         raise ValueError(
-            f"{path} is damaged: {len(data)} bytes are no whole number of rows of {row}; "
-            f"unpack {layout.url} anew"
+            f"{path} is damaged: its {len(data)} bytes are not a multiple of rows of {row}; "
+            f"unpack {layout.url} again"
         )
     rows = data.reshape(-1, row)
     pixels = rows[:, layout.label_bytes :].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
@@ -151,14 +154,14 @@ def _usable(
     pixels: np.ndarray,
     labels: np.ndarray,
     num_classes: int,
-    read: np.ndarray | None = None,
+    decoded: np.ndarray | None = None,
 ) -> Images:
-    """The images that could be read and have a label that exists."""
+    """The images that could be read and have a valid label."""
     good = labels < num_classes
     for row in np.flatnonzero(~good):
         bad.add(int(row) + 1, f"label {labels[row]}, expected 0 to {num_classes - 1}")
-    if read is not None:
-        good &= read
+    if decoded is not None:
+        good &= decoded
     bad.report(int(good.sum()))
     if not good.all():
         pixels, labels = pixels[good], labels[good]
@@ -169,48 +172,32 @@ def _usable(
     )
 
 
-def _join(parts: list[Images]) -> Images:
-    return Images(
-        torch.cat([part.pixels for part in parts]),
-        torch.cat([part.labels for part in parts]),
-        parts[0].num_classes,
-    )
-
-
 def _read_jpegs(path: Path, cache_dir: str) -> dict[str, Images]:
-    """JPEG scans end to end, with offsets, one header for all, and labels.
+    """Concatenated JPEG scans with offsets, one header for all, and labels.
 
-    The npz has a checksum of each array, so what arrives here is what was written.
+    The npz format has a checksum for each array, so damaged files are noticed.
     """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            contents = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no readable npz: {error}") from error
-    needed = {"header"} | {f"{kind}_{part}" for kind in ("data", "offset", "y") for part in _COUNTS}
-    if missing := sorted(needed - set(contents)):
-        raise ValueError(f"{path} lacks the arrays {', '.join(missing)}")
-    fingerprint = _fingerprint(path) if cache_dir else ""
+    names = ["header", *(f"{kind}_{part}" for kind in ("data", "offset", "y") for part in _COUNTS)]
+    arrays = read_npz(path, names)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if cache_dir else ""
     parts = {}
     for part, official in _COUNTS.items():
-        labels, offsets = contents[f"y_{part}"], contents[f"offset_{part}"]
-        scans = contents[f"data_{part}"]
+        scans, offsets, labels = (arrays[f"{kind}_{part}"] for kind in ("data", "offset", "y"))
         rising = len(offsets) == len(labels) + 1 and (np.diff(offsets) >= 0).all()
         if not rising or offsets[-1] != len(scans):
             raise ValueError(
                 f"{path} is damaged: offset_{part} should rise in {len(labels) + 1} steps to "
                 f"{len(scans)}"
             )
-        bad = BadRows(path)
-        kept = Path(cache_dir) / f"cifar10-{fingerprint}-{part}.npy" if cache_dir else None
-        read = None
-        if kept is not None and kept.is_file():
-            pixels = _open_cache(kept, len(labels))
+        bad, decoded = BadRows(path), None
+        cache = Path(cache_dir) / f"cifar10-{digest}-{part}.npy" if cache_dir else None
+        if cache is not None and cache.is_file():
+            pixels = _open_cache(cache, len(labels))
         else:
-            pixels, read = _decode(contents["header"].tobytes(), scans.tobytes(), offsets, bad)
-            if kept is not None and read.all():
-                _write_cache(kept, pixels)
-        parts[part] = _usable(bad, pixels, labels, 10, read)
+            pixels, decoded = _decode(arrays["header"].tobytes(), scans.tobytes(), offsets, bad)
+            if cache is not None and decoded.all():
+                write_whole(cache, functools.partial(np.save, arr=pixels, allow_pickle=False))
+        parts[part] = _usable(bad, pixels, labels, 10, decoded)
         check_count(path, len(parts[part]), official)
     return parts
 
@@ -219,7 +206,7 @@ def _decode(
     header: bytes, scans: bytes, offsets: np.ndarray, bad: BadRows
 ) -> tuple[np.ndarray, np.ndarray]:
     """All images, and which of them could be decoded."""
-    # threads gain nothing here: most of the 30 µs that an image takes are Python's
+    # threads would not help: most of the 30 µs per image are spent in Python
     from torchvision.io import decode_jpeg
 
     pixels = np.zeros((len(offsets) - 1, SIDE, SIDE, 3), dtype=np.uint8)
@@ -227,7 +214,7 @@ def _decode(
     for i, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         whole = bytearray(header + scans[start:end] + b"\xff\xd9")
         try:
-            # libjpeg would paint an empty scan grey
+            # libjpeg decodes an empty scan to a grey image
             if start == end:
                 raise RuntimeError("empty")
             image = decode_jpeg(torch.frombuffer(whole, dtype=torch.uint8))
@@ -243,12 +230,8 @@ def _decode(
     return pixels, read
 
 
-def _fingerprint(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
 def _open_cache(path: Path, count: int) -> np.ndarray:
-    # "c": pages are shared between processes, and torch sees an array that it could write to
+    # "c": processes share the pages, and torch gets a writable array
     pixels: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
     if pixels.shape != (count, SIDE, SIDE, 3) or pixels.dtype != np.uint8:
         raise ValueError(
@@ -256,15 +239,3 @@ def _open_cache(path: Path, count: int) -> np.ndarray:
             f"{(count, SIDE, SIDE, 3)}; delete it"
         )
     return pixels
-
-
-def _write_cache(path: Path, pixels: np.ndarray) -> None:
-    """Whole or not at all: other processes may look for it meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            np.save(file, pixels, allow_pickle=False)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -24,10 +24,11 @@ from gfsa_experiments.engine.config import (
     as_text,
 )
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.image import cifar, image_folder
-from gfsa_experiments.tasks.image.image_items import MemoryImages, Subset, Transformed, stack
+from gfsa_experiments.tasks.image import cifar
+from gfsa_experiments.tasks.image import items as image_items
+from gfsa_experiments.tasks.image.items import FolderImages, MemoryImages, Transformed, stack
 
-# the models of the paper by their short names; any other name is timm's own
+# short names of the paper's models; any other name is one of timm's
 MODELS = {
     "deit_tiny": "deit_tiny_patch16_224",
     "deit_small": "deit_small_patch16_224",
@@ -110,7 +111,7 @@ class ImageConfig(TrainConfig):
             )
 
     def label(self, folder: str = "folder") -> str:
-        """``folder``: what to call images in folders, of which the settings know no name."""
+        """``folder``: what to call images in folders, whose name is not among the settings."""
         data = folder if self.dataset == "folder" else self.dataset
         return f"{data} {self.model}" + (f"-d{self.depth}" if self.depth else "")
 
@@ -120,19 +121,19 @@ class ImageConfig(TrainConfig):
         if self.dataset == "folder":
             unused["augment"] = "images in folders are always augmented by the workers"
         if self.on_device:
-            unused["auto_augment"] = "augment=workers alone has timm's policies"
+            unused["auto_augment"] = "only augment=workers applies timm's policies"
         if not (self.mixup and self.cutmix):
-            unused["switch"] = "it is between mixup and cutmix, one of which is 0"
+            unused["switch"] = "it chooses between mixup and cutmix, one of which is 0"
         return unused
 
     def sketch(self) -> nn.Module | None:
         if find_spec("timm") is None:
             return None
         try:
-            return _tried_model(self, "meta")
+            return _checked_model(self, "meta")
         except ValueError:
-            # some models cannot be made without numbers; those that cannot be made at all say so
-            return _tried_model(self, "cpu")
+            # some models cannot be built on meta; those that cannot be built at all raise again
+            return _checked_model(self, "cpu")
 
     @property
     def size(self) -> int:
@@ -153,10 +154,10 @@ class ImageConfig(TrainConfig):
         return self.model.startswith("swin")
 
     def model_arguments(self) -> dict[str, Any]:
-        """What timm is told beside the model's name."""
-        # Swin would drop paths by itself
+        """The keyword arguments for ``timm.create_model``."""
+        # Swin's own default is above 0
         arguments: dict[str, Any] = {"drop_path_rate": self.drop_path}
-        # what changes nothing is not said: not every model knows these words
+        # arguments that change nothing are left out: not every model accepts them
         if self.size != _own_size(self.timm_name):
             arguments["img_size"] = self.size
         if self.dropout:
@@ -211,7 +212,7 @@ class ImageTask(Task):
         return scores
 
     def example(self) -> Tensor:
-        """Some images to choose on (to report on, if there are none), as the model takes them."""
+        """Some validation images (test images, if there are none), as the model takes them."""
         split = self.splits.get("valid", self.splits["test"])
         indices = list(range(min(32, len(split))))
         fetch = getattr(
@@ -221,7 +222,7 @@ class ImageTask(Task):
         return images
 
     def identity(self, split: str, index: int) -> Any:
-        """The image as it was read, whatever transforms make of it."""
+        """The image as it was read, before any transform."""
         dataset = self.splits[split].dataset
         if isinstance(dataset, SeededItems):
             dataset = dataset.dataset
@@ -229,7 +230,7 @@ class ImageTask(Task):
 
 
 def build(config: ImageConfig, data_dir: Path) -> ImageTask:
-    """Read the images, make the model."""
+    """Read the images and build the model."""
     read = _folder_parts if config.dataset == "folder" else _cifar_parts
     parts, num_classes = read(config, Path(data_dir))
     model = make_model(config, num_classes)
@@ -237,7 +238,7 @@ def build(config: ImageConfig, data_dir: Path) -> ImageTask:
     return ImageTask(model, splits, num_classes, _pipeline(config, num_classes))
 
 
-# what timm calls our settings
+# settings by the names of timm's arguments
 _SETTING = {"img_size": "image_size", "drop_path_rate": "drop_path", "proj_drop_rate": "dropout"}
 
 
@@ -252,17 +253,17 @@ def make_model(config: ImageConfig, num_classes: int) -> nn.Module:
     try:
         model: nn.Module = timm.create_model(name, num_classes=num_classes, **arguments)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        told = as_text({_SETTING.get(key, key): value for key, value in arguments.items()})
+        given = as_text({_SETTING.get(key, key): value for key, value in arguments.items()})
         small = f" (sizes that are not set follow {config.dataset})"
         raise ValueError(
-            f"timm cannot make {name} with {told}{small if config.dataset != 'folder' else ''}: "
-            f"{error}; change these settings, or take a model that has them"
+            f"timm cannot build {name} with {given}{small if config.dataset != 'folder' else ''}: "
+            f"{error}; change these settings, or use a model that accepts them"
         ) from error
     return model
 
 
 def _own_size(name: str) -> int:
-    """Side of the images that a model of timm's is made for."""
+    """Side of the images that one of timm's models is designed for."""
     if find_spec("timm") is None:
         return 224
     from timm.models import get_pretrained_cfg
@@ -271,8 +272,8 @@ def _own_size(name: str) -> int:
     return 224 if found is None else int(found.input_size[-1])
 
 
-def _tried_model(config: ImageConfig, device: str) -> nn.Module:
-    """The model on a device, known to take an image; torch's generator is left as it was."""
+def _checked_model(config: ImageConfig, device: str) -> nn.Module:
+    """The model on a device, checked on one image; torch's generator is left unchanged."""
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
         model = make_model(config, num_classes=2).eval()
         try:
@@ -285,22 +286,18 @@ def _tried_model(config: ImageConfig, device: str) -> nn.Module:
     return model
 
 
-def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]], int]:
-    listings = image_folder.list_images(data_dir.absolute())
-    images = {part: image_folder.FolderImages(listing) for part, listing in listings.items()}
-    parts: dict[str, Dataset[Any]] = {"train": images["train"], "test": images["val"]}
-    if "test" in images:
-        parts |= {"valid": images["val"], "test": images["test"]}
+def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
+    files = image_items.list_images(data_dir.absolute())
+    parts = {"train": files["train"], "test": files["val"]}
+    if "test" in files:
+        parts |= {"valid": files["val"], "test": files["test"]}
     elif config.holdout:
-        train, valid = hold_out(len(images["train"]), config.holdout)
-        parts |= {
-            "train": Subset(images["train"], train),
-            "valid": Subset(images["train"], valid),
-        }
-    return parts, len(listings["train"].classes)
+        train, valid = hold_out(len(files["train"].paths), config.holdout)
+        parts |= {"train": files["train"].take(train), "valid": files["train"].take(valid)}
+    return {name: FolderImages(part) for name, part in parts.items()}, len(files["train"].classes)
 
 
-def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset[Any]], int]:
+def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
     assert config.dataset != "folder"
     both = cifar.read_cifar(data_dir, config.dataset)
     train, valid = hold_out(len(both["train"]), config.holdout)
@@ -311,7 +308,7 @@ def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Dataset
     }, both["train"].num_classes
 
 
-def _split(config: ImageConfig, part: str, dataset: Dataset[Any]) -> Split:
+def _split(config: ImageConfig, part: str, dataset: Any) -> Split:
     if config.on_device:
         return Split(dataset, as_it_is)
     changed: Dataset[Any] = Transformed(dataset, _transform(config, training=part == "train"))
@@ -337,7 +334,7 @@ def _transform(config: ImageConfig, training: bool) -> Any:
         re_mode="pixel",
     )
     if small:
-        # as DeiT does: a random part of a small image shows too little
+        # as DeiT does: a random part of a small image shows too little of it
         transform.transforms[0] = RandomCrop(config.size, padding=4)
     return transform
 
@@ -370,8 +367,8 @@ def _pipeline(config: ImageConfig, num_classes: int) -> Any:
 
 
 def label(config: ImageConfig, data_dir: Path) -> str:
-    """Data set and model; a folder of images goes by its own name, ``folder=flowers``."""
-    # as it was typed, not where links lead; a blank would end the name
+    """Data set and model; a folder of images is labelled by its name, ``folder=flowers``."""
+    # symbolic links are not resolved; a blank would end the name
     name = re.sub(r"\s+", "_", Path(os.path.abspath(data_dir)).name)
     return config.label(f"folder={name}")
 
@@ -381,7 +378,7 @@ RECIPE = Recipe(
     title="Image classification from scratch: DeiT, CaiT, Swin",
     config=ImageConfig,
     build=build,
-    sources=(image_folder.SOURCE, *cifar.SOURCES),
+    sources=(image_items.SOURCE, *cifar.SOURCES),
     extra="image",
     label=label,
 )

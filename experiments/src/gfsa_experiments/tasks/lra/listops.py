@@ -1,31 +1,35 @@
-"""ListOps of the Long Range Arena: nested lists of operators and digits, with their value.
+"""ListOps of the Long Range Arena: generates nested lists of operators and digits.
 
-``[MAX 4 3 [MIN 2 3 ] 1 0 ]`` is 4. The official rules: an operator has 2 to 10 arguments, each an
-operator with probability 1/4 and a digit otherwise, at depth 10 (the root's is 1) always a digit;
-MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10); lists of more than 500 and less
-than 2,000 tokens are kept (a root that is a digit never is, so none is drawn), no list twice;
-96,000 to train on, 2,000 to validate on, 2,000 to test on.
+The value of ``[MAX 4 3 [MIN 2 3 ] 1 0 ]`` is 4. The official rules: an operator has 2 to 10
+arguments, each an operator with probability 1/4 and a digit otherwise, at depth 10 (the root has
+depth 1) always a digit; operators are MIN, MAX, MED (the median, rounded down) and SM (the sum
+modulo 10); lists of more than 500 and fewer than 2,000 tokens are kept (so the root is always an
+operator), without duplicates; 96,000 to train on, 2,000 to validate on, 2,000 to test on.
 
-Trees are drawn level by level in numpy, some thousands at once, and the official tsv files can be
-written of them: ``python -m gfsa_experiments.tasks.lra.listops FOLDER``.
+Trees are drawn level by level in numpy, some thousands at once. To write the official tsv files:
+``python -m gfsa_experiments.tasks.lra.listops FOLDER``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+
+from gfsa_experiments.data.files import write_whole
 
 COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
 SHORTEST, LONGEST = 501, 1_999
 DEEPEST = 10
 MOST_ARGUMENTS = 10
 OPERATOR_SHARE = 0.25
-# trees drawn at once, of which about a sixth have a length to be kept
+# trees drawn at once; about a sixth have a valid length
 _DRAWN = 4_000
 
 PAD = 0
@@ -36,7 +40,7 @@ _DIGIT, _OPERATOR, _CLOSE = 1, 11, 15
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of small tokens end to end, with a label each."""
+    """Concatenated sequences of small tokens, with a label each."""
 
     tokens: np.ndarray
     """uint8."""
@@ -62,7 +66,7 @@ class Sequences:
 
 
 def make_listops(seed: int = 0, counts: dict[str, int] | None = None) -> dict[str, Sequences]:
-    """The parts of a data set that ``seed`` determines."""
+    """The parts of the data set of this ``seed``."""
     counts = COUNTS if counts is None else counts
     wanted = sum(counts.values())
     tokens, lengths, labels, seen = [], [], [], set()
@@ -88,7 +92,7 @@ def make_listops(seed: int = 0, counts: dict[str, int] | None = None) -> dict[st
 
 @dataclass
 class _Level:
-    """The nodes of all trees at one depth, those of one parent side by side."""
+    """The nodes of all trees at one depth; children of one parent are consecutive."""
 
     tree: np.ndarray
     arguments: np.ndarray
@@ -102,7 +106,7 @@ class _Level:
 
 
 def _draw(generator: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
-    """Sequences of a length to be kept and their values, without end."""
+    """An endless stream of sequences of valid length and their values."""
     while True:
         levels = _grow(generator)
         lengths = np.zeros(_DRAWN, dtype=np.int64)
@@ -139,7 +143,7 @@ def _grow(generator: np.random.Generator) -> list[_Level]:
 
 
 def _evaluate(levels: list[_Level]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The value of each tree; and of each node, how many tokens it and what is below it span."""
+    """The value of each tree, and for each node the number of tokens of its subtree."""
     values, spans = np.empty(0, np.int64), [np.empty(0, np.int64)]
     for level in reversed(levels):
         value, span = level.symbol.copy(), np.ones(len(level.symbol), np.int64)
@@ -148,7 +152,7 @@ def _evaluate(levels: list[_Level]) -> tuple[np.ndarray, list[np.ndarray]]:
             count = level.arguments[at]
             starts = np.cumsum(count) - count
             group = np.repeat(np.arange(len(at)), count)
-            # sorted within each group: MIN, MAX and MED are then places in it
+            # sorted within each group, so that MIN, MAX and MED are positions in it
             ordered = np.sort(group * 10 + values) % 10
             middle = ordered[starts + (count - 1) // 2] + ordered[starts + count // 2]
             results = (
@@ -165,7 +169,7 @@ def _evaluate(levels: list[_Level]) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def _spell(levels: list[_Level], spans: list[np.ndarray], offsets: np.ndarray) -> np.ndarray:
-    """The tokens of all trees; each begins at its offset."""
+    """The tokens of all trees, each starting at its offset."""
     tokens = np.zeros(offsets[-1], dtype=np.uint8)
     begin = offsets[:-1]
     for depth, (level, span) in enumerate(zip(levels, spans, strict=True)):
@@ -175,7 +179,7 @@ def _spell(levels: list[_Level], spans: list[np.ndarray], offsets: np.ndarray) -
         if depth + 1 < len(levels):
             count = level.arguments[is_operator]
             below = spans[depth + 1]
-            # an argument begins after its operator and the arguments before it
+            # an argument begins after its operator and the preceding arguments
             before = np.cumsum(below) - below
             first = np.repeat(before[np.cumsum(count) - count], count) if len(count) else before
             begin = np.repeat(begin[is_operator], count) + 1 + before - first
@@ -183,7 +187,7 @@ def _spell(levels: list[_Level], spans: list[np.ndarray], offsets: np.ndarray) -
 
 
 def to_text(tokens: np.ndarray) -> str:
-    """A sequence as the official files have it, every step of building a list in parentheses.
+    """A sequence as in the official files, with parentheses around every step of a list.
 
     ``[MAX 4 3 ]`` is ``( ( ( [MAX 4 ) 3 ) ] )``.
     """
@@ -207,16 +211,15 @@ def to_text(tokens: np.ndarray) -> str:
 
 
 def write_listops(folder: Path, seed: int = 0, counts: dict[str, int] | None = None) -> None:
-    """``basic_train.tsv``, ``basic_val.tsv`` and ``basic_test.tsv``, each whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write ``basic_train.tsv``, ``basic_val.tsv`` and ``basic_test.tsv``."""
     for part, sequences in make_listops(seed, counts).items():
-        path = folder / f"basic_{part}.tsv"
-        unfinished = path.with_suffix(".tmp")
-        with unfinished.open("w", newline="") as file:
-            file.write("Source\tTarget\r\n")
-            for index, label in enumerate(sequences.labels):
-                file.write(f"{to_text(sequences[index])}\t{label}\r\n")
-        unfinished.replace(path)
+        write_whole(folder / f"basic_{part}.tsv", functools.partial(_write_tsv, sequences))
+
+
+def _write_tsv(sequences: Sequences, file: BinaryIO) -> None:
+    file.write(b"Source\tTarget\r\n")
+    for index, label in enumerate(sequences.labels):
+        file.write(f"{to_text(sequences[index])}\t{label}\r\n".encode())
 
 
 def main() -> None:

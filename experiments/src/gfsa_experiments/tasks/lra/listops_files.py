@@ -1,29 +1,27 @@
-"""ListOps from the official tsv files, or made once and kept as tokens."""
+"""ListOps from the official tsv files, or generated once and stored as tokens."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import sys
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
-from gfsa_experiments.data.text_files import BadRows, check_count
+from gfsa_experiments.data.files import BadRows, check_count, read_npz, write_whole
 from gfsa_experiments.engine.task import DataSource
 from gfsa_experiments.tasks.lra.listops import COUNTS, LONGEST, TOKENS, Sequences, make_listops
 
 SOURCE = DataSource(
     "listops",
-    "listops/basic_{train,val,test}.tsv; made (seed 0, as listops/listops_seed0.npz) if missing",
+    "listops/basic_{train,val,test}.tsv; generated (seed 0, listops/listops_seed0.npz) if missing",
     "https://storage.googleapis.com/long-range-arena/lra_release.gz, listops-1000",
 )
 _FOLDERS = ("", "listops", "listops-1000", "lra_release/listops-1000")
-_MADE = "listops_seed0.npz"
-# the brackets of an operator and its list; parentheses only repeat the structure
+_GENERATED = "listops_seed0.npz"
+_ARRAYS = ("tokens", "offsets", "labels")
+# only words and brackets count: parentheses repeat the structure
 _CODES = {token: code for code, token in enumerate(TOKENS) if code}
 _OPENING = [code for code, token in enumerate(TOKENS) if token.startswith("[")]
 _CLOSING = _CODES["]"]
@@ -31,19 +29,19 @@ _CLOSING = _CODES["]"]
 
 @functools.lru_cache(maxsize=2)
 def read_listops(data_dir: Path) -> dict[str, Sequences]:
-    """``train``, ``val`` and ``test``; made if they are not there, and then kept."""
+    """``train``, ``val`` and ``test``; generated and stored if they do not exist."""
     for folder in (data_dir / name for name in _FOLDERS):
         paths = {part: folder / f"basic_{part}.tsv" for part in COUNTS}
-        there = [path for path in paths.values() if path.is_file()]
-        if there and len(there) < len(paths):
-            absent = sorted(path.name for path in paths.values() if path not in there)
-            raise FileNotFoundError(f"{folder} lacks {', '.join(absent)} beside {there[0].name}")
-        if there:
+        present = [path for path in paths.values() if path.is_file()]
+        if present and len(present) < len(paths):
+            absent = sorted(path.name for path in paths.values() if path not in present)
+            raise FileNotFoundError(f"{folder} lacks {', '.join(absent)} beside {present[0].name}")
+        if present:
             return {part: _read_tsv(path, COUNTS[part]) for part, path in paths.items()}
     for folder in (data_dir, data_dir / "listops"):
-        if (folder / _MADE).is_file():
-            return _open(folder / _MADE)
-    return _make(data_dir / "listops" / _MADE)
+        if (folder / _GENERATED).is_file():
+            return _open(folder / _GENERATED)
+    return _generate(data_dir / "listops" / _GENERATED)
 
 
 def _read_tsv(path: Path, official: int) -> Sequences:
@@ -87,64 +85,36 @@ def _parse(line: str) -> tuple[bytes, int]:
     return sequence, int(target)
 
 
-def _make(path: Path) -> dict[str, Sequences]:
-    """Draw the data set and keep it; of several processes, one does and the others wait."""
+def _generate(path: Path) -> dict[str, Sequences]:
+    """Draw the data set and store it; of several processes, one does and the others wait."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.with_suffix(".lock")):
+        with FileLock(path.with_suffix(".lock")):
             if not path.is_file():
-                print(f"making ListOps, 100,000 lists, in {path.parent} …", file=sys.stderr)
-                _save(path, make_listops())
+                print(f"generating ListOps, 100,000 lists, in {path.parent} …", file=sys.stderr)
+                arrays = {
+                    f"{name}_{part}": getattr(sequences, name)
+                    for part, sequences in make_listops().items()
+                    for name in _ARRAYS
+                }
+                write_whole(path, functools.partial(np.savez, **arrays))
     except OSError as error:
         raise OSError(
-            f"there is no ListOps under {path.parents[1]}, and none can be made there ({error}); "
+            f"found no ListOps under {path.parents[1]}, and cannot write one there ({error}); "
             "give a --data-dir that can be written to"
         ) from error
     return _open(path)
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time, where the system can do that; a lock ends with its process."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:
-        yield
-        return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _save(path: Path, parts: dict[str, Sequences]) -> None:
-    arrays = {
-        f"{name}_{part}": getattr(sequences, name)
-        for part, sequences in parts.items()
-        for name in ("tokens", "offsets", "labels")
-    }
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            np.savez(file, **arrays)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def _open(path: Path) -> dict[str, Sequences]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            parts = {
-                part: Sequences(
-                    *(arrays[f"{name}_{part}"] for name in ("tokens", "offsets", "labels"))
-                )
-                for part in COUNTS
-            }
-    except (ValueError, OSError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it and it is made anew") from error
+        arrays = read_npz(path, [f"{name}_{part}" for part in COUNTS for name in _ARRAYS])
+    except ValueError as error:
+        raise ValueError(f"{error}, or delete it to generate it again") from error
+    parts = {part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS}
     for part, sequences in parts.items():
         ends = sequences.offsets[-1] == len(sequences.tokens)
         if len(sequences.offsets) != len(sequences) + 1 or not ends:
-            raise ValueError(f"{path} is damaged ({part}); delete it and it is made anew")
+            raise ValueError(f"{path} is damaged ({part}); delete it to generate it again")
         check_count(path, len(sequences), COUNTS[part])
     return parts

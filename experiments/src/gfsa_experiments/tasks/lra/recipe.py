@@ -81,9 +81,9 @@ class LraConfig(TrainConfig):
             fixed = f"every image is {_PIXELS} tokens; task=listops has lists of many lengths"
             unused |= dict.fromkeys(("length", "pad_to_multiple", "group_by_length"), fixed)
         else:
-            unused["holdout"] = "ListOps has its own validation part; task=image holds some out"
+            unused["holdout"] = "ListOps has a validation part; task=image holds images out"
         if self.attention != "linformer":
-            unused["projected"] = "attention=linformer alone squeezes its sequences"
+            unused["projected"] = "only attention=linformer projects its sequences"
         return unused
 
     def sketch(self) -> nn.Module:
@@ -129,12 +129,12 @@ class LraTask(Task):
 
 
 class Lists(Dataset[Any]):
-    """ListOps; a batch is padded to few different lengths.
+    """ListOps; batches are padded to few different lengths.
 
     Args:
         sequences: the lists.
         longest: tokens of the longest batch.
-        multiple: a batch and a CLS have a multiple of this; 0: a batch is always ``longest``.
+        multiple: the width of a batch, CLS included, is a multiple of this; 0: always ``longest``.
     """
 
     def __init__(self, sequences: listops.Sequences, longest: int, multiple: int) -> None:
@@ -172,15 +172,15 @@ class Pixels(Dataset[Any]):
 
 
 def to_grey(pixels: Tensor) -> Tensor:
-    """``(N, 32, 32, 3)`` to ``(N, 1024)``: luma as Pillow's mode L has it, in integers."""
+    """``(N, 32, 32, 3)`` to ``(N, 1024)``: integer luma as in Pillow's mode L."""
     weights = torch.tensor([19595, 38470, 7471])
-    # in pieces: 32-bit integers of all images at once would take a gigabyte
+    # in chunks: 32-bit integers of all images at once would take a gigabyte
     grey = [(part.int() * weights).sum(-1).add_(1 << 15) >> 16 for part in pixels.split(5000)]
     return torch.cat([part.to(torch.uint8) for part in grey]).flatten(1)
 
 
 def build(config: LraConfig, data_dir: Path) -> LraTask:
-    """Read (or make) the sequences, make the encoder."""
+    """Read (or generate) the sequences and build the encoder."""
     is_lists = config.task == "listops"
     splits = _lists(config, data_dir) if is_lists else _images(config, data_dir)
     return LraTask(make_encoder(config), splits, listops.PAD if is_lists else None)

@@ -247,5 +247,5 @@ RECIPE = Recipe(
     config=PretrainConfig,
     build=PretrainTask,
     sources=(SOURCE,),
-    extra="train,transformers",
+    extra="text",
 )

@@ -1,1 +1,1 @@
-"""The recipe for speech: its settings, models, loss and search."""
+"""Speech recognition: settings, data, models, loss and search."""

@@ -1,29 +1,21 @@
-"""CMU AN4: 1,078 utterances of names, numbers and letters, as 13 cepstra a frame.
+"""CMU AN4: 1,078 utterances of names, numbers and letters, as 13 cepstra per frame.
 
-One file, ``an4_mfcc.npz``, with ``feat_*``, all frames of a set one after the other,
-``n_frame_*``, ``text_*`` and ``utt_*`` for ``train`` and ``test``.
+One file, ``an4_mfcc.npz``, holds for ``train`` and ``test`` the concatenated frames ``feat_*``,
+the counts ``n_frame_*``, ``text_*`` and ``utt_*``.
 """
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz
 from gfsa_experiments.engine.task import DataSource
-from gfsa_experiments.tasks.speech.data import (
-    Utterances,
-    normalised,
-    report_malformed,
-    warn_of_count,
-    wrong_text,
-)
+from gfsa_experiments.tasks.speech.utterances import Utterances, normalised, refusal_of_text
 
 FILE = "an4_mfcc.npz"
 _OFFICIAL = {"train": 948, "test": 130}
@@ -37,32 +29,14 @@ SOURCE = DataSource(
 
 @lru_cache(maxsize=2)
 def read_an4(data_dir: Path) -> tuple[Utterances, Utterances]:
-    """The training and the test utterances; their speakers differ."""
-    path = _find(data_dir)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file)
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is damaged or no .npz file ({error}); get it again") from error
-    return _part(path, arrays, "train"), _part(path, arrays, "test")
+    """The training and the test utterances, of different speakers."""
+    path = find_file(data_dir, [FILE], SOURCE, ("", "an4"))
+    return _part(path, "train"), _part(path, "test")
 
 
-def _find(data_dir: Path) -> Path:
-    looked = [data_dir / FILE, data_dir / "an4" / FILE]
-    for path in looked:
-        if path.is_file():
-            return path
-    raise FileNotFoundError(
-        f"AN4 was not found: looked for {' and '.join(map(str, looked))}. {SOURCE.where}"
-    )
-
-
-def _part(path: Path, arrays: dict[str, np.ndarray], part: str) -> Utterances:
+def _part(path: Path, part: str) -> Utterances:
     names = [f"{kind}_{part}" for kind in ("feat", "n_frame", "text", "utt")]
-    missing = [name for name in names if name not in arrays]
-    if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}; it has {', '.join(arrays)}")
-    features, frames, texts, ids = (arrays[name] for name in names)
+    features, frames, texts, ids = read_npz(path, names).values()
     frames = frames.astype(np.int64)
     if features.ndim != 2 or len(features) != frames.sum():
         raise ValueError(
@@ -74,45 +48,31 @@ def _part(path: Path, arrays: dict[str, np.ndarray], part: str) -> Utterances:
             f"{path}: n_frame_{part}, text_{part} and utt_{part} must be of one length, "
             f"got {len(frames)}, {len(texts)} and {len(ids)}"
         )
-    ends = np.cumsum(frames)
-    starts = ends - frames
-    # now: what follows makes them mean 0 and variance 1 in place
-    hashes = [
-        sha256(features[start:end].tobytes()).digest()
-        for start, end in zip(starts, ends, strict=True)
-    ]
-    all_features = torch.from_numpy(features).float()
-    kept, malformed = [], []
-    for i, (text, start, end) in enumerate(zip(texts, starts, ends, strict=True)):
-        wrong = wrong_text(text)
-        if wrong is None and end == start:
-            wrong = "has no frames"
-        if wrong is None and not all_features[start:end].isfinite().all():
-            wrong = "has features that are not finite"
-        if wrong is None:
+    spoken = np.split(features, np.cumsum(frames)[:-1])
+    bad, kept = BadRows(f"{path}, {part}", "utterances", "utterance"), []
+    for i, (text, of_one) in enumerate(zip(texts, spoken, strict=True)):
+        reason = refusal_of_text(text) or _refusal_of_features(of_one)
+        if reason is None:
             kept.append(i)
-            all_features[start:end] = normalised(all_features[start:end])
         else:
-            malformed.append(f"utterance {ids[i]} ({text!r}) {wrong}")
-    report_malformed(f"{path}, {part}", malformed, len(texts))
-    warn_of_count(f"AN4 {part}", len(texts), _OFFICIAL[part])
-    whole = Utterances(
+            bad.add(str(ids[i]), reason)
+    bad.report(len(kept))
+    check_count(f"AN4 {part}", len(texts), _OFFICIAL[part], "utterances")
+    names = [str(ids[i]) for i in kept]
+    return Utterances(
         name=part,
-        ids=[str(one) for one in ids],
+        ids=names,
         # an251-fash-b: number, speaker, microphone
-        speakers=[str(one).split("-")[-2] if "-" in str(one) else str(one) for one in ids],
-        texts=[" ".join(str(text).split()) for text in texts],
-        frames=frames,
-        features=partial(_cut, all_features, starts, ends),
+        speakers=[name.split("-")[-2] if "-" in name else name for name in names],
+        texts=[" ".join(str(texts[i]).split()) for i in kept],
+        frames=frames[kept],
+        features=[normalised(torch.from_numpy(spoken[i]).float()) for i in kept].__getitem__,
         size=features.shape[1],
-        source=partial(_one_of, hashes),
+        source=[sha256(spoken[i].tobytes()).digest() for i in kept].__getitem__,
     )
-    return whole.take(kept) if malformed else whole
 
 
-def _one_of(hashes: Sequence[bytes], i: int) -> bytes:
-    return hashes[i]
-
-
-def _cut(features: Tensor, starts: np.ndarray, ends: np.ndarray, i: int) -> Tensor:
-    return features[starts[i] : ends[i]]
+def _refusal_of_features(features: np.ndarray) -> str | None:
+    if not len(features):
+        return "it has no frames"
+    return None if np.isfinite(features).all() else "its features are not finite"

@@ -1,4 +1,4 @@
-"""SpecAugment (Park et al., 2019): warp time, then blank out some frames and some features."""
+"""SpecAugment (Park et al., 2019): time warping, then masks over frames and features."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 
 def warp_time(features: Tensor, frames: Tensor, most: int) -> Tensor:
-    """Move one moment of each utterance by up to ``most`` frames; beginning and end stay.
+    """Shift one moment of each utterance by up to ``most`` frames; both ends stay in place.
 
-    A moment c is drawn from the utterance and w from [−most, most]; what was spoken until c now
-    takes c + w frames, stretched evenly, and the rest what is left. Linear interpolation, on the
-    device.
+    A moment c is drawn from the utterance and w from [−most, most]; the part before c is stretched
+    to c + w frames, the rest to the remaining ones. Linear interpolation, on the device.
 
     Args:
         features: ``(B, T, F)``.
-        frames: ``(B,)``, how many are real.
-        most: shorter utterances than three times this are moved by less.
+        frames: ``(B,)``, the numbers of real frames.
+        most: the shift is smaller in utterances shorter than three times this.
     """
     B, T, _ = features.shape
     last = (frames[:, None] - 1).to(features.dtype)
@@ -31,7 +30,7 @@ def warp_time(features: Tensor, frames: Tensor, most: int) -> Tensor:
     before = time * moment / moved.clamp_min(1e-3)
     after = last - (last - time) * (last - moment) / (last - moved).clamp_min(1e-3)
     source = torch.where(time < moved, before, after)
-    # padding stays where it is
+    # padding stays in place
     source = torch.where(time <= last, source, time).clamp(0, T - 1)
     left = source.floor().long()
     right = (left + 1).clamp_max(T - 1)
@@ -42,13 +41,13 @@ def warp_time(features: Tensor, frames: Tensor, most: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def masks(time_masks: int, time_width: int, feature_masks: int, feature_width: int) -> Any:
-    """torchaudio's SpecAugment: masks of their own for each utterance, filled with the mean."""
+    """torchaudio's SpecAugment: independent masks for each utterance, filled with the mean."""
     from torchaudio.transforms import SpecAugment
 
     return SpecAugment(
         time_masks, time_width, feature_masks, feature_width,
         iid_masks=True,
-        # a mask covers at most this share
+        # the largest share that a mask covers
         p=0.5,
         # the features have mean 0
         zero_masking=True,

@@ -1,12 +1,12 @@
-"""The CTC loss with static shapes and no word to the host: a CUDA graph can replay it.
+"""A CTC loss with static shapes and without host synchronisation, for CUDA graphs.
 
-``F.ctc_loss`` copies the lengths to the host, and its gradient on a GPU sums in no fixed order.
+``F.ctc_loss`` copies the lengths to the host, and its gradient on a GPU is not deterministic.
 Here the forward variables α and the backward ones β are one recursion over the frames,
 
     α_t(s) = p_t(y_s)·(α_{t−1}(s) + α_{t−1}(s−1) + [y_s ≠ y_{s−2}]·α_{t−1}(s−2)),
 
-β being the α of time and labels reversed, and the gradient is their product. It takes four small
-kernels a frame: fine for utterances of some hundred frames.
+where β is the α of reversed time and labels, and the gradient is their product. It launches four
+small kernels per frame, which suits utterances of some hundred frames.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# log 0; small enough that sums of some thousand of them are still numbers
+# stands for log 0; sums of some thousand of them stay finite
 _NEVER = -1e30
 _IMPOSSIBLE = -1e29
 
@@ -28,7 +28,7 @@ def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor
 
     Args:
         log_probs: ``(B, T, V)``, normalised, float32.
-        targets: ``(B, L)``, L at least 1, anything after an utterance's length.
+        targets: ``(B, L)``, L at least 1; entries beyond an utterance's length are ignored.
         frames: ``(B,)``, at most T.
         lengths: ``(B,)``, at most L.
     """
@@ -58,7 +58,7 @@ def _loss_and_gradient(
     B, T, V = log_probs.shape
     L = targets.shape[1]
     spoken = torch.arange(T, device=log_probs.device) < frames[:, None]
-    # the last label first; what is beyond the length comes after, and is never reached
+    # reversed labels; entries beyond the length come last and are never reached
     place = (lengths[:, None] - 1 - torch.arange(L, device=targets.device)) % L
     forward, backward = _states(targets), _states(targets.gather(1, place))
 
@@ -80,7 +80,7 @@ def _loss_and_gradient(
     possible = total > _IMPOSSIBLE
     counted = inside & spoken[:, :, None] & possible[:, None, None]
     share = log_share.exp().masked_fill(~counted, 0.0)
-    # a product with one-hot labels: adding up by index would have no fixed order on a GPU
+    # a product with one-hot labels: index_add is not deterministic on a GPU
     labels = (forward[:, :, None] == torch.arange(V, device=targets.device)).to(share.dtype)
     return (-total).masked_fill(~possible, 0.0), -(share @ labels)
 
@@ -94,7 +94,7 @@ def _states(targets: Tensor) -> Tensor:
 
 
 def _emitted(log_probs: Tensor, states: Tensor, spoken: Tensor) -> Tensor:
-    """Log-probability of each state's label, ``(B, T, S)``; after the end, blanks for sure."""
+    """Log-probability of each state's label, ``(B, T, S)``; only blanks after the end."""
     B, T, _ = log_probs.shape
     emitted = log_probs.gather(2, states[:, None].expand(B, T, -1))
     silence = torch.full_like(emitted[:, :1], _NEVER)
@@ -105,7 +105,7 @@ def _emitted(log_probs: Tensor, states: Tensor, spoken: Tensor) -> Tensor:
 def _recursion(emitted: Tensor, states: Tensor) -> Tensor:
     """``log α``, ``(B, T, S)``."""
     B, T, S = emitted.shape
-    # a label may follow another directly, without the blank between, if they differ
+    # a label may follow another one without a blank in between if they differ
     skip = torch.full_like(emitted[:, 0], _NEVER)
     skip[:, 3::2].masked_fill_(states[:, 3::2] != states[:, 1:-2:2], 0.0)
     alpha = torch.full((T, B, S + 2), _NEVER, device=emitted.device)

@@ -1,4 +1,4 @@
-"""From CTC's probabilities to tokens: the best path, or the best text by prefix search."""
+"""Decoding of CTC's probabilities: the best path, or the best text by prefix search."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from gfsa_experiments.tasks.speech.text import BLANK
 _Prefix = tuple[int, ...]
 _Scores = tuple[float, float]
 
-# beam search looks at this many tokens of a frame
+# tokens per frame that the beam search considers
 _CANDIDATES = 8
 
 
 def best_path(logits: Tensor, lengths: Tensor) -> list[list[int]]:
-    """The most likely token of each frame, repetitions and blanks left out."""
+    """The most likely token of each frame, without repetitions and blanks."""
     path = logits.argmax(-1)
     new = torch.ones_like(path, dtype=torch.bool)
     new[:, 1:] = path[:, 1:] != path[:, :-1]
     spoken = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
     kept = (new & spoken & (path != BLANK)).cpu()
-    return [one[keep].tolist() for one, keep in zip(path.cpu(), kept, strict=True)]
+    return [row[keep].tolist() for row, keep in zip(path.cpu(), kept, strict=True)]
 
 
 def prefix_search(logits: Tensor, lengths: Tensor, beam: int) -> list[list[int]]:
-    """The most likely text of each utterance: the sum over all paths that read the same."""
+    """The most likely text of each utterance, summed over all paths of that text."""
     log_probs = logits.float().log_softmax(-1).cpu()
     ends = lengths.tolist()
-    return [_search(one[:end], beam) for one, end in zip(log_probs, ends, strict=True)]
+    return [_search(rows[:end], beam) for rows, end in zip(log_probs, ends, strict=True)]
 
 
 def _search(log_probs: Tensor, beam: int) -> list[int]:
     """Keep the ``beam`` best prefixes from frame to frame (Graves, 2012; Hannun, 2014).
 
-    Each has two log-probabilities: of the paths that end in a blank and of those that end in its
-    last token, because only after a blank is the same token a new one.
+    Each has two log-probabilities, for paths that end in a blank and for paths that end in its last
+    token: a repeated token counts as a new one only after a blank.
     """
     scores, candidates = log_probs.topk(min(_CANDIDATES, log_probs.shape[1]), dim=1)
     best = [

@@ -1,6 +1,6 @@
-"""LibriSpeech: folders of FLAC files with a transcript beside them.
+"""LibriSpeech: folders of FLAC files with their transcripts.
 
-``LibriSpeech/<set>/<speaker>/<chapter>/<speaker>-<chapter>.trans.txt`` holds a line for each
+``LibriSpeech/<set>/<speaker>/<chapter>/<speaker>-<chapter>.trans.txt`` has a line for each
 ``<speaker>-<chapter>-<number>.flac``: its name, a space, its words. Features are 80 log-Mel
 energies of 25 ms every 10 ms, computed when an utterance is read.
 """
@@ -14,14 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gfsa_experiments.data.files import BadRows, check_count
 from gfsa_experiments.engine.task import DataSource
-from gfsa_experiments.tasks.speech.data import (
-    Utterances,
-    normalised,
-    report_malformed,
-    warn_of_count,
-    wrong_text,
-)
+from gfsa_experiments.tasks.speech.utterances import Utterances, normalised, refusal_of_text
 
 SAMPLE_RATE = 16_000
 _WINDOW, _HOP = 400, 160
@@ -50,28 +45,25 @@ def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> Utterances:
     if name not in UTTERANCES:
         raise ValueError(f"LibriSpeech has no set {name!r}; it has {', '.join(UTTERANCES)}")
     folder = _find(data_dir, name)
-    entries, malformed = [], []
-    named: set[Path] = set()
-    total = 0
+    entries, bad = [], BadRows(folder, "utterances", "utterance")
+    transcribed: set[Path] = set()
     for transcript in sorted(folder.glob("*/*/*.trans.txt")):
         for line in transcript.read_text(encoding="utf-8").splitlines():
-            total += 1
             utterance, _, text = line.partition(" ")
             path = transcript.parent / f"{utterance}.flac"
-            named.add(path)
-            samples, wrong = _samples(path)
-            wrong = wrong or wrong_text(text)
-            if wrong is None:
+            transcribed.add(path)
+            samples, reason = _samples(path)
+            reason = reason or refusal_of_text(text)
+            if reason is None:
                 entries.append((utterance, path, " ".join(text.split()), samples))
             else:
-                malformed.append(f"{utterance} in {transcript.name} {wrong}")
-    if total == 0:
+                bad.add(f"{utterance} in {transcript.name}", reason)
+    if not transcribed:
         raise ValueError(f"{folder} has no <speaker>/<chapter>/*.trans.txt; get {name} again")
-    silent = sorted(set(folder.glob("*/*/*.flac")) - named)
-    malformed += [f"{path.name} has no transcript" for path in silent]
-    total += len(silent)
-    report_malformed(str(folder), malformed, total)
-    warn_of_count(f"LibriSpeech {name}", len(entries), UTTERANCES[name])
+    for path in sorted(set(folder.glob("*/*/*.flac")) - transcribed):
+        bad.add(path.name, "it has no transcript")
+    bad.report(len(entries))
+    check_count(f"LibriSpeech {name}", len(entries), UTTERANCES[name], "utterances")
     paths = [path for _, path, _, _ in entries]
     return Utterances(
         name=name,
@@ -100,13 +92,13 @@ def _mel_filters(mels: int) -> torch.nn.Module:
 
 
 def _find(data_dir: Path, name: str) -> Path:
-    looked = [data_dir / name, data_dir / "LibriSpeech" / name]
-    for folder in looked:
+    candidates = [data_dir / name, data_dir / "LibriSpeech" / name]
+    for folder in candidates:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        f"LibriSpeech {name} was not found: looked for the folders "
-        f"{' and '.join(map(str, looked))}. {SOURCE.where}"
+        f"LibriSpeech {name} was not found: there is neither of the folders "
+        f"{' and '.join(map(str, candidates))}; get it from {SOURCE.where}"
     )
 
 
@@ -115,27 +107,23 @@ def _file(paths: list[Path], i: int) -> bytes:
 
 
 def _features(paths: list[Path], mels: int, i: int) -> Tensor:
-    return normalised(log_mel(_read(paths[i]), mels))
+    # torchaudio.load needs torchcodec since 2.9
+    import soundfile
+
+    wave, _ = soundfile.read(str(paths[i]), dtype="float32")
+    return normalised(log_mel(torch.from_numpy(wave), mels))
 
 
 def _samples(path: Path) -> tuple[int, str | None]:
-    """How long an audio file is, from its header, or what is wrong with it."""
+    """The length of an audio file according to its header, or why it cannot be used."""
     import soundfile
 
     if not path.is_file():
-        return 0, "has no audio file"
+        return 0, "it has no audio file"
     try:
         info = soundfile.info(str(path))
     except soundfile.LibsndfileError as error:
-        return 0, f"has an unreadable audio file ({error})"
+        return 0, f"it has an unreadable audio file ({error})"
     if info.samplerate != SAMPLE_RATE or info.channels != 1:
-        return 0, f"is not mono at 16 kHz: {info.channels} channels at {info.samplerate} Hz"
+        return 0, f"it is not mono at 16 kHz: {info.channels} channels at {info.samplerate} Hz"
     return info.frames, None
-
-
-def _read(path: Path) -> Tensor:
-    # torchaudio.load wants torchcodec since 2.9
-    import soundfile
-
-    wave, _ = soundfile.read(str(path), dtype="float32")
-    return torch.from_numpy(wave)

@@ -1,7 +1,7 @@
-"""Speech recognisers from parts of torch.nn: an encoder with CTC.
+"""Speech recognisers built from torch.nn: an encoder with CTC.
 
-The same outlines as SpeechBrain's models, for machines without SpeechBrain; nothing depends on how
-far a batch is padded.
+They follow SpeechBrain's models, for machines without SpeechBrain; outputs do not depend on the
+padding of a batch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 Encoder = Literal["transformer", "branchformer"]
 
 SUBSAMPLING = 4
-"""Frames for each token of the encoder."""
+"""Frames per token of the encoder."""
 
 
 class Recognition(NamedTuple):
-    """What a recogniser says of a batch.
+    """The output of a recogniser.
 
     ``states (B, N, E)`` of the encoder, of which ``lengths (B,)`` are real, the logits ``ctc
-    (B, N, V)`` and, of a decoder, ``attention (B, L + 1, V)``.
+    (B, N, V)`` and, if there is a decoder, its logits ``attention (B, L + 1, V)``.
     """
 
     states: Tensor
@@ -32,12 +32,12 @@ class Recognition(NamedTuple):
 
 
 def subsampled(frames: Tensor) -> Tensor:
-    """How many tokens of the encoder so many frames become."""
+    """The number of encoder tokens for a number of frames."""
     return (frames + SUBSAMPLING - 1) // SUBSAMPLING
 
 
 class TorchRecogniser(nn.Module):
-    """Convolutions that take every fourth frame, an encoder, and a linear layer for CTC."""
+    """Convolutions with a total stride of 4, an encoder, and a linear layer for CTC."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class TorchRecogniser(nn.Module):
                 width, heads, hidden, dropout, "gelu", batch_first=True, norm_first=norm_first
             )
 
-        # nn.TransformerEncoder would start all layers from one layer's weights
+        # nn.TransformerEncoder would copy the initial weights of one layer into all
         self.layers = nn.ModuleList([layer() for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.ctc = nn.Linear(width, vocabulary)
@@ -72,7 +72,7 @@ class TorchRecogniser(nn.Module):
     def forward(
         self, features: Tensor, frames: Tensor, tokens: Tensor | None = None
     ) -> Recognition:
-        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens`` are not used."""
+        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens`` are ignored."""
         x = self.dropout(self.positions(self.front(features, frames)))
         lengths = subsampled(frames)
         silent = _after(lengths, x.shape[1])
@@ -94,7 +94,7 @@ class Subsampling(nn.Module):
 
     def forward(self, features: Tensor, frames: Tensor) -> Tensor:
         x = self.activation(self.first(features.transpose(1, 2)))
-        # padding is zeros for each convolution, not only for the first
+        # padding must be zero before the second convolution too
         x = x.masked_fill(_after((frames + 1) // 2, x.shape[2])[:, None], 0.0)
         x = self.activation(self.second(x))
         x = self.norm(x.transpose(1, 2))
@@ -102,7 +102,7 @@ class Subsampling(nn.Module):
 
 
 class Positions(nn.Module):
-    """``x + [sin(p·ω_i), cos(p·ω_i)]``, with ``ω_i = 10000^(−2i/E)`` and p the place."""
+    """``x + [sin(p·ω_i), cos(p·ω_i)]``, with ``ω_i = 10000^(−2i/E)`` and p the position."""
 
     table: Tensor
 
@@ -156,7 +156,7 @@ class ConvolutionGating(nn.Module):
         self.activation = nn.GELU()
         self.norm = nn.LayerNorm(half)
         self.conv = nn.Conv1d(half, half, kernel, padding=kernel // 2, groups=half)
-        # the gate begins near 1
+        # the gate starts near 1
         nn.init.normal_(self.conv.weight, std=1e-6)
         nn.init.ones_(self.conv.bias)  # type: ignore[arg-type]
         self.dropout = nn.Dropout(dropout)
@@ -170,5 +170,5 @@ class ConvolutionGating(nn.Module):
 
 
 def _after(lengths: Tensor, longest: int) -> Tensor:
-    """``(B, longest)``, True where nothing is spoken any more."""
+    """``(B, longest)``, True behind the end of an utterance."""
     return torch.arange(longest, device=lengths.device) >= lengths[:, None]

@@ -13,14 +13,14 @@ from gfsa_experiments.tasks.speech import an4, librispeech
 from gfsa_experiments.tasks.speech.augment import masks, warp_time
 from gfsa_experiments.tasks.speech.config import SpeechConfig
 from gfsa_experiments.tasks.speech.ctc import ctc_loss as capturable_ctc_loss
-from gfsa_experiments.tasks.speech.data import SpeechBatches, Utterances, hold_out
 from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
 from gfsa_experiments.tasks.speech.models import SUBSAMPLING, Recognition, TorchRecogniser
 from gfsa_experiments.tasks.speech.text import BEGIN, BLANK, END, Vocabulary, learn_vocabulary
+from gfsa_experiments.tasks.speech.utterances import SpeechBatches, Utterances, hold_out
 
 
 class SpeechTask(Task):
-    """Hear features, write words; measured by the word error rate."""
+    """Transcribes features; measured by the word error rate."""
 
     metric = "wer"
     higher_is_better = False
@@ -35,7 +35,7 @@ class SpeechTask(Task):
         self.config = config
         self.model = model
         self.vocabulary = vocabulary
-        self.splits = {name: one.split() for name, one in batches.items()}
+        self.splits = {name: of_split.split() for name, of_split in batches.items()}
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """SpecAugment."""
@@ -52,15 +52,15 @@ class SpeechTask(Task):
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         r"""``λ·CTC + (1 − λ)·cross-entropy``, each summed over an utterance."""
         tokens, lengths = batch["tokens"], batch["lengths"]
-        heard = F.pad(tokens, (1, 0), value=BEGIN) if self.config.decoder_layers else None
-        said: Recognition = model(batch["features"], batch["frames"], heard)
-        ctc = self._ctc(said, tokens, lengths).mean()
-        if said.attention is None:
+        previous = F.pad(tokens, (1, 0), value=BEGIN) if self.config.decoder_layers else None
+        output: Recognition = model(batch["features"], batch["frames"], previous)
+        ctc = self._ctc(output, tokens, lengths).mean()
+        if output.attention is None:
             return ctc
-        wanted = F.pad(tokens, (0, 1), value=BLANK).scatter(1, lengths[:, None], END)
+        target = F.pad(tokens, (0, 1), value=BLANK).scatter(1, lengths[:, None], END)
         attention = F.cross_entropy(
-            said.attention.float().flatten(0, 1),
-            wanted.flatten(),
+            output.attention.float().flatten(0, 1),
+            target.flatten(),
             ignore_index=BLANK,
             label_smoothing=self.config.label_smoothing,
             reduction="sum",
@@ -68,14 +68,14 @@ class SpeechTask(Task):
         weight = self.config.ctc_weight
         return weight * ctc + (1 - weight) * attention
 
-    def _ctc(self, said: Recognition, tokens: Tensor, lengths: Tensor) -> Tensor:
-        log_probs = said.ctc.float().log_softmax(-1)
+    def _ctc(self, output: Recognition, tokens: Tensor, lengths: Tensor) -> Tensor:
+        log_probs = output.ctc.float().log_softmax(-1)
         if self.config.graphs or self.config.deterministic:
-            return capturable_ctc_loss(log_probs, tokens, said.lengths, lengths)
+            return capturable_ctc_loss(log_probs, tokens, output.lengths, lengths)
         return F.ctc_loss(
             log_probs.transpose(0, 1),
             tokens,
-            said.lengths,
+            output.lengths,
             lengths,
             blank=BLANK,
             reduction="none",
@@ -83,43 +83,43 @@ class SpeechTask(Task):
         )
 
     def predict(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-        said: Recognition = model(batch["features"], batch["frames"])
-        found = {"greedy": best_path(said.ctc, said.lengths)}
+        output: Recognition = model(batch["features"], batch["frames"])
+        found = {"greedy": best_path(output.ctc, output.lengths)}
         if batch["search"]:
-            found["beam"] = self._search(model, said)
+            found["beam"] = self._search(model, output)
         texts = {
-            way: [self.vocabulary.decode(tokens) for tokens in many] for way, many in found.items()
+            way: [self.vocabulary.decode(tokens) for tokens in rows] for way, rows in found.items()
         }
         return {"text": batch["text"], "part": batch["part"], **texts}
 
-    def _search(self, model: nn.Module, said: Recognition) -> list[list[int]]:
+    def _search(self, model: nn.Module, output: Recognition) -> list[list[int]]:
         config = self.config
         if config.decoder_layers == 0:
-            return prefix_search(said.ctc, said.lengths, config.beam)
+            return prefix_search(output.ctc, output.lengths, config.beam)
         from gfsa_experiments.tasks.speech.speechbrain import SpeechBrainRecogniser, joint_search
 
         for wrapped in ("module", "_orig_mod"):
             model = getattr(model, wrapped, model)
         assert isinstance(model, SpeechBrainRecogniser)
-        return joint_search(model, said, config.beam, config.search_ctc_weight)
+        return joint_search(model, output, config.beam, config.search_ctc_weight)
 
     def score(self, predictions: list[dict[str, Any]]) -> dict[str, float]:
-        """In %, ``wer`` and ``cer`` of the first set, and ``wer_<set>`` of any others.
+        """In percent: ``wer`` and ``cer`` of the first set, and ``wer_<set>`` of any others.
 
-        Where a beam was used these are the beam's, and ``wer_greedy`` is the best path's.
+        After a beam search these are its rates, and ``wer_greedy`` is that of the best path.
         """
         from torchmetrics.functional.text import char_error_rate, word_error_rate
 
         way = "beam" if "beam" in predictions[0] else "greedy"
-        texts, parts, said, greedy = (
-            [one for prediction in predictions for one in prediction[key]]
+        texts, parts, decoded, greedy = (
+            [entry for prediction in predictions for entry in prediction[key]]
             for key in ("text", "part", way, "greedy")
         )
         scores: dict[str, float] = {}
         for name in dict.fromkeys(parts):
             chosen = [i for i, part in enumerate(parts) if part == name]
             real = [texts[i] for i in chosen]
-            written = [said[i] for i in chosen]
+            written = [decoded[i] for i in chosen]
             rate = 100 * float(word_error_rate(written, real))
             if scores:
                 scores[f"wer_{name}"] = rate
@@ -131,7 +131,7 @@ class SpeechTask(Task):
         return scores
 
     def example(self) -> dict[str, Tensor]:
-        """A few utterances to choose on (to report on, if there are none)."""
+        """A few validation utterances (test utterances, if there are none)."""
         split = self.splits.get("valid", self.splits["test"])
         count = min(8, len(split))
         batch = split.dataset.__getitems__(list(range(count)))  # type: ignore[attr-defined]
@@ -141,12 +141,12 @@ class SpeechTask(Task):
         return inputs
 
     def identity(self, split: str, index: int) -> Any:
-        """As it was recorded: features and pieces of words are worked out on each machine."""
+        """The recording and transcript; features and tokens are computed on each machine."""
         return self.splits[split].dataset.source(index)  # type: ignore[attr-defined]
 
 
 def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
-    """Read the data and make a model."""
+    """Read the data and build the model."""
     sets = _read(config, data_dir)
     texts = tuple(text for part in sets["train"] for text in part.texts)
     vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary)
@@ -167,12 +167,12 @@ def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
 
 def _read(config: SpeechConfig, data_dir: Path) -> dict[str, list[Utterances]]:
     if config.dataset == "librispeech":
-        named = {
+        sets = {
             "train": config.train_sets, "valid": config.valid_sets, "test": config.test_sets
         }  # fmt: skip
         return {
             split: [librispeech.read_librispeech(data_dir, name) for name in names]
-            for split, names in named.items()
+            for split, names in sets.items()
             if names
         }
     train, test = an4.read_an4(data_dir)

@@ -1,4 +1,4 @@
-"""Speech recognisers of SpeechBrain: its encoder, decoder and joint beam search."""
+"""SpeechBrain's speech recognisers: encoder, decoder and joint beam search."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SpeechBrainRecogniser(nn.Module):
         )
         self.asr = TransformerASR(
             tgt_vocab=vocabulary,
-            # the convolutions take every fourth feature as well
+            # the convolutions have a stride of 4 over features too
             input_size=channels * -(-features // 4),
             d_model=width,
             nhead=heads,
@@ -80,22 +80,22 @@ class SpeechBrainRecogniser(nn.Module):
     def forward(
         self, features: Tensor, frames: Tensor, tokens: Tensor | None = None
     ) -> Recognition:
-        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens (B, L + 1)`` begin
-        with 1 and are what the decoder has heard so far; without them it is not asked."""
+        """``features (B, T, F)``, of which ``frames (B,)`` are real; ``tokens (B, L + 1)`` start
+        with 1 and are the input of the decoder, which does not run without them."""
         x = self.front(features)
         lengths = subsampled(frames)
         share = lengths / x.shape[1]
         if self.text is None or tokens is None:
             states = self.asr.encode(x.flatten(2), share)
             return Recognition(states, lengths, self.ctc(states), None)
-        states, heard = self.asr(x, tokens, share, pad_idx=BLANK)
-        return Recognition(states, lengths, self.ctc(states), self.text(heard))
+        states, decoded = self.asr(x, tokens, share, pad_idx=BLANK)
+        return Recognition(states, lengths, self.ctc(states), self.text(decoded))
 
 
 def joint_search(
-    model: SpeechBrainRecogniser, said: Recognition, beam: int, ctc_weight: float
+    model: SpeechBrainRecogniser, output: Recognition, beam: int, ctc_weight: float
 ) -> list[list[int]]:
-    """The tokens that CTC and decoder together find most likely, by SpeechBrain's beam search."""
+    """The most likely tokens by CTC and decoder together, found by SpeechBrain's beam search."""
     from speechbrain.decoders.scorer import CTCScorer, ScorerBuilder
     from speechbrain.decoders.seq2seq import S2STransformerBeamSearcher
 
@@ -116,8 +116,8 @@ def joint_search(
         length_normalization=True,
         **scorers,
     )
-    # the search takes the longest utterance for the length of all
-    states = said.states[:, : int(said.lengths.max())]
+    # the search expects a batch that is exactly as long as its longest utterance
+    states = output.states[:, : int(output.lengths.max())]
     with torch.no_grad():
-        tokens, *_ = search(states, said.lengths / states.shape[1])
-    return [[int(token) for token in one] for one in tokens]
+        tokens, *_ = search(states, output.lengths / states.shape[1])
+    return [[int(token) for token in row] for row in tokens]

@@ -1,4 +1,4 @@
-"""Transcripts as tokens and back: 0 is CTC's blank and the padding, 1 begins, 2 ends."""
+"""Vocabularies: token 0 is CTC's blank and the padding, 1 the begin token, 2 the end token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
-from gfsa_experiments.tasks.speech.data import LETTERS
+from gfsa_experiments.tasks.speech.utterances import LETTERS
 
 BLANK, BEGIN, END = 0, 1, 2
 _SPECIAL = 3
@@ -17,18 +17,18 @@ Tokens = Literal["char", "unigram", "bpe"]
 
 
 class Vocabulary(ABC):
-    """Tokens of some kind."""
+    """Converts transcripts to tokens and back."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many tokens there are, with the three special ones."""
+        """The number of tokens, with the three special ones."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]: ...
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; special ones are left out."""
+        """The text of tokens, without special ones."""
 
 
 class Characters(Vocabulary):
@@ -66,7 +66,7 @@ class Pieces(Vocabulary):
                 bos_id=BEGIN,
                 eos_id=END,
                 unk_id=_SPECIAL,
-                # several threads may split ties in another order
+                # several threads may break ties differently
                 num_threads=1,
                 minloglevel=2,
             )

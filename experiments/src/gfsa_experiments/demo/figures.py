@@ -1,4 +1,4 @@
-"""The demo's figures: similarity by depth, accuracy seed by seed, and what the filters pass."""
+"""The demo's figures: similarity by depth, accuracy seed by seed, and the filters' response."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gfsa_experiments.tasks.digits.experiment import Run, Settings
-from gfsa_experiments.tasks.digits.summary import Summary
+from gfsa_experiments.demo.summary import DemoRun, Summary
 
-# Okabe and Ito's colours, told apart by colour-blind eyes too; markers tell them apart in print
+# Okabe and Ito's colours suit colour-blind readers; markers distinguish the lines in print
 COLOURS = ("#000000", "#E69F00", "#0072B2")
 MARKERS = ("o", "s", "^")
 STYLE = {
@@ -26,18 +25,18 @@ STYLE = {
     "grid.color": "#e5e5e5",
     "legend.frameon": False,
     "svg.fonttype": "none",
-    # without these an SVG file differs from run to run
+    # without a fixed salt an SVG file differs from run to run
     "svg.hashsalt": "gfsa",
 }
 
 
 def draw(
-    runs: Sequence[Run], summaries: Sequence[Summary], settings: Settings, out: Path
+    runs: Sequence[DemoRun], summaries: Sequence[Summary], held_out: str, out: Path
 ) -> list[Path]:
     """Write every figure as PNG and SVG into ``out``; returns the paths."""
     import matplotlib
 
-    # files only: no display is needed, and none is opened
+    # figures go to files only: no display is needed
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
@@ -45,7 +44,7 @@ def draw(
     with plt.rc_context(STYLE):
         for name, figure in (
             ("similarity", similarity(plt, summaries)),
-            ("accuracy", accuracy(plt, runs, summaries, settings)),
+            ("accuracy", accuracy(plt, runs, summaries, held_out)),
             ("response", response(plt, runs)),
         ):
             for suffix in ("png", "svg"):
@@ -71,18 +70,16 @@ def similarity(plt: Any, summaries: Sequence[Summary]) -> Any:
     return figure
 
 
-def accuracy(
-    plt: Any, runs: Sequence[Run], summaries: Sequence[Summary], settings: Settings
-) -> Any:
-    """Accuracy of every run; runs of one seed are joined, since they are compared as pairs."""
+def accuracy(plt: Any, runs: Sequence[DemoRun], summaries: Sequence[Summary], held_out: str) -> Any:
+    """Accuracy of every run; runs of one seed are connected, since they are compared in pairs."""
     figure, axes = plt.subplots()
     names = [summary.variant for summary in summaries]
     seeds = sorted({run.seed for run in runs})
-    # a little beside each other: runs that got equally many images right would hide one another
+    # a small offset per seed: runs of equal accuracy would hide each other
     places = np.arange(len(names)) + np.linspace(-0.1, 0.1, len(seeds))[:, None]
     for seed, places_of_seed in zip(seeds, places, strict=True):
-        mine = {run.variant: run.accuracy for run in runs if run.seed == seed}
-        values = [mine[name] for name in names]
+        of_seed = {run.variant: run.accuracy for run in runs if run.seed == seed}
+        values = [of_seed[name] for name in names]
         axes.plot(places_of_seed, values, color="#999999", linewidth=0.8, zorder=1)
         for place, value, colour, marker in zip(
             places_of_seed, values, COLOURS, MARKERS, strict=True
@@ -92,13 +89,13 @@ def accuracy(
         axes.hlines(summary.accuracy, position - 0.22, position + 0.22, color=colour, linewidth=2.5)
     axes.set_xticks(range(len(names)), names)
     axes.margins(x=0.2)
-    axes.set_ylabel(f"{settings.held_out} accuracy (%)")
-    axes.set_title("Every run: a grey line joins one seed, a bar is the mean", fontsize=9)
+    axes.set_ylabel(f"{held_out} accuracy (%)")
+    axes.set_title("Every run: a grey line connects one seed, a bar is the mean", fontsize=9)
     axes.grid(axis="x", visible=False)
     return figure
 
 
-def response(plt: Any, runs: Sequence[Run]) -> Any:
+def response(plt: Any, runs: Sequence[DemoRun]) -> Any:
     """The learned polynomials p(λ): what a layer does to a component that A multiplies by λ."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -111,7 +108,7 @@ def response(plt: Any, runs: Sequence[Run]) -> Any:
     )
     eigenvalue = np.linspace(0, 1, 101)
     layers = len(filtered[0].coefficients)
-    # viridis without its palest end, which is lost on white
+    # viridis without its palest end, which is invisible on white
     colours = LinearSegmentedColormap.from_list("depth", colormaps["viridis"](np.linspace(0, 0.88)))
     scale: Any = ScalarMappable(Normalize(1, layers), colours)
     for axes, name in zip(panels[0], names, strict=True):

@@ -1,4 +1,4 @@
-"""Utterances, and how some of them become a batch."""
+"""Utterances with their transcripts, and the datasets that cut batches out of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 
 from gfsa_experiments.engine.task import Split, as_it_is
 
-# what is spoken in all of these sets
 LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""The characters of the transcripts of all data sets."""
 
-# speakers of the held-out share are the same in every run
+# every run holds out the same speakers
 _HOLDOUT_SEED = 20240
 
 
@@ -28,15 +28,15 @@ class Utterances:
     """Spoken sentences with their transcripts.
 
     Args:
-        name: of the set, ``train-clean-100``.
-        ids: a name for each.
-        speakers: who speaks it.
-        texts: upper-case words with one space between them.
-        frames: how many feature vectors each has.
-        features: gives the features of the i-th, ``(frames, size)``, mean 0 and variance 1; can
-            be pickled, for processes that read ahead.
+        name: of the set, for example ``train-clean-100``.
+        ids: a name for each utterance.
+        speakers: the speaker of each.
+        texts: upper-case words separated by single spaces.
+        frames: the number of feature vectors of each.
+        features: returns the features of the i-th, ``(frames, size)``, with mean 0 and variance 1;
+            can be pickled, for worker processes.
         size: of a feature vector.
-        source: gives what the features of the i-th were worked out from, or a hash of it.
+        source: returns what the features of the i-th were computed from, or a hash of it.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Utterances:
     frames: np.ndarray
     features: Callable[[int], Tensor]
     size: int
-    source: Callable[[int], bytes] | None = None
+    source: Callable[[int], bytes]
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def take(self, indices: Iterable[int]) -> Utterances:
         """Some of them, in the given order."""
-        chosen = list(indices)
+        chosen = [int(index) for index in indices]
         return replace(
             self,
             ids=[self.ids[i] for i in chosen],
@@ -61,7 +61,7 @@ class Utterances:
             texts=[self.texts[i] for i in chosen],
             frames=self.frames[chosen],
             features=partial(_chosen, self.features, chosen),
-            source=None if self.source is None else partial(_chosen, self.source, chosen),
+            source=partial(_chosen, self.source, chosen),
         )
 
 
@@ -77,7 +77,8 @@ def normalised(features: Tensor) -> Tensor:
 def hold_out(utterances: Utterances, share: float) -> tuple[Utterances, Utterances]:
     """Split into (kept, held out) with no speaker in both.
 
-    Speakers are drawn in a fixed random order until they have spoken ``share`` of all utterances.
+    Speakers are held out in a fixed random order until they have spoken ``share`` of all
+    utterances.
     """
     speakers = sorted(set(utterances.speakers))
     if len(speakers) < 2:
@@ -98,44 +99,24 @@ def hold_out(utterances: Utterances, share: float) -> tuple[Utterances, Utteranc
     return utterances.take(np.flatnonzero(~inside)), utterances.take(np.flatnonzero(inside))
 
 
-def wrong_text(text: str) -> str | None:
-    """What is wrong with a transcript, if anything."""
-    strange = sorted(set(text) - set(LETTERS))
-    if strange:
-        return f"has characters other than A–Z, apostrophe and space: {''.join(strange)!r}"
-    return None if text.strip() else "is empty"
-
-
-def report_malformed(source: str, malformed: list[str], total: int) -> None:
-    """Say how many entries were left out and why; more than 1 % is an error."""
-    if not malformed:
-        return
-    shown = "; ".join(malformed[:3])
-    message = f"{source}: {len(malformed)} of {total} entries are malformed, e.g. {shown}"
-    if len(malformed) > 0.01 * total:
-        raise ValueError(f"{message}. More than 1 %: get the data again")
-    warnings.warn(f"{message}; these were left out", stacklevel=3)
-
-
-def warn_of_count(name: str, found: int, official: int) -> None:
-    """Results on another number of utterances are not comparable."""
-    if found != official:
-        warnings.warn(
-            f"{name} has {found} utterances, the official set {official}: "
-            "results are not comparable with others'",
-            stacklevel=3,
-        )
+def refusal_of_text(text: str) -> str | None:
+    """Why a transcript cannot be used, or None."""
+    unknown = sorted(set(text) - set(LETTERS))
+    if unknown:
+        return f"{text!r} has characters other than A–Z, apostrophe and space: {''.join(unknown)!r}"
+    return None if text.strip() else "its transcript is empty"
 
 
 class SpeechBatches(Dataset[dict[str, Any]]):
     """Batches of ``features (B, T, F)``, ``frames (B,)``, ``tokens (B, L)`` and ``lengths (B,)``.
 
     T and L are multiples, so that few shapes occur; padding is zeros. ``text`` are the transcripts,
-    ``part`` the name of each one's set, and ``search`` says whether to decode with a beam.
+    ``part`` is the name of the set of each utterance, and ``search`` says whether to decode with a
+    beam.
 
     Args:
         parts: one or several sets.
-        encode: gives the tokens of a transcript.
+        encode: returns the tokens of a transcript.
         frames_multiple, tokens_multiple: T and L are multiples of these.
         search: decode these with a beam.
     """
@@ -168,26 +149,25 @@ class SpeechBatches(Dataset[dict[str, Any]]):
             "features": _padded([part.features(i) for part, i in places], self._multiples[0]),
             "frames": torch.tensor([self.frames[index] for index in indices]),
             "tokens": _padded(tokens, self._multiples[1]),
-            "lengths": torch.tensor([len(one) for one in tokens]),
+            "lengths": torch.tensor([len(row) for row in tokens]),
             "text": [part.texts[i] for part, i in places],
             "part": [part.name for part, _ in places],
             "search": self._search,
         }
 
     def source(self, index: int) -> Any:
-        """What was said, how long it took, and what its features were worked out from."""
+        """Set, name, transcript and length of an utterance, and the source of its features."""
         number, i = self._places[index]
         part = self._parts[number]
-        heard = None if part.source is None else part.source(i)
-        return part.name, part.ids[i], part.texts[i], self.frames[index], heard
+        return part.name, part.ids[i], part.texts[i], self.frames[index], part.source(i)
 
     def split(self) -> Split:
         return Split(self, collate=as_it_is, lengths=self.frames)
 
     def warn_of_unalignable(self, subsampling: int) -> None:
-        """CTC needs a frame for each token and one more between two equal ones."""
+        """CTC needs a frame for each token and another one between two equal tokens."""
         frames = -(-torch.tensor(self.frames) // subsampling)
-        needed = [len(one) + int((one[1:] == one[:-1]).sum()) for one in self._tokens]
+        needed = [len(row) + int((row[1:] == row[:-1]).sum()) for row in self._tokens]
         short = int((torch.tensor(needed) > frames).sum())
         if short:
             warnings.warn(
@@ -198,11 +178,8 @@ class SpeechBatches(Dataset[dict[str, Any]]):
 
 
 def _padded(sequences: list[Tensor], multiple: int) -> Tensor:
-    """``(B, N, …)``, zeros at the end, N the next multiple of the longest."""
+    """``(B, N, …)``, zeros at the end, N the length of the longest, rounded up to a multiple."""
     padded = pad_sequence(sequences, batch_first=True)
-    length = padded.shape[1]
-    missing = -length % multiple
-    if not missing:
-        return padded
+    missing = -padded.shape[1] % multiple
     rest = padded.new_zeros(padded.shape[0], missing, *padded.shape[2:])
-    return torch.cat([padded, rest], dim=1)
+    return torch.cat([padded, rest], dim=1) if missing else padded

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gfsa_experiments.tasks.image.image_folder import FolderImages, list_images
+from gfsa_experiments.tasks.image.items import FolderImages, list_images
 from support.tiny_images import write_folder
 
 
@@ -22,7 +22,7 @@ def test_classes_are_numbered_by_name(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="looked for the folders train and val in"):
+    with pytest.raises(FileNotFoundError, match="expected the folders train and val in"):
         list_images(tmp_path)
     write_folder(tmp_path, {"train": 2, "val": 1})
     (tmp_path / "val" / "n777").mkdir()

@@ -1,0 +1,173 @@
+"""Data files: finding them, reading text and npz archives, caching arrays, reporting bad rows."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import os
+import tempfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gfsa_experiments.engine.task import DataSource
+
+Tensors = dict[str, Tensor]
+
+_OPENERS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".xz": lzma.decompress,
+    ".gz": gzip.decompress,
+}
+# with a larger share of bad rows the file is probably not the expected one
+_TOLERATED = 0.01
+_EXAMPLES = 3
+
+
+def find_file(
+    data_dir: Path, names: Iterable[str], source: DataSource, folders: Iterable[str] = ("",)
+) -> Path:
+    """The first of ``names`` that exists, compressed or not, in one of the folders."""
+    names, folders = list(names), list(folders)
+    for name in names:
+        for folder in folders:
+            for suffix in _OPENERS:
+                path = data_dir / folder / (name + suffix)
+                if path.is_file():
+                    return path
+    raise not_found(data_dir, f"{', '.join(names)} (or the same with .xz or .gz)", source, folders)
+
+
+def not_found(
+    data_dir: Path, files: str, source: DataSource, folders: Iterable[str]
+) -> FileNotFoundError:
+    """The error for missing ``files``: where they were searched and where to get them."""
+    subfolders = ", ".join(f"{folder}/" for folder in folders if folder)
+    searched = f"{data_dir.absolute()}{f' or its {subfolders}' if subfolders else ''}"
+    return FileNotFoundError(
+        f"{source.name}: found none of {files} in {searched}. The data set consists of "
+        f"{source.files}; get it from {source.where}, and give its folder with --data-dir"
+    )
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file without their ends; only line feeds separate lines."""
+    suffix = path.suffix if path.suffix in _OPENERS else ""
+    try:
+        text = _OPENERS[suffix](path.read_bytes()).decode("utf-8")
+    except (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); get it again") from error
+    if not text:
+        raise ValueError(f"{path} is empty; get it again")
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+def read_npz(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """The arrays called ``names`` of an npz file, which must have them; nothing is unpickled."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            missing = [name for name in names if name not in file.files]
+            arrays = {name: file[name] for name in names if name not in missing}
+            available = ", ".join(file.files)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or no npz file ({error}); get it again") from error
+    if missing:
+        raise ValueError(f"{path} has no array {', '.join(missing)}; it has {available}")
+    return arrays
+
+
+def cached_arrays(folder: str, name: str, compute: Callable[[], Tensors]) -> Tensors:
+    """The result of ``compute()``, from ``folder/name.npz`` if an earlier process saved it there.
+
+    Args:
+        folder: empty for no cache.
+        name: must contain everything that the result depends on.
+        compute: called if the file does not exist or cannot be read.
+    """
+    if not folder:
+        return compute()
+    path = Path(folder).expanduser() / f"{name}.npz"
+    if path.is_file():
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return {key: torch.from_numpy(file[key]) for key in file.files}
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+            warnings.warn(f"{path} is damaged ({error}); computing it again", stacklevel=2)
+    tensors = compute()
+    arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
+    write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    return tensors
+
+
+def write_whole(path: Path, write: Callable[..., object]) -> None:
+    """Call ``write(file)`` such that other processes see the complete file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+class BadRows:
+    """Collects the entries of a file that cannot be used, and why.
+
+    Args:
+        path: the file, for messages.
+        unit: what an entry is called.
+        place: what its number is called.
+    """
+
+    def __init__(self, path: Path | str, unit: str = "rows", place: str = "line") -> None:
+        self.path, self.unit, self.place = path, unit, place
+        self.count = 0
+        self.examples: list[str] = []
+
+    def add(self, number: int | str, reason: str) -> None:
+        self.count += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(f"{self.place} {number}: {reason}")
+
+    def report(self, good: int) -> None:
+        """Warn about bad entries beside ``good`` ones; raise if they are more than 1 %."""
+        total = self.count + good
+        if total == 0:
+            raise ValueError(f"{self.path} has no {self.unit}; get it again")
+        if not self.count:
+            return
+        message = (
+            f"{self.path}: {self.count} of {total} {self.unit} cannot be used; "
+            + "; ".join(self.examples)
+            + ("; …" if self.count > len(self.examples) else "")
+        )
+        if self.count > _TOLERATED * total:
+            raise ValueError(
+                f"{message}. More than 1 % of them are bad: get the file again, or check that it "
+                "is the right one"
+            )
+        warnings.warn(f"{message}. They are left out", stacklevel=3)
+
+
+def check_count(
+    path: Path | str, found: object, official: object, what: str = "usable rows"
+) -> None:
+    """Warn if a file has another size than the official one."""
+    if found != official:
+        counts = [f"{n:,}" if isinstance(n, int) else str(n) for n in (found, official)]
+        warnings.warn(
+            f"{path} has {counts[0]} {what}, the official file {counts[1]}: "
+            "results are not those of the official data set",
+            stacklevel=3,
+        )

@@ -1,0 +1,236 @@
+"""Features of all graphs of a data set, computed once: pairs, walks, eigenvectors and patches.
+
+The formulas are those of :mod:`gfsa.models`; here they run on chunks of graphs of similar size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gfsa.models.graph_features import (
+    dense_adjacency,
+    distances,
+    path_edges,
+    random_walk_encoding,
+)
+from gfsa.models.partition import bisection
+from gfsa.models.patches import copies_in_patches, grown_patches
+from gfsa_experiments.data.files import Tensors
+from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
+
+MAX_HOPS = 5
+"""Edges of a path that count in the published Graphormers."""
+
+# pairs of padded nodes in one chunk
+_CHUNK = 1 << 21
+# a pair takes 8 bytes: beyond this, GPS and Graph-ViT are the right models
+_MOST_PAIRS = 1 << 30
+_MOST_KINDS = 127
+
+
+def chunks_of_similar_size(nodes: Tensor) -> Iterator[Tensor]:
+    """Numbers of graphs to be processed together, each padded to the largest of its chunk."""
+    order = torch.argsort(nodes, stable=True)
+    at = 0
+    while at < len(order):
+        # as many as would fit if all were as large as the last of them
+        size = int(nodes[order[at]])
+        count = max(1, _CHUNK // max(1, size * size))
+        largest = int(nodes[order[min(at + count, len(order)) - 1]])
+        count = max(1, _CHUNK // (largest * largest))
+        yield order[at : at + count]
+        at += count
+
+
+def padded_edges(graphs: GraphSet, chunk: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The edges of a chunk as :mod:`gfsa.models.graph_features` takes them.
+
+    Returns:
+        ``edge_index`` with node i of the chunk's graph b numbered ``b·N + i``, the columns of these
+        edges in the data set, and N.
+    """
+    size = int(graphs.nodes[chunk].max())
+    edge, owner = spans(graphs.first_edge[chunk], graphs.edges[chunk])
+    return graphs.edge_index[:, edge].long() + owner * size, edge, size
+
+
+def undirected_adjacency(graphs: GraphSet, chunk: Tensor) -> Tensor:
+    """``(B, N, N)`` of zeros and ones; every edge counts once and in both directions."""
+    edge_index, _, size = padded_edges(graphs, chunk)
+    adjacency = dense_adjacency(edge_index, size, len(chunk)).view(-1, size, size)
+    return torch.maximum(adjacency, adjacency.mT)
+
+
+def pair_features(graphs: GraphSet) -> Tensors:
+    """Graphormer: distances and shortest paths between all pairs of nodes of each graph.
+
+    ``pairs``: ``(P + 1,)``, with P the number of pairs of all graphs, n² for a graph of n nodes,
+    row by row: distance and path of each pair as :func:`pack` stores them; the last entry is the
+    one for padding. ``kinds``: ``(U, F)``, the distinct rows of ``edge_attr``; paths are sequences
+    of their numbers.
+    """
+    if isinstance(graphs.edge_features, int):
+        raise ValueError(
+            f"{graphs.name} has real numbers on its edges; Graphormer's paths are sums over kinds "
+            "of edges. Use model=gps or model=graph-vit"
+        )
+    pairs = graphs.nodes**2
+    total = int(pairs.sum())
+    if total > _MOST_PAIRS:
+        raise ValueError(
+            f"{graphs.name} has {total:,} pairs of nodes, {8 * total / 2**30:.0f} GiB of distances "
+            "and paths. Use model=gps or model=graph-vit"
+        )
+    kinds, kind = torch.unique(graphs.edge_attr, dim=0, return_inverse=True)
+    if len(kinds) > _MOST_KINDS:
+        raise ValueError(
+            f"{graphs.name} has {len(kinds)} kinds of edges; paths can name at most {_MOST_KINDS}"
+        )
+    packed = torch.full((total + 1,), -1)
+    first_pair = starts(pairs)
+    for chunk in chunks_of_similar_size(graphs.nodes):
+        edge_index, edge, size = padded_edges(graphs, chunk)
+        distance = distances(edge_index, size, len(chunk))
+        paths = path_edges(edge_index, distance, MAX_HOPS)
+        # -1 selects the last entry
+        paths = torch.cat([kind[edge], torch.tensor([-1])])[paths]
+        node = torch.arange(size) < graphs.nodes[chunk][:, None]
+        real = (node[:, :, None] & node[:, None, :]).view(-1, size)
+        at, _ = spans(first_pair[chunk], pairs[chunk])
+        packed[at] = pack(distance, paths)[real]
+    return {"pairs": packed, "kinds": kinds}
+
+
+def pack(distance: Tensor, paths: Tensor) -> Tensor:
+    """Distance, ``(...)``, and kinds of edges, ``(..., MAX_HOPS)``, of a pair in one int64.
+
+    The host looks up a batch with one indexing operation, and the device unpacks it.
+    """
+    packed = torch.full((*distance.shape, 8), -1, dtype=torch.int8)
+    packed[..., :MAX_HOPS] = paths
+    packed.view(torch.int16)[..., 3] = distance
+    return packed.view(torch.int64)[..., 0]
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The arguments of :func:`pack` as int32; -1 where there is no path, or it has ended."""
+    fields = packed[..., None]
+    distance = fields.view(torch.int16)[..., 3]
+    return distance.int(), fields.view(torch.int8)[..., :MAX_HOPS].int()
+
+
+def walk_encoding(graphs: GraphSet, steps: int) -> Tensors:
+    """``walk``: ``(N, steps)``, the random-walk encoding of each node in its undirected graph."""
+    walk = torch.zeros(len(graphs.x), steps)
+    for chunk in chunks_of_similar_size(graphs.nodes):
+        adjacency = undirected_adjacency(graphs, chunk)
+        node, _ = spans(graphs.first_node[chunk], graphs.nodes[chunk])
+        real = torch.arange(adjacency.shape[1]) < graphs.nodes[chunk][:, None]
+        walk[node] = random_walk_encoding(adjacency, steps)[real]
+    return {"walk": walk}
+
+
+def laplacian_encoding(graphs: GraphSet, count: int) -> Tensors:
+    """The eigenvectors of the ``count`` lowest frequencies of each graph's Laplacian D − A.
+
+    ``vectors``: ``(N, count)``, of unit length; ``values``: ``(G, count)``, -1 where a graph has
+    fewer. The sign of a vector is arbitrary.
+    """
+    vectors = np.zeros((len(graphs.x), count), dtype=np.float32)
+    values = np.full((len(graphs), count), -1.0, dtype=np.float32)
+    first, nodes = graphs.first_node.tolist(), graphs.nodes.tolist()
+    edges = np.split(graphs.edge_index.numpy(), graphs.first_edge[1:].numpy(), axis=1)
+
+    def lowest(graph: int) -> None:
+        from scipy.linalg import eigh
+
+        source, target = edges[graph]
+        laplacian = np.zeros((nodes[graph], nodes[graph]))
+        laplacian[source, target] = laplacian[target, source] = -1.0
+        np.fill_diagonal(laplacian, 0.0)
+        np.fill_diagonal(laplacian, -laplacian.sum(1))
+        kept = min(count, nodes[graph])
+        value, vector = eigh(laplacian, subset_by_index=(0, kept - 1), check_finite=False)
+        values[graph, :kept] = np.maximum(value, 0.0)
+        vectors[first[graph] : first[graph] + nodes[graph], :kept] = vector
+
+    # LAPACK releases Python's lock
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        for _ in pool.map(lowest, range(len(graphs)), chunksize=64):
+            pass
+    return {"vectors": torch.from_numpy(vectors), "values": torch.from_numpy(values)}
+
+
+def patch_features(graphs: GraphSet, num_patches: int, hops: int, walk_steps: int) -> Tensors:
+    """Graph-ViT: each graph in at most ``num_patches`` overlapping patches.
+
+    A node in several patches has a copy in each. Concatenated over graphs, and counted from each
+    graph's first: ``copy_node``, ``copy_patch``: ``(C,)``; ``copy_edges``: ``(2, D)``, copies that
+    an edge joins within a patch; ``copy_edge_id``: ``(D,)``, that edge; ``shared``: the numbers of
+    nodes that two patches of a graph share, row by row; ``patch_walk``: ``(S, walk_steps)``. The
+    counts per graph are ``copies``, ``joins`` and ``patches``.
+    """
+    edges = graphs.edge_index.long().split(graphs.edges.tolist(), 1)
+    parts = [
+        bisection(edge_index, nodes, num_patches)
+        for edge_index, nodes in zip(edges, graphs.nodes.tolist(), strict=True)
+    ]
+    chunks = list(chunks_of_similar_size(graphs.nodes))
+    found = [_patches_of_chunk(graphs, chunk, parts, hops, walk_steps) for chunk in chunks]
+    joined = {
+        name: torch.cat([of_chunk[name] for of_chunk in found], -1 if name == "copy_edges" else 0)
+        for name in found[0]
+    }
+    return _in_order_of_graphs(joined, torch.cat(chunks))
+
+
+def _patches_of_chunk(
+    graphs: GraphSet, chunk: Tensor, parts: list[Tensor], hops: int, walk_steps: int
+) -> Tensors:
+    edge_index, _, size = padded_edges(graphs, chunk)
+    part = torch.full((len(chunk), size), -1)
+    for row, number in zip(part, chunk.tolist(), strict=True):
+        row[: len(parts[number])] = parts[number]
+    inside = grown_patches(part, undirected_adjacency(graphs, chunk), hops)
+    copies = copies_in_patches(inside, edge_index)
+    count = torch.bincount(copies.graph, minlength=len(chunk))
+    joined = copies.graph[copies.edges[0]]
+    shared = inside.float() @ inside.float().mT
+    # bisection leaves no part empty
+    patches = part.amax(1) + 1
+    real = torch.arange(inside.shape[1]) < patches[:, None]
+    return {
+        "copy_node": copies.node.to(torch.int16),
+        "copy_patch": copies.patch.to(torch.int16),
+        "copy_edges": (copies.edges - starts(count)[joined]).to(torch.int32),
+        "copy_edge_id": (copies.edge_id - starts(graphs.edges[chunk])[joined]).to(torch.int32),
+        "shared": shared[real[:, :, None] & real[:, None, :]].to(torch.int16),
+        "patch_walk": random_walk_encoding(shared, walk_steps)[real],
+        "copies": count,
+        "joins": torch.bincount(joined, minlength=len(chunk)),
+        "patches": patches,
+    }
+
+
+def _in_order_of_graphs(features: Tensors, order: Tensor) -> Tensors:
+    """What was computed for graphs in another ``order``, rearranged to that of the data set."""
+    rank = torch.argsort(order)
+    counted = {
+        "copy_node": features["copies"],
+        "copy_patch": features["copies"],
+        "copy_edges": features["joins"],
+        "copy_edge_id": features["joins"],
+        "shared": features["patches"] ** 2,
+        "patch_walk": features["patches"],
+    }
+    rearranged = {name: features[name][rank] for name in ("copies", "joins", "patches")}
+    for name, counts in counted.items():
+        index, _ = spans(starts(counts)[rank], counts[rank])
+        values = features[name]
+        rearranged[name] = values[:, index] if name == "copy_edges" else values[index]
+    return rearranged

@@ -1,0 +1,104 @@
+"""The digits task and the demo's runs: paired, reproducible, and on images they may see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+
+import gfsa
+from gfsa_experiments.demo.run_demo import DemoSettings, train_all, variants
+from gfsa_experiments.demo.summary import DemoRun
+from gfsa_experiments.tasks import find_recipe
+from gfsa_experiments.tasks.digits.recipe import DigitsConfig, DigitsViT, load_digits
+
+TINY = DemoSettings(seeds=1, epochs=1, depth=2, held_out="validation")
+
+
+def small(filtered: bool = False, **options: object) -> DigitsViT:
+    torch.manual_seed(0)
+    model = DigitsViT(depth=3, width=16, heads=2).eval()
+    if filtered:
+        gfsa.plug(model, **options)  # type: ignore[arg-type]
+    return model
+
+
+def train_tiny() -> list[DemoRun]:
+    return train_all(TINY, Progress(disable=True))[0]
+
+
+@pytest.mark.parametrize("K", [None, 3])
+def test_a_fresh_filter_changes_no_bit(K: int | None) -> None:
+    images = torch.randn(4, 8, 8)
+    assert torch.equal(small()(images), small(filtered=True, K=K)(images))
+
+
+def test_a_moved_filter_changes_the_model() -> None:
+    images = torch.randn(4, 8, 8)
+    assert not torch.allclose(small()(images), small(filtered=True, w0=0.5)(images), atol=1e-3)
+
+
+def test_variants_differ_in_the_filters_parameters_alone() -> None:
+    plain, filtered = small(), small(filtered=True)
+    rest = dict(filtered.named_parameters())
+    for name, weight in plain.named_parameters():
+        assert torch.equal(weight, rest.pop(name))
+    assert sum(weight.numel() for weight in rest.values()) == 3 * 2 * 3
+
+
+def test_patches_are_the_image_cut_in_squares() -> None:
+    model = small()
+    image = torch.arange(64.0).reshape(1, 8, 8)
+    entering = model.tokens(image)[0][:, 1:] - model.position
+    # the second token is the square of rows 0–1 and columns 2–3
+    square = torch.tensor([2.0, 3.0, 10.0, 11.0])
+    torch.testing.assert_close(entering[0, 1], model.embed(square))
+
+
+def test_splits_share_no_image() -> None:
+    parts = load_digits()
+    sizes = {name: len(part) for name, part in parts.items()}
+    assert sum(sizes.values()) == 1797
+    # the images are unique, so the sets of them must be disjoint
+    images = {
+        name: {tuple(image.flatten().tolist()) for image in part.images}
+        for name, part in parts.items()
+    }
+    assert {name: len(part) for name, part in images.items()} == sizes
+    assert images["train"].isdisjoint(images["valid"] | images["test"])
+    assert images["valid"].isdisjoint(images["test"])
+
+
+def test_the_task_reports_accuracy_on_every_split() -> None:
+    config = DigitsConfig(depth=1, width=16, heads=2)
+    config.check()
+    task = find_recipe("digits").build(config, Path())
+    for name, split in task.splits.items():
+        batch = split.dataset.__getitems__([0, 1, 2])  # type: ignore[attr-defined]
+        assert batch["images"].shape == (3, 8, 8), name
+        assert task.loss(task.model, batch).isfinite()
+        wrong = ~task.predict(task.model, batch)
+        assert task.score([wrong, ~wrong])["accuracy"] == 50.0
+    with pytest.raises(ValueError, match="multiple of heads"):
+        DigitsConfig(width=10, heads=4).check()
+
+
+def test_the_same_seed_gives_the_same_numbers_and_filters_learn() -> None:
+    first, second = train_tiny(), train_tiny()
+    for run, again in zip(first, second, strict=True):
+        assert (run.accuracy, run.similarity, run.coefficients) == (
+            again.accuracy,
+            again.similarity,
+            again.coefficients,
+        )
+    assert [run.variant for run in first] == list(variants(TINY))
+    plain, degree1, high = first
+    # 2 layers of 4 heads, with 2 and 3 coefficients per head
+    assert [run.filter_parameters for run in first] == [0, 16, 24]
+    assert [run.parameters for run in first] == [plain.parameters + n for n in (0, 16, 24)]
+    for run, start in ((degree1, [0.0, 1.0]), (high, [0.0, 1.0, 0.0])):
+        moved = torch.tensor(run.coefficients) - torch.tensor(start)
+        assert moved.abs().min() > 0
+    assert [len(run.similarity) for run in first] == [3, 3, 3]

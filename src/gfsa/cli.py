@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def build() -> typer.Typer:
-    """The app with every command that is installed, and a word on those that are not."""
+    """The app with every installed command, and a hint for each of those that are not."""
     import typer
 
     app = typer.Typer(
@@ -69,7 +69,7 @@ def build() -> typer.Typer:
 
     own = [EntryPoint(name, target, GROUP) for name, target in COMMANDS.items()]
     installed = {entry.name: entry for entry in (*entry_points(group=GROUP), *own)}
-    # in the order in which people meet them
+    # the commands of the first steps first
     for name in dict.fromkeys((*ELSEWHERE, *installed)):
         if name in installed:
             app.command(name)(installed[name].load())

@@ -4,8 +4,8 @@ Models of twelve narrow layers, so that what is measured is the host's part: a t
 BERT with nothing launched by the fused kernels, and one decoded token of GPT-2 with a filled cache.
 Each is measured against the same model without filters, in the same process.
 
-Time in a loop flatters: everything is warm there. The number of calls does not depend on that, and
-it is what to read for the training step, whose time moves by some 40 µs a layer from run to run.
+Time in a loop is too low: every cache is warm there. The number of calls does not depend on that;
+read it for the training step, whose time varies by some 40 µs a layer from run to run.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Cost:
 
 
 def measure(works: dict[str, Work], operators: bool) -> dict[str, Cost]:
-    """What each of ``works`` costs; they take turns, so that a slow minute is everybody's.
+    """What each of ``works`` costs; they take turns, so that a slow minute affects all of them.
 
     Args:
-        operators: whether to count torch's operators as well; fused kernels go another way where
-            somebody counts.
+        operators: whether to count torch's operators as well; fused kernels take another path where
+            a dispatch mode counts.
     """
     least = dict.fromkeys(works, float("inf"))
     for _ in range(ROUNDS):

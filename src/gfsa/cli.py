@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def build() -> typer.Typer:
-    """The app with every command that is installed, and a word on those that are not."""
+    """The app with every installed command, and a hint for each of those that are not."""
     import typer
 
     app = typer.Typer(

@@ -1,4 +1,4 @@
-"""On what a measurement was made: versions, device, commit."""
+"""The environment of a measurement: versions, device, commit."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def cpu_name() -> str:
 def commit() -> str:
     """The commit of the checkout that gfsa runs from, ``-dirty`` if code was edited; else empty.
 
-    ``GFSA_COMMIT`` in the environment says it where the files were copied without their history.
+    ``GFSA_COMMIT`` in the environment tells it where the files were copied without their history.
     """
     if named := os.environ.get("GFSA_COMMIT"):
         return named
     package = Path(gfsa.__file__).resolve().parent
     repository = package.parent.parent
-    # an installed copy may lie inside somebody else's repository
+    # an installed copy may lie inside the repository of another project
     if package.parent.name != "src" or not (repository / ".git").exists():
         return ""
     named = _git(repository, "describe", "--always", "--exclude=*")
-    # rows that an earlier measurement added to a table are no edits of what is measured
+    # rows that an earlier measurement added to a table do not change what is measured
     edited = _git(repository, "diff", "--name-only", "HEAD", "--", "src", "benchmarks")
     return f"{named}-dirty" if named and edited else named
 

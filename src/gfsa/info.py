@@ -1,4 +1,4 @@
-"""``gfsa info``: what is here and what can run; ``gfsa info MODEL``: what plug would do to it."""
+"""``gfsa info``: versions, devices, operators; ``gfsa info MODEL``: what plug would do to it."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def info(
     operators_table = Table(title="operators", title_justify="left")
     for heading in ("operator", "device", "runs here"):
         operators_table.add_column(heading)
-    for each in operators():
-        answer = "yes" if each.refusal is None else f"no: {each.refusal}"
-        operators_table.add_row(each.operator, each.device, answer)
+    for found in operators():
+        answer = "yes" if found.refusal is None else f"no: {found.refusal}"
+        operators_table.add_row(found.operator, found.device, answer)
     console.print(operators_table)
 
 
 def versions() -> dict[str, str | None]:
-    """Name → version, None where absent; nothing but torch is imported to find out."""
+    """Name → version, None if absent; only torch is imported for this."""
     import platform
 
     import torch
@@ -112,7 +112,7 @@ def devices() -> dict[str, str]:
 
 
 def operators() -> list[Availability]:
-    """Each operator on each kind of device, by asking it to serve a small ordinary call."""
+    """Whether each operator serves a small ordinary call on each kind of device."""
     import torch
 
     from gfsa.functional import which_backend

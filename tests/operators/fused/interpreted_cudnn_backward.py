@@ -17,7 +17,7 @@ from gfsa.operators.fused import autograd
 from gfsa.operators.fused.autograd import filter_attention
 from gfsa.operators.fused.long import cudnn_backward, tile_sizes
 from gfsa.operators.fused.long import launch as long
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, Saved
 from support.fused_cases import NAMES, Problem, error, run
 
 assert support.triton_interpreter
@@ -132,7 +132,7 @@ def saved(problem: Problem, coeffs: Tensor) -> tuple[list[Tensor], list[Tensor]]
 def relative_errors(problem: Problem, coeffs: Tensor) -> dict[str, float]:
     given, expected = saved(problem, coeffs)
     options = Options(problem.head_dim**-0.5, problem.is_causal)
-    *got, parts = cudnn_backward.backward(*given, None, None, options)
+    *got, parts = cudnn_backward.backward(given[0], Saved(*given[1:]), options)
     got.append(parts.sum(2))
     assert all(torch.isfinite(x).all() for x in got)
     return {name: error(x, y) for name, x, y in zip(NAMES[1:], got, expected, strict=True)}
@@ -158,7 +158,7 @@ def test_a_second_pass_of_weight_zero_says_nothing(dtype: torch.dtype) -> None:
     given, _ = saved(Problem(2, 2, 70, 72, dtype=dtype), coeffs)
     g, q, k, v, u, _, lse, _ = given
     options = Options(72**-0.5)
-    dq, dk, dv, parts = cudnn_backward.backward(*given, None, None, options)
+    dq, dk, dv, parts = cudnn_backward.backward(given[0], Saved(*given[1:]), options)
     du = (coeffs[:, 1, None, None] * g.float()).to(dtype)
     first = cudnn_backward._attention_gradient(du, q, k, v, u, lse, options)
     assert torch.equal(dq, first[0])
@@ -175,5 +175,6 @@ def test_large_float16_values_stay_finite(c2: float) -> None:
     given, _ = saved(problem, coeffs)
     g, q, k, v, u, out, *rest = given
     grown = [3e4 / 4 * x for x in (v, u, out)]
-    for x in cudnn_backward.backward(g / 5e4, q, k, *grown, *rest, None, None, Options(72**-0.5)):
+    kept = Saved(q, k, *grown, *rest)
+    for x in cudnn_backward.backward(g / 5e4, kept, Options(72**-0.5)):
         assert torch.isfinite(x).all()

@@ -14,7 +14,7 @@ import gfsa
 from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
 from gfsa.operators.fused import coefficients, launcher
 from gfsa.operators.fused.operator import FusedOperator
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, Saved
 from gfsa.operators.fused.short.prepared import Prepared, prepared_for
 from gfsa_benchmarks.host import nothing_launched
 
@@ -66,7 +66,7 @@ def test_results_lie_as_the_tokens_do() -> None:
         prepared = prepare(q, k, k)
         assert prepared is not None
         out, u, lse = prepared.forward(q, k, k, coeffs, None)
-        gradients = prepared.backward(out, q, k, k, u, out, lse, coeffs, None, None)
+        gradients = prepared.backward(out, Saved(q, k, k, u, out, lse, coeffs))
     assert out.stride() == u.stride() == q.stride()
     assert gradients is not None
     assert [x.stride() for x in gradients[:3]] == [x.stride() for x in (q, k, k)]
@@ -82,10 +82,10 @@ def test_saved_tensors_in_another_layout_are_noticed() -> None:
         prepared = prepare(x, x, x, mask)
         assert prepared is not None
         out, u, lse = prepared.forward(x, x, x, coeffs, mask)
-        kept = (x, x, x, u, out, lse, coeffs)
-        assert prepared.backward(out, *kept, mask, None) is not None
-        assert prepared.backward(out, *kept, mask.contiguous(), None) is None
-        assert prepared.backward(out.sum().expand(out.shape), *kept, mask, None) is None
+        kept = Saved(x, x, x, u, out, lse, coeffs, mask)
+        assert prepared.backward(out, kept) is not None
+        assert prepared.backward(out, kept._replace(mask=mask.contiguous())) is None
+        assert prepared.backward(out.sum().expand(out.shape), kept) is None
 
 
 def test_a_filter_of_degree_one_takes_the_short_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_the_way_back_is_settled_for_each_layout() -> None:
         assert prepared is not None
         out, u, lse = prepared.forward(x, x, x, coeffs, None)
         for g in (x, other_layout, x):
-            assert prepared.backward(g, x, x, x, u, out, lse, coeffs, None, None) is not None
+            assert prepared.backward(g, Saved(x, x, x, u, out, lse, coeffs)) is not None
         settled = {strides[-1]: launch for strides, launch in prepared.direct_backward.items()}
     assert settled.keys() == {x.stride(), other_layout.stride()}
     for g_strides, launch in settled.items():

@@ -12,7 +12,7 @@ from gfsa.operators.base import PLAIN, Coefficients
 from gfsa.operators.fused import coefficients
 from gfsa.operators.fused.dispatch import backward_path, forward_path, run_backward, run_forward
 from gfsa.operators.fused.layout import empty_like
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, Saved
 from gfsa.operators.fused.short import launch as short
 from gfsa.operators.fused.short.prepared import prepared_for
 
@@ -113,11 +113,11 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved, gradients = ctx.saved_tensors, None
+        saved, gradients = Saved._make(ctx.saved_tensors), None
         if ctx.prepared is not None:
-            gradients = ctx.prepared.backward(g, *saved)
+            gradients = ctx.prepared.backward(g, saved)
         if gradients is None:
-            gradients = run_backward(ctx.path, *[g, *saved, ctx.options])
+            gradients = run_backward(ctx.path, g, saved, ctx.options)
         dq, dk, dv, parts = gradients
         return dq, dk, dv, coefficients.gradient(parts, ctx.basis), None, None, None
 
@@ -159,7 +159,8 @@ def backward(
     """Gradients of q, k, v and the coefficients."""
     options = Options(scale, is_causal, dropout_p)
     path = backward_path(q, k, v, mask, options)
-    dq, dk, dv, parts = run_backward(path, g, q, k, v, u, out, lse, coeffs, mask, seed, options)
+    saved = Saved(q, k, v, u, out, lse, coeffs, mask, seed)
+    dq, dk, dv, parts = run_backward(path, g, saved, options)
     return dq, dk, dv, coefficients.total(parts)
 
 

@@ -15,7 +15,7 @@ from gfsa.operators.fused.launcher import on_device_of
 from gfsa.operators.fused.layout import copyable_by_tile
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, Saved
 from gfsa.operators.fused.short import launch as short
 
 
@@ -42,18 +42,7 @@ class Path(Protocol):
         """
 
     def backward(
-        self,
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        u: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        coeffs: Tensor,
-        mask: Tensor | None,
-        seed: Tensor | None,
-        options: Options,
+        self, g: Tensor, saved: Saved, options: Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 3, any number)``."""
 
@@ -87,21 +76,12 @@ def run_forward(
 
 
 def run_backward(
-    path: Path,
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
+    path: Path, g: Tensor, saved: Saved, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:meth:`Path.backward` on tensors of any layout, on their device."""
     # hooks on saved tensors may return them in another layout
-    g, q, k, v, u, out = [copyable_by_tile(x) for x in (g, q, k, v, u, out)]
+    q, k, v, u, out = [copyable_by_tile(x) for x in saved[:5]]
+    lse, coeffs, mask, seed = saved[5:]
+    saved = Saved(q, k, v, u, out, lse, coeffs.contiguous(), mask, seed)
     with on_device_of(q):
-        return path.backward(g, q, k, v, u, out, lse, coeffs.contiguous(), mask, seed, options)
+        return path.backward(copyable_by_tile(g), saved, options)

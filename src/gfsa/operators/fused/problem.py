@@ -22,6 +22,29 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
 
 
+class Saved(NamedTuple):
+    """What a forward pass saves for its gradient.
+
+    Args:
+        q, k, v: the tokens.
+        u: ``A·V``.
+        out: the filter's output.
+        lse: each row's natural logsumexp, ``(B, H, N)``.
+        coeffs: ``(H, 3)``, float32, contiguous.
+        mask, seed: as in the forward pass.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    u: Tensor
+    out: Tensor
+    lse: Tensor
+    coeffs: Tensor
+    mask: Tensor | None = None
+    seed: Tensor | None = None
+
+
 class Problem(NamedTuple):
     """What launches depend on: calls with equal problems differ in their tensors alone."""
 

@@ -35,7 +35,7 @@ from gfsa.operators.fused import elementwise
 from gfsa.operators.fused.launcher import Kernel, Launch, multiprocessors
 from gfsa.operators.fused.layout import empty_like, result_strides
 from gfsa.operators.fused.long import launch as long
-from gfsa.operators.fused.problem import Options, Problem, padded, problem_of
+from gfsa.operators.fused.problem import Options, Problem, Saved, padded, problem_of
 
 SHORTEST = 2048
 ROWS = 64
@@ -54,20 +54,9 @@ def serves(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Option
     return long.cudnn_would_run(q, k, v, mask, options)
 
 
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; without mask and dropout."""
+    q, k, v, u, out, lse, coeffs, *_ = saved
     problem = problem_of(q, k, None, options)
     blocks = -(-problem.length // ROWS)
     dc = lse.new_empty(problem.heads, 3, problem.batch * blocks)

@@ -14,7 +14,7 @@ from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import backward as backward_kernels
 from gfsa.operators.fused.long import forward as forward_kernels
 from gfsa.operators.fused.long.tile_sizes import tiles
-from gfsa.operators.fused.problem import Options, Problem, padded, pointers, problem_of
+from gfsa.operators.fused.problem import Options, Problem, Saved, padded, pointers, problem_of
 
 
 def forward(
@@ -40,20 +40,9 @@ def forward(
     return out, u, lse
 
 
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`."""
+    q, k, v, u, out, lse, coeffs, mask, seed = saved
     launches = _launches(problem_of(q, k, mask, options))
     extra = pointers(mask, seed, unused=q)
     du, delta = empty_like(q), torch.empty_like(lse)

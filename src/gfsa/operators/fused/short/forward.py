@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gfsa.operators.fused.short.tiles import (
     FULL_MASK,
+    JIT_OPTIONS,
     KEY_MASK,
     LOG2E,
     add_product,
@@ -30,11 +31,6 @@ from gfsa.operators.fused.short.tiles import (
     scores,
     survives,
 )
-
-JIT_OPTIONS = {
-    "do_not_specialize": ["total", "heads", "mask_b", "mask_i", "mask_j"],
-    "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in"],
-}
 
 
 @gluon.jit

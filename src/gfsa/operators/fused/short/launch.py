@@ -15,6 +15,7 @@ from gfsa.operators.fused.problem import (
     FULL_MASK,
     Options,
     Problem,
+    Saved,
     padded,
     pointers,
     problem_of,
@@ -69,20 +70,9 @@ def forward(
     return out, u, lse
 
 
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`."""
+    q, k, v, u, out, lse, coeffs, mask, seed = saved
     launch = backward_launch(problem_of(q, k, mask, options))
     grouped = q.shape[1] != k.shape[1]
     dq = empty_like(q)

@@ -17,7 +17,7 @@ from gfsa.operators.call import DecisionCache
 from gfsa.operators.fused.eligibility import refusal_by_short
 from gfsa.operators.fused.launcher import launch_on_device_of
 from gfsa.operators.fused.layout import copyable_by_tile, result_strides
-from gfsa.operators.fused.problem import Options, problem_of
+from gfsa.operators.fused.problem import Options, Saved, problem_of
 from gfsa.operators.fused.short import launch as short
 
 
@@ -67,20 +67,9 @@ class Prepared:
         self.direct = self.launch.direct.get(tuple([x.stride() for x in tensors]))
         return out, u, lse
 
-    def backward(
-        self,
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        u: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        coeffs: Tensor,
-        mask: Tensor | None,
-        seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def backward(self, g: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; None if that has to run."""
+        q, k, v, u, out, lse, coeffs, mask, seed = saved
         given = (q, k, v, u, out, g)
         strides = tuple([x.stride() for x in given])
         if not self.has_backward or not self._takes(given, strides):

@@ -10,6 +10,12 @@ from gfsa.operators.fused import problem
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
+# compiled code must not depend on these numbers, nor on the alignment of these tensors
+JIT_OPTIONS = {
+    "do_not_specialize": ["total", "batch", "heads", "mask_b", "mask_i", "mask_j"],
+    "do_not_specialize_on_alignment": ["coeffs", "mask", "seed_in"],
+}
+
 KEY_MASK = gl.constexpr(problem.KEY_MASK)
 FULL_MASK = gl.constexpr(problem.FULL_MASK)
 

@@ -1,0 +1,44 @@
+"""Which kernels run a call, decided as on a Hopper GPU; no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gfsa.operators.fused import eligibility
+from gfsa.operators.fused.dispatch import backward_path, forward_path
+from gfsa.operators.fused.long import cudnn_backward
+from gfsa.operators.fused.long import launch as long
+from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.short import launch as short
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_short", lambda q: None)
+    monkeypatch.setattr(long, "cudnn_would_run", lambda q, k, v, mask, options: mask is None)
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "masked", "scale", "forward", "backward"),
+    [
+        (100, 64, False, 0.1, short, short),
+        (100, 64, True, 0.1, short, short),
+        (100, 64, False, -0.1, long, long),
+        (100, 128, False, 0.1, long, long),
+        (300, 64, False, 0.1, long, long),
+        (2048, 64, False, 0.1, long, long),
+        (2048, 128, False, 0.1, long, cudnn_backward),
+        (2048, 128, True, 0.1, long, long),
+    ],
+)
+def test_paths(
+    length: int, head_dim: int, masked: bool, scale: float, forward: object, backward: object
+) -> None:
+    q = torch.empty(1, 1, length, head_dim, dtype=torch.bfloat16)
+    mask = torch.ones(1, 1, 1, length, dtype=torch.bool) if masked else None
+    options = Options(scale, is_causal=True)
+    assert forward_path(q, mask, options) is forward
+    assert backward_path(q, q, q, mask, options) is backward

@@ -51,7 +51,8 @@ class AttentionOperator(Operator):
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and attn_mask is None):
             check_kinds(q=q, k=k, attn_mask=attn_mask)
         check_options(dropout_p, is_causal, scale, enable_gqa)
-        check_dropout_place(dropout_after)
+        if dropout_after != "attention":
+            check_dropout_place(dropout_after)
         q, k, attn_mask = autocast(q, k, attn_mask)
         self.call = AttentionCall(
             q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_after
@@ -72,7 +73,8 @@ class AttentionOperator(Operator):
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
         # a filter's coefficients have the shape and the dtype of its base
         like = coeffs.base if isinstance(coeffs, Coefficients) else coeffs
-        check_kinds(v=v, coeffs=like)
+        if not (isinstance(v, Tensor) and isinstance(like, Tensor)):
+            check_kinds(v=v, coeffs=like)
         (v,) = autocast(v)
         choice = self._choice(like, v)
         if choice.backend == "fused":
@@ -157,10 +159,11 @@ class AttentionOperator(Operator):
 _CHOICES: DecisionCache[Choice] = DecisionCache()
 
 
-def _host_time_counts(*tokens: Tensor) -> bool:
+def _host_time_counts(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether to save host time: on a GPU, outside of the compiler, which asks only once."""
-    if not tokens[0].is_cuda or torch.compiler.is_compiling():
+    if not q.is_cuda or torch.compiler.is_compiling():
         return False
     # sizes of other kinds of tensors may be symbols
-    others = [x for x in tokens if type(x) not in PLAIN or x.is_nested]
-    return not others
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        return False
+    return not (q.is_nested or k.is_nested or v.is_nested)

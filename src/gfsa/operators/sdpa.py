@@ -30,23 +30,9 @@ class SDPAOperator(Operator):
     """
 
     def __init__(self, call: AttentionCall) -> None:
-        q, attn_mask, is_causal, scale = call.q, call.attn_mask, call.is_causal, call.scale
-        if attn_mask is not None:
-            # torch takes no mask of fewer dimensions
-            attn_mask = torch.atleast_2d(attn_mask)
-        if is_causal and attn_mask is not None:
-            # torch takes one or the other
-            attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False
-        if attn_mask is not None and attn_mask.dtype == torch.bool and q.is_cuda:
-            # for a row without any key and a bool mask, cuDNN's attention averages values that the
-            # mask hides and gives NaN gradients; for an additive mask it gives zeros
-            attn_mask = as_additive(attn_mask, q.dtype)
-        if scale is not None and scale < 0 and q.is_cuda:
-            # cuDNN's attention gives NaN for a negative scale
-            q, scale = -q, -scale
-        self.call = AttentionCall(
-            q, call.k, attn_mask, call.dropout_p, is_causal, scale, call.enable_gqa
-        )
+        if call.attn_mask is not None or (call.scale is not None and call.scale < 0):
+            call = _as_torch_takes_it(call)
+        self.call = call
 
     def apply(self, x: Tensor) -> Tensor:
         call = self.call
@@ -103,6 +89,25 @@ def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: i
 def as_additive(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask (True takes part) as numbers to add to the scores: log 1 = 0, log 0 = -inf."""
     return attn_mask.to(dtype).log()
+
+
+def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
+    """The same map by arguments for which torch's kernels are right."""
+    q, attn_mask, is_causal, scale = call.q, call.attn_mask, call.is_causal, call.scale
+    if attn_mask is not None:
+        # torch takes no mask of fewer dimensions
+        attn_mask = torch.atleast_2d(attn_mask)
+    if is_causal and attn_mask is not None:
+        # torch takes one or the other
+        attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False
+    if attn_mask is not None and attn_mask.dtype == torch.bool and q.is_cuda:
+        # for a row without any key and a bool mask, cuDNN's attention averages values that the
+        # mask hides and gives NaN gradients; for an additive mask it gives zeros
+        attn_mask = as_additive(attn_mask, q.dtype)
+    if scale is not None and scale < 0 and q.is_cuda:
+        # cuDNN's attention gives NaN for a negative scale
+        q, scale = -q, -scale
+    return AttentionCall(q, call.k, attn_mask, call.dropout_p, is_causal, scale, call.enable_gqa)
 
 
 def _with_causal(attn_mask: Tensor, length: int) -> Tensor:

@@ -113,7 +113,7 @@ class _Filter(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved, gradients = Saved._make(ctx.saved_tensors), None
+        saved, gradients = Saved(*ctx.saved_tensors), None
         if ctx.prepared is not None:
             gradients = ctx.prepared.backward(g, saved)
         if gradients is None:

@@ -31,9 +31,9 @@ class FusedOperator(Operator):
     """
 
     def __init__(self, call: AttentionCall) -> None:
-        q, scale = call.q, call.scale
+        q, mask, scale = call.q, call.attn_mask, call.scale
         self.call = call
-        self.mask = _with_contiguous_rows(call.attn_mask, q.shape[-2])
+        self.mask = None if mask is None else _with_contiguous_rows(mask, q.shape[-2])
         self.options = Options(
             1 / math.sqrt(q.shape[-1]) if scale is None else scale, call.is_causal, call.dropout_p
         )
@@ -71,11 +71,11 @@ class FusedOperator(Operator):
         return Visibility.from_call(self.call)
 
 
-def _with_contiguous_rows(mask: Tensor | None, length: int) -> Tensor | None:
+def _with_contiguous_rows(mask: Tensor, length: int) -> Tensor:
     """``mask`` as the short kernels read it: a copy of one that is broadcast over keys.
 
     Compiled models of transformers make such a mask where nothing is hidden.
     """
-    if mask is None or length > SHORT_LENGTH or is_key_mask(mask) or mask.stride(-1) == 1:
+    if length > SHORT_LENGTH or is_key_mask(mask) or mask.stride(-1) == 1:
         return mask
     return mask.contiguous()

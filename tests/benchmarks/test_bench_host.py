@@ -6,17 +6,21 @@ import torch
 pytest.importorskip("triton")
 
 from gfsa.functional import which_backend
-from gfsa_benchmarks import host, host_models
+from gfsa_benchmarks import host_calls, host_models
 
 
 def test_everything_but_the_kernels_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "REPEATS", 2)
-    monkeypatch.setattr(host, "ROUNDS", 1)
+    monkeypatch.setattr(host_calls, "REPEATS", 2)
+    monkeypatch.setattr(host_calls, "ROUNDS", 1)
     mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
     q = torch.zeros(1, 12, 40, 64, dtype=torch.bfloat16)
-    with host.nothing_launched():
+    with host_calls.nothing_launched():
         assert which_backend(q, q, q, torch.ones(3)).backend == "fused"
-        found = [host.calls(40, False), host.calls(40, False, mask), host.calls(300, True)]
+        found = [
+            host_calls.calls(40, False),
+            host_calls.calls(40, False, mask),
+            host_calls.calls(300, True),
+        ]
     assert which_backend(q, q, q, torch.ones(3)).backend == "sdpa"
     assert all(time > 0 for times in found for time in times.values())
 
@@ -28,7 +32,7 @@ def test_what_a_filter_adds_to_a_layer_is_counted(
     monkeypatch.setattr(host_models, "REPEATS", 1)
     monkeypatch.setattr(host_models, "ROUNDS", 1)
     monkeypatch.setattr(host_models, "LAYERS", 2)
-    with host.nothing_launched():
+    with host_calls.nothing_launched():
         training = host_models.training()
     for found in (training, host_models.decoding(static=False), host_models.decoding(static=True)):
         one, two = (found[name].added_to(found["plain"]) for name in ("degree 1", "degree 2"))

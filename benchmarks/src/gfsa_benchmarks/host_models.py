@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gfsa.plugs import plug
-from gfsa_benchmarks import host
+from gfsa_benchmarks import host_calls
 
 LAYERS = 12
 TOKENS = 16
@@ -68,7 +68,7 @@ def measure(works: dict[str, Work], operators: bool) -> dict[str, Cost]:
     least = dict.fromkeys(works, float("inf"))
     for _ in range(ROUNDS):
         for name, work in works.items():
-            least[name] = min(least[name], host.microseconds_of(work, REPEATS))
+            least[name] = min(least[name], host_calls.microseconds_of(work, REPEATS))
     return {
         name: Cost(least[name], count_calls(work), count_operators(work) if operators else None)
         for name, work in works.items()
@@ -206,7 +206,7 @@ def rewind(cache: Any, static: bool) -> None:
 
 
 def main() -> None:
-    with host.nothing_launched():
+    with host_calls.nothing_launched():
         report("BERT, training step", training())
     report("GPT-2, one token, dynamic cache", decoding(static=False))
     report("GPT-2, one token, static cache", decoding(static=True))

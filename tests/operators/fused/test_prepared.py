@@ -16,7 +16,7 @@ from gfsa.operators.fused import coefficients, launcher
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options, Saved
 from gfsa.operators.fused.short.prepared import Prepared, prepared_for
-from gfsa_benchmarks.host import nothing_launched
+from gfsa_benchmarks.host_calls import nothing_launched
 
 BF16 = torch.bfloat16
 

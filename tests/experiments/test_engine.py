@@ -171,6 +171,11 @@ carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", out=Pat
 """
 
 
+def python_path() -> str:
+    """Where a subprocess finds the tests' modules, and the same sources as this process."""
+    return os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+
+
 def _newest(out: Path) -> int:
     """Steps of the newest checkpoint."""
     (folder,) = [*out.glob("toy/toy/*/seed-0/checkpoints")] or [out]
@@ -179,11 +184,10 @@ def _newest(out: Path) -> int:
 
 
 def test_killed_without_warning_it_goes_on(tmp_path: Path) -> None:
-    tests = Path(__file__).parents[1]
     command = [sys.executable, "-c", _WORKER, str(tmp_path / "killed")]
     # sums are split among threads: to the bit means on as many
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    environ = {**os.environ, **threads, "PYTHONPATH": str(tests)}
+    environ = {**os.environ, **threads, "PYTHONPATH": python_path()}
     killed = 0
     # a checkpoint after every step: most kills fall into the writing of one
     for after in (3, 8):
@@ -588,7 +592,7 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launch, str(script), str(tmp_path / "two")],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -168,7 +168,7 @@ def test_what_one_combination_has_no_use_for_may_be_meant_for_another() -> None:
         (("wK",), 4),
     ]
     for each in (("attention", "softmax,efficient"), ("depth", "1,2")):
-        with pytest.raises(ValueError, match=r"projected \(attention=linformer alone"):
+        with pytest.raises(ValueError, match=r"projected \(only attention=linformer"):
             Request("lra", settings=(("projected", "64"),), each=(each,)).runs()
 
 
@@ -222,10 +222,10 @@ def test_a_map_that_is_not_square_takes_no_filter(method: str) -> None:
         ("model=resnet18", "cannot be applied to folder resnet18: found no self-attention"),
         ("model=convit_tiny", "cannot be applied to folder convit_tiny: .*no adapter knows MHSA"),
         ("model=deit_huge", "timm has no model 'deit_huge'; short names here: deit_tiny"),
-        ("model=resnet18 dataset=cifar10", "timm cannot make resnet18 with .*image_size=32"),
-        ("model=swinv2_tiny_window8_256 image_size=224", "timm cannot make .* image_size=224"),
+        ("model=resnet18 dataset=cifar10", "timm cannot build resnet18 with .*image_size=32"),
+        ("model=swinv2_tiny_window8_256 image_size=224", "timm cannot build .* image_size=224"),
         ("model=levit_128s image_size=250", "cannot take images of image_size=250 .* own is 224"),
-        ("model=efficientvit_b0", "timm cannot make efficientvit_b0 with drop_path=0.1"),
+        ("model=efficientvit_b0", "timm cannot build efficientvit_b0 with drop_path=0.1"),
     ],
 )
 def test_models_that_cannot_be_are_found_before_the_first_run(settings: str, told: str) -> None:

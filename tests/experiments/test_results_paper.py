@@ -24,7 +24,9 @@ def figures_by(*names):
 
 def test_every_table_with_results_is_there():
     assert {figure.table for figure in FIGURES} == TABLES
-    assert {figure.recipe for figure in FIGURES} == set(RECIPES) == set(PROTOCOLS)
+    # the paper has neither of these two experiments
+    recipes = set(RECIPES) - {"digits", "pretrain"}
+    assert {figure.recipe for figure in FIGURES} == recipes == set(PROTOCOLS)
 
 
 @pytest.mark.parametrize("table", [1, 9, 35])

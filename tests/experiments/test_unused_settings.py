@@ -37,6 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "code": {"max_length": 24, "pad_to_multiple": 8},
     "glue": {"task": "rte"},
     "digits": {"depth": 1, "width": 16, "heads": 2},
+    "pretrain": {"vocab_size": 300, "block": 16, "head_dim": 8, "precision": "fp32"},
 }
 SCRATCH: dict[str, Any] = {
     "model": "scratch", "depth": 1, "width": 16, "heads": 2, "vocab_size": 300
@@ -74,10 +75,12 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("code", {"model": "tiny-roberta"}),
     ("glue", {"model": "tiny-bert"}),
     ("digits", {}),
+    ("pretrain", {"depth": 1, "width": 16, "heads": 2, "mlp": 16}),
+    ("pretrain", {"depth": 1, "width": 16, "heads": 2}),
 ]
 NAMES = [f"{recipe} {' '.join(map(str, choice.values()))}" for recipe, choice in CHOICES]
-# read while training, or while a plan is made, and not by what is built
-ELSEWHERE = set(field_names(TrainConfig))
+# the trainer or the sweep reads these, not the task that is built
+ELSEWHERE = set(field_names(TrainConfig)) | {"evaluations"}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_librispeech(root, name)
     for part in ("train", "valid", "test"):
         write(root / f"wikitext-2/wiki.{part}.tokens", corpus(20))
+        write(root / f"techdocs/techdocs.{part}.txt", corpus(20))
     write_devign(root / "devign")
     write_glue(root / "glue", "RTE")
     for kind in ("gpt2", "roberta", "bert"):
@@ -251,16 +255,16 @@ def test_examples_of_one_length_are_not_grouped(
 @pytest.mark.parametrize(
     ("recipe", "settings", "told"),
     [
-        ("lra", "projected=64", "projected (attention=linformer alone"),
+        ("lra", "projected=64", "projected (only attention=linformer"),
         ("lra", "task=image length=3000 pad_to_multiple=64", "length (every image is 1024 tokens"),
-        ("lra", "holdout=0.2", "holdout (ListOps has its own validation part"),
-        ("graph", "pooling=sum", "pooling (model=graphormer-slim has no use for it; gps would"),
-        ("graph", "model=gps patches=8", "patches (model=gps has no use for it; graph-vit would"),
+        ("lra", "holdout=0.2", "holdout (ListOps has a validation part"),
+        ("graph", "pooling=sum", "pooling (model=graphormer-slim does not use it; gps would"),
+        ("graph", "model=gps patches=8", "patches (model=gps does not use it; graph-vit would"),
         ("graph", "model=graph-vit mlp_dropout=0.2", "graphormer-slim or graphormer would"),
         ("graph", "model=gps encoding=none encoding_size=8", "encoding=none has no size"),
-        ("image", "dataset=cifar10 auto_augment=", "auto_augment (augment=workers alone"),
+        ("image", "dataset=cifar10 auto_augment=", "auto_augment (only augment=workers"),
         ("image", "augment=workers", "augment (images in folders are always"),
-        ("image", "switch=0.2 mixup=0", "switch (it is between mixup and cutmix"),
+        ("image", "switch=0.2 mixup=0", "switch (it chooses between mixup and cutmix"),
         ("image", "group_by_length=true", "group_by_length (every image has the same size"),
         ("speech", "dataset=an4 train_sets=dev-clean", "train_sets (AN4 has sets of its own"),
         ("speech", "holdout=0.2", "holdout (LibriSpeech has valid_sets"),

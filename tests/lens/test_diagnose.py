@@ -226,7 +226,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         diagnose({"a": "bert"}, torch.randn(1, 8, 16))
     with pytest.raises(ValueError, match="got an empty mapping"):
         diagnose({}, torch.randn(1, 8, 16))
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="expected at least one batch"):
         diagnose(model, [])
     with pytest.raises(ValueError, match="no self-attention"):
         diagnose(nn.Linear(2, 2), torch.randn(1, 2))

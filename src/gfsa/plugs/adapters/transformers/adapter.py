@@ -220,8 +220,8 @@ def _with_past(
     if dropout:
         raise ValueError(
             "attention dropout cannot be combined with a cache: the past was computed under "
-            "another dropout mask (or is the prefix of prefix tuning, which cannot be combined with "
-            "a filter: it has keys but no queries). Call model.eval(), or pass use_cache=False"
+            "another dropout mask (or is the prefix of prefix tuning, which cannot be combined "
+            "with a filter: it has keys but no queries). Call model.eval(), or pass use_cache=False"
         )
     place = place_in(cache, module)
     return CachedOperator(operator, place, new, query.shape[1], keys)

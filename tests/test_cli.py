@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -58,3 +59,18 @@ def test_help_loads_nothing_heavy():
         check=True,
     )
     assert loaded.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("name", "distribution"), sorted(cli.ELSEWHERE.items()))
+def test_a_command_of_a_missing_distribution_says_which(monkeypatch, name, distribution):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    shown = runner.invoke(cli.build(), [name, "anything", "--set", "a=1", "--help"])
+    assert shown.exit_code == 2
+    assert f"gfsa {name} is a command of {distribution}, which is not installed" in shown.output
+    assert distribution in runner.invoke(cli.build(), ["--help"]).output
+
+
+def test_another_distribution_adds_a_command(monkeypatch):
+    entry = importlib.metadata.EntryPoint("extra", "gfsa.info:info", cli.GROUP)
+    monkeypatch.setattr(cli, "entry_points", lambda group: [entry])
+    assert "extra" in runner.invoke(cli.build(), ["--help"]).output

@@ -41,9 +41,9 @@ class CausalLMConfig(TrainConfig):
     tokens that is learned from the training text."""
     vocab_size: Count = 8192
     block: int = 1024
-    """Tokens that the model sees at once."""
+    """The length of the model's input in tokens."""
     dropout: ShareBelowOne | None = 0.1
-    """Everywhere in the model, attention included; None: as the model has it."""
+    """Everywhere in the model, attention included; None: the model's own."""
     depth: Count = 6
     width: Count = 384
     heads: Count = 6

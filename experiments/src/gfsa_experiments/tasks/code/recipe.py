@@ -28,7 +28,7 @@ _EXAMPLES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CodeConfig(TrainConfig):
-    """Devign as in the paper; for its clone detection set dataset, epochs=1 and lr=5e-5."""
+    """Devign as in the paper; for clone detection set dataset, epochs=1 and lr=5e-5."""
 
     in_label = ("dataset", "model", "depth", "width")
 
@@ -45,7 +45,7 @@ class CodeConfig(TrainConfig):
     pad_to_multiple: Count = 64
     """Batches are padded to a multiple of this."""
     fraction: Fraction = 1.0
-    """Share of the training examples to train on, the same in every run."""
+    """Share of the training examples that is used, the same in every run."""
     depth: Count = 4
     width: Count = 256
     heads: Count = 4

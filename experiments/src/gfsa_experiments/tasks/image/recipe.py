@@ -46,33 +46,32 @@ _CROP = 224 / 256
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(TrainConfig):
-    """DeiT's settings on ImageNet; for CIFAR, sizes left at 0 fit themselves to its images."""
+    """DeiT's settings on ImageNet; sizes of 0 follow the data set, CIFAR's images included."""
 
     in_label = ("dataset", "model", "depth")
 
     dataset: Literal["folder", "cifar10", "cifar100"] = "folder"
     """``folder``: train/, val/ and perhaps test/, with one folder per class."""
     model: str = "deit_small"
-    """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer of timm's."""
+    """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer in timm."""
     depth: CountOrZero = 0
     """Layers; 0: the model's own."""
     image_size: CountOrZero = 0
-    """Side of the model's input; 0: 32 for CIFAR; for folders 224, or what timm has for another
-    model than those four."""
+    """Side of the model's input; 0: 32 for CIFAR, and timm's default for the model on folders."""
     patch_size: CountOrZero = 0
     """0: the model's own; for CIFAR 4 (2 for Swin, whose windows then have 4×4 tokens)."""
     holdout: Share = 0.1
-    """Share of the training images that validates; unused if there are val/ and test/."""
+    """Share of the training images held out for validation; unused with both val/ and test/."""
     augment: Literal["auto", "device", "workers"] = "auto"
-    """CIFAR: crop, flip, erase and mix on the ``device``, or all by timm in the ``workers``."""
+    """CIFAR: crop, flip, erase and mix on the ``device``, or with timm in the ``workers``."""
     auto_augment: str = "rand-m9-mstd0.5-inc1"
-    """timm's RandAugment policy, in the workers; empty for none."""
+    """timm's RandAugment policy, applied in the workers; empty for none."""
     erase: Share = 0.25
-    """Chance of Random Erasing."""
+    """Probability of Random Erasing."""
     mixup: NotNegative = 0.8
     cutmix: NotNegative = 1.0
     switch: Share = 0.5
-    """Chance of CutMix rather than Mixup."""
+    """Probability of CutMix rather than Mixup."""
     smoothing: Share = 0.1
     drop_path: Share = 0.1
     dropout: Share = 0.0

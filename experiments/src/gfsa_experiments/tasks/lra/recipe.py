@@ -31,27 +31,27 @@ _PIXELS = cifar.SIDE**2
 
 @dataclass(frozen=True, kw_only=True)
 class LraConfig(TrainConfig):
-    """The benchmark's set-up for ListOps."""
+    """The benchmark's settings for ListOps."""
 
     in_label = ("task", "attention")
 
     task: Literal["listops", "image"] = "listops"
     attention: Attention = "softmax"
-    """``linformer`` is a reference and takes no filter."""
+    """``linformer`` is a reference model that takes no filter."""
     dim: Count = 512
     depth: Count = 4
     num_heads: Count = 8
     ffn_dim: Count = 1024
     projected: Count = 256
-    """Rows that Linformer squeezes a sequence to."""
+    """Rows that Linformer projects a sequence to."""
     dropout: ShareBelowOne = 0.1
     attention_dropout: ShareBelowOne = 0.0
     length: int = 2000
     """ListOps: tokens of a sequence with CLS; its lists have at most 1,999."""
     pad_to_multiple: CountOrZero = 0
-    """ListOps: pad a batch, CLS counted, to a multiple of this; 0: always to ``length``."""
+    """ListOps: batches are padded, CLS included, to a multiple of this; 0: to ``length``."""
     holdout: InnerShare = 0.1
-    """Image: share of the training images that validates."""
+    """Image: share of the training images held out for validation."""
 
     max_steps: int = 5000
     batch_size: int = 32

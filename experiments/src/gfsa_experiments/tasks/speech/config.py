@@ -37,15 +37,15 @@ class SpeechConfig(TrainConfig):
     """Of LibriSpeech, as the next two; AN4 has sets of its own."""
     valid_sets: tuple[str, ...] = ("dev-clean",)
     test_sets: tuple[str, ...] = ("test-clean", "test-other")
-    """The first is the one in the table, the others are reported beside it."""
+    """Tables show the first; the others are reported in addition."""
     holdout: ShareBelowOne = 0.1
-    """Share of AN4's training utterances that is held out for validation, by speaker."""
+    """Share of AN4's training utterances held out for validation, by speaker."""
     tokens: Tokens = "unigram"
     vocabulary: Count = 5000
-    """How many pieces of words to learn, unless tokens=char."""
+    """The number of word pieces to learn, unless tokens=char."""
 
     library: Literal["speechbrain", "torch"] = "speechbrain"
-    """Whose model: SpeechBrain's with a decoder, or parts of torch.nn with CTC alone."""
+    """SpeechBrain's model with a decoder, or one built from torch.nn with CTC alone."""
     encoder: Encoder = "transformer"
     depth: CountOrZero = 0
     """0: the paper's, 12 for the Transformer and 18 for the Branchformer."""
@@ -53,29 +53,29 @@ class SpeechConfig(TrainConfig):
     heads: CountOrZero = 0
     """0: the paper's, 4 and 8."""
     hidden: CountOrZero = 0
-    """Of the encoder's MLPs, the gated ones of the Branchformer; 0: the paper's, 2048 and 3072."""
+    """Width of the encoder's MLPs (gated in the Branchformer); 0: the paper's, 2048 and 3072."""
     kernel: Count = 31
-    """Frames that the Branchformer's convolutions see."""
+    """Kernel size of the Branchformer's convolutions, in frames."""
     norm_first: bool = False
     """LayerNorm before the Transformer's attention and MLPs instead of after them."""
     decoder_layers: CountOrZero = 6
     """0: CTC alone."""
     decoder_hidden: Count = 2048
-    """Of the decoder's MLPs beside a Branchformer; a Transformer's are as its encoder's."""
+    """Width of the decoder's MLPs with a Branchformer; a Transformer has ``hidden`` for both."""
     dropout: ShareBelowOne = 0.1
 
     ctc_weight: Share = 0.3
     label_smoothing: ShareBelowOne = 0.1
     """Of the decoder's loss."""
     warp: CountOrZero = 5
-    """SpecAugment: frames by which a moment may move; 0 for none."""
+    """SpecAugment: the largest time shift in frames; 0 for none."""
     time_masks: CountOrZero = 5
     time_width: CountOrZero = 25
     feature_masks: CountOrZero = 2
     feature_width: CountOrZero = 35
 
     decode: Literal["greedy", "beam"] = "beam"
-    """Of the test split; validation is always greedy by CTC."""
+    """How the test split is decoded; validation is always greedy, by CTC."""
     beam: Count = 66
     search_ctc_weight: Share = 0.4
     """CTC's share in the joint beam search."""
@@ -110,7 +110,7 @@ class SpeechConfig(TrainConfig):
             )
 
     def _check_sets(self) -> None:
-        """No utterance may be reported on that was trained or chosen on, and none twice."""
+        """Raise ValueError if a set is unknown or serves two purposes."""
         uses: dict[str, list[str]] = {}
         for role in ("train_sets", "valid_sets", "test_sets"):
             for name in getattr(self, role):

@@ -159,7 +159,7 @@ def test_where_rows_cannot_go_is_told_before_anything_is_measured(tmp_path, monk
             run_suite("ops", "cpu", "float32", [], 1, False, False, [], tmp_path / name, Console())
     # root may write everywhere
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(ValueError, match="cannot be written to"):
+    with pytest.raises(ValueError, match="is not writable"):
         check_table(tmp_path / "new.csv", COLUMNS)
 
 

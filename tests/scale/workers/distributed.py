@@ -272,7 +272,7 @@ def tensor_parallel_refusals(mesh: DeviceMesh) -> None:
     for module, message in (
         (nn.Linear(4, 4), "ShardHeads is for a gfsa.GraphFilter"),
         (gfsa.Twicing(mesh.size() + 1), "cannot be sharded evenly"),
-        (PartialPolynomial(HEADS, degree=2, high=[0]), "shard the model unpruned"),
+        (PartialPolynomial(HEADS, degree=2, high=[0]), "shard the unpruned model"),
     ):
         try:
             parallelize_module(module, mesh, ShardHeads())

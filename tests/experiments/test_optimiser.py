@@ -37,6 +37,15 @@ def test_every_parameter_is_in_one_group_and_only_weights_are_decayed() -> None:
     assert found[id(model.filter)]["lr"] == pytest.approx(5e-3)
 
 
+def test_gains_may_have_a_rate_of_their_own() -> None:
+    model = _Model()
+    config = TrainConfig(lr=1e-3, gain_lr=0.1)
+    optimiser = build_optimiser(model, [model.filter], config, filter_lr=None)
+    found = {id(p): group["lr"] for group in optimiser.param_groups for p in group["params"]}
+    assert found[id(model.linear.bias)] == 0.1
+    assert found[id(model.linear.weight)] == found[id(model.filter)] == 1e-3
+
+
 def test_schedules_rise_fall_and_end_where_told() -> None:
     linear = TrainConfig(warmup=0.1, schedule="linear")
     assert [share_of_peak(linear, s, 100) for s in (0, 9, 10, 55)] == [0.1, 1.0, 1.0, 0.5]

@@ -121,6 +121,73 @@ class TestModel:
             task.loss(task.model, a_batch(task)).backward()
             assert attention.q_norm.temperature.grad.abs().min() > 0
 
+    @pytest.mark.parametrize("filtered", [False, True])
+    def test_gates_multiply_the_heads_of_each_token(self, filtered: bool, data: Path) -> None:
+        plain, gated = built(data), built(data, gate=True)
+        weights = {
+            name.replace("attention.", ""): w for name, w in gated.model.state_dict().items()
+        }
+        assert set(weights) - set(plain.model.state_dict()) == {
+            f"model.layers.{i}.self_attn.gate.weight" for i in range(2)
+        }
+        plain.model.load_state_dict(
+            {name: weights[name] for name in plain.model.state_dict()}, strict=True
+        )
+        if filtered:
+            for task in (plain, gated):
+                gfsa.plug(task.model)
+                with torch.no_grad():
+                    for filter in gfsa.filters_of(task.model).values():
+                        filter.theta.copy_(
+                            torch.linspace(-0.5, 0.5, filter.theta.numel()).view_as(filter.theta)
+                        )
+        gates = [layer.self_attn.gate.weight for layer in gated.model.model.layers]
+        batch = a_batch(plain)
+        with torch.no_grad():
+            for gate in gates:
+                gate.zero_()
+        torch.testing.assert_close(
+            gated.loss(gated.model, batch), plain.loss(plain.model, batch), rtol=1e-6, atol=1e-6
+        )
+        # a gate that is the same for every token is a factor on that head's columns of W_O
+        layer = gated.model.model.layers[0].self_attn
+        x = torch.ones(1, 5, 32)
+        with torch.no_grad():
+            layer.gate.weight[1] = 0.25 / 32
+            rotation = gated.model.model.rotary_emb(x, torch.arange(5)[None])
+            y, _ = layer(x, position_embeddings=rotation, attention_mask=None)
+            factor = 2 * torch.sigmoid(torch.tensor(0.25))
+            other = plain.model.model.layers[0].self_attn
+            other.o_proj.weight[:, 16:] *= factor
+            expected, _ = other(x, position_embeddings=rotation, attention_mask=None)
+        torch.testing.assert_close(y, expected)
+        gated.loss(gated.model, batch).backward()
+        assert all(gate.grad.abs().min() > 0 for gate in gates)
+
+    def test_outputs_are_normalised_as_asked(self, data: Path) -> None:
+        # wide weights: the outputs are far above the ε of the norm
+        task = built(data, output_norm=True, init_std=0.2)
+        added: list[torch.Tensor] = []
+        layer = task.model.model.layers[1]
+        for module in (layer.self_attn, layer.mlp):
+            module.register_forward_hook(
+                lambda module, args, output: added.append(
+                    output[0] if isinstance(output, tuple) else output
+                )
+            )
+        task.loss(task.model, a_batch(task)).backward()
+        assert len(added) == 2
+        for output in added:
+            lengths = output.square().mean(-1)
+            torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=1e-3, atol=0)
+        assert all(p.grad is not None for p in task.model.parameters())
+
+    def test_random_weights_are_as_wide_as_asked(self, data: Path) -> None:
+        wide = built(data, init_std=0.08, gate=True)
+        for name, weight in wide.model.named_parameters():
+            if weight.dim() > 1:
+                assert float(weight.detach().std()) == pytest.approx(0.08, rel=0.3), name
+
     def test_a_filter_changes_nothing_to_begin_with(self, data: Path) -> None:
         plain, filtered = built(data), built(data)
         assert gfsa.plug(filtered.model).parameters == 12

@@ -117,7 +117,7 @@ def _diagnose(
 
 
 def _layers(text: str) -> str | list[int]:
-    if text in ("all", "even", "odd"):
+    if text in ("all", "even", "odd", "upper"):
         return text
     chosen: list[int] = []
     try:

@@ -1,4 +1,4 @@
-"""Select layers of a model: all, even, odd, by number or by predicate."""
+"""Select layers of a model: all, even, odd, the upper half, by number or by predicate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ NOT_SELECTED = "not among the selected layers"
 """The reason in reports for a layer that ``layers`` leaves out."""
 
 _EXPECTED = (
-    "layers must be 'all', 'even', 'odd', 1-based layer numbers, or a predicate (name, module)"
+    "layers must be 'all', 'even', 'odd', 'upper', 1-based layer numbers, or a predicate "
+    "(name, module)"
 )
 
 
@@ -23,8 +24,9 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
     Args:
         candidates: the model's self-attention modules by name, in the model's order. They are
             counted from 1, over the whole model, as the paper counts.
-        layers: ``"all"``, ``"even"``, ``"odd"``, an iterable of layer numbers, or a predicate
-            ``(name, module) -> bool``.
+        layers: ``"all"``, ``"even"``, ``"odd"``, ``"upper"`` (the half next to the output; the
+            middle layer of an odd number belongs to it), an iterable of layer numbers, or a
+            predicate ``(name, module) -> bool``.
 
     Raises:
         ValueError: if there are candidates and none is selected, or ``layers`` is none of these.
@@ -33,10 +35,15 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
     if callable(layers):
         selected = {name for name, module in candidates.items() if layers(name, module)}
     elif isinstance(layers, str):
-        if layers not in ("all", "even", "odd"):
+        halves = {
+            "all": names,
+            "odd": names[::2],
+            "even": names[1::2],
+            "upper": names[len(names) // 2 :],
+        }
+        if layers not in halves:
             raise ValueError(f"{_EXPECTED}; got {layers!r}")
-        start, step = {"all": (0, 1), "odd": (0, 2), "even": (1, 2)}[layers]
-        selected = set(names[start::step])
+        selected = set(halves[layers])
     else:
         try:
             numbers = list(layers)

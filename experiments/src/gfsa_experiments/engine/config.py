@@ -112,6 +112,8 @@ class TrainConfig:
     accumulate: Count = 1
     """Batches per optimiser step, to save memory."""
     lr: Positive = 5e-5
+    gain_lr: NotNegative | None = None
+    """The learning rate of what is not decayed (gains, biases); None: ``lr``."""
     weight_decay: NotNegative = 0.0
     beta2: ShareBelowOne = 0.999
     schedule: Schedule = "linear"

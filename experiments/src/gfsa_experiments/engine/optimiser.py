@@ -36,7 +36,7 @@ def build_optimiser(
     learned = [p for p in added if p.requires_grad]
     choices = [
         (decayed, config.weight_decay, config.lr),
-        (others, 0.0, config.lr),
+        (others, 0.0, config.lr if config.gain_lr is None else config.gain_lr),
         (learned, 0.0, config.lr if filter_lr is None else filter_lr),
     ]
     groups = [

@@ -1,4 +1,4 @@
-"""The decoder: Qwen3 of transformers in any size, and the ways to normalise queries and keys."""
+"""The decoder: Qwen3 of transformers in any size, and the variants of it that are compared."""
 
 from __future__ import annotations
 
@@ -42,13 +42,25 @@ class Sizes:
         return self.block * (6.0 * weights + 6.0 * self.depth * inner * self.block)
 
 
-def build_decoder(sizes: Sizes, qk_norm: QKNorm, end: int | None = None) -> Any:
+@dataclass(frozen=True)
+class Variant:
+    """How a plain decoder may differ from Qwen3: what filters are compared with."""
+
+    qk_norm: QKNorm = "learned"
+    """``learned``: normalised heads with a learned gain per channel, as Qwen3 has them; ``none``:
+    as Llama; ``fixed``: normalised, no gains; ``temperature``: normalised, and one learned factor
+    per head."""
+    gate: bool = False
+    """See :class:`GatedAttention`."""
+    output_norm: bool = False
+    """RMSNorm on the outputs of attention and MLP."""
+    init_std: float = 0.02
+
+
+def build_decoder(sizes: Sizes, variant: Variant, end: int | None = None) -> Any:
     """A new Qwen3: RMSNorm, RoPE, SwiGLU, no biases, no dropout.
 
     Args:
-        qk_norm: ``learned``: normalised heads with a learned gain per channel, as Qwen3 has them;
-            ``none``: as Llama; ``fixed``: normalised, no gains; ``temperature``: normalised, and
-            one learned factor per head.
         end: the token that begins a document.
     """
     from transformers import AutoModelForCausalLM, Qwen3Config
@@ -64,20 +76,56 @@ def build_decoder(sizes: Sizes, qk_norm: QKNorm, end: int | None = None) -> Any:
         max_position_embeddings=sizes.block,
         tie_word_embeddings=sizes.tied,
         use_cache=False,
+        initializer_range=variant.init_std,
         bos_token_id=end,
         eos_token_id=end,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    if qk_norm == "learned":
-        return model
     for layer in model.model.layers:
-        attention = layer.self_attn
-        attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
-        if qk_norm != "none":
-            attention.k_norm = HeadNorm(config.rms_norm_eps)
-            heads = sizes.heads if qk_norm == "temperature" else 0
-            attention.q_norm = HeadNorm(config.rms_norm_eps, heads)
+        _change_norms(layer.self_attn, sizes, variant.qk_norm, config.rms_norm_eps)
+        if variant.output_norm:
+            for module, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+                norm = type(layer.input_layernorm)(sizes.width, config.rms_norm_eps)
+                setattr(module, name, nn.Sequential(getattr(module, name), norm))
+        if variant.gate:
+            layer.self_attn = GatedAttention(layer.self_attn, sizes, variant.init_std)
     return model
+
+
+def _change_norms(attention: nn.Module, sizes: Sizes, qk_norm: QKNorm, eps: float) -> None:
+    if qk_norm == "learned":
+        return
+    attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
+    if qk_norm != "none":
+        attention.k_norm = HeadNorm(eps)
+        attention.q_norm = HeadNorm(eps, sizes.heads if qk_norm == "temperature" else 0)
+
+
+class GatedAttention(nn.Module):
+    r"""Attention whose heads are gated by the layer's input, token by token.
+
+    .. math:: y = \operatorname{concat}_h\big(2\,σ(x\,w_h)\;(A_h V_h)\big)\, W_O
+
+    Gated attention has no factor 2; with it, the gates of small random :math:`w_h` begin at one.
+
+    Args:
+        attention: a decoder's attention; its output projection moves into this module.
+    """
+
+    def __init__(self, attention: nn.Module, sizes: Sizes, init_std: float) -> None:
+        super().__init__()
+        self.o_proj = attention.o_proj
+        attention.o_proj = nn.Identity()
+        self.attention = attention
+        self.gate = nn.Linear(sizes.width, sizes.heads, bias=False)
+        nn.init.normal_(self.gate.weight, std=init_std)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, Any]:
+        """As the attention that it wraps."""
+        heads, weights = self.attention(hidden_states=hidden_states, **others)
+        factors = 2 * torch.sigmoid(self.gate(hidden_states).float())
+        gated = heads.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None].to(heads.dtype)
+        return self.o_proj(gated.flatten(-2)), weights
 
 
 class HeadNorm(nn.Module):

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gfsa_experiments.engine.config import Compile, Precision, Schedule, TrainConfig
+from gfsa_experiments.engine.config import Compile, Positive, Precision, Schedule, TrainConfig
 from gfsa_experiments.engine.speed import Work
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.corpus import SOURCE
 from gfsa_experiments.tasks.pretrain.loss import IGNORED, NextTokenLoss
-from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, build_decoder
+from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_decoder
 from gfsa_experiments.tasks.pretrain.packing import positions_in_documents, within_documents
 from gfsa_experiments.tasks.pretrain.rows import TokenRows
 from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, cache_folder, token_files
@@ -60,6 +60,12 @@ class PretrainConfig(TrainConfig):
     qk_norm: QKNorm = "learned"
     """Queries and keys: normalised with ``learned`` gains (Qwen3), ``none`` (Llama), ``fixed``:
     normalised without gains, ``temperature``: that and one learned factor per head."""
+    gate: bool = False
+    """A factor for each head's output, computed from the layer's input (gated attention)."""
+    output_norm: bool = False
+    """RMSNorm on what attention and MLP add to the tokens, as in Gemma 2."""
+    init_std: Positive = 0.02
+    """Standard deviation of the random weights."""
     residual: Literal["fp32", "bf16"] = "fp32"
     """What tokens are kept in from layer to layer; ``bf16`` moves half the bytes."""
     evaluations: int = 10
@@ -134,6 +140,10 @@ class PretrainConfig(TrainConfig):
             tied=self.tied,
         )
 
+    def variant(self) -> Variant:
+        """What is asked of the decoder beside its size."""
+        return Variant(self.qk_norm, self.gate, self.output_norm, self.init_std)
+
     def choice(self) -> TokenizerChoice:
         return TokenizerChoice("" if self.tokenizer == "bpe" else self.tokenizer, self.vocab_size)
 
@@ -143,7 +153,7 @@ class PretrainConfig(TrainConfig):
         except ModuleNotFoundError:
             return None
         with torch.device("meta"):
-            model: nn.Module = build_decoder(self.sizes(self.vocab_size), self.qk_norm)
+            model: nn.Module = build_decoder(self.sizes(self.vocab_size), self.variant())
             return model
 
     def label(self) -> str:
@@ -177,7 +187,7 @@ class PretrainTask(Task):
         self._bytes_per_token = test.bytes / test.tokens
         sizes = config.sizes(found.meta.vocabulary)
         self.work = Work(sizes.block, sizes.flops())
-        model = build_decoder(sizes, config.qk_norm, self._end)
+        model = build_decoder(sizes, config.variant(), self._end)
         model.loss_function = NextTokenLoss(config.compile != "no")
         if config.residual == "bf16":
             model.get_input_embeddings().register_forward_hook(_in_bf16)

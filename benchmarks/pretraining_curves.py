@@ -1,4 +1,4 @@
-"""Curves of pretraining runs: collect them from run folders, and draw validation loss by tokens.
+"""Curves of pretraining runs: collect them from run folders, draw the gap as plain is tuned.
 
 python benchmarks/pretraining_curves.py collect RUNS results/tuning/pretrain-curves.csv
 python benchmarks/pretraining_curves.py draw results/tuning/pretrain-curves.csv FIGURE.svg
@@ -13,13 +13,25 @@ from pathlib import Path
 import pandas as pd
 
 LABELS = ["method", "options", "settings", "seed"]
-# the best line of each arm by validation loss is drawn; controls that act on q and k are plain too
 ARMS = {
-    "plain": "method == 'plain' and not settings.str.contains('qk_norm')",
-    "plain, learned temperature": "settings.str.contains('qk_norm=temperature')",
-    "gain only (w1)": "method == 'gfsa' and options.str.contains('learn=w1 ')",
+    "plain": "method == 'plain'",
+    "gain only (w1)": "method == 'gfsa' and options.str.contains('learn=w1')",
     "degree 1": "method == 'degree1'",
     "GFSA": "method == 'gfsa' and not options.str.contains('learn=')",
+}
+# The plain model is tuned further from rung to rung. Each rung has a condition for plain runs and
+# one for filtered runs; the best run of either by validation loss are compared.
+_FIRST = "not settings.str.contains('batch_size|epochs')"
+_SMALL_BATCH = "settings.str.contains('batch_size=16')"
+LADDER = {
+    "lr tuned,\nbatch 64": (f"{_FIRST} and not settings.str.contains('temp|gain')", _FIRST),
+    "+ temperature\nper head": (
+        f"{_FIRST} and not settings.str.contains('gain|init|output_norm|gate|depth')",
+        _FIRST,
+    ),
+    "+ fast rate\nfor gains": (_FIRST, _FIRST),
+    "batch 16": (_SMALL_BATCH, _SMALL_BATCH),
+    "3 epochs": ("settings.str.contains('epochs=3')", "settings.str.contains('epochs=3')"),
 }
 
 
@@ -35,7 +47,7 @@ def collect(runs: Path) -> pd.DataFrame:
 
 
 def draw(curves: pd.DataFrame, figure: Path) -> None:
-    """Validation loss by tokens, the best learning rates of each arm."""
+    """Left: validation loss by tokens, every arm tuned. Right: the gap to plain as it was tuned."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -43,16 +55,43 @@ def draw(curves: pd.DataFrame, figure: Path) -> None:
     from matplotlib import pyplot as plt
 
     curves = curves.fillna({"options": "", "settings": ""})
-    _, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for name, condition in ARMS.items():
-        arm = curves.query(condition, engine="python")
-        best = arm[arm["step"] == arm["step"].max()].nsmallest(1, "valid loss").iloc[0]
-        line = arm[(arm[LABELS] == best[LABELS]).all(axis=1)]
-        label = f"{name}: {best['valid loss']:.3f}"
-        axes.plot(line["tokens"] / 1e6, line["valid loss"], label=label)
-    axes.set(xlabel="tokens (millions)", ylabel="validation loss (nats)", ylim=(2.1, 4.5))
-    axes.legend(frameon=False)
+    curves = curves[curves["seed"] == 0]
+    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for rung, style in (("batch 16", "--"), ("3 epochs", "-")):
+        for number, (name, condition) in enumerate(ARMS.items()):
+            line = _best(curves, condition, LADDER[rung][1])
+            if line is not None:
+                epochs = "1 epoch" if rung == "batch 16" else rung
+                label = f"{name}, {epochs}: {line['valid loss'].iloc[-1]:.3f}"
+                left.plot(
+                    line["tokens"] / 1e6, line["valid loss"], style, color=f"C{number}", label=label
+                )
+    left.set(xlabel="tokens (millions)", ylabel="validation loss (nats)", ylim=(1.6, 3.2))
+    left.legend(frameon=False, fontsize="small")
+    for number, (name, condition) in enumerate(ARMS.items()):
+        gaps = {}
+        for rung, (plain, filtered) in LADDER.items():
+            least = _best(curves, ARMS["plain"], plain)
+            line = _best(curves, condition, filtered)
+            if least is not None and line is not None and name != "plain":
+                gaps[rung] = line["valid loss"].iloc[-1] - least["valid loss"].iloc[-1]
+        if gaps:
+            right.plot(list(gaps), list(gaps.values()), "o-", color=f"C{number}", label=name)
+    right.axhline(0, color="C0", label="plain")
+    right.set(ylabel="validation loss − plain (nats)", title="plain tuned further to the right →")
+    right.tick_params(axis="x", labelsize="small")
+    right.legend(frameon=False)
     plt.savefig(figure, metadata={"Date": None})
+
+
+def _best(curves: pd.DataFrame, arm: str, setting: str) -> pd.DataFrame | None:
+    """The curve that ends lowest among the runs of an arm in a setting; None if there is none."""
+    found = curves.query(f"({arm}) and ({setting})", engine="python")
+    ends = found.loc[found.groupby(LABELS)["step"].idxmax()] if len(found) else found
+    if ends.empty:
+        return None
+    best = ends.nsmallest(1, "valid loss").iloc[0]
+    return found[(found[LABELS] == best[LABELS]).all(axis=1)]
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The command line as a user meets it."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -45,20 +46,43 @@ def test_another_missing_module_is_not_hidden(monkeypatch):
         cli.main()
 
 
-def test_help_loads_nothing_heavy():
-    loaded = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from gfsa.cli import build; build();"
-            "print([m for m in ('matplotlib', 'sklearn', 'transformers', 'timm')"
-            " if m in sys.modules])",
-        ],
+# runs `gfsa ARGUMENTS` as its script does, then prints what it imported and its processor time
+AS_A_SCRIPT = """
+import atexit, sys, time
+from gfsa.cli import main
+heavy = ("torch", "numpy", "matplotlib", "sklearn", "transformers", "timm")
+atexit.register(lambda: print([m for m in heavy if m in sys.modules], time.process_time()))
+sys.argv = ["gfsa", *sys.argv[1:]]
+main()
+"""
+
+
+def run_script(*arguments: str, **environment: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", AS_A_SCRIPT, *arguments],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert loaded.stdout.strip() == "[]"
+    return ran.stdout
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_import_neither_torch_nor_a_framework(flag):
+    assert run_script(flag).splitlines()[-1].startswith("[] ")
+
+
+def test_help_takes_less_than_half_a_second():
+    # processor time, the least of a few: a busy machine only ever adds
+    assert min(float(run_script("--help").split()[-1]) for _ in range(4)) < 0.5
+
+
+def test_a_shell_completes_commands_and_their_options():
+    asked = {"_GFSA_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    assert run_script(**asked, COMP_WORDS="gfsa inf").split()[0] == "info"
+    asked = {"_GFSA_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
+    assert run_script(**asked, COMP_WORDS="gfsa diagnose --unt").split()[0] == "--untrained"
 
 
 @pytest.mark.parametrize(("name", "distribution"), sorted(cli.ELSEWHERE.items()))

@@ -14,11 +14,21 @@ added = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(" ".join(sorted(added - set(sys.stdlib_module_names))))
 """
 
+ALONE = """
+import sys
+import gfsa
+assert "torch" not in sys.modules
+assert gfsa.functional.which_backend and gfsa.plugs.sites and gfsa.filters and gfsa.operators
+assert gfsa.plug is gfsa.plugs.plug
+assert not hasattr(gfsa, "no_such_name")
+"""
+
 SECONDS = """
 import time
 import torch
 start = time.perf_counter()
 import gfsa
+gfsa.plug
 print(time.perf_counter() - start)
 """
 
@@ -34,6 +44,10 @@ def test_pulls_in_torch_and_the_standard_library_only() -> None:
     assert set(run(LOADED).split()) <= {"gfsa", "torch"}
 
 
+def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
+    run(ALONE)
+
+
 def test_adds_less_than_a_fifth_of_a_second() -> None:
     # the least of a few: a busy machine only ever adds
     assert min(float(run(SECONDS)) for _ in range(4)) < 0.2
@@ -43,4 +57,5 @@ def test_public_names_are_there() -> None:
     import gfsa
 
     assert all(hasattr(gfsa, name) for name in gfsa.__all__)
+    assert set(gfsa.__all__) <= set(dir(gfsa))
     assert gfsa.__version__.count(".") >= 1

@@ -3,15 +3,28 @@
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
-from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-from gfsa.functional import graph_filter_attention, linear_graph_filter_attention
-from gfsa.plugs import filters_of, parameter_groups, plug, register_adapter, unplug
-from gfsa.plugs.adapters.transformers.pretrained import from_pretrained
-from gfsa.plugs.checkpoint import load, save
-from gfsa.plugs.prune import prune
 
 if TYPE_CHECKING:
     from gfsa import baselines
+    from gfsa._public import (
+        GFSA,
+        GraphFilter,
+        Laplacian,
+        PageRank,
+        Polynomial,
+        Twicing,
+        filters_of,
+        from_pretrained,
+        graph_filter_attention,
+        linear_graph_filter_attention,
+        load,
+        parameter_groups,
+        plug,
+        prune,
+        register_adapter,
+        save,
+        unplug,
+    )
     from gfsa.lens import diagnose
 
 __all__ = [
@@ -39,7 +52,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # the lens and the baselines are imported when they are first used
+    # torch takes seconds to import, and `gfsa --help` needs none of it: the names are imported
+    # together when the first is used. The lens and the baselines are imported when they are used.
     if name == "baselines":
         import gfsa.baselines as baselines
 
@@ -48,4 +62,25 @@ def __getattr__(name: str) -> Any:
         from gfsa.lens import diagnose
 
         return diagnose
+    if name in ("filters", "functional", "operators", "plugs"):
+        import gfsa.filters as filters
+        import gfsa.functional as functional
+        import gfsa.operators as operators
+        import gfsa.plugs as plugs
+
+        return {
+            "filters": filters,
+            "functional": functional,
+            "operators": operators,
+            "plugs": plugs,
+        }[name]
+    if name in __all__:
+        import gfsa._public as public
+
+        globals().update({public_name: vars(public)[public_name] for public_name in public.__all__})
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
 """The command line, ``gfsa``.
 
 A command is a function with typer annotations in a module of its own that imports nothing heavy at
-its top. The library's own are in ``COMMANDS``; other distributions add theirs through the
-entry-point group ``gfsa.commands``.
+its top, torch included: ``gfsa --help`` imports every command. The library's own are in
+``COMMANDS``; other distributions add theirs through the entry-point group ``gfsa.commands``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def build() -> typer.Typer:
     app = typer.Typer(
         help="Graph-filter self-attention for any PyTorch Transformer.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
 

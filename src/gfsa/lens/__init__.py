@@ -1,6 +1,22 @@
 """The lens: measure whether a model over-smooths, where, and what its filters change."""
 
-from gfsa.lens.diagnosis import diagnose
-from gfsa.lens.report import LensReport
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gfsa.lens.diagnosis import diagnose
+    from gfsa.lens.report import LensReport
 
 __all__ = ["LensReport", "diagnose"]
+
+
+def __getattr__(name: str) -> Any:
+    # the command `gfsa diagnose` is in this package, and `gfsa --help` imports it without torch
+    if name == "diagnose":
+        from gfsa.lens.diagnosis import diagnose
+
+        return diagnose
+    if name == "LensReport":
+        from gfsa.lens.report import LensReport
+
+        return LensReport
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

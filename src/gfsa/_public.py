@@ -1,0 +1,28 @@
+"""The public names that need torch: ``gfsa`` imports all of them when the first is used."""
+
+from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
+from gfsa.functional import graph_filter_attention, linear_graph_filter_attention
+from gfsa.plugs import filters_of, parameter_groups, plug, register_adapter, unplug
+from gfsa.plugs.adapters.transformers.pretrained import from_pretrained
+from gfsa.plugs.checkpoint import load, save
+from gfsa.plugs.prune import prune
+
+__all__ = [
+    "GFSA",
+    "GraphFilter",
+    "Laplacian",
+    "PageRank",
+    "Polynomial",
+    "Twicing",
+    "filters_of",
+    "from_pretrained",
+    "graph_filter_attention",
+    "linear_graph_filter_attention",
+    "load",
+    "parameter_groups",
+    "plug",
+    "prune",
+    "register_adapter",
+    "save",
+    "unplug",
+]

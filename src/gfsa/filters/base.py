@@ -95,7 +95,8 @@ class GraphFilter(nn.Module):
         self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
         self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
         self.basis_is_diagonal = _is_diagonal(self._exact_basis)
-        device = torch.get_default_device()
+        # torch 2.6's get_default_device does not see `with torch.device(…)`; a new tensor does
+        device = torch.empty(0).device
         self.register_buffer("base", self._exact_base.to(device, torch.float32), persistent=False)
         self.register_buffer("basis", self._exact_basis.to(device, torch.float32), persistent=False)
         start = self._start.to(device, torch.float32)

@@ -14,6 +14,8 @@ from gfsa.operators.call import AttentionCall
 
 _TORCH_ATTENTION = F.scaled_dot_product_attention
 Backend = Literal["auto", "dense", "sdpa", "fused"]
+# torch 2.6's compiler cannot call get_args
+_BACKENDS = get_args(Backend)
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ def choose(backend: Backend, call: AttentionCall, v: Tensor, degree: int) -> Cho
 
     A backend asked for by name runs or raises; no other runs in its place.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend must be one of {get_args(Backend)}, got {backend!r}")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend must be one of {_BACKENDS}, got {backend!r}")
     only_sdpa = reason_for_sdpa_alone(call)
     if only_sdpa is not None:
         return _sdpa_alone(backend, call, degree, only_sdpa)

@@ -1,0 +1,117 @@
+"""How the site is built from the repository's own Markdown (hooks of MkDocs).
+
+Every page keeps the path that it has in the repository, so a relative link means the same on the
+code host and on the site. Files that pages link to (figures, tables, plans) are part of the site;
+a link to a folder leads to a list of its files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import latex2mathml.converter
+from mkdocs.structure.files import File, Files, InclusionLevel
+from pymdownx.superfences import fence_code_format
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("*.md", "benchmarks/README.md", "docs/**/*.md", "results/*.md")
+ASSETS = ("docs/site/*.css", "docs/site/*.svg")
+
+# the target of an inline link or image, without its title
+_LINK = re.compile(r"\]\((?P<target>[^()\s]+)")
+_FENCE = re.compile(r"^(?P<fence> *```+)python no-run *$", re.MULTILINE)
+
+
+def pages() -> list[str]:
+    """The pages of the site by their paths in the repository."""
+    found = {path.relative_to(ROOT).as_posix() for glob in PAGES for path in ROOT.glob(glob)}
+    return sorted(found)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    # functions cannot be named in a YAML file that other tools read
+    config.mdx_configs["pymdownx.superfences"] = {
+        "custom_fences": [
+            {"name": "mermaid", "class": "mermaid", "format": fence_code_format},
+            {"name": "math", "class": "math", "format": math_block},
+        ]
+    }
+    return config
+
+
+def math_block(source: str, *_: Any, **__: Any) -> str:
+    """A formula as MathML, which browsers draw without a script."""
+    return f'<div class="math">{latex2mathml.converter.convert(source, display="block")}</div>'
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for file in list(files):
+        # what MkDocs found in docs/ has a path that starts there, not at the repository's root
+        if file.src_dir == config.docs_dir:
+            files.remove(file)
+    paths = {*pages()}
+    for glob in ASSETS:
+        paths |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob(glob)}
+    for page in pages():
+        for target in local_targets(page):
+            if (ROOT / target).is_file():
+                paths.add(target)
+            elif (ROOT / target).is_dir() and not (ROOT / target / "README.md").is_file():
+                inside = [path for path in sorted((ROOT / target).iterdir()) if path.is_file()]
+                paths |= {path.relative_to(ROOT).as_posix() for path in inside}
+                files.append(folder_page(target, [path.name for path in inside], config))
+    for path in sorted(paths):
+        files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
+def folder_page(folder: str, names: list[str], config: MkDocsConfig) -> File:
+    """A page that lists the files of a folder; it is found by links, not in the navigation."""
+    lines = [f"# {folder}", "", *(f"- [{name}]({name})" for name in names)]
+    return File.generated(
+        config,
+        f"{folder}/index.md",
+        content="\n".join(lines) + "\n",
+        inclusion=InclusionLevel.NOT_IN_NAV,
+    )
+
+
+def local_targets(page: str) -> Iterator[str]:
+    """What a page links to inside of the repository, as paths from its root."""
+    for match in _LINK.finditer((ROOT / page).read_text(encoding="utf-8")):
+        path = unquote(match["target"].partition("#")[0])
+        if path and ":" not in path:
+            yield resolve(page, path)
+
+
+def resolve(page: str, target: str) -> str:
+    parts: list[str] = []
+    for part in (*PurePosixPath(page).parent.parts, *PurePosixPath(target).parts):
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts)
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    source = page.file.src_uri
+
+    def to_page_of_folder(match: re.Match[str]) -> str:
+        path = match["target"]
+        if ":" in path or "#" in path or not (ROOT / resolve(source, path)).is_dir():
+            return match[0]
+        has_readme = (ROOT / resolve(source, path) / "README.md").is_file()
+        return f"]({path.rstrip('/')}/{'README.md' if has_readme else 'index.md'}"
+
+    # the mark is for the test that runs the snippets
+    markdown = _FENCE.sub(r"\g<fence>python", markdown)
+    return _LINK.sub(to_page_of_folder, markdown)

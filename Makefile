@@ -40,4 +40,41 @@ PROJECTS := pyproject.toml experiments/pyproject.toml benchmarks/pyproject.toml 
 	touch $@ .venv/.demo
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis gfsa-demo
+	rm -rf .venv .venv-docs .venv-release build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis gfsa-demo
+
+# the site, from the repository's own Markdown; a warning is an error. Needs Python 3.11 or newer, no torch
+.PHONY: docs docs-serve docs-browser release
+DOCS := .venv-docs/bin
+# the tools of an extra without the package itself
+EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
+
+docs: .venv-docs/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build --strict
+
+docs-serve: .venv-docs/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs serve
+
+# clicks through the built site in Chromium: search, console errors, scrolling at the width of a phone
+docs-browser: docs
+	$(DOCS)/pip install -q -c constraints.txt playwright
+	$(DOCS)/python docs/site/browser_check.py
+
+.venv-docs/.docs: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS)/python -c '$(EXTRA)' docs > .venv-docs/requirements.txt
+	$(DOCS)/pip install -q -c constraints.txt -r .venv-docs/requirements.txt
+	touch $@
+
+# wheel and sdist of gfsa in dist/, checked; refuses a tree with changes that are not committed
+release: .venv-release/.release
+	@test -z "$$(git status --porcelain)" || { git status --short; \
+		echo "make release: commit or stash these changes first" >&2; exit 1; }
+	rm -rf dist build/lib
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) .venv-release/bin/python -m build --outdir dist .
+	.venv-release/bin/twine check --strict dist/*
+	.venv-release/bin/python .ci/check_distributions.py dist
+
+.venv-release/.release: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install -q -c constraints.txt build twine
+	touch $@

@@ -1,7 +1,7 @@
 """Docstrings are written for readers of the code, with a few marks of reStructuredText.
 
-This extension of Griffe turns the marks into Markdown for the site: roles become links, ``.. math::``
-a formula, ``.. code-block::`` a fenced block.
+This extension of Griffe turns the marks into Markdown for the site: roles become links or formulas,
+``.. math::`` a formula of its own line, ``.. code-block::`` a fenced block.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import re
 import textwrap
 from typing import Any
 
+import latex2mathml.converter
 from griffe import AliasResolutionError, Extension, NameResolutionError, Object
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`(?P<name>[^`]+)`")
+_MATH = re.compile(r":math:`(?P<formula>[^`]+)`")
 _BLOCK = re.compile(
     r"^(?P<indent> *)\.\. (?P<kind>math|code-block)::(?P<argument>[^\n]*)\n"
     r"(?P<body>(?:(?P=indent) +[^\n]*\n?|\s*\n)*)",
@@ -30,6 +32,7 @@ class Docstrings(Extension):
 
 def to_markdown(text: str, owner: Object) -> str:
     text = _BLOCK.sub(_fence, text)
+    text = _MATH.sub(_formula, text)
     return _ROLE.sub(lambda match: _link(match["name"], owner), text)
 
 
@@ -42,6 +45,12 @@ def _fence(match: re.Match[str]) -> str:
         language = argument
     fenced = f"```{language}\n{body}\n```\n\n"
     return textwrap.indent(fenced, match["indent"])
+
+
+def _formula(match: re.Match[str]) -> str:
+    # in a span: Markdown takes a formula at the beginning of a line for a block of its own
+    formula = re.sub(r"\s+", " ", match["formula"])
+    return f"<span>{latex2mathml.converter.convert(formula)}</span>"
 
 
 def _link(name: str, owner: Object) -> str:

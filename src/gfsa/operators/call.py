@@ -191,8 +191,11 @@ def _check_mask(attn_mask: Tensor, dtype: torch.dtype, scores: tuple[int, ...]) 
             "an additive one with attn_mask.to(q.dtype)"
         )
     shape = tuple(attn_mask.shape)
-    sizes = zip(reversed(shape), reversed(scores), strict=False)
-    if len(shape) > len(scores) or any(size not in (1, wanted) for size, wanted in sizes):
+    # torch 2.6's compiler zips tuples of one length only
+    last = scores[len(scores) - len(shape) :]
+    if len(shape) > len(scores) or any(
+        size not in (1, wanted) for size, wanted in zip(shape, last, strict=True)
+    ):
         raise ValueError(
             f"attn_mask of shape {shape} does not broadcast to the scores' {scores}; "
             "pass a key-padding mask (B, N) as attn_mask[:, None, None, :]"

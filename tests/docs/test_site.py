@@ -1,0 +1,116 @@
+"""The site has every page and every public name; ``make docs`` builds it and checks its links."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import gfsa
+from support.snippets import blocks_of
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+PACKAGES = ("filters", "plugs", "operators", "lens", "baselines", "models")
+# what docs/site/hooks.py takes into the site
+PAGES = ("*.md", "benchmarks/README.md", "docs/**/*.md", "results/*.md")
+
+
+def config() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def pages_of(nav: list[Any]) -> Iterator[str]:
+    for entry in nav:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for inside in entry.values():
+                yield from pages_of(inside if isinstance(inside, list) else [inside])
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    named = list(pages_of(config()["nav"]))
+    there = {path.relative_to(ROOT).as_posix() for glob in PAGES for path in ROOT.glob(glob)}
+    assert len(named) == len(set(named))
+    assert set(named) == there
+
+
+def test_a_page_without_a_place_is_found() -> None:
+    assert list(pages_of(["a.md", {"B": "b.md"}, {"C": ["c.md", {"D": "d.md"}]}])) == [
+        "a.md",
+        "b.md",
+        "c.md",
+        "d.md",
+    ]
+
+
+def test_the_build_is_strict() -> None:
+    settings = config()
+    assert settings["strict"] is True
+    assert set(settings["validation"]["links"].values()) == {"warn"}
+    assert settings["validation"]["nav"]["omitted_files"] == "warn"
+
+
+def test_the_hook_takes_these_pages() -> None:
+    hook = (ROOT / "docs" / "site" / "hooks.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^PAGES = (\(.*\))$", hook, re.MULTILINE)
+    assert listed == str(PAGES).replace("'", '"')
+
+
+def public_objects() -> dict[str, Any]:
+    """Every public name and what it is."""
+    found = {f"gfsa.{name}": getattr(gfsa, name) for name in gfsa.__all__}
+    for package in PACKAGES:
+        module = importlib.import_module(f"gfsa.{package}")
+        found |= {f"gfsa.{package}.{name}": getattr(module, name) for name in module.__all__}
+    del found["gfsa.__version__"], found["gfsa.baselines"]
+    return found
+
+
+def entries() -> dict[str, Path]:
+    """The names that have an entry in the reference, and their pages."""
+    found: dict[str, Path] = {}
+    for page in sorted(REFERENCE.glob("*.md")):
+        for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert name not in found, f"{name} has two entries"
+            found[name] = page
+    return found
+
+
+def lookup(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        pytest.skip(f"{module} needs a library that is not installed")
+
+
+@pytest.mark.parametrize("name", sorted(public_objects()))
+def test_every_public_name_has_an_entry_with_an_example(name: str) -> None:
+    wanted = public_objects()[name]
+    # gfsa.plug and gfsa.plugs.plug are one object and need one entry
+    pages = {page for path, page in entries().items() if lookup_core(path) is wanted}
+    assert len(pages) == 1, f"{name} needs one entry '::: {name}' in docs/reference, has {pages}"
+    (page,) = pages
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    code = "\n".join(block.code for block in blocks if block.runs)
+    last = name.rpartition(".")[2]
+    assert re.search(rf"\b{last}\b", code), f"{page.name} has no example that uses {last}"
+
+
+def lookup_core(path: str) -> Any:
+    # callbacks need their frameworks; they are in no __all__
+    return None if ".callbacks." in path else lookup(path)
+
+
+@pytest.mark.parametrize("name", sorted(entries()))
+def test_every_entry_exists_and_has_a_docstring(name: str) -> None:
+    found = lookup(name)
+    # METHODS is a dictionary, described by the class of its values
+    assert isinstance(found, dict) or found.__doc__

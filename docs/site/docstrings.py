@@ -50,7 +50,7 @@ def _fence(match: re.Match[str]) -> str:
 def _formula(match: re.Match[str]) -> str:
     # in a span: Markdown takes a formula at the beginning of a line for a block of its own
     formula = re.sub(r"\s+", " ", match["formula"])
-    return f"<span>{latex2mathml.converter.convert(formula)}</span>"
+    return f'<span class="formula">{latex2mathml.converter.convert(formula)}</span>'
 
 
 def _link(name: str, owner: Object) -> str:

@@ -53,7 +53,7 @@ def draw_smoothing(path: Path) -> None:
     arms = {
         "A each time": (torch.tensor([0.0, 1.0]), PLAIN, "--"),
         "0.5·I + 0.5·A (degree 1)": (torch.tensor([0.5, 0.5]), OTHER[0], "-"),
-        "0.5·I + 1.0·A − 0.5·A² (degree 2)": (torch.tensor([0.5, 1.0, -0.5]), GFSA, "-"),
+        "I + A − A² (degree 2)": (torch.tensor([1.0, 1.0, -1.0]), GFSA, "-"),
     }
     for label, (coefficients, colour, style) in arms.items():
         x, similarity = start, [mean_cosine(start)]
@@ -62,6 +62,7 @@ def draw_smoothing(path: Path) -> None:
             similarity.append(mean_cosine(x))
         axes.plot(range(depth + 1), similarity, style, color=colour, marker="o", ms=3, label=label)
     axes.set_xlabel("how often it was applied")
+    axes.set_xticks(range(0, depth + 1, 2))
     axes.set_ylabel("mean cosine of two tokens")
     axes.set_ylim(-0.05, 1.05)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

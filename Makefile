@@ -54,10 +54,10 @@ docs: .venv-docs/.docs
 docs-serve: .venv-docs/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs serve
 
-# clicks through the built site in Chromium: search, console errors, scrolling at the width of a phone
+# clicks through the built site in Chromium. Without a network: BROWSER="--mermaid mermaid.min.js"
 docs-browser: docs
 	$(DOCS)/pip install -q -c constraints.txt playwright
-	$(DOCS)/python docs/site/browser_check.py
+	$(DOCS)/python docs/site/browser_check.py $(BROWSER)
 
 .venv-docs/.docs: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs

@@ -13,6 +13,13 @@ from typing import Any
 import latex2mathml.converter
 from griffe import AliasResolutionError, Extension, NameResolutionError, Object
 
+# functions that have the name of their module: a path that is read statically means the module
+SHADOWED = {
+    "gfsa.plug": "gfsa.plugs.plug.plug",
+    "gfsa.prune": "gfsa.plugs.prune.prune",
+    "gfsa.plugs.sites": "gfsa.plugs.sites.sites",
+    "gfsa.baselines.apply": "gfsa.baselines.apply.apply",
+}
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`(?P<name>[^`]+)`")
 _MATH = re.compile(r":math:`(?P<formula>[^`]+)`")
 _BLOCK = re.compile(
@@ -63,7 +70,7 @@ def _link(name: str, owner: Object) -> str:
 
 def _path_of(name: str, owner: Object) -> str:
     if name.startswith(("gfsa.", "torch.")):
-        return name
+        return SHADOWED.get(name, name)
     try:
         return owner.resolve(name)
     except (NameResolutionError, AliasResolutionError):

@@ -38,7 +38,7 @@ def draw_responses(path: Path) -> None:
     }
     for label, (filter, colour, style) in filters.items():
         axes.plot(eigenvalues, response(filter, eigenvalues), style, color=colour, label=label)
-    axes.set_xlabel("eigenvalue λ of the map A  (1: all tokens alike, 0: they cancel)")
+    axes.set_xlabel("eigenvalue λ of the map A")
     axes.set_ylabel("what is left, p(λ)")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, path)

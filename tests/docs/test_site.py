@@ -109,6 +109,15 @@ def lookup_core(path: str) -> Any:
     return None if ".callbacks." in path else lookup(path)
 
 
+@pytest.mark.parametrize("name", sorted(name for name in entries() if ".callbacks." not in name))
+def test_an_entry_that_has_the_name_of_its_module_is_spelt_out(name: str) -> None:
+    found = lookup(name)
+    home = getattr(found, "__module__", "")
+    if home.rpartition(".")[2] == getattr(found, "__name__", None):
+        # read statically, gfsa.plugs.plug is the module, not the function
+        assert name == f"{home}.{found.__name__}"
+
+
 @pytest.mark.parametrize("name", sorted(entries()))
 def test_every_entry_exists_and_has_a_docstring(name: str) -> None:
     found = lookup(name)

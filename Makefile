@@ -43,7 +43,7 @@ clean:
 	rm -rf .venv .venv-docs .venv-release build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis gfsa-demo
 
 # the site, from the repository's own Markdown; a warning is an error. Needs Python 3.11 or newer, no torch
-.PHONY: docs docs-serve docs-browser release
+.PHONY: docs docs-serve docs-browser release clean-tree
 DOCS := .venv-docs/bin
 # the tools of an extra without the package itself
 EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
@@ -66,13 +66,15 @@ docs-browser: docs
 	touch $@
 
 # wheel and sdist of gfsa in dist/, checked; refuses a tree with changes that are not committed
-release: .venv-release/.release
-	@test -z "$$(git status --porcelain)" || { git status --short; \
-		echo "make release: commit or stash these changes first" >&2; exit 1; }
+release: clean-tree .venv-release/.release
 	rm -rf dist build/lib
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) .venv-release/bin/python -m build --outdir dist .
 	.venv-release/bin/twine check --strict dist/*
 	.venv-release/bin/python .ci/check_distributions.py dist
+
+clean-tree:
+	@test -z "$$(git status --porcelain)" || { git status --short; \
+		echo "make release: commit or stash these changes first" >&2; exit 1; }
 
 .venv-release/.release: constraints.txt
 	$(PYTHON) -m venv .venv-release

@@ -226,6 +226,7 @@ HARMLESS = (
     "checkpoint_every",
     "checkpoints",
     "lens",
+    "probes",
     "save_model",
     "tensorboard",
     "eval_batch_size",

@@ -87,6 +87,10 @@ class Task(ABC):
         """Inputs of ``gfsa.diagnose(model, inputs)`` for the lens page. None for no page."""
         return None
 
+    def probes(self, model: nn.Module) -> dict[str, Any] | None:
+        """More measurements of the trained model, as plain data for ``probes.json``."""
+        return None
+
     def identity(self, split: str, index: int) -> Any:
         """The content of an example that the data's fingerprint is computed from.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import os
 import shlex
 import shutil
@@ -372,11 +373,14 @@ def _coefficients(model: nn.Module) -> str:
 
 
 def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: Run) -> None:
-    """Save filters, and if wanted the weights and a lens page, in the run's folder."""
+    """Save filters, and if wanted weights, probes and a lens page, in the run's folder."""
     if _polynomials(model):
         gfsa.save(model, folder / "filters")
     if config.save_model:
         torch.save(model.state_dict(), folder / "model.pt")
+    probes = task.probes(model)
+    if probes is not None:
+        (folder / "probes.json").write_text(json.dumps(probes, indent=1) + "\n")
     if config.lens:
         example = task.example()
         if example is None:

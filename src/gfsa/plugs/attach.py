@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,30 +12,37 @@ from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
 from gfsa.plugs.cross_attention import forget_tokens
+from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import ADAPTER, Site
 
 
 def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> None:
-    """Attach each filter to its site of ``model``; the next forward checks that all are called."""
-    for site, filter in planned:
-        attach(site, filter)
-    notify_adapters(model, [site for site, _ in planned])
-    watch_first_forward(model, {site.name: (site.module, filter) for site, filter in planned})
+    """Attach each filter to its site of ``model``; the next forward checks that all are called.
+
+    If anything raises, Ctrl-C included, the model is as it was.
+    """
+    with all_or_nothing(model):
+        for site, filter in planned:
+            attach(site, filter)
+        notify_adapters(model, [site for site, _ in planned])
+        watch_first_forward(model, {site.name: (site.module, filter) for site, filter in planned})
 
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
-    """Detach the filters of these sites of ``model``."""
-    for site in plugged:
-        detach(site)
-    notify_adapters(model, plugged)
+    """Detach the filters of these sites of ``model``: all of them, or none if anything raises."""
+    with all_or_nothing(model):
+        for site in plugged:
+            detach(site)
+        notify_adapters(model, plugged)
 
 
 def attach(site: Site, filter: GraphFilter) -> None:
     """Make ``filter`` the filter of one site, on the module's device."""
     module = site.module
-    double = any(p.dtype == torch.float64 for p in module.parameters())
-    # filters stay in float32 in a half-precision model, where small optimiser steps would be lost
-    filter = filter.to(device=_device_of(module), dtype=torch.float64 if double else None)
+    device = device_of(module) or torch.get_default_device()
+    # parameters that are created in inference mode could never be trained
+    with torch.inference_mode(False):
+        filter = filter.to(device=device, dtype=dtype_for(module))
     filter.train(module.training)
     module.add_module(CHILD, filter)
     module.__dict__[ADAPTER] = site.adapter
@@ -56,10 +64,32 @@ def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:
         adapter.mark(model)
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    """The device the module computes on; accelerate may have offloaded its weights elsewhere."""
-    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    if execution_device is not None:
-        return torch.device(execution_device)
+def dtype_for(module: nn.Module) -> torch.dtype | None:
+    """The precision of a module's filter, None for the filter's own.
+
+    Filters stay in float32 in a half-precision model, where small optimiser steps would be lost.
+    """
+    double = any(p.dtype == torch.float64 for p in module.parameters())
+    return torch.float64 if double else None
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """The device the module computes on, None if it has no tensors.
+
+    accelerate may have offloaded the weights, or those of a part of the module only: then they are
+    on the meta device, and its hooks know where the module computes.
+    """
+    for part in module.modules():
+        for hook in _accelerate_hooks(getattr(part, "_hf_hook", None)):
+            execution_device = getattr(hook, "execution_device", None)
+            if execution_device is not None:
+                return torch.device(execution_device)
     tensor = next((x for x in (*module.parameters(), *module.buffers())), None)
     return None if tensor is None else tensor.device
+
+
+def _accelerate_hooks(hook: Any) -> Iterator[Any]:
+    """The hooks in an accelerate hook, which may be a sequence of them."""
+    yield hook
+    for inner in getattr(hook, "hooks", ()):
+        yield from _accelerate_hooks(inner)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
 from gfsa.filters import GFSA, GraphFilter
@@ -13,6 +15,7 @@ from gfsa.filters.gfsa import Power
 from gfsa.operators.dense import DropoutPlace
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
+from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.presets import preset_for
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.sites import (
@@ -96,7 +99,9 @@ def plug(
     print with the model.
 
     Args:
-        model: any model with attention that an adapter knows; wrapped models are accepted.
+        model: any model with attention that an adapter knows; compiled models and models in
+            ``nn.DataParallel`` are accepted. Plug before DistributedDataParallel or fully_shard:
+            they synchronise only the parameters that a model has when they wrap it.
         K, learn, w0, w1, wK, power, lr_multiplier: as in :class:`gfsa.GFSA`, with its defaults
             (K = 3, all three learned, ordinary attention to begin with).
         layers: ``"all"``, ``"even"``, ``"odd"``, layer numbers counted from 1 over the model's
@@ -118,8 +123,10 @@ def plug(
         A report of what was plugged and what was skipped, with the reason.
 
     Raises:
-        ValueError: if nothing can be plugged, a layer is plugged already, or an argument is
-            invalid. The model is then unchanged.
+        ValueError: if nothing can be plugged, a layer is plugged already, the model is
+            distributed over processes already, or an argument is invalid.
+
+    Whatever is raised, by an adapter or by Ctrl-C too, the model is then unchanged.
     """
     check_model(model)
     arguments: dict[str, Any] = {
@@ -159,7 +166,26 @@ def unplug(model: nn.Module) -> None:
     if not plugged:
         raise ValueError(f"{type(model).__name__} has no filters to unplug")
     refuse_wrapped(plugged)
+    _refuse_replaced_forward(plugged)
     uninstall(model, list(plugged.values()))
+
+
+def _refuse_replaced_forward(plugged: Mapping[str, Site]) -> None:
+    """Raise if an instance has a forward that would call the filter after it is removed."""
+    for name, site in plugged.items():
+        own = site.module.__dict__.get("forward")
+        inner = None if own is None else getattr(inspect.unwrap(own), "__func__", None)
+        if inner is not None and inner is type(site.module).forward and _swaps_class(site):
+            raise ValueError(
+                f"the forward of {name} was wrapped after it was plugged (accelerate's hooks do "
+                "that), and would still call the filter. Remove the wrapper first (for accelerate: "
+                "remove_hook_from_module(model, recurse=True)), then unplug"
+            )
+
+
+def _swaps_class(site: Site) -> bool:
+    """Whether plugging gave the module another class, with another forward."""
+    return "_gfsa_class" in site.module.__dict__
 
 
 def plan_filters(
@@ -191,11 +217,15 @@ def plan_filters(
             raise ValueError(
                 f"{name} is plugged already; gfsa.unplug(model) first, or choose other layers"
             )
-        new_filter = _build(factory, site.num_heads, name)
+        # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
+        with torch.device("cpu"), torch.inference_mode(False):
+            new_filter = _build(factory, site.num_heads, name)
         planned.append((site, new_filter))
         report.plugged[name] = new_filter.num_heads
         report.how[name] = site.adapter.how
         report.parameters += sum(p.numel() for p in new_filter.parameters())
+    if report.parameters:
+        refuse_distributed(model, [site.module for site, _ in planned])
     return planned, report
 
 

@@ -150,8 +150,8 @@ def _is_plain(coefficients: Tensor, tolerance: float) -> bool:
 
 
 def _degrees(filter: GraphFilter) -> list[int]:
-    high = filter.high if isinstance(filter, PartialPolynomial) else range(filter.num_heads)
-    return [filter.degree if head in set(high) else 1 for head in range(filter.num_heads)]
+    high = set(filter.high if isinstance(filter, PartialPolynomial) else range(filter.num_heads))
+    return [filter.degree if head in high else 1 for head in range(filter.num_heads)]
 
 
 def _finish(model: nn.Module, before: Mapping[str, Site]) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gfsa
-from gfsa.plugs.checkpoint import DESCRIPTION, TENSORS
+from gfsa.plugs.filter_files import DESCRIPTION, DIGEST, TENSORS
 from support.tiny import TinyEncoder
 
 LAYER = "blocks.0.attention"
@@ -25,10 +25,11 @@ LAYER = "blocks.0.attention"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder with the filter of one layer."""
+    """A folder with the filter of one layer, without the digest that would end every test."""
     model = TinyEncoder(depth=1)
     gfsa.plug(model)
     gfsa.save(model, tmp_path)
+    rewrite(tmp_path, lambda description: description.pop(DIGEST))
     return tmp_path
 
 

@@ -176,9 +176,10 @@ class GraphFilter(nn.Module):
 
     def fold(self) -> Polynomial:
         """The same polynomial as a plain :class:`Polynomial`, each coefficient free to learn."""
-        coefficients = self.coefficients().detach()
-        folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
-        folded.set_coefficients(coefficients)
+        with torch.inference_mode(False):
+            coefficients = self.coefficients().detach()
+            folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
+            folded.set_coefficients(coefficients)
         folded.dropout_after = self.dropout_after
         return folded
 

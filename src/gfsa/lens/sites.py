@@ -28,12 +28,26 @@ def plugged_everywhere(
     accepting = accepting_sites(model, found)
     refusals = {name: site.refusal for name, site in found.items() if site.refusal is not None}
     bare = {name: site for name, site in accepting.items() if not site.is_plugged}
-    install(model, [(site, _ordinary_attention(site.num_heads)) for site in bare.values()])
-    plugged = plugged_sites(model)
     try:
-        yield plugged, set(bare), refusals
+        install(model, [(site, _ordinary_attention(site.num_heads)) for site in bare.values()])
+        yield plugged_sites(model), set(bare), refusals
     finally:
-        uninstall(model, [plugged[name] for name in bare])
+        _unplug(model, bare)
+
+
+def _unplug(model: nn.Module, names: Iterable[str]) -> None:
+    """Remove these filters, as far as they are there; Ctrl-C does not leave them in the model."""
+    interrupted = None
+    while True:
+        try:
+            plugged = plugged_sites(model)
+            uninstall(model, [plugged[name] for name in names if name in plugged])
+            break
+        except KeyboardInterrupt as error:
+            # uninstalling is all or nothing: the filters are still there
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _ordinary_attention(heads: int) -> GFSA:

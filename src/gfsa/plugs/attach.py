@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
     """Detach the filters of these sites of ``model``: all of them, or none if anything raises."""
+    refuse_replaced_forward(plugged)
     with all_or_nothing(model):
         for site in plugged:
             detach(site)
@@ -56,6 +58,21 @@ def detach(site: Site) -> None:
     delattr(site.module, CHILD)
     del site.module.__dict__[ADAPTER]
     forget_tokens(site.module)
+
+
+def refuse_replaced_forward(plugged: Iterable[Site]) -> None:
+    """Raise if an instance has a forward that would call its filter after that is removed."""
+    for site in plugged:
+        module = site.module
+        own = module.__dict__.get("forward")
+        wrapped = None if own is None else getattr(inspect.unwrap(own), "__func__", None)
+        # only plugging that gives the module another class gives it another forward
+        if "_gfsa_class" in module.__dict__ and wrapped is type(module).forward:
+            raise ValueError(
+                f"the forward of {site.name} was wrapped after it was plugged (accelerate's hooks "
+                "do that), and would still call the filter. Remove the wrapper first (for "
+                "accelerate: remove_hook_from_module(model, recurse=True))"
+            )
 
 
 def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:

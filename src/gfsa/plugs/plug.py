@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -166,26 +165,7 @@ def unplug(model: nn.Module) -> None:
     if not plugged:
         raise ValueError(f"{type(model).__name__} has no filters to unplug")
     refuse_wrapped(plugged)
-    _refuse_replaced_forward(plugged)
     uninstall(model, list(plugged.values()))
-
-
-def _refuse_replaced_forward(plugged: Mapping[str, Site]) -> None:
-    """Raise if an instance has a forward that would call the filter after it is removed."""
-    for name, site in plugged.items():
-        own = site.module.__dict__.get("forward")
-        inner = None if own is None else getattr(inspect.unwrap(own), "__func__", None)
-        if inner is not None and inner is type(site.module).forward and _swaps_class(site):
-            raise ValueError(
-                f"the forward of {name} was wrapped after it was plugged (accelerate's hooks do "
-                "that), and would still call the filter. Remove the wrapper first (for accelerate: "
-                "remove_hook_from_module(model, recurse=True)), then unplug"
-            )
-
-
-def _swaps_class(site: Site) -> bool:
-    """Whether plugging gave the module another class, with another forward."""
-    return "_gfsa_class" in site.module.__dict__
 
 
 def plan_filters(

@@ -123,12 +123,22 @@ class SwapClass(Adapter):
 
 def refusal_of_own_forward(module: nn.Module) -> str | None:
     """Why another class would not change what this instance computes, or None if it would."""
-    if "forward" not in module.__dict__:
+    if "forward" not in module.__dict__ or has_bound_forward(module):
         return None
     return (
         f"this {type(module).__name__} has a forward of its own, which the forward of a class does "
         "not replace (accelerate's hooks set one): plug first, then offload or dispatch the model"
     )
+
+
+def has_bound_forward(module: nn.Module) -> bool:
+    """Whether the instance has its class's own forward as an attribute.
+
+    accelerate leaves that behind when its hooks are removed. It changes nothing, until the module
+    gets another class.
+    """
+    own: Any = module.__dict__.get("forward")
+    return getattr(own, "__func__", None) is type(module).forward and own.__self__ is module
 
 
 def names_in_forward(cls: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gfsa.filters import GraphFilter
-from gfsa.plugs.adapter import CHILD
+from gfsa.plugs.adapter import CHILD, has_bound_forward
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
 from gfsa.plugs.cross_attention import forget_tokens
 from gfsa.plugs.rollback import all_or_nothing
@@ -22,6 +22,7 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
 
     If anything raises, Ctrl-C included, the model is as it was.
     """
+    _refuse_offloaded_whole(model, [site for site, _ in planned])
     with all_or_nothing(model):
         for site, filter in planned:
             attach(site, filter)
@@ -48,12 +49,16 @@ def attach(site: Site, filter: GraphFilter) -> None:
     filter.train(module.training)
     module.add_module(CHILD, filter)
     module.__dict__[ADAPTER] = site.adapter
+    if has_bound_forward(module):
+        del module.__dict__["forward"]
     site.adapter.install(module)
 
 
 def detach(site: Site) -> None:
     """Remove the filter of one site."""
     stop_checking(site.filter)
+    if has_bound_forward(site.module):
+        del site.module.__dict__["forward"]
     site.adapter.remove(site.module)
     delattr(site.module, CHILD)
     del site.module.__dict__[ADAPTER]
@@ -64,15 +69,21 @@ def refuse_replaced_forward(plugged: Iterable[Site]) -> None:
     """Raise if an instance has a forward that would call its filter after that is removed."""
     for site in plugged:
         module = site.module
-        own = module.__dict__.get("forward")
-        wrapped = None if own is None else getattr(inspect.unwrap(own), "__func__", None)
         # only plugging that gives the module another class gives it another forward
-        if "_gfsa_class" in module.__dict__ and wrapped is type(module).forward:
+        if "_gfsa_class" not in module.__dict__ or has_bound_forward(module):
+            continue
+        own = module.__dict__.get("forward")
+        if own is not None and _calls(own, type(module).forward):
             raise ValueError(
                 f"the forward of {site.name} was wrapped after it was plugged (accelerate's hooks "
                 "do that), and would still call the filter. Remove the wrapper first (for "
                 "accelerate: remove_hook_from_module(model, recurse=True))"
             )
+
+
+def _calls(wrapper: Any, forward: Any) -> bool:
+    """Whether a wrapped function is the bound method of ``forward``."""
+    return getattr(inspect.unwrap(wrapper), "__func__", None) is forward
 
 
 def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:
@@ -103,6 +114,23 @@ def device_of(module: nn.Module) -> torch.device | None:
                 return torch.device(execution_device)
     tensor = next((x for x in (*module.parameters(), *module.buffers())), None)
     return None if tensor is None else tensor.device
+
+
+def _refuse_offloaded_whole(model: nn.Module, planned: Iterable[Site]) -> None:
+    """Raise if accelerate offloads a block as a whole, by a list of weights that it made before."""
+    offloaded = [
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        for hook in _accelerate_hooks(getattr(module, "_hf_hook", None))
+        if getattr(hook, "offload", False) and getattr(hook, "place_submodules", False)
+    ]
+    for site in planned:
+        if f"{site.name}.".startswith(tuple(offloaded)):
+            raise ValueError(
+                f"accelerate offloads the block around {site.name} as a whole "
+                "(preload_module_classes) and would not find the weights of the filter: plug "
+                "first, then offload"
+            )
 
 
 def _accelerate_hooks(hook: Any) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators.call import check_dropout_place
 from gfsa.plugs.attach import device_of, dtype_for, install
 from gfsa.plugs.backbone import canonical_name, check_depths, depths_of, fingerprint_of, some_of
-from gfsa.plugs.filter_files import FilterFiles, write_files
+from gfsa.plugs.filter_files import DIGEST, FilterFiles, write_files
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import (
@@ -29,9 +29,11 @@ from gfsa.plugs.sites import (
     refuse_sharded,
     sites,
 )
+from gfsa.plugs.tracing.adapter import TracerAdapter
 
 FORMAT = 1
 EXTRA = "_extra_state"
+TRACED = "traced"
 
 # all filters of a file together: far above any use, and little memory
 _MOST_COEFFICIENTS = 2**22
@@ -110,7 +112,12 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "gfsa": __version__,
         "model": type(model).__name__,
         "filters": {
-            names[name]: {**site.filter.describe(), "backbone": fingerprint_of(site.module)}
+            names[name]: {
+                **site.filter.describe(),
+                "backbone": fingerprint_of(site.module),
+                # gfsa.load traces only layers that were traced when they were saved
+                **({TRACED: True} if isinstance(site.adapter, TracerAdapter) else {}),
+            }
             for name, site in plugged_sites(model).items()
         },
         "layers": depths_of(model, names.values()),
@@ -226,9 +233,11 @@ class _Plan:
 def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list[_Plan]:
     """Find the site of every described filter and rebuild the filters, within the model's sizes."""
     names = {canonical_name(model, name): name for name, _ in model.named_modules()}
-    found = sites(model, unknown="trace")
+    refusing, tracing = sites(model), sites(model, unknown="trace")
+    # files of older versions do not say which layers were traced
+    says_traced = DIGEST in description
     by_saved_name: dict[str, list[str]] = {}
-    for name in found:
+    for name in tracing:
         by_saved_name.setdefault(canonical_name(model, name), []).append(name)
     plans = []
     room = _MOST_COEFFICIENTS
@@ -244,6 +253,8 @@ def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list
                 f"{source} has a filter for {saved!r}, which both {name} and {others[0]} can be; "
                 "load the filters of each part on its own"
             )
+        traced = entry.get(TRACED) is True or not says_traced
+        found = tracing if traced else refusing
         if name not in found or found[name].refusal:
             reason = found[name].refusal if name in found else "it is not attention"
             kind = type(model.get_submodule(name)).__name__

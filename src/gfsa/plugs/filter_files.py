@@ -78,7 +78,7 @@ class FilterFiles:
         return self._files.enter_context((self.folder / name).open("rb"))
 
     def description(self) -> dict[str, Any]:
-        """The description without its digest, as a JSON object of any content."""
+        """The description, as a JSON object of any content."""
         file = self.folder / DESCRIPTION
         content = _read(self._json, file, MOST_DESCRIPTION)
         try:
@@ -90,7 +90,7 @@ class FilterFiles:
         if not isinstance(description, dict):
             raise ValueError(f"{file} must be a JSON object that describes filters")
         self._description = description
-        return {key: value for key, value in description.items() if key != DIGEST}
+        return description
 
     def tensors(self, most_bytes: int) -> dict[str, Tensor]:
         """The tensors, if they belong to the description, which has to be read first.

@@ -10,6 +10,7 @@ from torch import nn
 from gfsa.filters import GFSA
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.registry import Unknown
+from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import Site, accepting_sites, plugged_sites, sites
 
 
@@ -28,26 +29,12 @@ def plugged_everywhere(
     accepting = accepting_sites(model, found)
     refusals = {name: site.refusal for name, site in found.items() if site.refusal is not None}
     bare = {name: site for name, site in accepting.items() if not site.is_plugged}
-    try:
+    # also if Ctrl-C comes while the filters are removed
+    with all_or_nothing(model):
         install(model, [(site, _ordinary_attention(site.num_heads)) for site in bare.values()])
-        yield plugged_sites(model), set(bare), refusals
-    finally:
-        _unplug(model, bare)
-
-
-def _unplug(model: nn.Module, names: Iterable[str]) -> None:
-    """Remove these filters, as far as they are there; Ctrl-C does not leave them in the model."""
-    interrupted = None
-    while True:
-        try:
-            plugged = plugged_sites(model)
-            uninstall(model, [plugged[name] for name in names if name in plugged])
-            break
-        except KeyboardInterrupt as error:
-            # uninstalling is all or nothing: the filters are still there
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
+        plugged = plugged_sites(model)
+        yield plugged, set(bare), refusals
+        uninstall(model, [plugged[name] for name in bare])
 
 
 def _ordinary_attention(heads: int) -> GFSA:

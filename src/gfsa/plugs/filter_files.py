@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +33,9 @@ DIGEST = "sha256"
 MOST_TENSORS = 64 * 2**20
 MOST_DESCRIPTION = 4 * 2**20
 
+# seconds; a lock is held for the time of writing two small files
+_MOST_WAITING = 10.0
+
 
 def write_files(folder: Path, description: Mapping[str, Any], tensors: bytes) -> None:
     """Write one save into ``folder``, which is made if it does not exist.
@@ -42,8 +46,8 @@ def write_files(folder: Path, description: Mapping[str, Any], tensors: bytes) ->
     text = json.dumps({**description, DIGEST: digest}, indent=2) + "\n"
     made = _make(folder)
     try:
-        with _locked(folder, exclusive=True) as alone:
-            if alone:
+        with _Lock(folder, exclusive=True) as lock:
+            if lock.held:
                 # of saves that were killed
                 _unlink(folder.glob(".filters.*.tmp"))
             _replace(folder, {TENSORS: tensors, DESCRIPTION: text.encode()})
@@ -66,7 +70,7 @@ class FilterFiles:
     def __enter__(self) -> FilterFiles:
         for name in (DESCRIPTION, TENSORS):
             _check_exists(self.folder / name)
-        with _locked(self.folder, exclusive=False):
+        with _Lock(self.folder, exclusive=False):
             self._json = self._open(DESCRIPTION)
             self._numbers = self._open(TENSORS)
         return self
@@ -217,21 +221,41 @@ def _synchronise(folder: Path) -> None:
             os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path, exclusive: bool) -> Iterator[bool]:
-    """Hold a lock on the folder, which ends with the process that holds it.
+class _Lock:
+    """A lock on a folder, which ends with the process that holds it.
 
-    Yields whether there is one: some systems have no locks, and there the digest detects files of
-    two saves.
+    Some systems have no locks, and a process that holds one may hang: then ``held`` is false, and
+    the digest detects files of two saves.
     """
-    descriptor, locked = None, False
-    if fcntl is not None:
+
+    def __init__(self, folder: Path, exclusive: bool) -> None:
+        self._descriptors: list[int] = []
+        self.held = False
+        self._folder = folder
+        self._exclusive = exclusive
+
+    def __enter__(self) -> _Lock:
+        if fcntl is None:
+            return self
+        kind = fcntl.LOCK_EX if self._exclusive else fcntl.LOCK_SH
+        give_up = time.monotonic() + _MOST_WAITING
         with contextlib.suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-            locked = True
-    try:
-        yield locked
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+            self._descriptors.append(os.open(self._folder, os.O_RDONLY))
+            while not self.held and time.monotonic() < give_up:
+                try:
+                    fcntl.flock(self._descriptors[0], kind | fcntl.LOCK_NB)
+                    self.held = True
+                except BlockingIOError:
+                    time.sleep(0.002)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        # where Ctrl-C came before __exit__
+        self._close()
+
+    def _close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())

@@ -6,6 +6,7 @@ computes ``Σ c_k·A^k·v``, by a dense formula in the tests, or it is as it was
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -110,33 +111,62 @@ FILTERS: dict[str, Callable[[int], gfsa.GraphFilter]] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
+class Fact:
+    """What a filter is."""
+
+    settings: tuple[str, str]
+    """Its kind and its arguments."""
+    dropout_after: str
+    coefficients: Tensor
+
+
+@dataclass(frozen=True)
 class Saved:
     """A folder, and the filters that were saved into it."""
 
     folder: Path
-    filters: dict[str, tuple[Any, Tensor]]
+    filters: dict[str, Fact]
 
 
-def facts_of(model: nn.Module) -> dict[str, tuple[Any, Tensor]]:
-    """Settings and coefficients of every filter, under names without the prefixes of wrappers."""
+def facts_of(model: nn.Module) -> dict[str, Fact]:
+    """Every filter of a model, under names without the prefixes of wrappers."""
     return {
-        name.replace("module.", "").replace("_orig_mod.", ""): (
-            filter.describe(),
+        short(name): Fact(
+            (filter.describe()["kind"], repr(filter.config())),
+            filter.dropout_after,
             filter.coefficients().detach().double().clone(),
         )
         for name, filter in gfsa.filters_of(model).items()
     }
 
 
-def equal_facts(
-    found: dict[str, tuple[Any, Tensor]], expected: dict[str, tuple[Any, Tensor]]
-) -> bool:
+def equal_facts(found: dict[str, Fact], expected: dict[str, Fact]) -> bool:
     return found.keys() == expected.keys() and all(
-        found[name][0] == expected[name][0]
-        and torch.allclose(found[name][1], expected[name][1], rtol=1e-5, atol=1e-6)
+        found[name].settings == expected[name].settings
+        and found[name].dropout_after == expected[name].dropout_after
+        # the precision of the model may have changed in between
+        and torch.allclose(
+            found[name].coefficients, expected[name].coefficients, rtol=1e-5, atol=1e-6
+        )
         for name in found
     )
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """The names of all layers that can have a filter, without the prefixes of wrappers."""
+    found = sites(model, unknown="trace")
+    return [short(name) for name, site in found.items() if site.refusal is None]
+
+
+def short(name: str) -> str:
+    return name.replace("module.", "").replace("_orig_mod.", "")
+
+
+kinds = st.sampled_from(sorted(FILTERS))
+choices = st.sampled_from(["all", "odd", "even"])
+# the files that change a model
+CHANGING = ["plugs/attach.py", "plugs/call_check.py", "plugs/adapter.py", "plugs/adapters/"]
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -146,16 +176,21 @@ class AnyOrder(RuleBasedStateMachine):
 
     saves = Bundle("saves")
 
-    @initialize(seed=st.integers(0, 3))
-    def start(self, seed: int) -> None:
+    @initialize(seed=st.integers(0, 3), kind=st.none() | kinds)
+    def start(self, seed: int, kind: str | None) -> None:
         torch.manual_seed(seed)
         self.inner = type(self).build().eval()
         self.model = self.inner
         self.plain = copy.deepcopy(self.inner)
-        self.expected: dict[str, tuple[Any, Tensor]] = {}
+        self.expected: dict[str, Fact] = {}
         self.x = torch.randn(2, 4, DIM)
         self.folder = Path(tempfile.mkdtemp(prefix="gfsa-any-order-"))
-        self.compiled = False
+        self.last_saved: dict[str, Fact] = {}
+        self.steps = 0
+        self.may_compile = seed == 0
+        if kind is not None:
+            gfsa.plug(self.model, filter=FILTERS[kind], unknown="trace")
+            self.expected = facts_of(self.model)
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -163,15 +198,26 @@ class AnyOrder(RuleBasedStateMachine):
 
     # what changes filters
 
-    @rule(
-        kind=st.sampled_from(sorted(FILTERS)),
-        layers=st.sampled_from(["all", "odd", "even"]),
-        dropout=st.sampled_from(["attention", "filter"]),
-        interrupt=st.none() | st.integers(0, 120),
-    )
-    def plug(self, kind: str, layers: str, dropout: str, interrupt: int | None) -> None:
+    @rule(kind=kinds, layers=choices, dropout=st.sampled_from(["attention", "filter"]))
+    @precondition(lambda self: len(self.expected) < 2)
+    def plug(self, kind: str, layers: str, dropout: str) -> None:
+        self._plug(kind, layers, dropout, None)
+
+    @rule(kind=kinds, layers=choices, line=st.integers(0, 70))
+    @precondition(lambda self: len(self.expected) < 2)
+    def plug_interrupted(self, kind: str, layers: str, line: int) -> None:
+        self._plug(kind, layers, "attention", line)
+
+    @rule()
+    @precondition(lambda self: self.expected)
+    def plug_twice(self) -> None:
+        self._plug("gfsa", "all", "attention", None)
+
+    def _plug(self, kind: str, layers: str, dropout: str, line: int | None) -> None:
         plugged = set(self.expected)
-        selected = self._selected(layers)
+        names = layer_names(self.model)
+        start, step = {"all": (0, 1), "odd": (0, 2), "even": (1, 2)}[layers]
+        selected = set(names[start::step])
         self._attempt(
             lambda: gfsa.plug(
                 self.model,
@@ -180,66 +226,74 @@ class AnyOrder(RuleBasedStateMachine):
                 dropout_after=dropout,
                 unknown="trace",
             ),
-            interrupt,
-            # a layer that is plugged already is refused, and then all of them are
+            InterruptAt(line, CHANGING),
+            # a layer that is plugged already is refused, and with it the others
             allowed=not plugged & selected,
             done=lambda found: found.keys() == plugged | selected,
         )
 
-    def _selected(self, layers: str) -> set[str]:
-        names = list(facts_like(self.model))
-        start, step = {"all": (0, 1), "odd": (0, 2), "even": (1, 2)}[layers]
-        return set(names[start::step])
+    @rule()
+    @precondition(lambda self: self.expected)
+    def unplug(self) -> None:
+        self._unplug(None)
 
-    @rule(interrupt=st.none() | st.integers(0, 80))
-    def unplug(self, interrupt: int | None) -> None:
+    @rule(line=st.integers(0, 70))
+    @precondition(lambda self: self.expected)
+    def unplug_interrupted(self, line: int) -> None:
+        self._unplug(line)
+
+    def _unplug(self, line: int | None) -> None:
         self._attempt(
             lambda: gfsa.unplug(self.model),
-            interrupt,
-            allowed=bool(self.expected),
+            InterruptAt(line, CHANGING),
+            allowed=True,
             done=lambda found: not found,
         )
 
-    @rule(target=saves, interrupt=st.none() | st.integers(0, 150))
+    @rule(target=saves)
     @precondition(lambda self: self.expected)
-    def save(self, interrupt: int | None) -> Saved:
-        folder = self.folder / "filters"
-        before = Saved(folder, dict(getattr(self, "last_saved", {})))
-        try:
-            with InterruptAt(interrupt, ["gfsa/plugs/"]):
-                gfsa.save(self.model, folder)
-            self.last_saved = dict(self.expected)
-        except KeyboardInterrupt:
-            # the folder has the last save or this one
-            if not folder.exists() or not any(folder.iterdir()):
-                assert not before.filters
-                gfsa.save(self.model, folder)
-                self.last_saved = dict(self.expected)
-            else:
-                found = copy.deepcopy(self.plain)
-                gfsa.load(found, folder)
-                facts = facts_of(found)
-                if not equal_facts(facts, before.filters):
-                    assert equal_facts(facts, self.expected)
-                    self.last_saved = dict(self.expected)
-        copied = Path(tempfile.mkdtemp(dir=self.folder))
-        shutil.copytree(folder, copied, dirs_exist_ok=True)
-        return Saved(copied, dict(self.last_saved))
+    def save(self) -> Saved:
+        gfsa.save(self.model, self.folder / "filters")
+        return self._copy_of_save(self.expected)
 
-    @rule(saved=saves, interrupt=st.none() | st.integers(0, 300))
-    def load(self, saved: Saved, interrupt: int | None) -> None:
-        settings_fit = not self.expected or (
-            self.expected.keys() == saved.filters.keys()
-            and all(
-                self.expected[name][0]["kind"] == saved.filters[name][0]["kind"]
-                and self.expected[name][0]["arguments"] == saved.filters[name][0]["arguments"]
-                for name in saved.filters
-            )
+    @rule(target=saves, line=st.integers(0, 130))
+    @precondition(lambda self: self.expected)
+    def save_interrupted(self, line: int) -> Saved:
+        """The folder has the last save, or this one."""
+        folder = self.folder / "filters"
+        with contextlib.suppress(KeyboardInterrupt), InterruptAt(line, ["plugs/filter_files.py"]):
+            gfsa.save(self.model, folder)
+        if not (folder / "filters.json").exists():
+            assert not self.last_saved
+            return self.save()
+        found = copy.deepcopy(self.plain)
+        gfsa.load(found, folder)
+        facts = facts_of(found)
+        assert equal_facts(facts, self.last_saved) or equal_facts(facts, self.expected)
+        return self._copy_of_save(facts)
+
+    def _copy_of_save(self, facts: dict[str, Fact]) -> Saved:
+        self.last_saved = dict(facts)
+        copied = Path(tempfile.mkdtemp(dir=self.folder))
+        shutil.copytree(self.folder / "filters", copied, dirs_exist_ok=True)
+        return Saved(copied, dict(facts))
+
+    @rule(saved=saves)
+    def load(self, saved: Saved) -> None:
+        self._load(saved, None)
+
+    @rule(saved=saves, line=st.integers(0, 150))
+    def load_interrupted(self, saved: Saved, line: int) -> None:
+        self._load(saved, line)
+
+    def _load(self, saved: Saved, line: int | None) -> None:
+        fits = self.expected.keys() == saved.filters.keys() and all(
+            self.expected[name].settings == saved.filters[name].settings for name in saved.filters
         )
         self._attempt(
             lambda: gfsa.load(self.model, saved.folder),
-            interrupt,
-            allowed=settings_fit,
+            InterruptAt(line, [*CHANGING, "plugs/checkpoint.py"]),
+            allowed=fits or not self.expected,
             done=lambda found: equal_facts(found, saved.filters),
         )
 
@@ -258,30 +312,28 @@ class AnyOrder(RuleBasedStateMachine):
     def _attempt(
         self,
         action: Callable[[], Any],
-        interrupt: int | None,
+        interrupt: InterruptAt,
         allowed: bool,
-        done: Callable[[dict[str, tuple[Any, Tensor]]], bool],
+        done: Callable[[dict[str, Fact]], bool],
     ) -> None:
         """Done, or refused or interrupted and everything as it was."""
+        refused = False
         try:
-            with InterruptAt(interrupt, ["gfsa/plugs/"]):
+            with interrupt:
                 action()
         except KeyboardInterrupt:
-            found = facts_of(self.model)
-            if equal_facts(found, self.expected):
-                return
-            # it came after the last change
-            assert allowed
-            assert done(found)
-            self.expected = found
-            return
+            assert interrupt.came
         except ValueError:
-            assert not allowed
-            assert equal_facts(facts_of(self.model), self.expected)
+            refused = True
+        found = facts_of(self.model)
+        if equal_facts(found, self.expected) and (interrupt.came or refused):
+            assert interrupt.came or not allowed
             return
+        # an interrupt that comes after the last change does not undo it
         assert allowed
-        self.expected = facts_of(self.model)
-        assert done(self.expected)
+        assert not refused
+        assert done(found)
+        self.expected = found
 
     # what leaves filters alone
 
@@ -295,7 +347,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     def _replace(self, inner: nn.Module) -> None:
         self.inner = self.model = inner
-        self.compiled = False
 
     @rule(dtype=st.sampled_from([torch.float32, torch.float64]))
     def to(self, dtype: torch.dtype) -> None:
@@ -309,17 +360,17 @@ class AnyOrder(RuleBasedStateMachine):
         self.model = Container(self.inner)
 
     @rule()
-    @precondition(lambda self: not self.compiled and self.model is self.inner)
+    @precondition(lambda self: self.may_compile and self.model is self.inner)
     def compile(self) -> None:
+        # compiling takes longer than all other steps together: once in some of the sequences
+        self.may_compile = False
         torch._dynamo.reset()
         self.model = torch.compile(self.inner, backend="eager")
-        self.compiled = True
 
     @rule()
     @precondition(lambda self: self.model is not self.inner)
     def unwrap(self) -> None:
         self.model = self.inner
-        self.compiled = False
 
     @rule()
     def forward_that_raises(self) -> None:
@@ -346,31 +397,29 @@ class AnyOrder(RuleBasedStateMachine):
                 assert module._forward_hooks.keys() == modules[name]._forward_hooks.keys()
                 assert len(module._forward_pre_hooks) == len(modules[name]._forward_pre_hooks)
 
+        # not after every step: a plugged model that has not run yet is under check
+        if self.steps % 2:
+            self._forward(self.inner)
+        self.steps += 1
+
     @rule()
     def forward(self) -> None:
+        self._forward(self.model)
+
+    def _forward(self, model: nn.Module) -> None:
         with torch.no_grad():
-            found = self.model(self.x)
-            expected = self._by_the_formula()
+            found, expected = model(self.x), self._by_the_formula()
         scale = max(1.0, float(expected.abs().max()))
         assert (found - expected).abs().max() <= 2e-5 * scale
 
     def _by_the_formula(self) -> Tensor:
         ordinary = torch.tensor([0.0, 1.0], dtype=self.x.dtype).expand(HEADS, 2)
         coefficients = [
-            self.expected[name][1].to(self.x.dtype) if name in self.expected else ordinary
-            for name in facts_like(self.plain)
+            self.expected[name].coefficients.to(self.x.dtype) if name in self.expected else ordinary
+            for name in layer_names(self.plain)
         ]
         with slow_path(), filtered_softmax(self.plain, coefficients):
             return self.plain(self.x)
-
-
-def facts_like(model: nn.Module) -> list[str]:
-    """The names of all layers that can have a filter, without the prefixes of wrappers."""
-    return [
-        name.replace("module.", "").replace("_orig_mod.", "")
-        for name, site in sites(model, unknown="trace").items()
-        if site.refusal is None
-    ]
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -383,7 +432,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def run(name: str) -> None:
     machine = type(f"AnyOrder_{name}", (AnyOrder,), {"build": staticmethod(MODELS[name])})
-    examples, steps = (200, 40) if LENGTHY else (15, 18)
+    examples, steps = (300, 50) if LENGTHY else (30, 20)
     run_state_machine_as_test(
         machine, settings=settings(max_examples=examples, stateful_step_count=steps)
     )

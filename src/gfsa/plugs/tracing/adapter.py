@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gfsa.plugs.adapter import HEADS, Adapter, heads_of
+from gfsa.plugs.adapter import HEADS, Adapter, heads_of, refusal_of_own_forward
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
 from gfsa.plugs.tracing.trace import Trace, TraceError
 
@@ -107,7 +107,7 @@ class TracerAdapter(Adapter):
         return heads
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
-        refusal = refusal_by_class_name(module)
+        refusal = refusal_by_class_name(module) or refusal_of_own_forward(module)
         if refusal is None and heads_of(module) is None:
             return (
                 f"{type(module).__name__} has no attribute with its number of heads "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
-from gfsa.plugs.tracing.trace import Trace, TraceError
+from gfsa.plugs.tracing.trace import NewPathError, Trace, TraceError, TraceMemory
 
 __all__ = ["KNOWN_TRACER", "TRACER", "UNKNOWN", "TraceError", "looks_like_attention"]
 
@@ -61,16 +62,24 @@ class Traced(nn.Module):
     """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        memory: TraceMemory = self.__dict__["_gfsa_memory"]
+        given = {**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs}
+        # a path is only known when the forward has taken it, so one that is new is taken again
+        follow = not (memory.known or memory.paths or torch.compiler.is_compiling())
+        try:
+            return self._traced(given, follow, args, kwargs)
+        except NewPathError:
+            return self._traced(given, True, args, kwargs)
+
+    def _traced(self, given: Any, follow: bool, args: Any, kwargs: Any) -> Any:
         name = self.__dict__.get("_gfsa_name") or type(self).__name__
-        verified = self.__dict__["_gfsa_verified"]
-        trace = Trace(self, name, verified)
-        trace.begin({**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs})
+        adapter: TracerAdapter = self.__dict__["_gfsa_adapter"]
+        wants_maps = adapter.wants_maps(self, given)
+        trace = Trace(self, name, self.__dict__["_gfsa_memory"], follow, wants_maps)
+        trace.begin(given)
         with trace:
             result = super().forward(*args, **kwargs)
-        trace.end()
-        if not verified and not torch.compiler.is_compiling():
-            self.__dict__["_gfsa_verified"] = True
-        return result
+        return trace.end(result)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is created at run time, so copies and pickles refer to the original class
@@ -98,8 +107,8 @@ class TracerAdapter(Adapter):
 
     how = "tracer"
 
-    #: whether the checks of the first forward are skipped
-    verified = False
+    #: whether tests have verified the class, so that no forward has to
+    known = False
 
     def num_heads(self, module: nn.Module) -> int:
         heads = heads_of(module)
@@ -118,18 +127,22 @@ class TracerAdapter(Adapter):
     def refusal_inside(self, owners: Owners) -> str | None:
         return REASON if crosses_by_design(owners) else None
 
+    def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
+        """Whether the caller of this forward looks at attention weights that it returns."""
+        return True
+
     def install(self, module: nn.Module) -> None:
         module.__dict__["_gfsa_class"] = type(module)
         traced = _traced(type(module))  # type: ignore[arg-type]
         module.__class__ = traced
-        module.__dict__["_gfsa_verified"] = self.verified
+        module.__dict__["_gfsa_memory"] = TraceMemory(self.known)
         # looked up here, not in a forward that may be compiled
         inputs = inspect.signature(module.__dict__["_gfsa_class"].forward).parameters
         module.__dict__["_gfsa_inputs"] = tuple(inputs)[1:]
 
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop("_gfsa_class")
-        del module.__dict__["_gfsa_verified"], module.__dict__["_gfsa_inputs"]
+        del module.__dict__["_gfsa_memory"], module.__dict__["_gfsa_inputs"]
         module.__dict__.pop("_gfsa_name", None)
 
     def mark(self, model: nn.Module) -> None:
@@ -152,7 +165,7 @@ class KnownTracerAdapter(TracerAdapter):
     """Traces classes that the tests have verified, so the first forward does not check them."""
 
     how = "tracer, known class"
-    verified = True
+    known = True
 
 
 TRACER = TracerAdapter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,50 +12,14 @@ from torch import nn
 
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
+from gfsa.plugs.tracing.candidates import (
+    looks_like_attention,
+    refusal_by_class_name,
+    refusal_by_code,
+)
 from gfsa.plugs.tracing.trace import NewPathError, Trace, TraceError, TraceMemory
 
 __all__ = ["KNOWN_TRACER", "TRACER", "UNKNOWN", "TraceError", "looks_like_attention"]
-
-_NAMED = re.compile(r"att(entio)?n|mha\b|msa\b|xca\b", re.IGNORECASE)
-_PROJECTIONS = {
-    "qkv", "to_qkv", "qkv_proj", "in_proj", "wqkv", "query_key_value", "c_attn",
-    "q", "query", "q_proj", "query_proj", "to_q", "wq", "w_q", "q_linear",
-}  # fmt: skip
-
-# class names of attention that has no n×n map over tokens, and the refusal for each
-_WITHOUT_MAP = {
-    r"channel|xca|crosscovariance": "its attention is over channels, not tokens",
-    r"class_?att": "class attention has one query: its map is not square",
-    r"pool": "pooling attention has learned queries: its map is not square",
-    r"cross": REASON,
-    r"longformer|ledencoder|blocksparse|lsh": "its map is kept in bands or blocks, not as a square",
-    r"outlook": "its map is predicted from one token, not from pairs of tokens",
-    r"linear|performer|additive|sgformer|polynormer|lite|factor": (
-        "linear attention has no n×n map that could be taken to a power here"
-    ),
-}
-
-
-def looks_like_attention(module: nn.Module) -> bool:
-    """Whether ``module`` seems to compute attention, and no module inside it does."""
-    return _seems_attention(module) and not any(
-        _seems_attention(inner) for inner in module.modules() if inner is not module
-    )
-
-
-def refusal_by_class_name(module: nn.Module) -> str | None:
-    """Why a module cannot be filtered, judging by the name of its class, or None."""
-    name = type(module).__name__.lower()
-    return next((why for pattern, why in _WITHOUT_MAP.items() if re.search(pattern, name)), None)
-
-
-def _seems_attention(module: nn.Module) -> bool:
-    """Two of three signs: a name like attention, projections to q, a number of heads."""
-    named = _NAMED.search(type(module).__name__) is not None
-    projects = any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
-    has_heads = heads_of(module) is not None
-    return (has_heads and (named or projects)) or (named and projects)
-
 
 class Traced(nn.Module):
     """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
@@ -122,10 +85,12 @@ class TracerAdapter(Adapter):
                 f"{type(module).__name__} has no attribute with its number of heads "
                 f"({', '.join(HEADS)}); gfsa.register_adapter an adapter that returns it"
             )
-        return refusal
+        return refusal or refusal_by_code(module)
 
     def refusal_inside(self, owners: Owners) -> str | None:
-        return REASON if crosses_by_design(owners) else None
+        owner = owners[0][0] if owners else None
+        crosses = getattr(owner, "is_cross_attention", False) is True
+        return REASON if crosses or crosses_by_design(owners) else None
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
         """Whether the caller of this forward looks at attention weights that it returns."""

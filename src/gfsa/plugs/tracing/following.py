@@ -379,8 +379,8 @@ class AxisFollower:
                 axis += 1
                 if isinstance(i, slice):
                     dims.append(sliced(dim, *i.indices(size)))
-                elif isinstance(i, Tensor):
-                    dims.append(changed(dim, "index", self._key(i), len(i)))
+                elif isinstance(i, (Tensor, list)):
+                    dims.append(_taken(dim, i, self._key(i), size))
                 elif dim and not is_features(dim):
                     picks |= {(dim, i % size)}
             found.append(Origin(origin.source, tuple(dims), picks))
@@ -500,9 +500,18 @@ def _joined_arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], int]:
 
 def _is_positions(index: Any, beside: tuple[Any, ...]) -> bool:
     """Whether an index is a row of positions along one axis, and no integer is beside it."""
-    if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype == torch.bool:
+    if any(isinstance(i, int) for i in beside):
         return False
-    return not any(isinstance(i, int) for i in beside)
+    if isinstance(index, list):
+        return all(type(i) is int for i in index)
+    return isinstance(index, Tensor) and index.dim() == 1 and index.dtype != torch.bool
+
+
+def _taken(dim: Dim, index: Tensor | list[int], key: Hashable, size: int) -> Dim:
+    """The axis after an index by a row of positions."""
+    if isinstance(index, list) and len(index) == 1:
+        return sliced(dim, index[0] % size, index[0] % size + 1)
+    return changed(dim, "index", key, len(index))
 
 
 def name_of(func: Any) -> str:

@@ -14,12 +14,22 @@ from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
 from gfsa.plugs.tracing.candidates import (
     looks_like_attention,
+    may_be_attention,
     refusal_by_class_name,
     refusal_by_code,
 )
 from gfsa.plugs.tracing.trace import NewPathError, Trace, TraceError, TraceMemory
 
-__all__ = ["KNOWN_TRACER", "TRACER", "UNKNOWN", "TraceError", "looks_like_attention"]
+__all__ = [
+    "DOUBTFUL",
+    "KNOWN_TRACER",
+    "TRACER",
+    "UNKNOWN",
+    "TraceError",
+    "looks_like_attention",
+    "may_be_attention",
+]
+
 
 class Traced(nn.Module):
     """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
@@ -85,7 +95,7 @@ class TracerAdapter(Adapter):
                 f"{type(module).__name__} has no attribute with its number of heads "
                 f"({', '.join(HEADS)}); gfsa.register_adapter an adapter that returns it"
             )
-        return refusal or refusal_by_code(module)
+        return refusal or (None if self.known else refusal_by_code(module))
 
     def refusal_inside(self, owners: Owners) -> str | None:
         owner = owners[0][0] if owners else None
@@ -126,6 +136,18 @@ class UnknownAdapter(TracerAdapter):
         )
 
 
+class DoubtfulAdapter(TracerAdapter):
+    """Refuses modules with heads and a softmax that may be attention or something else."""
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        kind = type(module).__name__
+        return (
+            f"{kind} has heads and a softmax, but neither its name nor its projections show that "
+            f"it is self-attention; if it is, gfsa.register_adapter({kind}, TRACER) with TRACER "
+            "from gfsa.plugs.tracing.adapter traces it"
+        )
+
+
 class KnownTracerAdapter(TracerAdapter):
     """Traces classes that the tests have verified, so the first forward does not check them."""
 
@@ -136,3 +158,4 @@ class KnownTracerAdapter(TracerAdapter):
 TRACER = TracerAdapter()
 KNOWN_TRACER = KnownTracerAdapter()
 UNKNOWN = UnknownAdapter()
+DOUBTFUL = DoubtfulAdapter()

@@ -9,6 +9,7 @@ factors are equal. Nothing is computed: sizes alone are read.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -173,15 +174,10 @@ def concatenated(pieces: Sequence[Dim], sizes: Sequence[int]) -> Dim:
     parts = [dim[0].atom if len(dim) == 1 else None for dim in pieces]
     slices = [part for part in parts if part is not None and part.kind == "slice"]
     if len(slices) == len(pieces) and len({part.of for part in slices}) == 1:
-        ends = [0]
-        for part in slices:
-            start, stop, step = part.key  # type: ignore[misc]
-            if start != ends[-1] or step != 1:
-                break
-            ends.append(stop)
-        else:
-            if ends[-1] == size_of(slices[0].of):
-                return slices[0].of
+        ends = list(itertools.accumulate(sizes, initial=0))
+        adjacent = [(start, stop, 1) for start, stop in itertools.pairwise(ends)]
+        if [part.key for part in slices] == adjacent and ends[-1] == size_of(slices[0].of):
+            return slices[0].of
     everything = tuple(factor for dim in pieces for factor in dim)
     if all(is_constant(dim) for dim in pieces):
         return constant(sum(sizes))

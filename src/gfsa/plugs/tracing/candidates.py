@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from gfsa.plugs.adapter import heads_of
@@ -20,6 +21,14 @@ _PROJECTIONS = {
 }  # fmt: skip
 _KEYS = {"k", "key", "keys", "key_states"}
 _VALUES = {"v", "value", "values", "value_states"}
+# by how much some attention has fewer queries or keys than tokens
+_REDUCTIONS = (
+    "query_stride",
+    "sr_ratio",
+    "sequence_reduction_ratio",
+    "sequences_reduction_ratio",
+    "spatial_reduction_ratio",
+)
 _ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention"}
 
 # class names of attention that has no n×n map over tokens, and the refusal for each
@@ -43,12 +52,27 @@ def looks_like_attention(module: nn.Module) -> bool:
     )
 
 
+def may_be_attention(module: nn.Module) -> bool:
+    """Whether ``module`` has heads and a softmax, but nothing else that shows what it computes."""
+    return (
+        heads_of(module) is not None
+        and _has_softmax(type(module))
+        and not any(_seems_attention(inner) for inner in module.modules())
+    )
+
+
 def _seems_attention(module: nn.Module) -> bool:
-    """Two of three signs: a name like attention, projections to q, a number of heads."""
+    """Two of three signs: a name like attention, projections to q, a number of heads.
+
+    Without heads and projections, a softmax shows that a module named after attention is one.
+    """
     named = _NAMED.search(type(module).__name__) is not None
     projects = any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
     has_heads = heads_of(module) is not None
-    return (has_heads and (named or projects)) or (named and projects)
+    if named:
+        # reading code takes longer than looking names up
+        return projects or has_heads or _has_softmax(type(module))
+    return projects and has_heads
 
 
 def refusal_by_class_name(module: nn.Module) -> str | None:
@@ -65,6 +89,12 @@ def refusal_by_code(module: nn.Module) -> str | None:
             f"{kind} computes no softmax and calls no attention of torch: it has no attention map "
             "that could be followed to its product with v"
         )
+    reduced = next((name for name in _REDUCTIONS if _above_one(getattr(module, name, 1))), None)
+    if reduced is not None:
+        return (
+            f"{kind} has {reduced} = {getattr(module, reduced)}: its queries or keys are fewer "
+            "than its tokens, so its map is not square"
+        )
     inputs = {name.lower() for name in _inputs_of(module)}
     if inputs & _KEYS and inputs & _VALUES and not _projects_tokens(module):
         return (
@@ -74,22 +104,48 @@ def refusal_by_code(module: nn.Module) -> str | None:
     return None
 
 
+def _above_one(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
 def computes_softmax(module: nn.Module) -> bool:
     """Whether the code of a module, or of what it calls, has a softmax or torch's attention.
 
     Mixers of other kinds (state spaces, Fourier transforms, linear attention) have heads, too.
     """
-    for inner in module.modules():
-        if isinstance(inner, nn.Softmax):
+    return any(
+        isinstance(inner, nn.Softmax)
+        or _has_softmax(type(inner))
+        # a function that the module keeps, or a forward that replaces the class's
+        or any(_calls_attention(value) for value in vars(inner).values() if callable(value))
+        for inner in module.modules()
+    )
+
+
+def _has_softmax(cls: type[nn.Module]) -> bool:
+    """Whether the methods of a class have a softmax, or call functions that do."""
+    overridden: set[str] = set()
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        methods = {name: m for name, m in vars(base).items() if name not in overridden}
+        if any(_calls_attention(method) for method in methods.values()):
             return True
-        given = vars(inner).values()
-        if any(getattr(value, "__name__", None) in _ATTENTION_CALLS for value in given):
-            return True
-        seen: set[CodeType] = set()
-        for function in _methods(inner):
-            if any(_ATTENTION_CALLS & set(code.co_names) for code in _codes(function, seen)):
-                return True
+        # a method that calls super() runs the one that it overrides, too
+        overridden |= {name for name, method in methods.items() if not _calls_super(method)}
     return False
+
+
+def _calls_super(method: Any) -> bool:
+    method = inspect.unwrap(getattr(method, "__func__", method))
+    return isinstance(method, FunctionType) and "super" in method.__code__.co_names
+
+
+def _calls_attention(function: Any) -> bool:
+    if getattr(function, "__name__", None) in _ATTENTION_CALLS:
+        return True
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return isinstance(function, FunctionType) and any(
+        _ATTENTION_CALLS & set(code.co_names) for code in _codes(function, set())
+    )
 
 
 def _inputs_of(module: nn.Module) -> tuple[str, ...]:
@@ -102,21 +158,6 @@ def _projects_tokens(module: nn.Module) -> bool:
     return len(own) > 1 or any(True for _ in module.parameters(recurse=False))
 
 
-def _methods(module: nn.Module) -> Iterator[FunctionType]:
-    """The functions of a module's class that were not written for nn.Module, and its own."""
-    for cls in type(module).__mro__:
-        if cls is nn.Module:
-            break
-        for value in vars(cls).values():
-            function = inspect.unwrap(getattr(value, "__func__", value))  # type: ignore[arg-type]
-            if isinstance(function, FunctionType):
-                yield function
-    for value in vars(module).values():
-        function = getattr(value, "__func__", value)
-        if isinstance(function, FunctionType):
-            yield function
-
-
 def _codes(function: FunctionType, seen: set[CodeType], depth: int = 3) -> Iterator[CodeType]:
     """The code of a function, of functions inside it, and of those that it calls by name."""
     pending: list[CodeType] = [function.__code__]
@@ -126,8 +167,25 @@ def _codes(function: FunctionType, seen: set[CodeType], depth: int = 3) -> Itera
             continue
         seen.add(code)
         yield code
-        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        for name in code.co_names if depth else ():
-            called: Any = function.__globals__.get(name)
-            if isinstance(called, FunctionType) and not called.__module__.startswith("torch."):
-                yield from _codes(called, seen, depth - 1)
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        named = [function.__globals__.get(name) for name in code.co_names]
+        for called in (*named, *_enclosed(function)) if depth else ():
+            for inner in _functions(called):
+                yield from _codes(inner, seen, depth - 1)
+
+
+def _enclosed(function: FunctionType) -> list[Any]:
+    """What a function takes from the function around it, such as the method that it replaces."""
+    cells = function.__closure__ or ()
+    return [cell.cell_contents for cell in cells if cell != CellType()]
+
+
+def _functions(called: Any) -> list[FunctionType]:
+    """What may run if a name is called: a function, or the methods of an autograd function."""
+    if isinstance(called, type) and issubclass(called, torch.autograd.Function):
+        methods = [getattr(method, "__func__", None) for method in vars(called).values()]
+        return [method for method in methods if isinstance(method, FunctionType)]
+    called = inspect.unwrap(called) if callable(called) else called
+    if isinstance(called, FunctionType) and not called.__module__.startswith("torch."):
+        return [called]
+    return []

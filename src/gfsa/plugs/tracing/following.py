@@ -26,7 +26,7 @@ from gfsa.plugs.tracing.axes import (
 Origins = tuple[Origin, ...]
 """How a tensor depends on each of the module's inputs; empty if it is not followed."""
 
-_GETTERS = [Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__]
+_GETTERS = [vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH")]
 _RESHAPES = {
     "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
     "ravel",
@@ -37,6 +37,7 @@ _REORDERS = {
 MOVES = _RESHAPES | _REORDERS
 """Operations that give every entry another place and change none."""
 
+_OPERANDS = ("input", "self", "batch1", "mat1", "tensor1", "other", "batch2", "mat2", "tensor2")
 _PRODUCTS = {"matmul", "__matmul__", "mm", "bmm"}
 # axis by axis, the argument that names the axis whose entries move
 _ALONG = {"roll": 2, "flip": 1, "index_select": 1, "gather": 1, "take_along_dim": 2}
@@ -111,11 +112,13 @@ class AxisFollower:
             return self._reorder(func, args, kwargs)
         if name in _RESHAPES:
             return self._each(given[0], lambda dims: reshaped(dims, result.shape))
-        if name in _PRODUCTS and len(args) > 1:
-            return self._product(args[0], args[1], result)
-        if name in ("addmm", "baddbmm") and len(args) > 2:
-            added = self._elementwise([args[0]], result) if self.of(args[0]) else ()
-            return (*added, *self._product(args[1], args[2], result))
+        if name in _PRODUCTS:
+            left, right = operands_of(args, kwargs)[:2]
+            return self._product(left, right, result)
+        if name in ("addmm", "baddbmm"):
+            added, left, right = operands_of(args, kwargs)[:3]
+            terms = self._elementwise([added], result) if self.of(added) else ()
+            return (*terms, *self._product(left, right, result))
         if name in _ALONG:
             return self._along(name, args, kwargs, result)
         if name in _SCRAMBLES:
@@ -243,9 +246,7 @@ class AxisFollower:
         if not self.of(left):
             return self._broadcast_lead(self._project(right, -2, result), result)
         rows = self._each(left, lambda dims: [*dims[:-1], constant(result.shape[-1])])
-        columns = self._each(
-            right, lambda dims: [*dims[:-2], constant(result.shape[-2]), dims[-1]]
-        )
+        columns = self._each(right, lambda dims: [*dims[:-2], constant(result.shape[-2]), dims[-1]])
         return self._broadcast_lead((*rows, *columns), result)
 
     def _broadcast_lead(self, origins: Origins, result: Tensor) -> Origins:
@@ -370,7 +371,8 @@ class AxisFollower:
         index = (*index[:place], *[slice(None)] * (x.dim() - named), *index[place + 1 :])
         found = []
         for origin in self.of(x):
-            dims, picks, axis = [], origin.picks, 0
+            dims: list[Dim] = []
+            picks, axis = origin.picks, 0
             for i in index:
                 if i is None:
                     dims.append(())
@@ -435,13 +437,13 @@ class AxisFollower:
         axis: int | None,
         rule: Callable[[list[Origin | None]], list[Dim]],
     ) -> Origins:
-        """Tensors as one, if all that are followed have the same origins except along ``axis``."""
-        followed = [self.of(x) for x in tensors if self.of(x)]
-        if len({tuple(_beside(origin, axis) for origin in origins) for origins in followed}) != 1:
-            return ()
+        """Tensors as one: what they have in common beside ``axis`` is one origin again."""
+        alike = [{_beside(origin, axis): origin for origin in self.of(x)} for x in tensors]
+        keys = dict.fromkeys(key for origins in alike for key in origins)
         found = []
-        for place, first in enumerate(followed[0]):
-            pieces = [origins[place] if (origins := self.of(x)) else None for x in tensors]
+        for key in keys:
+            pieces = [origins.get(key) for origins in alike]
+            first = next(piece for piece in pieces if piece is not None)
             found.append(first.with_dims(rule(pieces)))
         return tuple(found)
 
@@ -496,6 +498,11 @@ def _joined_arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], int]:
     tensors = args[0] if args else kwargs["tensors"]
     axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
     return list(tensors), axis
+
+
+def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors of a product in their order, by position or by name."""
+    return [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
 
 
 def _is_positions(index: Any, beside: tuple[Any, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -243,17 +244,17 @@ def _lead(side: Side, place: int, rank: int) -> Dim:
 
 
 def _heads_in(dim: Dim, axis: int, rank: int, heads: int) -> set[HeadLayout]:
-    """The layouts in which an axis holds the heads: a factor of a projection's features."""
-    return {
-        HeadLayout(
-            rank,
-            axis,
-            math.prod(f.size for f in dim[:place]),
-            math.prod(f.size for f in dim[place + 1 :]),
-        )
-        for place, factor in enumerate(dim)
-        if factor.size == heads and is_features((factor,))
-    }
+    """The layouts in which an axis holds the heads: a part of a projection's features."""
+    found = set()
+    place = 0
+    for of_features, run in itertools.groupby(dim, key=lambda factor: is_features((factor,))):
+        factors = list(run)
+        # groups of heads and the heads of each group may be two neighbouring factors
+        if of_features and size_of(tuple(factors)) == heads:
+            before, after = size_of(dim[:place]), size_of(dim[place + len(factors) :])
+            found.add(HeadLayout(rank, axis, before, after))
+        place += len(factors)
+    return found
 
 
 def settled(layout: HeadLayout, scores: Sequence[int], heads: int) -> HeadLayout | None:

@@ -12,9 +12,9 @@ from gfsa.plugs.tracing.following import MOVES, name_of
 # operations on single entries that a map goes through on its way to the product; the product's map
 # has been through them
 _ON_THE_WAY = {
-    "dropout", "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone",
-    "masked_fill", "masked_fill_", "nan_to_num", "where", "mul", "mul_", "__mul__", "__rmul__",
-    "__imul__", "div", "div_", "__truediv__", "__itruediv__",
+    "dropout", "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous",
+    "clone", "masked_fill", "masked_fill_", "nan_to_num", "where", "mul", "mul_", "__mul__",
+    "__rmul__", "__imul__", "div", "div_", "__truediv__", "__itruediv__",
 }  # fmt: skip
 
 
@@ -84,9 +84,7 @@ class MapHistory:
                 return step
         return None
 
-    def follow(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record the result of an operation on a map, if it is one tensor of numbers."""
         if not self.steps or not isinstance(result, Tensor) or not result.is_floating_point():
             return

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.plugs.cross_attention import require_same_tokens
-from gfsa.plugs.tracing.following import AxisFollower, name_of
+from gfsa.plugs.tracing.following import AxisFollower, name_of, operands_of
 from gfsa.plugs.tracing.layout import (
     HeadLayout,
     SelfAttention,
@@ -168,7 +168,7 @@ class Trace(TorchFunctionMode):
         if func in _DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in _MATMUL:
-            return self._written(self._product(*_operands(args, kwargs)[:2]), kwargs)
+            return self._written(self._product(*operands_of(args, kwargs)[:2]), kwargs)
         if func in _ADDED_MATMUL:
             return self._written(self._added_product(args, kwargs), kwargs)
         if func is torch.einsum:
@@ -219,7 +219,7 @@ class Trace(TorchFunctionMode):
 
     def _added_product(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """``beta·input + alpha·(left @ right)``."""
-        added, left, right = _operands(args, kwargs)[:3]
+        added, left, right = operands_of(args, kwargs)[:3]
         if self.history.find_map(left, right) is None:
             self._refuse("its map is added to a product")
         y = kwargs.get("alpha", 1) * self._product(left, right)
@@ -279,9 +279,7 @@ class Trace(TorchFunctionMode):
     ) -> Tensor:
         scores = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2])
         of_keys = sides_of_tokens(self._origins(key))
-        self._check(
-            (*scores, key.shape[-2]), sides_of_tokens(self._origins(query)), of_keys, value
-        )
+        self._check((*scores, key.shape[-2]), sides_of_tokens(self._origins(query)), of_keys, value)
         assert self.layout is not None
         layout, heads = self.layout, self.filter.num_heads
         if not enable_gqa:
@@ -481,8 +479,3 @@ def _named_tokens(name: str, value: Any) -> list[tuple[str, Tensor]]:
     if isinstance(value, (list, tuple)):
         return [found for i, x in enumerate(value) for found in _named_tokens(f"{name}[{i}]", x)]
     return []
-
-
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors of a product, by position or by name, without the one for the result."""
-    return [*args, *(x for name, x in kwargs.items() if name != "out" and isinstance(x, Tensor))]

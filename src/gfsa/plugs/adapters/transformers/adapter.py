@@ -83,10 +83,15 @@ INTERFACE = InterfaceAdapter()
 
 
 class ModelTracerAdapter(TracerAdapter):
-    """Traces modules of transformers, which return attention weights whether asked or not."""
+    """Traces modules of transformers, many of which return attention weights unasked."""
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
-        return _wants_maps(module, given)
+        if _wants_maps(module, given):
+            return True
+        if "output_attentions" in given or torch.compiler.is_compiling():
+            return False
+        # neither the caller nor a recorder decides: the block around the module does (MPT)
+        return _active_collector.get() is None
 
 
 TRACED = ModelTracerAdapter()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.plugs.tracing.adapter import TraceError, looks_like_attention
-from support.plugging import check_backbone, disturb
+from support.plugging import check_backbone, disturb, matrix_polynomial
 
 B, N, DIM, HEADS = 3, 7, 16, 4
 
@@ -417,6 +417,178 @@ def test_tokens_of_another_sequence_are_refused():
         reader(X, X + 1)
     with pytest.raises(ValueError, match="has other values than its query"):
         reader(X, context=X + 1)
+
+
+class TwoInputs(nn.Module):
+    """Attention whose inputs are used as its ``way`` says."""
+
+    way = "cross"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.attend(*getattr(self, self.way)(x, y))
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        given = ((self.q, queries), (self.k, keys), (self.v, values))
+        q, k, v = (
+            project(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2) for project, tokens in given
+        )
+        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def cross(self, x, y):
+        return x, y, y
+
+    def cross_with_positions(self, x, y):
+        positions = torch.arange(DIM, dtype=x.dtype)
+        return x + positions, y + positions, y + positions
+
+    def cross_in_one_tensor(self, x, y):
+        both = torch.stack([x, y])
+        return both[0], both[1], both[1]
+
+    def cross_in_features(self, x, y):
+        queries, keys = torch.cat([x, y], -1).chunk(2, -1)
+        return queries, keys, keys
+
+    def cross_in_one_sequence(self, x, y):
+        queries, keys = torch.cat([x, y], 1).chunk(2, 1)
+        return queries, keys, keys
+
+    def other_values_only(self, x, y):
+        return x, x, y
+
+    def positions(self, x, y):
+        return x + y, x + y, x
+
+    def positions_in_values(self, x, y):
+        return x + y, x + y, x + y
+
+    def unused(self, x, y):
+        return x, x, x
+
+
+CROSSING = [way for way in vars(TwoInputs) if way.startswith("cross")]
+
+
+@pytest.mark.parametrize("way", CROSSING)
+def test_attention_to_another_sequence_of_the_same_length_is_refused(way):
+    module = TwoInputs()
+    module.way = way
+    other = X.flip(1)
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"cannot filter.*(x|y).*(cross-attention|tokens)"):
+            module(X, other)
+
+
+def test_another_sequence_is_refused_after_one_that_was_the_same():
+    module = TwoInputs()
+    gfsa.plug(module, unknown="trace")
+    module(X, X)
+    module(X, X.clone())
+    with pytest.raises(ValueError, match="its key has other values than its query"):
+        module(X, X + 1)
+
+
+@pytest.mark.parametrize("way", ["other_values_only", "positions", "positions_in_values", "unused"])
+def test_a_second_input_that_is_no_other_sequence_is_accepted(way):
+    module = TwoInputs()
+    module.way = way
+    y = X.flip(0)
+    expected = module(X, y)
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        assert torch.equal(module(X, y), expected)
+
+
+class Returning(WrittenAttention):
+    """Attention that returns its weights, in one of many shapes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.weights = None
+        y = super().forward(x)
+        return y, self.weights
+
+    def by_as_they_are(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        return self.weights @ v
+
+    def by_before_dropout(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        return self.drop(self.weights) @ v
+
+    def by_before_merging(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        merged = self.weights.to(v.dtype).reshape(-1, *q.shape[2:3] * 2)
+        return torch.bmm(merged, v.flatten(0, 1)).unflatten(0, (-1, HEADS))
+
+    def by_after_merging(self, q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        attention = (q @ k.mT).softmax(-1)
+        self.weights = attention.unflatten(0, (-1, HEADS))
+        return (self.drop(attention) @ v).unflatten(0, (-1, HEADS))
+
+    def by_columns(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        return (v.mT @ self.weights.mT).mT
+
+    def by_other_order_in_memory(self, q, k, v):
+        weights = (q @ k.mT).softmax(-1)
+        y = weights.transpose(0, 1) @ v.transpose(0, 1)
+        self.weights = weights
+        return y.transpose(0, 1)
+
+    def by_mean_over_heads(self, q, k, v):
+        attention = (q @ k.mT).softmax(-1)
+        y = attention @ v
+        self.weights = attention.mean(1)
+        return y
+
+    def by_mean_before_the_product(self, q, k, v):
+        attention = (q @ k.mT).softmax(-1)
+        self.weights = attention.mean(1)
+        return attention.reshape(attention.shape) @ v
+
+    def by_before_mixing(self, q, k, v):
+        self.weights = (q @ k.mT).softmax(-1)
+        return torch.einsum("bhij,gh->bgij", self.weights, self.mix) @ v
+
+
+RETURNED = [way.removeprefix("by_") for way in vars(Returning) if way.startswith("by_")]
+
+
+@pytest.mark.parametrize("way", [way for way in RETURNED if way != "before_mixing"])
+@torch.no_grad()
+def test_weights_that_a_module_returns_are_those_of_the_filter(way):
+    module = Returning().double().eval()
+    module.way = way
+    x = X.double()
+    plain = module(x)[1]
+    gfsa.plug(module, unknown="trace")
+    (coefficients,) = disturb(module)
+    y, weights = module(x)
+    full = copy.deepcopy(module)
+    gfsa.unplug(full)
+    full.way = "as_they_are"
+    expected = matrix_polynomial(coefficients, full(x)[1])
+    values = full.qkv(x).unflatten(-1, (3, HEADS, -1))[:, :, 2].transpose(1, 2)
+    by_definition = full.proj((expected @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(y, by_definition, rtol=0, atol=1e-12)
+    expected = expected.mean(1) if weights.dim() == 3 else expected
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+    assert weights.shape == plain.shape
+
+
+def test_weights_without_a_filtered_map_are_refused():
+    module = Returning()
+    module.way = "before_mixing"
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(TraceError, match="not the map that multiplies its values"), pytest.warns():
+        module(X)
 
 
 def test_places_that_are_cross_attention_are_left_alone():

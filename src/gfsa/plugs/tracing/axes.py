@@ -13,17 +13,17 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Atom(NamedTuple):
     """What a factor is a part of."""
 
     kind: str
-    """``"input"`` (an axis of an input), ``"features"`` (of a projection), or the operation that
-    changed an axis: a slice, a concatenation, an index …"""
-    key: Hashable
-    """Equal for the same axis of an input and for the same operation with the same arguments."""
+    """``"input"`` (an axis of an input), ``"features"`` (of a projection), ``"other"`` (what was
+    concatenated with an input), or the operation that changed an axis: a slice, an index …"""
+    key: Any
+    """Hashable, and equal for the same axis of an input and for the same operation with the same arguments."""
     of: tuple[Factor, ...] = ()
     """What the operation changed."""
 
@@ -80,6 +80,11 @@ def atoms_in(dim: Dim) -> Iterator[Atom]:
         if factor.atom is not None:
             yield factor.atom
             yield from atoms_in(factor.atom.of)
+
+
+def is_elsewhere(dim: Dim) -> bool:
+    """Whether an axis is a part of a concatenation that has nothing of the input."""
+    return bool(dim) and all(f.atom is not None and f.atom.kind == "other" for f in dim)
 
 
 def is_features(dim: Dim) -> bool:
@@ -162,6 +167,13 @@ def sliced(dim: Dim, start: int, stop: int, step: int = 1) -> Dim:
     size = size_of(dim)
     if (start, stop, step) == (0, size, 1):
         return dim
+    atom = dim[0].atom if len(dim) == 1 and dim[0].size == dim[0].whole else None
+    if atom is not None and atom.kind == "cat" and step == 1:
+        pieces, sizes = atom.key
+        ends = itertools.accumulate(sizes)
+        for piece, length, end in zip(pieces, sizes, ends, strict=True):
+            if end - length <= start and stop <= end:
+                return sliced(piece, start - end + length, stop - end + length)
     return changed(dim, "slice", (start, stop, step), len(range(start, stop, step)))
 
 

@@ -17,6 +17,7 @@ from gfsa.plugs.tracing.axes import (
     changed,
     concatenated,
     constant,
+    is_elsewhere,
     is_features,
     reshaped,
     sliced,
@@ -26,7 +27,7 @@ from gfsa.plugs.tracing.axes import (
 Origins = tuple[Origin, ...]
 """How a tensor depends on each of the module's inputs; empty if it is not followed."""
 
-_GETTERS = [vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH")]
+_TRANSPOSES = [vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH")]
 _RESHAPES = {
     "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
     "ravel",
@@ -99,6 +100,7 @@ class AxisFollower:
             if len(results) > 1:
                 found += [()] * (len(results) - 1)
         for x, origins in zip(results, found, strict=True):
+            origins = tuple(o for o in origins if not any(map(is_elsewhere, o.dims)))
             if origins and all(len(origin.dims) == x.dim() for origin in origins):
                 self.known[x] = tuple(dict.fromkeys(origins))
             else:
@@ -425,8 +427,11 @@ class AxisFollower:
 
         def rule(pieces: list[Origin | None]) -> list[Dim]:
             first = next(piece for piece in pieces if piece is not None)
+            # tensors of the same tokens differ in features; others are told by the index
+            same = all(piece is not None for piece in pieces)
+            kind = "features" if same else "stack"
             dims = list(first.dims)
-            dims.insert(axis, whole(Atom("features", next(self._serials)), len(tensors)))
+            dims.insert(axis, whole(Atom(kind, next(self._serials)), len(tensors)))
             return dims
 
         return self._join(tensors, None, rule)
@@ -522,10 +527,11 @@ def _taken(dim: Dim, index: Tensor | list[int], key: Hashable, size: int) -> Dim
 
 
 def name_of(func: Any) -> str:
-    """The name of a function that torch dispatches."""
-    if func in _GETTERS:
+    """The name of a function that torch dispatches; that of a property for its getter."""
+    name = str(getattr(func, "__name__", func))
+    if name == "__get__" and func in _TRANSPOSES:
         return "transpose"
-    return str(getattr(func, "__name__", func))
+    return name
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

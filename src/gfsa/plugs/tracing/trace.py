@@ -121,7 +121,7 @@ class Trace(TorchFunctionMode):
         self.inputs = {
             name: x for key, value in given.items() for name, x in _named_tokens(key, value)
         }
-        self.path = [f"{name}:{x.dim()}" for name, x in self.inputs.items()]
+        self.path = [f"{name}:{x.dim()}={self._first_name(x)}" for name, x in self.inputs.items()]
         tokens = next(iter(self.inputs.values()), None)
         if tokens is None:
             return
@@ -132,6 +132,10 @@ class Trace(TorchFunctionMode):
         if self.follower is not None:
             for name, x in self.inputs.items():
                 self.follower.start(name, x)
+
+    def _first_name(self, x: Tensor) -> str:
+        """The name of the first input that is this tensor."""
+        return next(name for name, other in self.inputs.items() if other is x)
 
     def end(self, result: Any) -> Any:
         """Check the forward after it ran; returns its result, with H where it has A."""
@@ -382,14 +386,17 @@ class Trace(TorchFunctionMode):
         if self.memory.known:
             return HeadLayout(len(scores), -3)
         if torch.compiler.is_compiling():
-            # the path is not recorded while a graph is compiled
-            fitting = [v for v in self.memory.paths.values() if v.layout.rank == len(scores)]
-            verified = fitting[0] if len({v.layout for v in fitting}) == 1 else None
-        else:
-            verified = self.memory.paths.get(tuple(self.path))
-        if verified is None:
-            if torch.compiler.is_compiling():
+            # operations are not recorded while a graph is compiled, so all paths of these inputs
+            # have to agree
+            count = len(self.path)
+            known = [v for path, v in self.memory.paths.items() if list(path[:count]) == self.path]
+            known = [v for v in known if v.layout.rank == len(scores)]
+            if not known or any(v != known[0] for v in known):
                 self._refuse_uncompiled()
+            verified = known[0]
+        elif tuple(self.path) in self.memory.paths:
+            verified = self.memory.paths[tuple(self.path)]
+        else:
             raise NewPathError
         for first, second in verified.equal_inputs:
             require_same_tokens(self.module, self.inputs[first], self.inputs[second])

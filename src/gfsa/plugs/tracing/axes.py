@@ -23,7 +23,7 @@ class Atom(NamedTuple):
     """``"input"`` (an axis of an input), ``"features"`` (of a projection), ``"other"`` (what was
     concatenated with an input), or the operation that changed an axis: a slice, an index …"""
     key: Any
-    """Hashable, and equal for the same axis of an input and for the same operation with the same arguments."""
+    """Hashable; equal for the same axis of an input, and for one operation with equal arguments."""
     of: tuple[Factor, ...] = ()
     """What the operation changed."""
 

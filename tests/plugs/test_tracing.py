@@ -6,6 +6,7 @@ import copy
 import warnings
 
 import pytest
+import timm
 import torch
 import transformers as hf
 from torch import Tensor, nn
@@ -413,10 +414,15 @@ def test_tokens_of_another_sequence_are_refused():
     gfsa.plug(reader, unknown="trace")
     assert reader(X).shape == X.shape
     assert reader(X, X).shape == X.shape
+    assert reader(X, X.clone()).shape == X.shape
     with pytest.raises(ValueError, match="has other values than its query"):
         reader(X, X + 1)
     with pytest.raises(ValueError, match="has other values than its query"):
         reader(X, context=X + 1)
+    fresh = Reader()
+    gfsa.plug(fresh, unknown="trace")
+    with pytest.raises(TraceError, match="its queries come from x and its keys from context"):
+        fresh(X, X + 1)
 
 
 class TwoInputs(nn.Module):
@@ -646,6 +652,34 @@ def test_copies_of_a_verified_module_stay_verified_and_a_fresh_one_is_not():
     model(X)
     assert copy.deepcopy(model).attn.__dict__["_gfsa_memory"].paths
     assert not fresh.attn.__dict__["_gfsa_memory"].paths
+
+
+@torch.no_grad()
+def test_convit_mixes_two_maps():
+    model = timm.create_model(
+        "convit_tiny",
+        img_size=32,
+        patch_size=8,
+        embed_dim=12,
+        depth=2,
+        num_heads=3,
+        local_up_to_layer=1,
+    )
+    report = gfsa.plug(model, dry_run=True, unknown="trace")
+    assert list(report.plugged) == ["blocks.0.attn", "blocks.1.attn"]
+    with pytest.raises(ValueError, match="no adapter knows GPSA"):
+        gfsa.plug(model)
+    attention = model.blocks[0].attn.double()
+    nn.init.normal_(attention.pos_proj.weight)
+    x = torch.randn(3, 16, attention.dim, dtype=torch.float64)
+    attention(x)  # sets the relative positions of this length
+    matrix = attention.get_attention(x)
+    values = attention.v(x).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
+    gfsa.plug(attention, unknown="trace")
+    (coefficients,) = disturb(attention)
+    y = matrix_polynomial(coefficients, matrix) @ values
+    expected = attention.proj(y.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x), expected, rtol=0, atol=1e-12)
 
 
 TEXT = {

@@ -31,18 +31,35 @@ __all__ = [
 ]
 
 
+def _not_compiled(function: Any) -> Any:
+    """Break a graph that is compiled here; with ``fullgraph=True`` the error states the reason."""
+    reason = (
+        "gfsa has not verified a traced attention module yet. Run one forward without "
+        "torch.compile first, with more than one sample, and neither as many as heads nor as "
+        "many as tokens"
+    )
+    explained = "reason" in inspect.signature(torch.compiler.disable).parameters
+    return torch.compiler.disable(function, **({"reason": reason} if explained else {}))
+
+
 class Traced(nn.Module):
     """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         memory: TraceMemory = self.__dict__["_gfsa_memory"]
         given = {**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs}
-        # a path is only known when the forward has taken it, so one that is new is taken again
-        follow = not (memory.known or memory.paths or torch.compiler.is_compiling())
+        if not (memory.known or memory.paths):
+            return self._follow(given, args, kwargs)
         try:
-            return self._traced(given, follow, args, kwargs)
+            return self._traced(given, False, args, kwargs)
         except NewPathError:
+            # a path is only known when the forward has taken it, so one that is new is taken again
             return self._traced(given, True, args, kwargs)
+
+    @_not_compiled
+    def _follow(self, given: Any, args: Any, kwargs: Any) -> Any:
+        # compiled code has no axes to follow; a graph breaks here until a forward has verified it
+        return self._traced(given, True, args, kwargs)
 
     def _traced(self, given: Any, follow: bool, args: Any, kwargs: Any) -> Any:
         name = self.__dict__.get("_gfsa_name") or type(self).__name__
@@ -71,11 +88,11 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 
 
 class TracerAdapter(Adapter):
-    """Follows a module's softmax to its product with v, and verifies itself on the first forward.
+    """Follows a module's softmax to its product with v, and its inputs to queries, keys and values.
 
-    The module's own forward runs. It must contain exactly one attention product, whose map is
-    square and over tokens; otherwise the first forward raises a :class:`TraceError` that names the
-    module. Attention weights that the module returns are A, not H.
+    The module's own forward runs. It must contain exactly one attention product, whose map is over
+    the tokens of one input; otherwise the forward raises a :class:`TraceError` that names the
+    module. Attention weights that the module returns are those of the filter.
     """
 
     how = "tracer"
@@ -149,7 +166,7 @@ class DoubtfulAdapter(TracerAdapter):
 
 
 class KnownTracerAdapter(TracerAdapter):
-    """Traces classes that the tests have verified, so the first forward does not check them."""
+    """Traces classes that the tests have verified, so no forward has to follow their axes."""
 
     how = "tracer, known class"
     known = True

@@ -23,18 +23,21 @@ _KEYS = {"k", "key", "keys", "key_states"}
 _VALUES = {"v", "value", "values", "value_states"}
 # by how much some attention has fewer queries or keys than tokens
 _REDUCTIONS = (
+    "q_stride",
     "query_stride",
     "sr_ratio",
     "sequence_reduction_ratio",
     "sequences_reduction_ratio",
     "spatial_reduction_ratio",
 )
+_POOLS = ("pool_q", "pool_k", "pool_v")
 _ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention"}
 
 # class names of attention that has no n×n map over tokens, and the refusal for each
 _WITHOUT_MAP = {
     r"channel|xca|crosscovariance": "its attention is over channels, not tokens",
     r"class_?att": "class attention has one query: its map is not square",
+    r"downsample": "its queries are fewer than its tokens: its map is not square",
     r"pool": "pooling attention has learned queries: its map is not square",
     r"cross": REASON,
     r"longformer|ledencoder|blocksparse|lsh": "its map is kept in bands or blocks, not as a square",
@@ -89,12 +92,13 @@ def refusal_by_code(module: nn.Module) -> str | None:
             f"{kind} computes no softmax and calls no attention of torch: it has no attention map "
             "that could be followed to its product with v"
         )
-    reduced = next((name for name in _REDUCTIONS if _above_one(getattr(module, name, 1))), None)
-    if reduced is not None:
+    if (reduction := _reduction(module)) is not None:
         return (
-            f"{kind} has {reduced} = {getattr(module, reduced)}: its queries or keys are fewer "
-            "than its tokens, so its map is not square"
+            f"{kind} has {reduction}: its queries or keys are fewer than its tokens, so its map is "
+            "not square"
         )
+    if getattr(module, "use_global", False) is True:
+        return f"the queries of {kind} are given to it, and are other tokens than its keys"
     inputs = {name.lower() for name in _inputs_of(module)}
     if inputs & _KEYS and inputs & _VALUES and not _projects_tokens(module):
         return (
@@ -104,8 +108,15 @@ def refusal_by_code(module: nn.Module) -> str | None:
     return None
 
 
-def _above_one(value: object) -> bool:
-    return isinstance(value, int) and value > 1
+def _reduction(module: nn.Module) -> str | None:
+    """By what a module has fewer queries or keys than tokens, or None."""
+    strides = {name: getattr(module, name, 1) for name in _REDUCTIONS}
+    strides |= {f"{name}.stride": getattr(getattr(module, name, 1), "stride", 1) for name in _POOLS}
+    for name, stride in strides.items():
+        sizes = stride if isinstance(stride, (tuple, list)) else (stride,)
+        if any(isinstance(size, int) and size > 1 for size in sizes):
+            return f"{name} = {stride}"
+    return None
 
 
 def computes_softmax(module: nn.Module) -> bool:

@@ -122,16 +122,19 @@ class Trace(TorchFunctionMode):
             name: x for key, value in given.items() for name, x in _named_tokens(key, value)
         }
         self.path = [f"{name}:{x.dim()}={self._first_name(x)}" for name, x in self.inputs.items()]
-        tokens = next(iter(self.inputs.values()), None)
-        if tokens is None:
-            return
-        for name in _OTHER_TOKENS:
-            other = given.get(name)
-            if isinstance(other, Tensor):
-                require_same_tokens(self.module, tokens, other)
+        if self.memory.known:
+            self._require_same_tokens(given)
         if self.follower is not None:
             for name, x in self.inputs.items():
                 self.follower.start(name, x)
+
+    def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
+        """Refuse another sequence by the name of its argument, where axes are not followed."""
+        tokens = next(iter(self.inputs.values()), None)
+        for name in _OTHER_TOKENS:
+            other = given.get(name)
+            if isinstance(other, Tensor) and tokens is not None:
+                require_same_tokens(self.module, tokens, other)
 
     def _first_name(self, x: Tensor) -> str:
         """The name of the first input that is this tensor."""
@@ -392,7 +395,10 @@ class Trace(TorchFunctionMode):
             known = [v for path, v in self.memory.paths.items() if list(path[:count]) == self.path]
             known = [v for v in known if v.layout.rank == len(scores)]
             if not known or any(v != known[0] for v in known):
-                self._refuse_uncompiled()
+                self._refuse(
+                    "no forward has verified it with these inputs, which a graph that is compiled "
+                    "cannot do. Run one forward without torch.compile first"
+                )
             verified = known[0]
         elif tuple(self.path) in self.memory.paths:
             verified = self.memory.paths[tuple(self.path)]
@@ -401,13 +407,6 @@ class Trace(TorchFunctionMode):
         for first, second in verified.equal_inputs:
             require_same_tokens(self.module, self.inputs[first], self.inputs[second])
         return verified.layout
-
-    def _refuse_uncompiled(self) -> NoReturn:
-        self._refuse(
-            "nothing has verified it yet, and a graph that is compiled cannot be. Run one forward "
-            "without torch.compile first, with a batch of more than one sample whose size is "
-            "neither the number of heads nor of tokens"
-        )
 
     def _layout_by_sizes(self, scores: Sequence[int]) -> HeadLayout:
         heads, rank = self.filter.num_heads, len(scores)

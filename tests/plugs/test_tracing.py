@@ -106,6 +106,12 @@ class WrittenAttention(nn.Module):
         q, k, v = (x[:, :, order] for x in (q, k, v))
         return ((q @ k.mT).softmax(-1) @ v)[:, :, order]
 
+    def by_written_bias(self, q, k, v):
+        scores = q @ k.mT
+        scores[:, :, 1:, 1:] = scores[:, :, 1:, 1:] + q[:, :, 1:, :1]
+        scores[:, :, 0, 1] = -1.0
+        return scores.softmax(-1) @ torch.empty_like(v).copy_(v)
+
     def by_windows(self, q, k, v):
         q, k, v = (F.pad(x, (0, 0, 0, 1)).unflatten(2, (2, -1)) for x in (q, k, v))
         return ((q @ k.mT).softmax(-1) @ v).flatten(2, 3)[:, :, :N]
@@ -167,6 +173,11 @@ class WrittenAttention(nn.Module):
     def by_half_and_half(self, q, k, v):
         (q, _), (_, k), (_, v) = (x[:, :, : N - 1].chunk(2, 2) for x in (q, k, v))
         return F.pad((q @ k.mT).softmax(-1) @ v, (0, 0, 0, N - q.shape[2]))
+
+    def by_shifted_keys(self, q, k, v):
+        keys = k.clone()
+        keys[:, :, 1:] = k[:, :, :-1]
+        return (q @ keys.mT).softmax(-1) @ v
 
     def by_written_keys(self, q, k, v):
         keys = torch.empty_like(k)
@@ -256,6 +267,7 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
         ("rolled_values", "its values are other tokens than its keys, or the same tokens in ano"),
         ("the_next_sample", "the same tokens in another order"),
         ("half_and_half", "its queries and keys are different parts of x"),
+        ("shifted_keys", "the same tokens in another order"),
         ("written_keys", "the same tokens in another order"),
         ("the_same_map_twice", "more than one attention product"),
         ("unbatched_heads", r"shape \(3, 2, 2, 7, 7\), with no axis for its 4 heads"),

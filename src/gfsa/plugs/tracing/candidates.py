@@ -30,7 +30,7 @@ _REDUCTIONS = (
     "sequences_reduction_ratio",
     "spatial_reduction_ratio",
 )
-_POOLS = ("pool_q", "pool_k", "pool_v")
+_POOLS = ("pool_q", "pool_k", "pool_v", "sr")
 _ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention"}
 
 # class names of attention that has no n×n map over tokens, and the refusal for each

@@ -316,21 +316,40 @@ class AxisFollower:
         self, given: Iterable[Tensor], name: str, key: Hashable, shape: Sequence[int]
     ) -> Origins:
         """Every entry of the result may come from any entry of these tensors."""
+        return self._scrambled([o for x in given for o in self.of(x)], name, key, shape)
+
+    def _scrambled(
+        self, origins: Iterable[Origin], name: str, key: Hashable, shape: Sequence[int]
+    ) -> Origins:
         found = []
-        for x in given:
-            for origin in self.of(x):
-                everything = tuple(factor for dim in origin.dims for factor in dim)
-                dims = [
-                    changed(everything, "index", (name, key, axis), size)
-                    for axis, size in enumerate(shape)
-                ]
-                found.append(origin.with_dims(dims))
+        for origin in origins:
+            everything = tuple(factor for dim in origin.dims for factor in dim)
+            dims = [
+                changed(everything, "index", (name, key, axis), size)
+                for axis, size in enumerate(shape)
+            ]
+            found.append(origin.with_dims(dims))
         return tuple(found)
 
     def _write(self, name: str, args: Any, given: list[Tensor]) -> None:
         """Something is written into a tensor: its entries may now be anything."""
+        target, value = args[0], args[-1]
+        if name == "copy_":
+            self.known[target] = self._elementwise([args[1]], target)
+            return
+        kept: Origins = ()
+        part: Origins = ()
+        if name == "__setitem__":
+            if not self.of(value):
+                # a mask, say, in the place of some entries: the others are where they were
+                return
+            # what is written depends on the input as what was there did
+            part = self._getitem(args[:2], {}, target[args[1]])
+            pairs = zip(self.of(target), part, strict=True)
+            kept = tuple(origin for origin, inside in pairs if inside in self.of(value))
+        others = [o for x in given for o in self.of(x) if o not in kept and o not in part]
         key = (name, next(self._serials))
-        self.known[args[0]] = self._scramble(given, name, key, args[0].shape)
+        self.known[target] = (*kept, *self._scrambled(others, name, key, target.shape))
 
     def _select(self, x: Any, axis: int, index: int) -> Origins:
         def pick(origin: Origin) -> Origin:

@@ -188,6 +188,11 @@ class WrittenAttention(nn.Module):
         attention = (q @ k.mT).softmax(-1)
         return attention @ v + attention @ v.square()
 
+    def by_values_of_distances(self, q, k, v):
+        attention = (q @ k.mT).softmax(-1)
+        near = F.pad(attention, (0, 1))[..., :2]
+        return attention @ v + near @ self.mix[:2]
+
     def by_unbatched_heads(self, q, k, v):
         q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
         return ((q @ k.mT).softmax(-1) @ v).flatten(1, 2)
@@ -270,6 +275,7 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
         ("shifted_keys", "the same tokens in another order"),
         ("written_keys", "the same tokens in another order"),
         ("the_same_map_twice", "more than one attention product"),
+        ("values_of_distances", "its map has a part in more than one product"),
         ("unbatched_heads", r"shape \(3, 2, 2, 7, 7\), with no axis for its 4 heads"),
         ("einsum_with_dots", "einsum that is not understood"),
     ],

@@ -37,10 +37,19 @@ _ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention"}
 _WITHOUT_MAP = {
     r"channel|xca|crosscovariance": "its attention is over channels, not tokens",
     r"class_?att": "class attention has one query: its map is not square",
-    r"downsample": "its queries are fewer than its tokens: its map is not square",
+    r"downsample|attentionsubsample": "its queries are fewer than its tokens",
+    r"deformable": "its keys are sampled between tokens: it has no map of tokens × tokens",
+    r"neighborhood": "its map is kept by neighbourhood, not as a square",
+    r"probsparse": "its queries are a choice of its tokens, in another order than its keys",
+    r"autoformer": "auto-correlation has no map of tokens × tokens",
+    r"ngram": "it has several streams of queries, whose maps are not square",
+    r"attentionmap": "it returns a map and multiplies no values by it",
+    r"bimultihead|assign": REASON,
     r"pool": "pooling attention has learned queries: its map is not square",
     r"cross": REASON,
-    r"longformer|ledencoder|blocksparse|lsh": "its map is kept in bands or blocks, not as a square",
+    r"longformer|ledencoder|blocksparse|lsh|longt5(local|transient)|globallocal": (
+        "its map is kept in bands or blocks, not as a square"
+    ),
     r"outlook": "its map is predicted from one token, not from pairs of tokens",
     r"linear|performer|additive|sgformer|polynormer|lite|factor": (
         "linear attention has no n×n map that could be taken to a power here"

@@ -169,6 +169,9 @@ class Trace(TorchFunctionMode):
             if func is torch.einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
                 step = self.history.find_map(*args[1])
             if step is None:
+                if func in _MATMUL and any(self.history.find(x) for x in args):
+                    # a sum or a part of the map, as for values that depend on the distance
+                    self._refuse("its map has a part in more than one product")
                 result = self._run(func, args, kwargs)
                 self.history.follow(func, args, kwargs, result)
                 return result
@@ -470,9 +473,14 @@ class Trace(TorchFunctionMode):
                 stacklevel=2,
             )
 
+    def _kind(self) -> str:
+        # the class of a traced module is made for it; users know the one that it was
+        kind: type = self.module.__dict__.get("_gfsa_class", type(self.module))
+        return kind.__name__
+
     def _refuse(self, why: str) -> NoReturn:
         raise TraceError(
-            f"cannot filter {self.name} ({type(self.module).__name__}) by tracing: {why}. "
+            f"cannot filter {self.name} ({self._kind()}) by tracing: {why}. "
             "gfsa.unplug(model), and leave the layer out with plug(..., layers=...), or teach "
             "gfsa its class with gfsa.register_adapter"
         )

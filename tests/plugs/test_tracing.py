@@ -664,6 +664,13 @@ def test_compiles_into_one_graph_once_verified():
         torch.testing.assert_close(compiled(X), expected)
 
 
+def test_a_graph_breaks_where_nothing_is_verified_yet():
+    model = traced("heads_before_samples_merged")
+    compiled = torch.compile(model, backend="aot_eager")
+    for x in (X[:1], X[:1], X, X, torch.randn(5, N, DIM)):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_copies_of_a_verified_module_stay_verified_and_a_fresh_one_is_not():
     model = traced("joined")
     fresh = copy.deepcopy(model)

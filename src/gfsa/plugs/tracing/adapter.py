@@ -31,17 +31,6 @@ __all__ = [
 ]
 
 
-def _not_compiled(function: Any) -> Any:
-    """Break a graph that is compiled here; with ``fullgraph=True`` the error states the reason."""
-    reason = (
-        "gfsa has not verified a traced attention module yet. Run one forward without "
-        "torch.compile first, with more than one sample, and neither as many as heads nor as "
-        "many as tokens"
-    )
-    explained = "reason" in inspect.signature(torch.compiler.disable).parameters
-    return torch.compiler.disable(function, **({"reason": reason} if explained else {}))
-
-
 class Traced(nn.Module):
     """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
 
@@ -49,19 +38,19 @@ class Traced(nn.Module):
         memory: TraceMemory = self.__dict__["_gfsa_memory"]
         given = {**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs}
         if not (memory.known or memory.paths):
-            return self._follow(given, args, kwargs)
+            if torch.compiler.is_compiling():
+                from gfsa.plugs.tracing.uncompiled import follow
+
+                return follow(self, given, args, kwargs)
+            return self.run_traced(given, True, args, kwargs)
         try:
-            return self._traced(given, False, args, kwargs)
+            return self.run_traced(given, False, args, kwargs)
         except NewPathError:
             # a path is only known when the forward has taken it, so one that is new is taken again
-            return self._traced(given, True, args, kwargs)
+            return self.run_traced(given, True, args, kwargs)
 
-    @_not_compiled
-    def _follow(self, given: Any, args: Any, kwargs: Any) -> Any:
-        # compiled code has no axes to follow; a graph breaks here until a forward has verified it
-        return self._traced(given, True, args, kwargs)
-
-    def _traced(self, given: Any, follow: bool, args: Any, kwargs: Any) -> Any:
+    def run_traced(self, given: Any, follow: bool, args: Any, kwargs: Any) -> Any:
+        """The module's own forward under a trace, which follows its inputs or relies on memory."""
         name = self.__dict__.get("_gfsa_name") or type(self).__name__
         adapter: TracerAdapter = self.__dict__["_gfsa_adapter"]
         wants_maps = adapter.wants_maps(self, given)

@@ -17,7 +17,16 @@ from gfsa.plugs.cross_attention import Owners
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
 
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
+HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "heads",
+    "nhead",
+    "num_head",
+    "attention_heads",
+)
 """Attribute names under which libraries keep the number of heads."""
 
 

@@ -23,6 +23,8 @@ _ATTRIBUTES = {
     "encoder_attention",
 }
 
+_WRAPPING = {"self", "attention", "attn"}
+
 # set in the __dict__ of a module that was once called with equal tokens in two tensors
 _GIVEN_COPIES = "_gfsa_given_copies"
 
@@ -35,8 +37,11 @@ def crosses_by_design(owners: Owners) -> bool:
 
     Shapes are not enough to decide: a decoder and its memory may have equal lengths.
     """
-    # there may be one wrapper in between; names further out say nothing about this module
-    for owner, attribute in owners[:2]:
+    # there may be one wrapper in between, or some that only hold this module; names further out say
+    # nothing about it
+    for place, (owner, attribute) in enumerate(owners):
+        if place > 1 and not all(name in _WRAPPING for _, name in owners[:place]):
+            break
         if attribute.lower() in _ATTRIBUTES or "crossattention" in type(owner).__name__.lower():
             return True
         # torch's and SpeechBrain's decoder layers; the name alone is not enough, because many

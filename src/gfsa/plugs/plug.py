@@ -115,7 +115,7 @@ def plug(
             override it.
         unknown: what to do with attention that no adapter knows: ``"refuse"`` skips it and
             reports the reason, ``"trace"`` follows its softmax to its product with v and verifies
-            itself on the first forward.
+            in each forward that this is self-attention.
         dry_run: change nothing, only report.
 
     Returns:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
 from gfsa.plugs.adapters.transformers.operators import OperatorMaker, eager_function, operator_maker
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
-from gfsa.plugs.tracing.adapter import TRACER, looks_like_attention
+from gfsa.plugs.tracing.adapter import TracerAdapter
+from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
 
 PREFIX = "gfsa|"
 _CACHE = "gfsa_cache"
@@ -80,6 +82,21 @@ class InterfaceAdapter(Adapter):
 INTERFACE = InterfaceAdapter()
 
 
+class ModelTracerAdapter(TracerAdapter):
+    """Traces modules of transformers, many of which return attention weights unasked."""
+
+    def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
+        if _wants_maps(module, given):
+            return True
+        if "output_attentions" in given or torch.compiler.is_compiling():
+            return False
+        # neither the caller nor a recorder decides: the block around the module does (MPT)
+        return _active_collector.get() is None
+
+
+TRACED = ModelTracerAdapter()
+
+
 def find(module: nn.Module) -> Adapter | None:
     """The adapter for ``module`` if it is a transformers attention module.
 
@@ -91,16 +108,9 @@ def find(module: nn.Module) -> Adapter | None:
     if not type(module).__module__.startswith("transformers."):
         return None
     inside = any(_uses_interface(type(inner)) for inner in module.modules())
-    if inside or not looks_like_attention(module) or not _takes_a_softmax(type(module)):
+    if inside or not looks_like_attention(module) or not computes_softmax(module):
         return None
-    return TRACER
-
-
-def _takes_a_softmax(kind: type[nn.Module]) -> bool:
-    """Whether a class has code that could be attention; a state-space mixer has heads, too."""
-    methods = [inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values() if callable(m)]
-    codes = [m.__code__ for m in methods if inspect.isfunction(m)]
-    return any({"softmax", "scaled_dot_product_attention"} & set(code.co_names) for code in codes)
+    return TRACED
 
 
 def _uses_interface(kind: type[nn.Module]) -> bool:
@@ -227,9 +237,11 @@ def _with_past(
     return CachedOperator(operator, place, new, query.shape[1], keys)
 
 
-def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:
+def _wants_maps(module: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the caller asked for attention maps: by keyword, by config, or by a recorder."""
-    if kwargs.get("output_attentions") or getattr(module.config.real, "output_attentions", False):
+    config = getattr(module, "config", None)
+    config = getattr(config, "real", config)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return True
     if torch.compiler.is_compiling():
         # the collector cannot be read while a graph is traced; transformers' recording hooks are

@@ -326,3 +326,35 @@ def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="names a file outside of it"):
         _files(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "{"]
+)
+def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+    from gfsa.plugs.adapters.transformers.pretrained import _files
+
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="is damaged"):
+        _files(tmp_path, {})
+
+
+def test_filters_in_a_checkpoint_that_are_no_filters_are_not_read(tmp_path: Path) -> None:
+    from gfsa.plugs.adapters.transformers.pretrained import has_filters
+
+    numbers = 2**28
+    entry = {"dtype": "F32", "shape": [numbers], "data_offsets": [0, 4 * numbers]}
+    header = json.dumps({"layer.gfsa.theta": entry}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 4 * numbers)
+    before = resident_bytes()
+    with pytest.raises(ValueError, match="filters are a few numbers per head"):
+        has_filters(tmp_path)
+    assert peak_resident_bytes() - before < 200 * 2**20
+
+
+def test_a_description_in_a_checkpoint_is_short() -> None:
+    filter = gfsa.GFSA(4)
+    with pytest.raises(ValueError, match="description of a filter has 5000000 bytes"):
+        filter.set_extra_state(torch.zeros(5_000_000, dtype=torch.uint8))

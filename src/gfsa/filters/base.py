@@ -37,6 +37,8 @@ def _own_coefficients(self: GraphFilter) -> Tensor:
     return self.coefficients()
 
 
+_MOST_DESCRIPTION = 2**22
+
 # names of the library's own filters, which files use for them
 _LIBRARY_KINDS: set[str] = set()
 
@@ -281,6 +283,11 @@ def polynomial(*coefficients: float) -> Tensor:
 
 def read_description(state: Tensor) -> dict[str, Any]:
     """A filter's description from the bytes that a checkpoint keeps."""
+    if state.numel() > _MOST_DESCRIPTION:
+        raise ValueError(
+            f"the description of a filter has {state.numel()} bytes; more than {_MOST_DESCRIPTION} "
+            "are refused"
+        )
     try:
         description = json.loads(bytes(state.tolist()))
     except (TypeError, ValueError, RecursionError) as error:

@@ -216,9 +216,13 @@ class GraphFilter(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # module.half(), .to(), .to_empty() … call this: the constants keep full precision on any
         # device (float64 only if the model is in float64)
+        had_no_values = self.theta is not None and self.theta.device.type == "meta"
         super()._apply(fn, recurse)
         dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         self._place_constants(self.base.device, dtype)
+        if had_no_values:
+            # to_empty() leaves memory as it was found
+            self.reset_parameters()
         return self
 
     def _place_constants(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -230,9 +234,19 @@ class GraphFilter(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set θ back to its initial value; deferred initialisation calls this."""
-        if self.theta is not None:
-            with torch.no_grad():
-                self.theta.copy_(self._start)
+        if self.theta is None or self.theta.device.type == "meta":
+            return
+        start = self._start.to(self.theta.device, self.theta.dtype)
+        if hasattr(self.theta, "device_mesh"):
+            from torch.distributed.tensor import DTensor, distribute_tensor
+
+            assert isinstance(self.theta, DTensor)
+            # every process has all of it: nothing is sent
+            start = distribute_tensor(
+                start, self.theta.device_mesh, self.theta.placements, src_data_rank=None
+            )
+        with torch.no_grad():
+            self.theta.copy_(start)
 
     def extra_repr(self) -> str:
         arguments = [str(self.num_heads)]

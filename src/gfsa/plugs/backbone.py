@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from gfsa.plugs.partitioned import shape_of
+
 _WRAPPERS_ANYWHERE = (
     "_orig_mod",
     "_fsdp_wrapped_module",
@@ -39,7 +41,7 @@ def fingerprint_of(module: nn.Module) -> dict[str, str]:
     # peft keeps a layer that it adapts as base_layer, beside parameters of its own
     adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
     shapes = sorted(
-        (name.replace(".base_layer.", "."), tuple(p.shape))
+        (name.replace(".base_layer.", "."), shape_of(p))
         for name, p in module.named_parameters()
         if not name.startswith("gfsa.") and (".base_layer." in name or not name.startswith(adapted))
     )

@@ -20,6 +20,7 @@ from gfsa.plugs.attach import device_of, dtype_for, install
 from gfsa.plugs.backbone import canonical_name, check_depths, depths_of, fingerprint_of, some_of
 from gfsa.plugs.filter_files import DIGEST, FilterFiles, write_files
 from gfsa.plugs.parallel import refuse_distributed
+from gfsa.plugs.partitioned import gathered
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import (
     Site,
@@ -77,11 +78,12 @@ def save(model: nn.Module, path: str | Path) -> None:
             f"{some_of(plugged)} have the same names without the prefixes of wrappers and task "
             "models; save the filters of each part on its own"
         )
-    tensors = {
-        f"{canonical_name(model, name)}.{key}": _values(value, f"{name}.{key}")
-        for name, site in plugged.items()
-        for key, value in _numbers(site.filter).items()
-    }
+    with gathered(p for site in plugged.values() for p in site.filter.parameters()):
+        tensors = {
+            f"{canonical_name(model, name)}.{key}": _values(value, f"{name}.{key}")
+            for name, site in plugged.items()
+            for key, value in _numbers(site.filter).items()
+        }
     if any(is_sharded(site) for site in plugged.values()) and torch.distributed.get_rank() != 0:
         return
     from safetensors.torch import save as serialise

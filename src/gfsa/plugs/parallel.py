@@ -58,21 +58,22 @@ def _sharded(changed: Iterable[nn.Module]) -> str | None:
 
 
 def _wrapper_around(model: nn.Module) -> str | None:
-    """A DistributedDataParallel that contains ``model``, which itself has no reference to it."""
+    """A wrapper that contains ``model``, which itself has no reference to it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    if not _contains_model(model):
+    if _wrapper_of(model) is None:
         return None
     # a wrapper that is no longer in use may still wait for the garbage collector
     gc.collect()
-    if not _contains_model(model):
-        return None
-    return f"{type(model).__name__} is inside of a DistributedDataParallel already"
+    wrapper = _wrapper_of(model)
+    return wrapper and f"{type(model).__name__} is inside of a {wrapper} already"
 
 
-def _contains_model(model: nn.Module) -> bool:
-    from torch.nn.parallel import DistributedDataParallel
-
+def _wrapper_of(model: nn.Module) -> str | None:
     # by type(), because objects of other libraries may raise when their class is asked for
-    wrappers = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
-    return any(module is model for wrapper in wrappers for module in wrapper.modules())
+    for candidate in gc.get_objects():
+        kinds = {kind.__name__ for kind in type(candidate).__mro__}
+        found = kinds & {"DistributedDataParallel", "DeepSpeedEngine"}
+        if found and any(module is model for module in candidate.modules()):
+            return found.pop()
+    return None

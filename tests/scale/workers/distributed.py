@@ -357,7 +357,7 @@ SCENARIOS: dict[str, tuple[Callable[[str, DeviceMesh], float], Sequence[str]]] =
     "fsdp": (fsdp, EVERYONE),
     # PyG's GIN multiplies by a float32 buffer, with which bfloat16 weights do not go
     "fsdp_bfloat16": (fsdp_bfloat16, EVERYONE[:-1]),
-    "deferred": (deferred, ("BERT", "GPT-2", "Llama")),
+    "deferred": (deferred, ("op", "BERT", "GPT-2")),
     "checkpoints": (checkpoints, EVERYONE),
     "tensor_parallel": (tensor_parallel, ("op", "BERT", "ViT", "Llama")),
     "context_parallel": (rings, ("op", "BERT", "GPT-2")),

@@ -66,6 +66,9 @@ class WrittenAttention(nn.Module):
     def by_sdpa(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, scale=1.0, dropout_p=0.0)
 
+    def by_sdpa_with_groups(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], scale=1.0, enable_gqa=True)
+
     def by_sdpa_merged(self, q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=1.0).unflatten(0, (-1, HEADS))
@@ -229,8 +232,11 @@ class Block(nn.Module):
         return x + self.attn(x)
 
 
-# the reference here expects heads after samples; the others are compared sample by sample below
-@pytest.mark.parametrize("way", [w for w in FOLLOWED if "mixed" not in w and "before" not in w])
+# the reference of check_backbone expects heads after samples, and as many keys as queries
+COMPARED_BELOW = {w for w in FOLLOWED if "mixed" in w or "before" in w or "groups" in w}
+
+
+@pytest.mark.parametrize("way", [w for w in FOLLOWED if w not in COMPARED_BELOW])
 def test_followed(way, tmp_path):
     # torch has another kernel for inputs without a head axis, which the filter's operator gives
     identity = 1e-6 if way == "sdpa_merged" else 0.0
@@ -371,6 +377,21 @@ def test_the_axis_of_the_heads_is_kept_whatever_the_sizes(way):
     check_by_definition(way, *reversed(batches))
     for batch in batches:
         check_by_definition(way, batch, X)
+
+
+@torch.no_grad()
+def test_grouped_queries():
+    model = Block("sdpa_with_groups").double().eval()
+    attention = copy.deepcopy(model.attn)
+    gfsa.plug(model, unknown="trace")
+    (coefficients,) = disturb(model)
+    for x in (X.double(), torch.randn(HEADS, N, DIM, dtype=torch.float64)):
+        q, k, v = attention.qkv(x).unflatten(-1, (3, HEADS, -1)).movedim((2, 3), (0, 2))
+        k, v = (y[:, ::2].repeat_interleave(2, 1) for y in (k, v))
+        matrix = (q @ k.mT * DIM**-0.5).softmax(-1)
+        y = matrix_polynomial(coefficients, matrix) @ v
+        expected = x + attention.proj(y.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-12)
 
 
 def test_an_empty_batch():
@@ -605,6 +626,16 @@ def test_weights_that_a_module_returns_are_those_of_the_filter(way):
     expected = expected.mean(1) if weights.dim() == 3 else expected
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
     assert weights.shape == plain.shape
+
+
+def test_maps_are_not_built_where_they_are_not_returned(monkeypatch):
+    monkeypatch.delattr(gfsa.GraphFilter, "map")
+    assert traced("matmul")(X).isfinite().all()
+    module = Returning()
+    module.way = "as_they_are"
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(AttributeError, match="map"):
+        module(X)
 
 
 def test_weights_without_a_filtered_map_are_refused():

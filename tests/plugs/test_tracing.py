@@ -196,6 +196,10 @@ class WrittenAttention(nn.Module):
         near = F.pad(attention, (0, 1))[..., :2]
         return attention @ v + near @ self.mix[:2]
 
+    def by_another_product(self, q, k, v):
+        turned = torch.tensordot(torch.eye(N).flip(0).to(q), q, dims=([1], [2])).movedim(0, 2)
+        return (turned @ k.mT).softmax(-1) @ v
+
     def by_unbatched_heads(self, q, k, v):
         q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
         return ((q @ k.mT).softmax(-1) @ v).flatten(1, 2)
@@ -282,6 +286,7 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
         ("written_keys", "the same tokens in another order"),
         ("the_same_map_twice", "more than one attention product"),
         ("values_of_distances", "its map has a part in more than one product"),
+        ("another_product", "queries.*could not be followed .*not understood is tensordot"),
         ("unbatched_heads", r"shape \(3, 2, 2, 7, 7\), with no axis for its 4 heads"),
         ("einsum_with_dots", "einsum that is not understood"),
     ],

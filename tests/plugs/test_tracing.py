@@ -675,6 +675,28 @@ def test_attention_without_a_number_of_heads():
         gfsa.plug(model, unknown="trace")
 
 
+class OutsideTorch(torch.autograd.Function):
+    """A product that the tracer does not see, as that of quantised layers."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return torch.from_numpy(x.detach().numpy() @ weight.detach().numpy().T)
+
+
+class Quantised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return OutsideTorch.apply(x, self.weight)
+
+
+def test_linear_layers_that_compute_outside_torch():
+    model = Block("matmul").eval()
+    model.attn.qkv = Quantised(DIM, 3 * DIM)
+    expected = model(X)
+    gfsa.plug(model, unknown="trace")
+    assert torch.equal(model(X), expected)
+    assert not model.attn.qkv._forward_hooks
+
+
 def test_what_looks_like_attention():
     model = Block("matmul")
     assert looks_like_attention(model.attn)

@@ -112,6 +112,13 @@ class AxisFollower:
                 self.lost = name
                 self.known.pop(x, None)
 
+    def note_linear(self, module: Any, args: tuple[Any, ...], result: Any) -> None:
+        """A forward hook of linear layers, some of which compute outside torch (quantised ones)."""
+        if not args or not self.of(args[0]) or not isinstance(result, Tensor) or self.of(result):
+            return
+        if result.shape[:-1] == args[0].shape[:-1]:
+            self.known[result] = self._project(args[0], -1, result)
+
     def _origins(
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Tensor
     ) -> Origins:

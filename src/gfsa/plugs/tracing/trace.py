@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
@@ -115,6 +116,7 @@ class Trace(TorchFunctionMode):
         self.dropout_p = 0.0
         self.products = 0
         self.layout: HeadLayout | None = None
+        self.handles: list[RemovableHandle] = []
         # the map that multiplied the values, with its heads apart, and its shape there
         self.filtered: tuple[Step, Tensor, torch.Size] | None = None
 
@@ -129,6 +131,16 @@ class Trace(TorchFunctionMode):
         if self.follower is not None:
             for name, x in self.inputs.items():
                 self.follower.start(name, x)
+            self.handles = [
+                layer.register_forward_hook(self.follower.note_linear)
+                for layer in self.module.modules()
+                if isinstance(layer, nn.Linear)
+            ]
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        super().__exit__(*error)
 
     def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
         """Refuse another sequence by the name of its argument, where axes are not followed."""

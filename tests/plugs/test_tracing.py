@@ -66,6 +66,9 @@ class WrittenAttention(nn.Module):
     def by_sdpa(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, scale=1.0, dropout_p=0.0)
 
+    def by_sdpa_with_groups(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k[:, ::2], v[:, ::2], scale=1.0, enable_gqa=True)
+
     def by_sdpa_merged(self, q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, scale=1.0).unflatten(0, (-1, HEADS))
@@ -193,6 +196,10 @@ class WrittenAttention(nn.Module):
         near = F.pad(attention, (0, 1))[..., :2]
         return attention @ v + near @ self.mix[:2]
 
+    def by_another_product(self, q, k, v):
+        turned = torch.tensordot(torch.eye(N).flip(0).to(q), q, dims=([1], [2])).movedim(0, 2)
+        return (turned @ k.mT).softmax(-1) @ v
+
     def by_unbatched_heads(self, q, k, v):
         q, k, v = (x.unflatten(1, (2, 2)) for x in (q, k, v))
         return ((q @ k.mT).softmax(-1) @ v).flatten(1, 2)
@@ -229,8 +236,11 @@ class Block(nn.Module):
         return x + self.attn(x)
 
 
-# the reference here expects heads after samples; the others are compared sample by sample below
-@pytest.mark.parametrize("way", [w for w in FOLLOWED if "mixed" not in w and "before" not in w])
+# the reference of check_backbone expects heads after samples, and as many keys as queries
+COMPARED_BELOW = {w for w in FOLLOWED if "mixed" in w or "before" in w or "groups" in w}
+
+
+@pytest.mark.parametrize("way", [w for w in FOLLOWED if w not in COMPARED_BELOW])
 def test_followed(way, tmp_path):
     # torch has another kernel for inputs without a head axis, which the filter's operator gives
     identity = 1e-6 if way == "sdpa_merged" else 0.0
@@ -276,6 +286,7 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
         ("written_keys", "the same tokens in another order"),
         ("the_same_map_twice", "more than one attention product"),
         ("values_of_distances", "its map has a part in more than one product"),
+        ("another_product", "queries.*could not be followed .*not understood is tensordot"),
         ("unbatched_heads", r"shape \(3, 2, 2, 7, 7\), with no axis for its 4 heads"),
         ("einsum_with_dots", "einsum that is not understood"),
     ],
@@ -371,6 +382,21 @@ def test_the_axis_of_the_heads_is_kept_whatever_the_sizes(way):
     check_by_definition(way, *reversed(batches))
     for batch in batches:
         check_by_definition(way, batch, X)
+
+
+@torch.no_grad()
+def test_grouped_queries():
+    model = Block("sdpa_with_groups").double().eval()
+    attention = copy.deepcopy(model.attn)
+    gfsa.plug(model, unknown="trace")
+    (coefficients,) = disturb(model)
+    for x in (X.double(), torch.randn(HEADS, N, DIM, dtype=torch.float64)):
+        q, k, v = attention.qkv(x).unflatten(-1, (3, HEADS, -1)).movedim((2, 3), (0, 2))
+        k, v = (y[:, ::2].repeat_interleave(2, 1) for y in (k, v))
+        matrix = (q @ k.mT * DIM**-0.5).softmax(-1)
+        y = matrix_polynomial(coefficients, matrix) @ v
+        expected = x + attention.proj(y.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-12)
 
 
 def test_an_empty_batch():
@@ -607,6 +633,16 @@ def test_weights_that_a_module_returns_are_those_of_the_filter(way):
     assert weights.shape == plain.shape
 
 
+def test_maps_are_not_built_where_they_are_not_returned(monkeypatch):
+    monkeypatch.delattr(gfsa.GraphFilter, "map")
+    assert traced("matmul")(X).isfinite().all()
+    module = Returning()
+    module.way = "as_they_are"
+    gfsa.plug(module, unknown="trace")
+    with pytest.raises(AttributeError, match="map"):
+        module(X)
+
+
 def test_weights_without_a_filtered_map_are_refused():
     module = Returning()
     module.way = "before_mixing"
@@ -637,6 +673,28 @@ def test_attention_without_a_number_of_heads():
     del model.attn.num_heads
     with pytest.raises(ValueError, match="no attribute with its number of heads"):
         gfsa.plug(model, unknown="trace")
+
+
+class OutsideTorch(torch.autograd.Function):
+    """A product that the tracer does not see, as that of quantised layers."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return torch.from_numpy(x.detach().numpy() @ weight.detach().numpy().T)
+
+
+class Quantised(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return OutsideTorch.apply(x, self.weight)
+
+
+def test_linear_layers_that_compute_outside_torch():
+    model = Block("matmul").eval()
+    model.attn.qkv = Quantised(DIM, 3 * DIM)
+    expected = model(X)
+    gfsa.plug(model, unknown="trace")
+    assert torch.equal(model(X), expected)
+    assert not model.attn.qkv._forward_hooks
 
 
 def test_what_looks_like_attention():

@@ -52,6 +52,11 @@ _WRITES = {
     "__setitem__", "copy_", "scatter_", "scatter_add_", "index_put_", "index_copy_", "index_add_",
     "masked_scatter_", "set_", "swap_tensors",
 }  # fmt: skip
+# products over axes that no rule above knows
+_NOT_FOLLOWED = {
+    "tensordot", "inner", "bilinear", "kron", "chain_matmul", "multi_dot", "addbmm", "addmv", "mv",
+    "cdist", "inv", "pinv", "solve", "matrix_exp", "matrix_power",
+}  # fmt: skip
 _WITHOUT_VALUES = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
     "new_zeros", "new_ones", "new_full", "new_tensor", "zero_", "fill_", "bernoulli",
@@ -107,6 +112,13 @@ class AxisFollower:
                 self.lost = name
                 self.known.pop(x, None)
 
+    def note_linear(self, module: Any, args: tuple[Any, ...], result: Any) -> None:
+        """A forward hook of linear layers, some of which compute outside torch (quantised ones)."""
+        if not args or not self.of(args[0]) or not isinstance(result, Tensor) or self.of(result):
+            return
+        if result.shape[:-1] == args[0].shape[:-1]:
+            self.known[result] = self._project(args[0], -1, result)
+
     def _origins(
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Tensor
     ) -> Origins:
@@ -123,6 +135,8 @@ class AxisFollower:
             return (*terms, *self._product(left, right, result))
         if name in _ALONG:
             return self._along(name, args, kwargs, result)
+        if name in _NOT_FOLLOWED:
+            return ()
         if name in _SCRAMBLES:
             return self._scramble(given, name, self._key(args, kwargs), result.shape)
         rule: Callable[..., Origins] | None = _RULES.get(name)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
@@ -47,6 +48,8 @@ _MATMUL = (
     Tensor.mm,
 )
 _ADDED_MATMUL = (torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
+
+_PRODUCTS = (*_MATMUL, *_ADDED_MATMUL, torch.einsum)
 
 # names of arguments that may hold the tokens of another sequence
 _OTHER_TOKENS = (
@@ -113,8 +116,9 @@ class Trace(TorchFunctionMode):
         self.dropout_p = 0.0
         self.products = 0
         self.layout: HeadLayout | None = None
-        # the map that multiplied the values, and H in its place
-        self.filtered: tuple[Step, Tensor] | None = None
+        self.handles: list[RemovableHandle] = []
+        # the map that multiplied the values, with its heads apart, and its shape there
+        self.filtered: tuple[Step, Tensor, torch.Size] | None = None
 
     def begin(self, given: Mapping[str, Any]) -> None:
         """Read the arguments of the forward, by name, before it runs."""
@@ -127,6 +131,16 @@ class Trace(TorchFunctionMode):
         if self.follower is not None:
             for name, x in self.inputs.items():
                 self.follower.start(name, x)
+            self.handles = [
+                layer.register_forward_hook(self.follower.note_linear)
+                for layer in self.module.modules()
+                if isinstance(layer, nn.Linear)
+            ]
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        super().__exit__(*error)
 
     def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
         """Refuse another sequence by the name of its argument, where axes are not followed."""
@@ -169,7 +183,7 @@ class Trace(TorchFunctionMode):
             if func is torch.einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
                 step = self.history.find_map(*args[1])
             if step is None:
-                if func in _MATMUL and any(self.history.find(x) for x in args):
+                if func in _PRODUCTS and any(self.history.find(x) for x in args):
                     # a sum or a part of the map, as for values that depend on the distance
                     self._refuse("its map has a part in more than one product")
                 result = self._run(func, args, kwargs)
@@ -287,14 +301,15 @@ class Trace(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        scores = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2])
-        of_keys = sides_of_tokens(self._origins(key))
-        self._check((*scores, key.shape[-2]), sides_of_tokens(self._origins(query)), of_keys, value)
+        lead = query.shape[:-2]
+        if not enable_gqa:
+            # torch broadcasts here: multi-query attention has one head of keys and values
+            lead = torch.broadcast_shapes(lead, key.shape[:-2], value.shape[:-2])
+        rows, columns = (sides_of_tokens(self._origins(x)) for x in (query, key))
+        self._check((*lead, query.shape[-2], key.shape[-2]), rows, columns, value)
         assert self.layout is not None
         layout, heads = self.layout, self.filter.num_heads
         if not enable_gqa:
-            # torch broadcasts here: multi-query attention has one head of keys and values
-            lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
             query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
         dims, shape = query.dim(), query.shape
         query, key, value = (layout.split(x, heads) for x in (query, key, value))
@@ -327,10 +342,8 @@ class Trace(TorchFunctionMode):
         split = layout.split(matrix, heads)
         operator = DenseOperator(split, self.dropout_p, self.filter.dropout_after)
         y = layout.join(self._filter(operator, layout.split(values, heads)), heads, shape)
-        if self.wants_maps and of_map.shape == matrix.shape:
-            own = self.history.find(of_map) or step
-            new = self.filter.map(DenseOperator(split))
-            self.filtered = own, layout.join(new, heads, matrix.shape).to(of_map.dtype)
+        if self.wants_maps:
+            self.filtered = self.history.find(of_map) or step, split, matrix.shape
         return y
 
     def _filter(self, operator: Operator, values: Tensor) -> Tensor:
@@ -447,17 +460,23 @@ class Trace(TorchFunctionMode):
 
     def _filtered_map(self, x: Tensor) -> Tensor:
         assert self.filtered is not None
-        step, new = self.filtered
+        assert self.layout is not None
         own = self.history.find(x)
         if own is None:
             return x
-        returned = self.history.transfer(new, step, own)
+        # built here, because H costs a product of maps and few modules return them
+        step, split, shape = self.filtered
+        new = self.filter.map(DenseOperator(split)).to(split.dtype)
+        new = self.layout.join(new, self.filter.num_heads, shape)
+        returned = None
+        if new.shape == step.tensor.shape:
+            returned = self.history.transfer(new, step, own)
         if returned is None:
             self._refuse(
                 "it returns attention weights that are not the map that multiplies its values, so "
                 "there is no filtered map in their place. Do not ask it for attention weights"
             )
-        return returned
+        return returned.to(x.dtype)
 
     def _check_rows(self, matrix: Tensor) -> None:
         if torch.compiler.is_compiling() or matrix.is_meta:

@@ -328,6 +328,46 @@ def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
             model(ids)
 
 
+def test_a_module_may_be_told_its_layer_of_the_cache() -> None:
+    """HRM runs its layers in cycles, each with layers of the cache of its own."""
+    torch.manual_seed(0)
+    config = transformers.HrmTextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    model = transformers.HrmTextForCausalLM(config).eval()
+    gfsa.plug(model, w0=0.3, w1=0.5, wK=0.4)
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        first = model(ids[:, :4])
+        second = model(ids[:, 4:], past_key_values=first.past_key_values)
+    found = torch.cat([first.logits, second.logits], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_module_without_a_layer_of_the_cache_is_refused_by_name() -> None:
+    model = plugged("llama")
+    model.model.layers[1].self_attn.layer_idx = None
+    with torch.no_grad(), pytest.raises(ValueError, match=r"layers\.1\.self_attn \(LlamaAtt.*None"):
+        model.model.layers[1](
+            torch.randn(1, 3, 32, dtype=model.dtype),
+            position_embeddings=(torch.ones(1, 3, 8), torch.zeros(1, 3, 8)),
+            past_key_values=_Anywhere(config=model.config),
+        )
+
+
+class _Anywhere(transformers.DynamicCache):
+    """A cache that takes keys without the index of a layer."""
+
+    def update(self, keys: Any, values: Any, index: Any, *rest: Any) -> Any:
+        return keys, values
+
+
 def test_a_cache_of_a_lower_degree_is_refused() -> None:
     model = plugged("llama")
     ids = prompt()["input_ids"]
@@ -426,6 +466,6 @@ def test_a_cache_may_come_without_its_name(name: str) -> None:
     args = (ids,) * place + (cache,)
     seen.append(handover(attention, args, {}))
     seen.append(handover(attention, args[:1], {"past_key_values": cache}))
-    assert all(kwargs["gfsa_cache"] is cache for _, kwargs in seen)
+    assert all(kwargs["gfsa_cache"][0] is cache for _, kwargs in seen)
     assert handover(attention, args[:1], {"past_key_values": None}) is None
     assert handover(attention, args[:1], {"encoder_hidden_states": None}) is None

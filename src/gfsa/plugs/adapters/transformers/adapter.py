@@ -21,14 +21,28 @@ from transformers.utils.output_capturing import _active_collector
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
-from gfsa.plugs.adapters.transformers.operators import OperatorMaker, eager_function, operator_maker
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
-from gfsa.plugs.tracing.adapter import TRACER, looks_like_attention
+from gfsa.plugs.adapters.transformers.operators import (
+    OperatorMaker,
+    eager_function,
+    functions_of,
+    operator_maker,
+)
+from gfsa.plugs.adapters.transformers.product_check import forget_check, name_of
+from gfsa.plugs.adapters.transformers.refusals import (
+    OTHER_TOKENS,
+    QUERY_AND_KEY,
+    refusal_by_owner,
+    refusal_of_interface,
+    refusal_of_traced,
+)
+from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.tracing.adapter import TracerAdapter, looks_like_attention
 
 PREFIX = "gfsa|"
 _CACHE = "gfsa_cache"
 _CACHES = ("past_key_values", "layer_past")
-_CROSS_INPUTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
+# arguments that say which layer of the cache is meant, where a module serves several of them
+_CACHE_INDEX = ("layer_idx", "cycle_offset")
 
 
 class InterfaceAdapter(Adapter):
@@ -46,13 +60,9 @@ class InterfaceAdapter(Adapter):
         )
 
     def refusal(self, name: str, module: Any) -> str | None:
-        kind = type(module).__name__.lower()
-        if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
-            return REASON
-        if "channel" in kind:
-            return "its attention is over channels, not tokens"
-        if hasattr(module, "sequence_reduction"):
-            return "its keys are a shorter summary of its tokens: the map is not square"
+        refusal = refusal_of_interface(module)
+        if refusal is not None:
+            return refusal
         if not hasattr(module, "config"):
             return f"{type(module).__name__} keeps no config, so its attention cannot be redirected"
         if getattr(module, "reorder_and_upcast_attn", False):
@@ -60,24 +70,42 @@ class InterfaceAdapter(Adapter):
         return None
 
     def refusal_inside(self, owners: Owners) -> str | None:
-        return REASON if crosses_by_design(owners) else None
+        if crosses_by_design(owners):
+            return REASON
+        return refusal_by_owner(owners[0][0]) if owners else None
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
-        handle = module.register_forward_pre_hook(_PassCache(module), with_kwargs=True)
+        handle = module.register_forward_pre_hook(_InputHook(module), with_kwargs=True)
         module.__dict__["_gfsa_handle"] = handle
         # looked up and registered here, not in a forward that may be compiled: a side effect in a
         # compiled call would make the next call compile again
         module.__dict__["_gfsa_eager"] = eager_function(type(module))
+        functions_of(type(module))
         _filtered_name(module.config.real._attn_implementation)
 
     def remove(self, module: Any) -> None:
         module.__dict__.pop("_gfsa_handle").remove()
         del module.__dict__["_gfsa_eager"]
+        module.__dict__.pop("_gfsa_name", None)
+        forget_check(module)
         module.config = module.config.real
+
+    def mark(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if "_gfsa_handle" in module.__dict__:
+                module.__dict__["_gfsa_name"] = name
+
+
+class OutsideInterfaceAdapter(TracerAdapter):
+    """Traces attention that does not use the interface, except where its class has no n×n map."""
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        return super().refusal(name, module) or refusal_of_traced(module)
 
 
 INTERFACE = InterfaceAdapter()
+OUTSIDE_INTERFACE = OutsideInterfaceAdapter()
 
 
 def find(module: nn.Module) -> Adapter | None:
@@ -93,7 +121,7 @@ def find(module: nn.Module) -> Adapter | None:
     inside = any(_uses_interface(type(inner)) for inner in module.modules())
     if inside or not looks_like_attention(module) or not _takes_a_softmax(type(module)):
         return None
-    return TRACER
+    return OUTSIDE_INTERFACE
 
 
 def _takes_a_softmax(kind: type[nn.Module]) -> bool:
@@ -151,13 +179,20 @@ def _register(implementation: str | None) -> str:
     return name
 
 
-class _PassCache:
-    """A hook that adds the cache to the keywords, which transformers passes on to the function."""
+class _InputHook:
+    """A hook that looks at the arguments of a plugged module before its forward.
+
+    It raises if the keys are those of another sequence, and adds the cache, with the index of its
+    layer, to the keywords, which transformers passes on to the attention function.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        names = set(self.positional)
+        self.pair = next((pair for pair in QUERY_AND_KEY if names.issuperset(pair)), None)
+        self.index = tuple(name for name in _CACHE_INDEX if name in names)
         # how many positional arguments come before the first that this hook looks for
-        wanted = _CROSS_INPUTS.union(_CACHES).intersection(self.positional)
+        wanted = OTHER_TOKENS.union(_CACHES, self.pair or (), self.index).intersection(names)
         self.others_first = min(map(self.positional.index, wanted), default=len(self.positional))
 
     def __call__(
@@ -166,17 +201,30 @@ class _PassCache:
         given = kwargs
         if len(args) > self.others_first:
             given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-        for name in _CROSS_INPUTS.intersection(given):
+        for name in OTHER_TOKENS.intersection(given):
             if given[name] is not None:
                 raise ValueError(
-                    f"a {type(module).__name__} was plugged as self-attention but is given {name}: "
+                    f"{name_of(module)} was plugged as self-attention but is given {name}: "
                     "cross-attention has no powers. Leave it out with plug(..., layers=...)"
                 )
+        if self.pair is not None:
+            query, key = (given.get(name) for name in self.pair)
+            if isinstance(query, Tensor) and isinstance(key, Tensor):
+                require_same_tokens(module, query, key)
         for name in _CACHES:
             cache = given.get(name)
             if cache is not None:
-                return args, {**kwargs, _CACHE: cache}
+                return args, {**kwargs, _CACHE: (cache, self._cache_index(module, given))}
         return None
+
+    def _cache_index(self, module: Any, given: dict[str, Any]) -> int | None:
+        """The layer of the cache that the module fills in this call."""
+        index: int | None = getattr(module, "layer_idx", None)
+        if self.index:
+            index = given.get("layer_idx", index)
+            if index is not None:
+                index += given.get("cycle_offset", 0)
+        return index
 
 
 def _filtered_attention(
@@ -209,7 +257,7 @@ def _with_past(
     if cache is None:
         if new != keys:
             raise ValueError(
-                f"{new} queries of a {type(module).__name__} attend to {keys} keys without a "
+                f"{new} queries of {name_of(module)} attend to {keys} keys without a "
                 "cache: that is cross-attention or a prefix, which has no powers. Leave it out "
                 "with plug(..., layers=...)"
             )
@@ -223,7 +271,8 @@ def _with_past(
             "another dropout mask (or is the prefix of prefix tuning, which cannot be combined "
             "with a filter: it has keys but no queries). Call model.eval(), or pass use_cache=False"
         )
-    place = place_in(cache, module)
+    held, index = cache
+    place = place_in(held, index, module)
     return CachedOperator(operator, place, new, query.shape[1], keys)
 
 

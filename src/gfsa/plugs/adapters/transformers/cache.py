@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 
 from gfsa.operators import Coefficients, Operator, Visibility
 from gfsa.operators.base import combine, value_of
+from gfsa.plugs.adapters.transformers.product_check import name_of
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (
@@ -120,8 +121,14 @@ class _FurtherPowers(Operator):
         return tokens
 
 
-def place_in(cache: Any, module: Any) -> Place:
-    """The cache layer that a module attends to; raises for caches that cannot hold powers."""
+def place_in(cache: Any, index: int | None, module: Any) -> Place:
+    """The cache layer that a module attends to; raises for caches that cannot hold powers.
+
+    Args:
+        cache: as the module got it.
+        index: the layer of the cache that the module fills.
+        module: the attention module.
+    """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
@@ -129,12 +136,16 @@ def place_in(cache: Any, module: Any) -> Place:
             f"a plugged model decodes with a transformers Cache, got {type(cache).__name__}; "
             "pass use_cache=False, or a DynamicCache or StaticCache"
         )
-    index: int = module.layer_idx
+    if index is None:
+        raise ValueError(
+            f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
+            "None), so the powers of past tokens have no place. Pass use_cache=False"
+        )
     source = _source_of(module) if getattr(module, "is_kv_shared_layer", False) else index
     if source is None or source >= len(cache.layers):
         raise ValueError(
-            f"layer {index} has no layer of its own in the cache: it uses the keys and values of "
-            "another layer. Pass use_cache=False"
+            f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
+            "keys and values of another layer. Pass use_cache=False"
         )
     return Place(cache.layers[source], index)
 

@@ -58,7 +58,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """
     if query is key or (query.is_meta and query.shape == key.shape):
         return
-    if query.shape[:-1] != key.shape[:-1]:
+    if query.shape != key.shape:
         got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
     elif has_no_values(query) or has_no_values(key):
         if _GIVEN_COPIES in module.__dict__ or _same_whole_view(query, key):

@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import _active_collector
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
+from gfsa.plugs.adapters.transformers.continuous_batching import refuse_where_plugged
 from gfsa.plugs.adapters.transformers.operators import (
     OperatorMaker,
     eager_function,
@@ -95,6 +96,7 @@ class InterfaceAdapter(Adapter):
         for name, module in model.named_modules():
             if "_gfsa_handle" in module.__dict__:
                 module.__dict__["_gfsa_name"] = name
+        refuse_where_plugged(model)
 
 
 class OutsideInterfaceAdapter(TracerAdapter):
@@ -102,6 +104,10 @@ class OutsideInterfaceAdapter(TracerAdapter):
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         return super().refusal(name, module) or refusal_of_traced(module)
+
+    def mark(self, model: nn.Module) -> None:
+        super().mark(model)
+        refuse_where_plugged(model)
 
 
 INTERFACE = InterfaceAdapter()

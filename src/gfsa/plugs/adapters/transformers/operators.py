@@ -27,6 +27,7 @@ from gfsa.operators import (
 from gfsa.operators.base import take_heads
 from gfsa.operators.dense import DropoutPlace, repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
+from gfsa.plugs.adapters.transformers.continuous_batching import REASON as PAGED_CACHE
 from gfsa.plugs.adapters.transformers.product_check import check_product, needs_check
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
@@ -44,10 +45,7 @@ def operator_maker(implementation: str) -> OperatorMaker:
 
 
 def _refuse_paged(*args: Any, **kwargs: Any) -> tuple[Operator, Tensor]:
-    raise NotImplementedError(
-        "a plugged model cannot run with a paged cache (continuous batching): the base "
-        "function fills the cache itself. Use generate() with a dynamic or static cache"
-    )
+    raise NotImplementedError(PAGED_CACHE)
 
 
 def _sdpa_operator(

@@ -221,9 +221,22 @@ class _GrowingPowers(DynamicLayer):
         return all_tokens
 
 
+# layers that keep something beside keys and values: the state of a recurrent mixer in the same
+# block (Falcon-H1, Zamba), or the keys of an indexer (DeepSeek-V3.2); by name, because older
+# versions of transformers lack some of them
+_ATTENTION_PART: dict[str, type[Any]] = {
+    "DynamicIndexedLayer": DynamicLayer,
+    "LinearAttentionAndFullAttentionLayer": DynamicLayer,
+    "LinearAttentionAndSlidingWindowAttentionLayer": DynamicSlidingWindowLayer,
+    "LinearAttentionAndStaticFullAttentionLayer": StaticLayer,
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": StaticSlidingWindowLayer,
+    "StaticIndexedLayer": StaticLayer,
+}
+
+
 def _empty_like(layer: Any) -> Any:
-    """An empty cache layer of the same kind."""
-    kind = type(layer)
+    """An empty cache layer of the same kind, for the keys and values of attention alone."""
+    kind = _ATTENTION_PART.get(type(layer).__name__, type(layer))
     if kind is DynamicLayer:
         return _GrowingPowers()
     if kind is DynamicSlidingWindowLayer:
@@ -236,8 +249,8 @@ def _empty_like(layer: Any) -> Any:
         # max_cache_len is already the smaller of the window and the length
         return StaticSlidingWindowLayer(layer.max_cache_len, sliding_window=layer.max_cache_len)
     raise TypeError(
-        f"a plugged model cannot decode with a {kind.__name__}; use a dynamic or static cache "
-        "(with or without a sliding window), or use_cache=False"
+        f"a plugged model cannot decode with a {kind.__name__} in its cache; use a dynamic or "
+        "static cache (with or without a sliding window), or use_cache=False"
     )
 
 
@@ -287,5 +300,7 @@ class _RepeatedMethod:
         result = getattr(type(self.layer), self.name)(self.layer, *args, **kwargs)
         for companions in self.layer.gfsa_powers.values():
             for companion in companions:
-                getattr(companion, self.name)(*args, **kwargs)
+                # what only the state beside keys and values needs, a companion does not have
+                if hasattr(companion, self.name):
+                    getattr(companion, self.name)(*args, **kwargs)
         return result

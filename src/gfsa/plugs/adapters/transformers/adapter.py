@@ -220,17 +220,12 @@ class _InputHook:
         for name in _CACHES:
             cache = given.get(name)
             if cache is not None:
-                return args, {**kwargs, _CACHE: (cache, self._cache_index(module, given))}
+                index: int | None = getattr(module, "layer_idx", None)
+                if self.index:
+                    index = given.get("layer_idx", index)
+                    index = None if index is None else index + given.get("cycle_offset", 0)
+                return args, {**kwargs, _CACHE: (cache, index)}
         return None
-
-    def _cache_index(self, module: Any, given: dict[str, Any]) -> int | None:
-        """The layer of the cache that the module fills in this call."""
-        index: int | None = getattr(module, "layer_idx", None)
-        if self.index:
-            index = given.get("layer_idx", index)
-            if index is not None:
-                index += given.get("cycle_offset", 0)
-        return index
 
 
 def _filtered_attention(

@@ -32,6 +32,9 @@ from gfsa.plugs.adapters.transformers.product_check import check_product, needs_
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 
+# attention class → the registry in which it looks its function up
+_REGISTRIES: dict[type, AttentionInterface] = {}
+
 
 def operator_maker(implementation: str) -> OperatorMaker:
     """The function that returns ``(operator, value)`` for the map that ``implementation`` uses."""
@@ -61,7 +64,8 @@ def _sdpa_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map of transformers' own sdpa function; gfsa chooses the kernel."""
-    registered = functions_of(type(module))["sdpa"]
+    registry = _REGISTRIES.get(type(module))
+    registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
     if registered is not sdpa_attention_forward:
         # somebody registered another function under this name: it is what the model would call
         if position_bias is not None:
@@ -181,10 +185,6 @@ class _EagerOperator(Operator):
 
     def dense(self) -> Tensor:
         return self.weights
-
-
-# attention class → the registry in which it looks its function up
-_REGISTRIES: dict[type, AttentionInterface] = {}
 
 
 def functions_of(kind: type[nn.Module]) -> AttentionInterface:

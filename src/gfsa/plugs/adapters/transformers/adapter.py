@@ -99,19 +99,21 @@ class InterfaceAdapter(Adapter):
         refuse_where_plugged(model)
 
 
-class OutsideInterfaceAdapter(TracerAdapter):
-    """Traces attention that does not use the interface, except where its class has no n×n map."""
+INTERFACE = InterfaceAdapter()
+
+
+class ModelTracerAdapter(TracerAdapter):
+    """Traces modules of transformers outside the interface, except where there is no map."""
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
-        return super().refusal(name, module) or refusal_of_traced(module)
+        return refusal_of_traced(module) or super().refusal(name, module)
 
     def mark(self, model: nn.Module) -> None:
         super().mark(model)
         refuse_where_plugged(model)
 
 
-INTERFACE = InterfaceAdapter()
-OUTSIDE_INTERFACE = OutsideInterfaceAdapter()
+TRACED = ModelTracerAdapter()
 
 
 def find(module: nn.Module) -> Adapter | None:
@@ -127,7 +129,7 @@ def find(module: nn.Module) -> Adapter | None:
     inside = any(_uses_interface(type(inner)) for inner in module.modules())
     if inside or not looks_like_attention(module) or not _takes_a_softmax(type(module)):
         return None
-    return OUTSIDE_INTERFACE
+    return TRACED
 
 
 def _takes_a_softmax(kind: type[nn.Module]) -> bool:

@@ -365,18 +365,36 @@ def granite(kind: str = "GraniteSWA", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["GraniteSWA", "GraniteMoeSWA"])
+def test_weights_that_are_not_what_was_multiplied_are_refused_by_plug(kind: str) -> None:
+    model = granite(kind)
+    state = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match="returns weights A that are not what it multiplied"):
+        gfsa.plug(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    model(ids())
+
+
 @pytest.mark.parametrize("place", ["attention", "filter"])
 @pytest.mark.parametrize("training", [False, True])
-def test_weights_that_are_not_what_was_multiplied_are_refused(
-    kind: str, place: Any, training: bool
+def test_weights_that_are_not_what_was_multiplied_are_refused_by_a_forward(
+    place: Any, training: bool
 ) -> None:
-    model = granite(kind, attention_dropout=0.2)
+    """As after a switch of the implementation, or where plug cannot try the function."""
+
+    def scaled(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        weights = (q @ k.transpose(-2, -1) * options["scaling"] + mask).softmax(-1)
+        weights = torch.dropout(weights, options["dropout"], module.training)
+        return 0.9 * (weights @ v).transpose(1, 2), weights
+
+    model = llama(attention_dropout=0.2)
     gfsa.plug(model, dropout_after=place)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(Granite\w+\).*not what it mult"):
-        model.train(training)(ids(), use_cache=False)
-    gfsa.unplug(model)
+    with registered("eager", scaled):
+        with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(Llama\w+\).*not what it m"):
+            model.train(training)(ids(), use_cache=False)
+        gfsa.unplug(model)
+        model(ids())
     assert all("_gfsa_checked" not in m.__dict__ for m in model.modules())
-    model(ids())
 
 
 def llama(**options: Any) -> Any:

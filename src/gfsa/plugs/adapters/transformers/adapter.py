@@ -25,10 +25,15 @@ from gfsa.plugs.adapters.transformers.continuous_batching import refuse_where_pl
 from gfsa.plugs.adapters.transformers.operators import (
     OperatorMaker,
     eager_function,
+    eager_function_of,
     functions_of,
     operator_maker,
 )
-from gfsa.plugs.adapters.transformers.product_check import forget_check, name_of
+from gfsa.plugs.adapters.transformers.product_check import (
+    forget_check,
+    name_of,
+    refusal_by_trial,
+)
 from gfsa.plugs.adapters.transformers.refusals import (
     OTHER_TOKENS,
     QUERY_AND_KEY,
@@ -68,7 +73,11 @@ class InterfaceAdapter(Adapter):
             return f"{type(module).__name__} keeps no config, so its attention cannot be redirected"
         if getattr(module, "reorder_and_upcast_attn", False):
             return "reorder_and_upcast_attn computes attention outside the interface"
-        return None
+        heads = heads_of(module, module.config)
+        function = eager_function_of(module)
+        if module.config._attn_implementation not in (None, "eager") or not (heads and function):
+            return None
+        return refusal_by_trial(module, function, heads)
 
     def refusal_inside(self, owners: Owners) -> str | None:
         if crosses_by_design(owners):

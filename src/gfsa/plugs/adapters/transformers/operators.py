@@ -135,7 +135,7 @@ def _eager_operator(
 ) -> tuple[Operator, Tensor]:
     """The map that the model's own eager code computes, including its dropout."""
     later = dropout if module.gfsa.dropout_after == "filter" else 0.0
-    function = functions_of(type(module)).get("eager") or module._gfsa_eager
+    function = eager_function_of(module)
     if function is None:
         raise ValueError(
             f"cannot find the eager attention of {type(module).__name__}; "
@@ -200,6 +200,16 @@ def functions_of(kind: type[nn.Module]) -> AttentionInterface:
         registry = found if isinstance(found, AttentionInterface) else ALL_ATTENTION_FUNCTIONS
         _REGISTRIES[kind] = registry
     return registry
+
+
+def eager_function_of(module: Any) -> Callable[..., Any] | None:
+    """The function that a module calls for eager attention: one that was registered, or its own."""
+    registered: Callable[..., Any] | None = functions_of(type(module)).get("eager")
+    if registered is not None:
+        return registered
+    # looked up once, when the module is plugged
+    known = module.__dict__
+    return known["_gfsa_eager"] if "_gfsa_eager" in known else eager_function(type(module))
 
 
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:

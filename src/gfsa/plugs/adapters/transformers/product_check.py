@@ -1,8 +1,10 @@
-r"""Check, once for each layer, that an eager attention function multiplied what it returns.
+r"""Check that an eager attention function multiplied what it returns: by plug, and by a forward.
 
 A filter takes the powers of the returned weights A, so the function's product must be
 :math:`A\,v`. A function that scales its output afterwards (attention sinks as a factor), or
-reorders tokens in between, returns another map than the one that it used.
+reorders tokens in between, returns another map than the one that it used. Plug tries the function
+on a few random tokens; the first forward of each layer looks again, since a function may need more
+than that, and the implementation can be switched after plugging.
 """
 
 from __future__ import annotations
@@ -20,6 +22,40 @@ _CHECKED = "_gfsa_checked"
 
 Attend = Callable[[float], tuple[Tensor, Tensor]]
 """Dropout probability → product ``(B, N, H, D)`` and weights ``(B, H, N, N)``."""
+
+
+def refusal_by_trial(module: Any, function: Callable[..., Any], heads: int) -> str | None:
+    """Why an eager function's weights cannot be filtered, or None if a trial does not show it."""
+    weight = next(module.parameters(), None)
+    if weight is None or weight.is_meta or not weight.is_floating_point():
+        return None
+    dim, groups = getattr(module, "head_dim", None), getattr(module, "num_key_value_groups", 1)
+    if not isinstance(dim, int) or not isinstance(groups, int) or heads % groups:
+        return None
+    # a generator of its own: plug must not change what the model draws next
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, 4, dim, generator=generator).to(weight)
+        for count in (heads, heads // groups, heads // groups)
+    )
+    mask = torch.zeros(1, 1, 4, 4).to(weight)
+    try:
+        with torch.no_grad():
+            product, weights = function(
+                module, query, key, value, mask, dropout=0.0, scaling=dim**-0.5
+            )
+            gap, _ = _gap(product, weights, value)
+    except Exception:
+        # it needs arguments that only the model passes, so a forward has to show it
+        return None
+    return None if gap is None else _reason(function, gap)
+
+
+def _reason(function: Callable[..., Any], gap: str) -> str:
+    return (
+        f"its attention function {function.__name__} returns weights A that are not what it "
+        f"multiplied with the values ({gap}), so their powers are those of another map"
+    )
 
 
 def needs_check(module: Any, function: Callable[..., Any]) -> bool:
@@ -58,9 +94,7 @@ def check_product(
     if gap is not None:
         raise ValueError(
             f"{name_of(module)} cannot be filtered with attn_implementation="
-            f"{module.config.real._attn_implementation or 'eager'!r}: its attention function "
-            f"{function.__name__} returns weights A that are not what it multiplied with the "
-            f"values ({gap}), so their powers are those of another map. "
+            f"{module.config.real._attn_implementation or 'eager'!r}: {_reason(function, gap)}. "
             "gfsa.unplug(model), and leave the layer out with plug(..., layers=...)"
         )
     if decided:

@@ -204,6 +204,9 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--set", "min_lr=inf"], "min_lr must be at least 0 and finite, got inf"),
         ([TOY, "--each", "lr=1,2", "--each", "lr=3"], "lr given twice"),
         ([TOY, "--each", "lr=1,2", "--set", "lr=3"], "lr given twice"),
+        ([TOY, "--set", "lr=1", "--set", "lr=2"], "lr given twice"),
+        ([TOY, "--set", "lr=1", "--set", "lr=1"], "lr given twice"),
+        ([TOY, "--method", "gfsa", "--set", "K=2", "--set", "K=3"], "K given twice"),
         ([TOY, "--method", "gfsa", "--K", "2", "--set", "K=4"], "K is given by --K and by --set"),
         (["--plan", "x.txt", "--seeds", "0-4"], "--seeds would have no effect with --plan"),
         (

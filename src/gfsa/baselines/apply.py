@@ -143,6 +143,9 @@ def _apply_attnscale(model: nn.Module, layers: Layers, options: dict[str, Any]) 
     for (site, method), reader in zip(planned, readers, strict=True):
         assert isinstance(method, AttnScale)
         method.scope = scope = Scope(site.name)
+        if reader.library == "transformers":
+            # its classes do not agree on what a mask means
+            method.compared = set()
         site.module.register_forward_pre_hook(hooks.OpenScope(scope, reader), with_kwargs=True)
         site.module.register_forward_hook(hooks.CloseScope(scope))
     where = dict.fromkeys(report.plugged, "its attention map")

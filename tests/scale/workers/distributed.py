@@ -203,7 +203,7 @@ def refusals(model: nn.Module, folder: Path) -> None:
         try:
             attempt()
         except ValueError as error:
-            assert "before fully_shard or parallelize_module" in str(error)  # noqa: PT017
+            assert "before fully_shard, parallelize_module or deepspeed" in str(error)  # noqa: PT017
         else:
             raise AssertionError("a sharded filter was taken for a whole one")
 

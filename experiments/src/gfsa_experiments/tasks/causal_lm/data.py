@@ -57,7 +57,7 @@ def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
     except FileNotFoundError as missing:
         if name == "ptb":
             raise
-        return _from_hub(name, part, missing)
+        return _from_hub(data_dir, name, part, missing)
     lines = tuple(line + "\n" for line in read_lines(path))
     # the raw files contain the words that the others replace by <unk>: their counts differ
     if not path.name.startswith(f"wiki.{part}.raw"):
@@ -65,8 +65,8 @@ def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
     return lines
 
 
-def _from_hub(name: str, part: str, missing: FileNotFoundError) -> tuple[str, ...]:
-    ((where, found),) = hub.fetch(_REPOSITORY, f"{name}-v1", [hub.PARTS[part]], missing)
+def _from_hub(data_dir: Path, name: str, part: str, missing: FileNotFoundError) -> tuple[str, ...]:
+    ((where, found),) = hub.fetch(data_dir, _REPOSITORY, f"{name}-v1", [hub.PARTS[part]], missing)
     (texts,) = hub.columns_of(where, found, "text")
     # the hub's empty lines lack their line feed
     lines = tuple(text.rstrip("\n") + "\n" for text in texts)

@@ -73,7 +73,7 @@ def read_code_set(data_dir: Path, name: str) -> CodeSet:
     try:
         _find(data_dir, name, first)
     except FileNotFoundError as missing:
-        return _from_hub(name, missing)
+        return _from_hub(data_dir, name, missing)
     return _read_devign(data_dir) if name == "devign" else _read_clones(data_dir)
 
 
@@ -149,11 +149,12 @@ def _read_clones(data_dir: Path) -> CodeSet:
     return CodeSet(code, parts)
 
 
-def _from_hub(name: str, missing: FileNotFoundError) -> CodeSet:
+def _from_hub(data_dir: Path, name: str, missing: FileNotFoundError) -> CodeSet:
     functions, label = _COLUMNS[name]
     place: dict[str, int] = {}
     parts = {}
-    found = hub.fetch(_REPOSITORIES[name], None, [hub.PARTS[part] for part in PARTS], missing)
+    wanted = [hub.PARTS[part] for part in PARTS]
+    found = hub.fetch(data_dir, _REPOSITORIES[name], None, wanted, missing)
     for part, (where, table), official in zip(PARTS, found, _ROWS[name], strict=True):
         *columns, labels = hub.columns_of(where, table, *functions, label)
         bad, rows = BadRows(where), []

@@ -119,7 +119,7 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
         dev = find_file(data_dir, task.dev_names(), SOURCE, _FOLDERS)
     except FileNotFoundError as missing:
         parts = "train", task.dev.replace("dev", "validation")
-        train_part, dev_part = fetch(_REPOSITORY, name.split("-")[0], parts, missing)
+        train_part, dev_part = fetch(data_dir, _REPOSITORY, name.split("-")[0], parts, missing)
         return (
             _from_hub(*train_part, task, task.train_rows),
             _from_hub(*dev_part, task, task.dev_rows),

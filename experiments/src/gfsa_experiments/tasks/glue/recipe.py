@@ -58,6 +58,8 @@ class GlueTask(Task):
         facts = TASKS[config.task]
         self.metric = facts.metric
         self.regression = not facts.labels
+        # first, so that missing data is not noticed after the model has been fetched
+        read_glue(data_dir, config.task)
         self.model = load_model(
             AutoModelForSequenceClassification,
             config.model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +27,14 @@ class Runs:
     rows: pd.DataFrame
     replaced: pd.DataFrame
 
+    @property
+    def every(self) -> pd.DataFrame:
+        return pd.concat([self.rows, self.replaced])
+
+    def where(self, kept: Callable[[pd.DataFrame], pd.Series]) -> Runs:
+        """The runs whose rows ``kept`` marks."""
+        return Runs(self.rows[kept(self.rows)], self.replaced[kept(self.replaced)])
+
 
 def read_folder(folder: Path) -> Runs:
     """Every table of runs in ``folder``; tables with other columns are ignored."""
@@ -43,6 +51,11 @@ def read_folder(folder: Path) -> Runs:
             f"{folder} has no rows of runs (it has {found}); run `gfsa train RECIPE` first"
         )
     return latest(rows)
+
+
+def read_folder_if_any(folder: Path) -> Runs:
+    """The same of a folder that may be missing."""
+    return read_folder(folder) if folder.is_dir() else latest([])
 
 
 def latest(rows: Sequence[Row]) -> Runs:

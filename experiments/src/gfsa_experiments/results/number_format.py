@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gfsa_experiments.results.statistics import PairedDifference
+    from gfsa_experiments.results.statistics import Interval
     from gfsa_experiments.results.tables import ResultTable
 
 SHARES = {
@@ -44,12 +44,21 @@ class Scale:
     def signed(self, value: float | None) -> str:
         return NONE if value is None else signed(self.factor * value, self.decimals)
 
-    def difference(self, difference: PairedDifference) -> str:
-        """``+0.70 (+0.41 … +0.99)``, with the interval if there is one."""
-        mean = self.signed(difference.mean)
-        if difference.low is None:
-            return mean
-        return f"{mean} ({self.signed(difference.low)} … {self.signed(difference.high)})"
+    def interval(self, found: Interval | None) -> str:
+        """``+0.70 (+0.41 … +0.99)``, with the ends if they are known.
+
+        An end that would be rounded to 0 has more digits: whether 0 is inside must be seen.
+        """
+        if found is None:
+            return NONE
+        if found.low is None or found.high is None:
+            return self.signed(found.mean)
+        decimals = self.decimals
+        for end in (found.low, found.high):
+            while end and not round(self.factor * end, decimals) and decimals < 6:
+                decimals += 1
+        ends = (signed(self.factor * end, decimals) for end in (found.low, found.high))
+        return f"{self.signed(found.mean)} ({' … '.join(ends)})"
 
 
 def scale_of(table: ResultTable) -> Scale:
@@ -113,6 +122,14 @@ def count(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.0f}"
+
+
+def percent(found: Interval | None) -> str:
+    """``+4.3 % (+1.2 … +7.4)``"""
+    if found is None:
+        return NONE
+    mean, space, ends = Scale(1, 1).interval(found).partition(" ")
+    return f"{mean} %{space}{ends}"
 
 
 def p_value(value: float | None) -> str:

@@ -217,14 +217,16 @@ def _of_task(rows: pd.DataFrame, one: Comparison) -> pd.DataFrame:
 def refusal_of_history(family: Family, rows: pd.DataFrame) -> str | None:
     """Why git does not show that the family, as it is, was committed before its first row.
 
-    None if git shows it, if no run is recorded, and where there is no history.
+    None if git shows it, if no run is recorded, and where the history is not there.
     """
     own = rows[is_of(rows, family.keys)]
-    commits = _git(family.path, "log", "--format=%H %cI", "--", family.path.name)
-    if own.empty or commits is None:
+    # a shallow clone has a part of the history; it dates everything by its first commit
+    whole = _git(family.path, "rev-parse", "--is-shallow-repository") == "false\n"
+    if own.empty or not whole:
         return None
     first = min(map(datetime.fromisoformat, own.date))
-    dated = [line.split() for line in commits.splitlines()]
+    commits = _git(family.path, "log", "--format=%H %cI", "--", family.path.name)
+    dated = [line.split() for line in (commits or "").splitlines()]
     before = [commit for commit, date in dated if datetime.fromisoformat(date) <= first]
     if not before:
         return f"it was not committed before its first row, of {first}"

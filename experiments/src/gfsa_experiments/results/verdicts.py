@@ -28,8 +28,10 @@ class Outcome:
         """*better* or *worse* where Holm's p is below 0.05; that of ``a``, compared with ``b``."""
         if self.missing:
             return f"{self.missing} of {len(self.comparison.seeds)} pairs missing: no verdict"
-        if self.contrast is None or self.failed:
-            return f"{self.failed} pairs without a finite number: no verdict"
+        if self.failed:
+            return f"not finite in {self.failed} of {len(self.comparison.seeds)} pairs: no verdict"
+        if self.contrast is None:
+            return "other pairs of the family missing: no verdict"
         found = self.contrast.test
         if self.p_holm is not None and found.verdict is not None and self.p_holm < 1 - LEVEL:
             # adjusted p values are never below the unadjusted: the interval excludes 0 as well
@@ -57,9 +59,6 @@ def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
     clean = ~pairs.commit_a.str.endswith("-dirty") & (pairs.commit_a != "")
     same = (pairs.commit_a == pairs.commit_b) & (pairs.data_a == pairs.data_b)
     pairs = pairs[clean & same]
-    return Outcome(
-        comparison,
-        missing=len(comparison.seeds) - len(pairs),
-        failed=len(pairs) - len(finite(a).merge(finite(b), on="seed")),
-        contrast=contrast(a, b),
-    )
+    failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
+    missing = len(comparison.seeds) - len(pairs)
+    return Outcome(comparison, missing, failed, None if failed else contrast(a, b))

@@ -155,5 +155,5 @@ def test_a_name_that_two_lines_have_is_refused() -> None:
 def test_the_grid_says_what_was_equal() -> None:
     grid = contrast_grid(make_tables(latest(MADE)), ["gfsa filter_lr=0.01 - degree1"])
     line = dict(zip(grid.columns, grid.rows[0], strict=True))
-    assert line["a − b"] == "+1.3 (−1.3 … +3.9)"
+    assert line["difference"] == "+1.3 (−1.3 … +3.9)"
     assert (line["reading"], line["at"]) == ("not shown", "equal epochs")

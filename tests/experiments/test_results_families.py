@@ -96,7 +96,7 @@ def test_the_families_of_this_repository_are_valid() -> None:
     found = {family.name: family for family in read_families(results)}
     assert {"zinc", "cifar10", "stsb"} <= found.keys()
     assert [one.name for one in found["zinc"].comparisons] == ["gfsa − degree1", "gfsa − plain"]
-    assert found["zinc"].comparisons[0].task == ("graph", "zinc graphormer-slim")
+    assert found["zinc"].comparisons[0].tasks == {("graph", "zinc graphormer-slim")}
     assert found["stsb"].comparisons[0].keys("plain")[0].settings.split()[-1] == "report=test"
 
 
@@ -125,6 +125,7 @@ def test_a_file_is_read_and_its_plan_gives_its_runs(folder: Path) -> None:
         ('b = "plain"', 'b = "other"', "no line 'other' in .lines.; there are gfsa, degree1"),
         ('b = "plain"', 'b = "gfsa"', "a comparison needs two lines"),
         ('b = "plain"', 'b = "degree1"', "listed twice"),
+        ('a = "gfsa"\nb = "plain"', 'a = "degree1"\nb = "gfsa"', "listed twice"),
         ('metric = "accuracy"', "", "lacks metric"),
         ('title = "A toy"', 'direction = "up"', "the file has no direction"),
         ('b = "plain"', 'b = "plain"\nalpha = 0.1', r"a \[\[comparison\]\] has no alpha"),

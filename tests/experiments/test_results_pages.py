@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gfsa import cli
-from gfsa_experiments.results.families import read_families, refuse_unregistered
+from gfsa_experiments.results.families import is_of, read_families, refuse_unregistered
 from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
 from gfsa_experiments.results.page_blocks import BEGIN, END
 
@@ -66,8 +66,10 @@ def texts(svg: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)<", svg)
 
 
-def test_every_recipe_with_rows_has_a_page() -> None:
-    recipes = set(read_folder(RESULTS).rows.recipe)
+def test_every_recipe_with_exploratory_rows_has_a_page() -> None:
+    rows = read_folder(RESULTS).rows
+    keys = {key for family in read_families(RESULTS) for key in family.keys}
+    recipes = set(rows[~is_of(rows, keys)].recipe)
     assert {f"{recipe}.md" for recipe in recipes} | {"README.md"} == set(PAGES)
 
 

@@ -71,9 +71,9 @@ class Comparison:
         return [run.key() for run in self.runs[line]]
 
     @property
-    def task(self) -> tuple[str, str]:
-        """The recipe and task of ``a``."""
-        return self.keys(self.a)[0][:2]
+    def tasks(self) -> set[tuple[str, str]]:
+        """The recipe and task of both lines; a deeper model may be another task."""
+        return {self.keys(line)[0][:2] for line in self.runs}
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def _family(path: Path, content: dict[str, Any]) -> Family:
             f"got {registered!r}; leave it out while the family is planned"
         )
     comparisons = tuple(_comparison(content, own) for own in content["comparison"])
-    names = [(one.task, one.name) for one in comparisons]
-    if len(set(names)) < len(names):
+    pairs = [(one.keys(one.a), one.keys(one.b)) for one in comparisons]
+    if any(pair in pairs[:at] or pair[::-1] in pairs[:at] for at, pair in enumerate(pairs)):
         raise ValueError("a comparison is listed twice; it would count twice in Holm's correction")
     title = content.get("title", path.stem)
     return Family(path.stem, title, registered, comparisons, path, content)
@@ -209,9 +209,9 @@ def _state(family: Family) -> str:
 
 
 def _of_task(rows: pd.DataFrame, one: Comparison) -> pd.DataFrame:
-    """The rows on a comparison's task with one of its seeds."""
-    recipe, task = one.task
-    return rows[(rows.recipe == recipe) & (rows.task == task) & rows.seed.isin(one.seeds)]
+    """The rows on a comparison's tasks with one of its seeds."""
+    of_tasks = [key in one.tasks for key in zip(rows.recipe, rows.task, strict=True)]
+    return rows[pd.Series(of_tasks, rows.index, dtype=bool) & rows.seed.isin(one.seeds)]
 
 
 def refusal_of_history(family: Family, rows: pd.DataFrame) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from gfsa_experiments.results.contrasts import Contrast, contrast
-from gfsa_experiments.results.number_format import NONE, p_value, percent, scale_of
+from gfsa_experiments.results.number_format import contrast_cells, scale_of
 from gfsa_experiments.results.page_blocks import Grid
 from gfsa_experiments.results.tables import Line, ResultTable
 
@@ -16,10 +16,14 @@ Place = tuple[ResultTable, Line]
 
 def contrast_grid(tables: Sequence[ResultTable], texts: Sequence[str]) -> Grid:
     """Every contrast that the texts ask for; all of them are exploratory."""
-    columns = ("task", "a", "b", "pairs", "a − b", "error reduction", "a better", "p", "reading")
-    more = ("on valid", "at", "of one commit")
-    rows = [_cells(*pair) for text in texts for pair in find_pairs(tables, text)]
-    return Grid((*columns, *more), rows, ("task", "a", "b", "reading", "at"))
+    rows = []
+    for table, a, b, found in (pair for text in texts for pair in find_pairs(tables, text)):
+        arrow = "" if table.higher_is_better else " ↓"
+        task = f"{table.recipe}: {table.task}, {table.metric}{arrow}"
+        line = {"task": task, "a": a.name, "b": b.name, "pairs": str(len(found.test.seeds))}
+        rows.append(line | contrast_cells(found, scale_of(table)))
+    words = ("task", "a", "b", "reading", "at")
+    return Grid(list(rows[0]), [list(row.values()) for row in rows], words)
 
 
 def find_pairs(
@@ -79,22 +83,3 @@ def _single(places: Sequence[Place], text: str) -> Place:
 
 def _list(names: Sequence[str]) -> str:
     return f"there are {', '.join(names[:20])}{', …' if len(names) > 20 else ''}"
-
-
-def _cells(table: ResultTable, a: Line, b: Line, found: Contrast) -> list[str]:
-    test, scale = found.test, scale_of(table)
-    arrow = "" if table.higher_is_better else " ↓"
-    return [
-        f"{table.recipe}: {table.task}, {table.metric}{arrow}",
-        a.name,
-        b.name,
-        str(len(test.seeds)),
-        scale.interval(test.interval),
-        percent(found.reduction),
-        f"{test.seeds_better}/{len(test.seeds)}",
-        p_value(test.p),
-        test.reading or NONE,
-        scale.interval(found.valid.interval if found.valid else None),
-        found.budget,
-        f"{found.one_commit}/{len(test.seeds)}",
-    ]

@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gfsa_experiments.results.contrasts import Contrast
     from gfsa_experiments.results.statistics import Interval
     from gfsa_experiments.results.tables import ResultTable
 
@@ -66,6 +67,25 @@ def scale_of(table: ResultTable) -> Scale:
     spreads = [line.std for line in table.lines if line.std]
     size = table.rows.test.abs().mean() if len(table.rows) else 0.0
     return Scale(1, decimals_for(median(spreads) if spreads else None, size))
+
+
+def contrast_cells(found: Contrast | None, scale: Scale) -> dict[str, str]:
+    """The cells of a comparison by the names of their columns, in all kinds of tables."""
+    names = ("difference", "reduction", "better", "p", "reading", "on valid", "at", "one commit")
+    if found is None:
+        return dict.fromkeys(names, NONE)
+    test, pairs = found.test, len(found.test.seeds)
+    cells = (
+        scale.interval(test.interval),
+        percent(found.reduction),
+        f"{test.seeds_better}/{pairs}",
+        p_value(test.p),
+        test.reading or NONE,
+        scale.interval(found.valid.interval if found.valid else None),
+        found.budget,
+        f"{found.one_commit}/{pairs}",
+    )
+    return dict(zip(names, cells, strict=True))
 
 
 def percent_factor(metric: str, values: Iterable[float]) -> int:

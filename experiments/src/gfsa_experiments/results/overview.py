@@ -12,8 +12,8 @@ import pandas as pd
 from gfsa_experiments.results.contrasts import Contrast, pooled_reduction
 from gfsa_experiments.results.families import Family
 from gfsa_experiments.results.number_format import (
-    NONE,
     Scale,
+    contrast_cells,
     decimals_for,
     p_value,
     percent,
@@ -116,22 +116,22 @@ def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
         ]
     rows = []
     for one in outcomes:
-        found = one.contrast
-        done = len(one.comparison.seeds) - one.missing
-        cells = [one.comparison.name, one.comparison.metric, str(done)]
-        cells += [NONE] * 4 if found is None else _family_cells(found, one.p_holm)
-        rows.append([*cells, one.verdict, NONE if found is None else found.budget])
-    columns = ("comparison", "metric", "pairs", "difference", "error reduction", "p", "p (Holm)")
+        spread = None if one.contrast is None else pd.Series(one.contrast.test.values).std()
+        scale = Scale(1, decimals_for(spread, one.contrast.error if one.contrast else 0.0))
+        cells = contrast_cells(one.contrast, scale)
+        row = {
+            "comparison": one.comparison.name,
+            "metric": one.comparison.metric,
+            "pairs": str(len(one.comparison.seeds) - one.missing),
+            **{name: cells[name] for name in ("difference", "reduction", "p")},
+            "p (Holm)": p_value(one.p_holm),
+            "verdict": one.verdict,
+            "at": cells["at"],
+        }
+        rows.append(row)
     words = ("comparison", "metric", "verdict", "at")
-    grid = Grid((*columns, "verdict", "at"), rows, words)
+    grid = Grid(list(rows[0]), [list(row.values()) for row in rows], words)
     return [Text(f"{link}: {family.title}, registered {family.registered}."), grid]
-
-
-def _family_cells(found: Contrast, p_holm: float | None) -> list[str]:
-    spread = pd.Series(found.test.values).std() or None
-    scale = Scale(1, decimals_for(spread, found.error))
-    difference = scale.interval(found.test.interval)
-    return [difference, percent(found.reduction), p_value(found.test.p), p_value(p_holm)]
 
 
 def _domain_cells(domain: Domain) -> list[str]:

@@ -12,9 +12,9 @@ from gfsa_experiments.results.number_format import (
     NONE,
     Scale,
     amount,
+    contrast_cells,
     count,
     number,
-    p_value,
     ratio,
     scale_of,
     span,
@@ -102,18 +102,15 @@ def _comparisons(table: ResultTable, match: Counterpart | None) -> Grid:
 
 
 def _differences(line: Line, scale: Scale) -> dict[str, str]:
-    found, second = line.to_plain, line.to_degree1
-    valid = None if found is None or found.valid is None else found.valid.interval
-    test = None if found is None else found.test
-    pairs = 0 if test is None else len(test.seeds)
+    found = contrast_cells(line.to_plain, scale)
     return {
-        "difference to plain": scale.interval(None if test is None else test.interval),
-        "seeds better": NONE if test is None else f"{test.seeds_better}/{pairs}",
-        "p": p_value(None if test is None else test.p),
-        "exploratory": (test and test.reading) or NONE,
-        "on valid": scale.interval(valid),
-        "to degree 1": scale.interval(None if second is None else second.test.interval),
-        "one commit": NONE if found is None else f"{found.one_commit}/{pairs}",
+        "difference to plain": found["difference"],
+        "seeds better": found["better"],
+        "p": found["p"],
+        "exploratory": found["reading"],
+        "on valid": found["on valid"],
+        "to degree 1": contrast_cells(line.to_degree1, scale)["difference"],
+        "one commit": found["one commit"],
     }
 
 

@@ -27,6 +27,7 @@ def frame(made: list[Row]) -> pd.DataFrame:
 def test_two_filters_are_compared_as_scipy_does() -> None:
     found = contrast(frame(rows("gfsa", GFSA)), frame(rows("degree1", DEGREE_1)))
     assert found is not None
+    assert found.reduction is not None
     theirs = ttest_rel(GFSA, DEGREE_1)
     low, high = theirs.confidence_interval(0.95)
     assert (found.test.low, found.test.high) == pytest.approx((low, high))
@@ -44,10 +45,22 @@ def test_a_lower_error_is_a_positive_reduction() -> None:
     )
     assert found is not None
     assert found.reductions == pytest.approx([20, 40])
+    assert found.reduction is not None
     low, high = found.reduction.low, found.reduction.high
     assert low is not None
     assert high is not None
     assert low < found.reduction.mean < high
+
+
+def test_what_makes_no_error_cannot_be_reduced() -> None:
+    perfect = contrast(frame(rows("gfsa", [99.0, 98.0])), frame(rows("plain", [100.0, 100.0])))
+    assert perfect is not None
+    assert (perfect.reduction, perfect.reductions) == (None, [])
+    assert perfect.test.mean == -1.5
+    other = contrast(frame(rows("gfsa", GFSA)), frame(rows("plain", DEGREE_1)))
+    assert other is not None
+    assert pooled_reduction([perfect, other]) == other.reduction
+    assert pooled_reduction([perfect]) is None
 
 
 def test_valid_is_compared_where_every_run_has_it() -> None:

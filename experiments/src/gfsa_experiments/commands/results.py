@@ -84,7 +84,7 @@ def results(
         elif contrast:
             _print(_contrasts(shown, contrast), markdown)
         else:
-            _print(_page(found, shown, paper), markdown)
+            _print(_page(found, shown, paper, bool(chosen)), markdown)
     except (ValueError, OSError) as error:
         typer.echo(f"gfsa results: {error}", err=True)
         raise typer.Exit(1) from error
@@ -117,12 +117,13 @@ def _read(folder: Path) -> _Folder:
     return _Folder(make_tables(runs.where(lambda rows: ~is_of(rows, keys))), times, judged)
 
 
-def _page(found: _Folder, shown: list[ResultTable], paper: bool) -> list[Block]:
+def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> list[Block]:
+    """The tables that are shown, after what the whole folder says unless a ``part`` is wanted."""
     from gfsa_experiments.results.overview import costs, overview
     from gfsa_experiments.results.page_blocks import Heading
     from gfsa_experiments.results.page_sections import sections
 
-    head = [*overview(found.tables, found.judged), *costs(found.times)]
+    head = [] if part else [*overview(found.tables, found.judged), *costs(found.times)]
     return [*head, Heading("Tables"), *sections(shown, paper)]
 
 

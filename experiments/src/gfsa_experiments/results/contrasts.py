@@ -36,21 +36,25 @@ class Contrast:
     """The mean error of ``b``, which relative reductions refer to."""
 
     @property
-    def reduction(self) -> Interval:
+    def reduction(self) -> Interval | None:
         """The relative reduction of the error in percent, positive where ``a`` is better.
 
         The denominator is the mean error of ``b``, without uncertainty of its own: the interval
-        excludes 0 exactly where that of the difference does.
+        excludes 0 exactly where that of the difference does. None where ``b`` makes no error.
         """
-        return self.test.interval.times(self._percent)
+        percent = self._percent
+        return None if percent is None else self.test.interval.times(percent)
 
     @property
     def reductions(self) -> list[float]:
         """The same, one per seed."""
-        return [value * self._percent for value in self.test.values]
+        percent = self._percent
+        return [] if percent is None else [value * percent for value in self.test.values]
 
     @property
-    def _percent(self) -> float:
+    def _percent(self) -> float | None:
+        if self.error <= 0:
+            return None
         return (100 if self.test.higher_is_better else -100) / self.error
 
     @property
@@ -101,8 +105,7 @@ def errors(values: pd.Series, higher_is_better: bool) -> pd.Series:
 
 def pooled_reduction(contrasts: Sequence[Contrast]) -> Interval | None:
     """The mean relative reduction over tasks, each of which counts the same; no task is chosen."""
-    if not contrasts:
-        return None
-    if len(contrasts) == 1:
-        return contrasts[0].reduction
-    return mean_of_groups([one.reductions for one in contrasts])
+    known = [one for one in contrasts if one.reductions]
+    if len(known) == 1:
+        return known[0].reduction
+    return mean_of_groups([one.reductions for one in known]) if known else None

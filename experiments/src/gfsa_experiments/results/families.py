@@ -181,7 +181,7 @@ def refuse_unregistered(
             refusal = _refusal_of_seeds(family, one, rows, tuning)
             if refusal is not None:
                 raise ValueError(f"{family.path}: {one.name}: {refusal}")
-        refusal = refusal_of_history(family, rows)
+        refusal = _refusal_of_repeats(family, rows) or refusal_of_history(family, rows)
         if refusal is not None:
             raise ValueError(f"{family.path}: {refusal}")
 
@@ -212,6 +212,20 @@ def _of_task(rows: pd.DataFrame, one: Comparison) -> pd.DataFrame:
     """The rows on a comparison's tasks with one of its seeds."""
     of_tasks = [key in one.tasks for key in zip(rows.recipe, rows.task, strict=True)]
     return rows[pd.Series(of_tasks, rows.index, dtype=bool) & rows.seed.isin(one.seeds)]
+
+
+def _refusal_of_repeats(family: Family, rows: pd.DataFrame) -> str | None:
+    """A run that is repeated until it pleases would confirm anything."""
+    own = rows[is_of(rows, family.keys)]
+    again = own[own.duplicated(_KEY)]
+    if again.empty:
+        return None
+    row = again.iloc[0]
+    line = f"{row.method} {row.options}".strip()
+    return (
+        f"the run of {line} with seed {row.seed} is recorded more than once; a confirmatory run is "
+        "carried out once: keep its first row"
+    )
 
 
 def refusal_of_history(family: Family, rows: pd.DataFrame) -> str | None:

@@ -38,7 +38,11 @@ def find_pairs(
     if len(parts) != 2 or not all(part.strip() for part in parts):
         raise ValueError(f"--contrast takes 'A - B', two lines of a table, got {text!r}")
     found = []
-    for _, group in groupby(tables, key=lambda t: (t.recipe, t.task, t.data)):
+
+    def task(table: ResultTable) -> tuple[str, str, str]:
+        return table.recipe, table.task, table.data or ""
+
+    for _, group in groupby(sorted(tables, key=task), key=task):
         own = list(group)
         a, b = (_matching(own, part.split()) for part in parts)
         pairs = [(x, y) for x in a for y in b if x[0] is y[0]]

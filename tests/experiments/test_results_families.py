@@ -320,7 +320,9 @@ def test_the_command_prints_a_family_and_keeps_its_rows_out_of_the_tables(folder
     rows = rows_of(family)
     explored = [dataclasses.replace(row, seed=row.seed - 100) for row in rows]
     append_rows(folder / "toy.csv", [*without(rows, 3), *explored])
-    text = text_of(folder)
+    done = CliRunner().invoke(cli.build(), ["results", "--dir", str(folder)])
+    assert "families were committed before their runs cannot be checked here" in done.stderr
+    text = done.stdout
     assert (
         "| gfsa − plain | accuracy | 1 | – | – | – | – | 3 of 4 pairs missing: no verdict |" in text
     )

@@ -104,7 +104,12 @@ class _Folder:
 
 
 def _read(folder: Path) -> _Folder:
-    from gfsa_experiments.results.families import is_of, read_families, refuse_unregistered
+    from gfsa_experiments.results.families import (
+        has_history,
+        is_of,
+        read_families,
+        refuse_unregistered,
+    )
     from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
     from gfsa_experiments.results.tables import make_tables
     from gfsa_experiments.results.verdicts import outcomes
@@ -112,6 +117,12 @@ def _read(folder: Path) -> _Folder:
     runs, families = read_folder(folder), read_families(folder)
     refuse_unregistered(families, runs.every, read_folder_if_any(folder / "tuning").every)
     keys = {key for family in families for key in family.keys}
+    if is_of(runs.rows, keys).any() and not has_history(families[0].path):
+        typer.echo(
+            f"gfsa results: {folder} is not in a git repository with its whole history, so that "
+            "families were committed before their runs cannot be checked here",
+            err=True,
+        )
     times = make_tables(read_folder_if_any(folder / "times"))
     judged = [(family, outcomes(family, runs.rows)) for family in families]
     return _Folder(make_tables(runs.where(lambda rows: ~is_of(rows, keys))), times, judged)

@@ -234,9 +234,7 @@ def refusal_of_history(family: Family, rows: pd.DataFrame) -> str | None:
     None if git shows it, if no run is recorded, and where the history is not there.
     """
     own = rows[is_of(rows, family.keys)]
-    # a shallow clone has a part of the history; it dates everything by its first commit
-    whole = _git(family.path, "rev-parse", "--is-shallow-repository") == "false\n"
-    if own.empty or not whole:
+    if own.empty or not has_history(family.path):
         return None
     first = min(map(datetime.fromisoformat, own.date))
     commits = _git(family.path, "log", "--format=%H %cI", "--", family.path.name)
@@ -249,6 +247,11 @@ def refusal_of_history(family: Family, rows: pd.DataFrame) -> str | None:
     if then is None or tomllib.loads(then) != family.content:
         return f"it was changed after its first row, of {first}; restore it as at {before[0][:7]}"
     return None
+
+
+def has_history(path: Path) -> bool:
+    """Whether ``path`` is in a git repository that has all commits, unlike a shallow clone."""
+    return _git(path, "rev-parse", "--is-shallow-repository") == "false\n"
 
 
 def _git(path: Path, *arguments: str) -> str | None:

@@ -71,7 +71,16 @@ def scale_of(table: ResultTable) -> Scale:
 
 def contrast_cells(found: Contrast | None, scale: Scale) -> dict[str, str]:
     """The cells of a comparison by the names of their columns, in all kinds of tables."""
-    names = ("difference", "reduction", "better", "p", "reading", "on valid", "at", "one commit")
+    names = (
+        "difference",
+        "error reduction",
+        "better",
+        "p",
+        "reading",
+        "on valid",
+        "at",
+        "one commit",
+    )
     if found is None:
         return dict.fromkeys(names, NONE)
     test, pairs = found.test, len(found.test.seeds)

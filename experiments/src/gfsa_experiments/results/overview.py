@@ -123,7 +123,7 @@ def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
             "comparison": one.comparison.name,
             "metric": one.comparison.metric,
             "pairs": str(len(one.comparison.seeds) - one.missing),
-            **{name: cells[name] for name in ("difference", "reduction", "p")},
+            **{name: cells[name] for name in ("difference", "error reduction", "p")},
             "p (Holm)": p_value(one.p_holm),
             "verdict": one.verdict,
             "at": cells["at"],

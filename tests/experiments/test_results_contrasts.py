@@ -88,7 +88,7 @@ def test_pairs_of_one_commit_are_counted() -> None:
         ({}, "equal epochs, equal time"),
         ({"seconds": 12.0}, "equal epochs, 1.20× time"),
         ({"epochs": 4.25}, "0.85× epochs, equal time"),
-        # runs that shared the machine, or ran on another, have no comparable time
+        # runs with others beside them, or on another machine, have no comparable time
         ({"jobs": 3}, "equal epochs"),
         ({"device": "another"}, "equal epochs"),
     ],
@@ -98,6 +98,13 @@ def test_what_both_had_the_same_amount_of(changes: dict[str, float], budget: str
     found = contrast(frame(rows("gfsa", GFSA, **({"seconds": 10.0} | changes))), plain)
     assert found is not None
     assert found.budget == budget
+
+
+def test_times_of_runs_that_all_shared_the_machine_are_rough() -> None:
+    plain = frame(rows("plain", DEGREE_1, seconds=10.0, jobs=5, epochs=5.75))
+    found = contrast(frame(rows("gfsa", GFSA, seconds=10.2, jobs=5)), plain)
+    assert found is not None
+    assert found.budget == "0.87× epochs, equal time (5 runs at once)"
 
 
 def test_a_failed_run_is_no_pair() -> None:

@@ -100,6 +100,12 @@ def test_the_families_of_this_repository_are_valid() -> None:
     assert found["stsb"].comparisons[0].keys("plain")[0].settings.split()[-1] == "report=test"
 
 
+def test_the_example_of_the_documentation_is_valid(folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "results.md").read_text("utf-8")
+    family = written(folder, page.partition("```toml\n")[2].partition("```")[0])
+    assert [one.name for one in family.comparisons] == ["gfsa − degree1", "gfsa − longer"]
+
+
 def test_a_file_is_read_and_its_plan_gives_its_runs(folder: Path) -> None:
     family = written(folder)
     assert (family.name, family.title, len(family.keys)) == ("toy", "A toy", 12)

@@ -30,8 +30,10 @@ class Contrast:
     epochs: float
     """Passes over the data of ``a`` relative to ``b``."""
     seconds: float | None
-    """Training time of ``a`` relative to ``b``; None unless all runs had the machine to themselves,
-    on one device."""
+    """Training time of ``a`` relative to ``b``; None unless all runs shared one kind of device with
+    as many others."""
+    jobs: int
+    """The runs that shared the device; above 1, times are rough."""
     error: float
     """The mean error of ``b``, which relative reductions refer to."""
 
@@ -66,6 +68,7 @@ class Contrast:
         if self.seconds is not None:
             same = abs(self.seconds - 1) <= SAME_TIME
             seconds = "equal time" if same else f"{self.seconds:.2f}× time"
+            seconds += f" ({self.jobs} runs at once)" if self.jobs > 1 else ""
         return ", ".join(filter(None, (epochs, seconds)))
 
 
@@ -81,8 +84,8 @@ def contrast(a: pd.DataFrame, b: pd.DataFrame) -> Contrast | None:
     if pairs[["valid_a", "valid_b"]].notna().all(axis=None):
         valid = paired_difference(pairs.valid_b.to_dict(), pairs.valid_a.to_dict(), up)
     assert test is not None
-    alone = (pairs[["jobs_a", "jobs_b"]] == 1).all(axis=None)
-    timed = alone and pairs[["device_a", "device_b"]].stack().nunique() == 1
+    places = pd.concat([pairs[f"device_{x}"] + pairs[f"jobs_{x}"].astype(str) for x in "ab"])
+    timed = places.nunique() == 1
     total = pairs[["epochs_a", "epochs_b", "seconds_a", "seconds_b"]].sum()
     return Contrast(
         test,
@@ -90,6 +93,7 @@ def contrast(a: pd.DataFrame, b: pd.DataFrame) -> Contrast | None:
         one_commit=int(((pairs.commit_a == pairs.commit_b) & (pairs.commit_a != "")).sum()),
         epochs=total.epochs_a / total.epochs_b if total.epochs_b else 1.0,
         seconds=total.seconds_a / total.seconds_b if timed and total.seconds_b else None,
+        jobs=int(pairs.jobs_a.iloc[0]),
         error=float(errors(pairs.test_b, up).mean()),
     )
 

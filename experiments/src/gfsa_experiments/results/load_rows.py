@@ -43,10 +43,10 @@ def read_folder(folder: Path) -> Runs:
             f"there is no folder {folder}; `gfsa train` writes rows, and --dir names the folder "
             "that has them"
         )
-    paths = sorted(folder.glob("*.csv"))
-    rows = [row for path in paths if _is_table_of_runs(path) for row in read_rows(path)]
+    rows = _rows_in(folder)
     if not rows:
-        found = ", ".join(path.name for path in paths) or "no CSV file at all"
+        found = ", ".join(sorted(path.name for path in folder.glob("*.csv")))
+        found = found or "no CSV file at all"
         raise ValueError(
             f"{folder} has no rows of runs (it has {found}); run `gfsa train RECIPE` first"
         )
@@ -54,8 +54,13 @@ def read_folder(folder: Path) -> Runs:
 
 
 def read_folder_if_any(folder: Path) -> Runs:
-    """The same of a folder that may be missing."""
-    return read_folder(folder) if folder.is_dir() else latest([])
+    """The same of a folder that may be missing, or have no rows."""
+    return latest(_rows_in(folder))
+
+
+def _rows_in(folder: Path) -> list[Row]:
+    paths = sorted(folder.glob("*.csv"))
+    return [row for path in paths if _is_table_of_runs(path) for row in read_rows(path)]
 
 
 def latest(rows: Sequence[Row]) -> Runs:

@@ -87,8 +87,8 @@ def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Blo
     blocks: list[Block] = [Heading("Confirmatory comparisons")]
     for family, outcomes in judged:
         blocks += family_blocks(family, outcomes)
-    if not any(one.missing == 0 for _, outcomes in judged for one in outcomes):
-        blocks.insert(1, Text("No family has been run yet, so nothing is called better or worse."))
+    if not any(all(one.missing == 0 for one in outcomes) for _, outcomes in judged):
+        blocks.insert(1, Text("No family is complete yet, so nothing is called better or worse."))
     found = domains(every)
     if found:
         methods = [FILTERS.get(name, name) for name in found[0].to_plain]
@@ -100,7 +100,8 @@ def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Blo
             "an interval that excludes 0 is *suggestive* and no more."
         )
         blocks += [Heading("Exploratory, by domain"), Text(text), Grid(columns, rows, ("domain",))]
-    return [*blocks, Bullets([*_coefficient_note(every), *_chance_note(every)])]
+    notes = [*_coefficient_note(every), *_chance_note(every)]
+    return [*blocks, Bullets(notes)] if notes else blocks
 
 
 def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:

@@ -20,8 +20,8 @@ DEGREE_1 = [50.0, 51.5, 52.0]
 GFSA = [51.0, 52.0, 54.5]
 
 
-def frame(made: list[Row]) -> pd.DataFrame:
-    return latest(made).rows
+def frame(recorded: list[Row]) -> pd.DataFrame:
+    return latest(recorded).rows
 
 
 def test_two_filters_are_compared_as_scipy_does() -> None:
@@ -164,12 +164,12 @@ def test_lines_with_settings_of_their_own_are_compared_too() -> None:
 
 
 def test_a_name_that_two_lines_have_is_refused() -> None:
-    made = [*MADE, *rows("plain", [1.0, 2.0, 3.0], settings="lr=1 clip=2")]
+    recorded = [*MADE, *rows("plain", [1.0, 2.0, 3.0], settings="lr=1 clip=2")]
     with pytest.raises(ValueError, match="no task has both lines"):
-        find_pairs(make_tables(latest(made)), "gfsa filter_lr=0.5 - plain clip=2")
-    made += rows("plain", [1.0, 2.0, 3.0], settings="epochs=6 clip=2")
+        find_pairs(make_tables(latest(recorded)), "gfsa filter_lr=0.5 - plain clip=2")
+    recorded += rows("plain", [1.0, 2.0, 3.0], settings="epochs=6 clip=2")
     with pytest.raises(ValueError, match="'plain clip=2' is more than one line; name more"):
-        find_pairs(make_tables(latest(made)), "degree1 - plain clip=2")
+        find_pairs(make_tables(latest(recorded)), "degree1 - plain clip=2")
 
 
 def test_the_grid_says_what_was_equal() -> None:

@@ -69,9 +69,9 @@ def written(folder: Path, text: str = TEXT) -> Any:
 
 def rows_of(family: Any, **changes: Any) -> list[Row]:
     """A row for each run of the family."""
-    made = {}
-    for one in family.comparisons:
-        for line, runs in one.runs.items():
+    recorded = {}
+    for comparison in family.comparisons:
+        for line, runs in comparison.runs.items():
             for at, run in enumerate(runs):
                 row = Row(
                     **run.key()._asdict(),
@@ -83,8 +83,8 @@ def rows_of(family: Any, **changes: Any) -> list[Row]:
                     date="2026-11-16T01:00:00+00:00",
                     command=run.command,
                 )
-                made[run.key()] = dataclasses.replace(row, **changes)
-    return list(made.values())
+                recorded[run.key()] = dataclasses.replace(row, **changes)
+    return list(recorded.values())
 
 
 def judged(family: Any, rows: list[Row]) -> list[Outcome]:
@@ -95,7 +95,10 @@ def test_the_families_of_this_repository_are_valid() -> None:
     results = Path(__file__).parents[2] / "results"
     found = {family.name: family for family in read_families(results)}
     assert {"zinc", "cifar10", "stsb"} <= found.keys()
-    assert [one.name for one in found["zinc"].comparisons] == ["gfsa − degree1", "gfsa − plain"]
+    assert [comparison.name for comparison in found["zinc"].comparisons] == [
+        "gfsa − degree1",
+        "gfsa − plain",
+    ]
     assert found["zinc"].comparisons[0].tasks == {("graph", "zinc graphormer-slim")}
     assert found["stsb"].comparisons[0].keys("plain")[0].settings.split()[-1] == "report=test"
 
@@ -103,7 +106,10 @@ def test_the_families_of_this_repository_are_valid() -> None:
 def test_the_example_of_the_documentation_is_valid(folder: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "results.md").read_text("utf-8")
     family = written(folder, page.partition("```toml\n")[2].partition("```")[0])
-    assert [one.name for one in family.comparisons] == ["gfsa − degree1", "gfsa − longer"]
+    assert [comparison.name for comparison in family.comparisons] == [
+        "gfsa − degree1",
+        "gfsa − longer",
+    ]
 
 
 def test_a_file_is_read_and_its_plan_gives_its_runs(folder: Path) -> None:
@@ -189,7 +195,9 @@ def test_another_metric_is_refused(folder: Path) -> None:
 
 
 def git(folder: Path, *words: str, date: str = "2026-11-16T00:30:00Z") -> None:
-    who = {f"GIT_{one}_{key}": "x" for one in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
+    who = {
+        f"GIT_{role}_{key}": "x" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")
+    }
     dates = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
     subprocess.run(
         ["git", *words],
@@ -259,7 +267,7 @@ def test_what_one_interval_excludes_may_still_be_no_verdict(folder: Path, monkey
 
 def test_worse_is_said_too(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(VALUES, "gfsa", [40.0, 41.0, 42.0, 43.5])
-    assert [one.verdict for one in judged(written(folder), rows_of(written(folder)))] == [
+    assert [outcome.verdict for outcome in judged(written(folder), rows_of(written(folder)))] == [
         "worse"
     ] * 2
 
@@ -272,8 +280,8 @@ def test_no_peeking(folder: Path) -> None:
     """While one run is missing, no comparison of the family has a number or a verdict."""
     family = written(folder)
     found = judged(family, without(rows_of(family), 1))
-    assert [one.missing for one in found] == [0, 1]
-    assert [(one.contrast, one.p_holm) for one in found] == [(None, None)] * 2
+    assert [outcome.missing for outcome in found] == [0, 1]
+    assert [(outcome.contrast, outcome.p_holm) for outcome in found] == [(None, None)] * 2
     assert found[1].verdict == "1 of 4 pairs missing: no verdict"
     assert marks([], [(family, found)]) == []
     assert found[0].verdict == "other pairs of the family missing: no verdict"
@@ -285,18 +293,19 @@ def test_a_pair_is_of_one_clean_commit(folder: Path, commit: str) -> None:
     rows = rows_of(family)
     rows = [dataclasses.replace(row, commit=commit) if row.seed == 101 else row for row in rows]
     mixed = [
-        one if one.method == "gfsa" else two for one, two in zip(rows_of(family), rows, strict=True)
+        first if first.method == "gfsa" else second
+        for first, second in zip(rows_of(family), rows, strict=True)
     ]
-    assert [one.missing for one in judged(family, mixed)] == [1, 1]
+    assert [outcome.missing for outcome in judged(family, mixed)] == [1, 1]
     # another commit for both runs of a pair is one commit
-    same = [one.missing for one in judged(family, rows)]
+    same = [outcome.missing for outcome in judged(family, rows)]
     assert same == ([0, 0] if commit == "def5678" else [1, 1])
 
 
 def test_runs_on_other_data_are_no_pair(folder: Path) -> None:
     family = written(folder)
     rows = [dataclasses.replace(r, data=f"1+1+1 {r.method[:5]}") for r in rows_of(family)]
-    assert [one.missing for one in judged(family, rows)] == [4, 4]
+    assert [outcome.missing for outcome in judged(family, rows)] == [4, 4]
     twice = rows_of(family, data="1+1+1 a") + rows_of(family, data="1+1+1 b")
     with pytest.raises(ValueError, match="must all be on the same data"):
         judged(family, twice)

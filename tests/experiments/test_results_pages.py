@@ -56,7 +56,7 @@ def test_the_pages_are_made_from_the_rows_alone(tmp_path: Path) -> None:
         # the command names the folder
         made = (tmp_path / name).read_text("utf-8").replace(f" --dir {tmp_path}", "")
         assert made.replace(str(tmp_path), "results") == (RESULTS / name).read_text("utf-8"), name
-    drawn, committed = (one.read_text("utf-8") for one in (figure, RESULTS / "forest.svg"))
+    drawn, committed = (path.read_text("utf-8") for path in (figure, RESULTS / "forest.svg"))
     # another version of matplotlib may place text elsewhere, but draws the same marks
     version = f"Matplotlib v{matplotlib.__version__}"
     assert drawn == committed if version in committed else texts(drawn) == texts(committed)
@@ -94,7 +94,8 @@ def test_the_readme_agrees_with_the_first_page() -> None:
 def test_the_readme_says_of_graphormer_what_its_page_says() -> None:
     page = (RESULTS / "graph.md").read_text("utf-8")
     section = page.partition("### graph: zinc graphormer-slim\n")[2].partition("\n### ")[0]
-    (line,) = [one for one in table(section, "| method | seeds |") if one[0].startswith("gfsa K=2")]
+    lines = table(section, "| method | seeds |")
+    (line,) = [cells for cells in lines if cells[0].startswith("gfsa K=2")]
     assert "−0.044 (−0.048 … −0.040)" in line
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert "lowers the error by 0.044 MAE compared with degree 1" in readme

@@ -109,7 +109,7 @@ def errors(values: pd.Series, higher_is_better: bool) -> pd.Series:
 
 def pooled_reduction(contrasts: Sequence[Contrast]) -> Interval | None:
     """The mean relative reduction over tasks, each of which counts the same; no task is chosen."""
-    known = [one for one in contrasts if one.reductions]
+    known = [found for found in contrasts if found.reductions]
     if len(known) == 1:
         return known[0].reduction
-    return mean_of_groups([one.reductions for one in known]) if known else None
+    return mean_of_groups([found.reductions for found in known]) if known else None

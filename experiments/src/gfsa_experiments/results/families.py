@@ -89,12 +89,13 @@ class Family:
     @property
     def plan(self) -> list[str]:
         """The arguments of ``gfsa train`` for all runs."""
-        every = [line for one in self.comparisons for line in one.arguments.values()]
+        every = [line for comparison in self.comparisons for line in comparison.arguments.values()]
         return list(dict.fromkeys(every))
 
     @property
     def keys(self) -> set[Key]:
-        return {key for one in self.comparisons for line in one.runs for key in one.keys(line)}
+        runs = [run for found in self.comparisons for line in found.runs.values() for run in line]
+        return {run.key() for run in runs}
 
 
 def read_families(folder: Path) -> list[Family]:
@@ -121,7 +122,7 @@ def _family(path: Path, content: dict[str, Any]) -> Family:
             f"got {registered!r}; leave it out while the family is planned"
         )
     comparisons = tuple(_comparison(content, own) for own in content["comparison"])
-    pairs = [(one.keys(one.a), one.keys(one.b)) for one in comparisons]
+    pairs = [(found.keys(found.a), found.keys(found.b)) for found in comparisons]
     if any(pair in pairs[:at] or pair[::-1] in pairs[:at] for at, pair in enumerate(pairs)):
         raise ValueError("a comparison is listed twice; it would count twice in Holm's correction")
     title = content.get("title", path.stem)
@@ -177,24 +178,24 @@ def refuse_unregistered(
         tuning: every row that settings were chosen by.
     """
     for family in families:
-        for one in family.comparisons:
-            refusal = _refusal_of_seeds(family, one, rows, tuning)
+        for comparison in family.comparisons:
+            refusal = _refusal_of_seeds(family, comparison, rows, tuning)
             if refusal is not None:
-                raise ValueError(f"{family.path}: {one.name}: {refusal}")
+                raise ValueError(f"{family.path}: {comparison.name}: {refusal}")
         refusal = _refusal_of_repeats(family, rows) or refusal_of_history(family, rows)
         if refusal is not None:
             raise ValueError(f"{family.path}: {refusal}")
 
 
 def _refusal_of_seeds(
-    family: Family, one: Comparison, rows: pd.DataFrame, tuning: pd.DataFrame
+    family: Family, comparison: Comparison, rows: pd.DataFrame, tuning: pd.DataFrame
 ) -> str | None:
-    used = _of_task(tuning, one)
+    used = _of_task(tuning, comparison)
     if len(used):
         return f"seed {used.seed.iloc[0]} was used in tuning; take seeds that chose nothing"
-    seen = _of_task(rows, one)
-    if len(set(seen.metric) - {one.metric}):
-        return f"its metric is {one.metric}, but its rows report {seen.metric.iloc[0]}"
+    seen = _of_task(rows, comparison)
+    if len(set(seen.metric) - {comparison.metric}):
+        return f"its metric is {comparison.metric}, but its rows report {seen.metric.iloc[0]}"
     for row in seen.itertuples():
         if family.registered is None or datetime.fromisoformat(row.date) < family.registered:
             return (
@@ -208,19 +209,19 @@ def _state(family: Family) -> str:
     return "planned" if family.registered is None else f"registered at {family.registered}"
 
 
-def _of_task(rows: pd.DataFrame, one: Comparison) -> pd.DataFrame:
+def _of_task(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
     """The rows on a comparison's tasks with one of its seeds."""
-    of_tasks = [key in one.tasks for key in zip(rows.recipe, rows.task, strict=True)]
-    return rows[pd.Series(of_tasks, rows.index, dtype=bool) & rows.seed.isin(one.seeds)]
+    of_tasks = [key in comparison.tasks for key in zip(rows.recipe, rows.task, strict=True)]
+    return rows[pd.Series(of_tasks, rows.index, dtype=bool) & rows.seed.isin(comparison.seeds)]
 
 
 def _refusal_of_repeats(family: Family, rows: pd.DataFrame) -> str | None:
     """A run that is repeated until it pleases would confirm anything."""
     own = rows[is_of(rows, family.keys)]
-    again = own[own.duplicated(_KEY)]
-    if again.empty:
+    repeated = own[own.duplicated(_KEY)]
+    if repeated.empty:
         return None
-    row = again.iloc[0]
+    row = repeated.iloc[0]
     line = f"{row.method} {row.options}".strip()
     return (
         f"the run of {line} with seed {row.seed} is recorded more than once; a confirmatory run is "

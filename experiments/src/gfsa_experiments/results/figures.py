@@ -37,17 +37,17 @@ class Mark:
 def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
     """Families that are complete first, then the domains."""
     found = [
-        Mark(f"{family.name}: {one.comparison.name}", "", reduction)
+        Mark(f"{family.name}: {outcome.comparison.name}", "", reduction)
         for family, outcomes in judged
-        for one in outcomes
-        if one.contrast is not None and (reduction := one.contrast.reduction) is not None
+        for outcome in outcomes
+        if outcome.contrast is not None and (reduction := outcome.contrast.reduction) is not None
     ]
     for domain in domains(tables):
         for method, contrasts in domain.to_plain.items():
             interval = pooled_reduction(contrasts)
             if interval is not None:
-                known = [one.reduction for one in contrasts]
-                tasks = tuple(one.mean for one in known if one is not None)
+                reductions = [contrast.reduction for contrast in contrasts]
+                tasks = tuple(found.mean for found in reductions if found is not None)
                 found.append(Mark(domain.name, FILTERS.get(method, method), interval, tasks))
     return found
 

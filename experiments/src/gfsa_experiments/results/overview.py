@@ -64,12 +64,12 @@ def domains(tables: Sequence[ResultTable]) -> list[Domain]:
     found = []
     for recipe in recipes:
         lines = [(name, headline(table, name)) for table in by_recipe[recipe] for name in methods]
-        to_plain = {
-            name: [one.to_plain for method, one in lines if method == name and one and one.to_plain]
-            for name in methods
-        }
+        to_plain: dict[str, list[Contrast]] = {name: [] for name in methods}
+        for name, line in lines:
+            if line is not None and line.to_plain is not None:
+                to_plain[name].append(line.to_plain)
         second = [
-            one.to_degree1 for name, one in lines if name == "gfsa" and one and one.to_degree1
+            line.to_degree1 for name, line in lines if name == "gfsa" and line and line.to_degree1
         ]
         if any(to_plain.values()):
             found.append(Domain(DOMAINS.get(recipe, recipe), to_plain, second))
@@ -79,7 +79,7 @@ def domains(tables: Sequence[ResultTable]) -> list[Domain]:
 def headline(table: ResultTable, method: str) -> Line | None:
     """A method's only line; of several that with :data:`OWN_RATE`, never the best."""
     lines = [line for line in table.lines if line.method == method]
-    return next((one for one in lines if len(lines) == 1 or one.options == OWN_RATE), None)
+    return next((line for line in lines if len(lines) == 1 or line.options == OWN_RATE), None)
 
 
 def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Block]:
@@ -87,7 +87,7 @@ def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Blo
     blocks: list[Block] = [Heading("Confirmatory comparisons")]
     for family, outcomes in judged:
         blocks += family_blocks(family, outcomes)
-    if not any(all(one.missing == 0 for one in outcomes) for _, outcomes in judged):
+    if not any(all(outcome.missing == 0 for outcome in outcomes) for _, outcomes in judged):
         blocks.insert(1, Text("No family is complete yet, so nothing is called better or worse."))
     found = domains(every)
     if found:
@@ -108,25 +108,25 @@ def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
     """The table of one family; a family without any row takes one sentence."""
     count = f"{len(outcomes)} comparison{'s' if len(outcomes) > 1 else ''}"
     link = f"[{family.name}](families/{family.path.name})"
-    if all(one.missing == len(one.comparison.seeds) for one in outcomes):
+    if all(outcome.missing == len(outcome.comparison.seeds) for outcome in outcomes):
         state = "planned" if family.registered is None else f"registered {family.registered}"
-        names = "; ".join(one.comparison.name for one in outcomes)
-        seeds = span(len(one.comparison.seeds) for one in outcomes)
+        names = "; ".join(outcome.comparison.name for outcome in outcomes)
+        seeds = span(len(outcome.comparison.seeds) for outcome in outcomes)
         return [
             Text(f"{link}: {family.title}, {count} ({names}), {seeds} seeds, {state}, not run.")
         ]
     rows = []
-    for one in outcomes:
-        spread = None if one.contrast is None else pd.Series(one.contrast.test.values).std()
-        scale = Scale(1, decimals_for(spread, one.contrast.error if one.contrast else 0.0))
-        cells = contrast_cells(one.contrast, scale)
+    for outcome in outcomes:
+        spread = None if outcome.contrast is None else pd.Series(outcome.contrast.test.values).std()
+        scale = Scale(1, decimals_for(spread, outcome.contrast.error if outcome.contrast else 0.0))
+        cells = contrast_cells(outcome.contrast, scale)
         row = {
-            "comparison": one.comparison.name,
-            "metric": one.comparison.metric,
-            "pairs": str(len(one.comparison.seeds) - one.missing),
+            "comparison": outcome.comparison.name,
+            "metric": outcome.comparison.metric,
+            "pairs": str(len(outcome.comparison.seeds) - outcome.missing),
             **{name: cells[name] for name in ("difference", "error reduction", "p")},
-            "p (Holm)": p_value(one.p_holm),
-            "verdict": one.verdict,
+            "p (Holm)": p_value(outcome.p_holm),
+            "verdict": outcome.verdict,
             "at": cells["at"],
         }
         rows.append(row)
@@ -137,7 +137,7 @@ def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
 
 def _domain_cells(domain: Domain) -> list[str]:
     compared = [*domain.to_plain.values(), domain.second_pass]
-    pairs = [len(one.test.seeds) for contrasts in compared for one in contrasts]
+    pairs = [len(contrast.test.seeds) for contrasts in compared for contrast in contrasts]
     cells = [domain.name, span(len(contrasts) for contrasts in compared if contrasts), span(pairs)]
     for contrasts in compared:
         found = pooled_reduction(contrasts)

@@ -41,14 +41,14 @@ class Outcome:
 
 def outcomes(family: Family, rows: pd.DataFrame) -> list[Outcome]:
     """Every comparison of a family; ``rows`` has one row per run."""
-    found = [_outcome(one, rows) for one in family.comparisons]
-    if any(one.missing for one in found):
+    found = [_outcome(comparison, rows) for comparison in family.comparisons]
+    if any(outcome.missing for outcome in found):
         # no peeking: a family is read when it is complete
-        return [replace(one, failed=0, contrast=None) for one in found]
+        return [replace(outcome, failed=0, contrast=None) for outcome in found]
     # a comparison without a p value still counts among those that are corrected for
-    tests = [one.contrast.test.p if one.contrast is not None else None for one in found]
+    tests = [outcome.contrast.test.p if outcome.contrast is not None else None for outcome in found]
     adjusted = holm([1.0 if p is None else p for p in tests])
-    return [replace(one, p_holm=p) for one, p in zip(found, adjusted, strict=True)]
+    return [replace(outcome, p_holm=p) for outcome, p in zip(found, adjusted, strict=True)]
 
 
 def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:

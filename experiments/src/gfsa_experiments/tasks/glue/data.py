@@ -108,6 +108,18 @@ class Sentences:
         return Sentences([self.first[i] for i in rows], second, [self.labels[i] for i in rows])
 
 
+STSB_TEST_ROWS = 1_379
+
+
+def read_stsb_test(data_dir: Path) -> Sentences:
+    """The test set of STS-B with its scores, from the release of the STS benchmark."""
+    task = TASKS["stsb"]
+    if data_dir.name == task.folder:
+        data_dir = data_dir.parent
+    path = find_file(data_dir, ["stsb_test.tsv"], SOURCE, _FOLDERS)
+    return _from_file(path, task, STSB_TEST_ROWS)
+
+
 @lru_cache(maxsize=4)
 def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
     """The training and the development set of a task."""

@@ -16,7 +16,7 @@ from gfsa_experiments.data.pretrained import load_model, load_tokenizer
 from gfsa_experiments.data.token_batches import LabelledTexts, TokenMatrix, hold_out
 from gfsa_experiments.engine.config import Count, Fraction, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Task
-from gfsa_experiments.tasks.glue.data import SOURCE, TASKS, Sentences, read_glue
+from gfsa_experiments.tasks.glue.data import SOURCE, TASKS, Sentences, read_glue, read_stsb_test
 
 _EXAMPLES = 8
 
@@ -41,6 +41,17 @@ class GlueConfig(TrainConfig):
     """Share of the training set held out as ``valid``; the development set is reported."""
     fraction: Fraction = 1.0
     """Share of the rest that is used for training, the same in every run."""
+    report: Literal["dev", "test"] = "dev"
+    """The set that is reported. ``test``, of STS-B alone, has public scores; ``valid`` is then the
+    development set."""
+
+    def check(self) -> None:
+        super().check()
+        if self.report == "test" and (self.task != "stsb" or self.holdout):
+            raise ValueError(
+                "report=test needs task=stsb, whose test set has public scores, and holdout=0: "
+                f"valid is the development set; got task={self.task}, holdout={self.holdout}"
+            )
 
     def label(self) -> str:
         return f"{self.task} {Path(self.model).name}"
@@ -74,6 +85,7 @@ class GlueTask(Task):
             config.pad_to_multiple,
             config.holdout,
             config.fraction,
+            config.report,
         )
         self.splits = {name: texts.split() for name, texts in encoded.items()}
         held_out = encoded.get("valid", encoded["test"])
@@ -114,6 +126,7 @@ def encode_task(
     multiple: int,
     holdout: float,
     fraction: float,
+    report: str,
 ) -> dict[str, LabelledTexts]:
     """The splits of a task as token ids, cached for later runs of this process."""
     tokenizer = load_tokenizer(model)
@@ -122,6 +135,8 @@ def encode_task(
     parts = {"train": train.take(kept), "test": dev}
     if held_out:
         parts["valid"] = train.take(held_out)
+    if report == "test":
+        parts |= {"valid": dev, "test": read_stsb_test(data_dir)}
 
     def encoded(part: Sentences) -> LabelledTexts:
         found = tokenizer(

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from gfsa_experiments.data.files import not_found
 from gfsa_experiments.engine.task import DataSource
-from gfsa_experiments.tasks.graph.graphs import GraphSet, Kind
+from gfsa_experiments.tasks.graph.graphs import GraphSet, Metric
 from gfsa_experiments.tasks.graph.readers import (
     Facts,
     PygFiles,
@@ -32,22 +32,6 @@ DataName = Literal[
     "moltox21",
     "molesol",
 ]
-Metric = Literal["mae", "rmse", "ap", "rocauc", "accuracy"]
-
-METRICS: dict[str, Metric] = {
-    "zinc": "mae",
-    "pcqm4m": "mae",
-    "pcqm4mv2": "mae",
-    "qm8": "mae",
-    "peptides-func": "ap",
-    "peptides-struct": "mae",
-    "mnist": "accuracy",
-    "cifar10": "accuracy",
-    "molhiv": "rocauc",
-    "moltox21": "rocauc",
-    "molesol": "rmse",
-}
-
 # where data sets that neither OGB nor PyG offers as files come from
 _WEBSITES = {
     # the labels of their test sets are hidden: whoever writes the npz file makes the split
@@ -59,12 +43,12 @@ _OGB = "https://snap.stanford.edu/ogb/data/graphproppred/csv_mol_download"
 
 
 def _molecules(
-    name: str, kind: Kind, sizes: tuple[int, int, int] | None, ogb: str = "", lrgb: str = ""
+    name: str, metric: Metric, sizes: tuple[int, int, int] | None, ogb: str = "", lrgb: str = ""
 ) -> Facts:
     folder = name.replace("-", "_")
     return Facts(
         name,
-        kind,
+        metric,
         sizes,
         folders=(folder, *((ogb, f"ogbg_{name}") if ogb else ())),
         npz=f"{folder}_graphs.npz",
@@ -82,7 +66,7 @@ _FACTS = {
     for facts in (
         Facts(
             "zinc",
-            "regression",
+            "mae",
             (10_000, 1_000, 1_000),
             folders=("zinc12k", "zinc", "ZINC"),
             npz="zinc12k_graphs.npz",
@@ -90,14 +74,14 @@ _FACTS = {
             node_features=(28,),
             edge_features=(4,),
         ),
-        _molecules("pcqm4m", "regression", None),
-        _molecules("pcqm4mv2", "regression", None),
-        _molecules("qm8", "regression", (17_428, 2_179, 2_179)),
-        _molecules("peptides-func", "labels", (10_873, 2_331, 2_331), lrgb="Peptides-func"),
-        _molecules("peptides-struct", "regression", (10_873, 2_331, 2_331), lrgb="Peptides-struct"),
+        _molecules("pcqm4m", "mae", None),
+        _molecules("pcqm4mv2", "mae", None),
+        _molecules("qm8", "mae", (17_428, 2_179, 2_179)),
+        _molecules("peptides-func", "ap", (10_873, 2_331, 2_331), lrgb="Peptides-func"),
+        _molecules("peptides-struct", "mae", (10_873, 2_331, 2_331), lrgb="Peptides-struct"),
         Facts(
             "mnist",
-            "classes",
+            "accuracy",
             (55_000, 5_000, 10_000),
             folders=("superpixel_mnist", "mnist_superpixels", "MNIST"),
             npz="superpixel_mnist.npz",
@@ -107,18 +91,19 @@ _FACTS = {
         ),
         Facts(
             "cifar10",
-            "classes",
+            "accuracy",
             (45_000, 5_000, 10_000),
             pyg=_superpixels("CIFAR10"),
             node_features=5,
             edge_features=1,
         ),
-        _molecules("molhiv", "labels", (32_901, 4_113, 4_113), ogb="hiv"),
-        _molecules("moltox21", "labels", (6_264, 783, 784), ogb="tox21"),
-        _molecules("molesol", "regression", (902, 113, 113), ogb="esol"),
+        _molecules("molhiv", "rocauc", (32_901, 4_113, 4_113), ogb="hiv"),
+        _molecules("moltox21", "rocauc", (6_264, 783, 784), ogb="tox21"),
+        _molecules("molesol", "rmse", (902, 113, 113), ogb="esol"),
     )
 }
-assert tuple(_FACTS) == get_args(DataName) == tuple(METRICS)
+assert tuple(_FACTS) == get_args(DataName)
+METRICS = {name: facts.metric for name, facts in _FACTS.items()}
 
 
 def _source(facts: Facts) -> DataSource:

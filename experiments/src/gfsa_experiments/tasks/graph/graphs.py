@@ -16,6 +16,15 @@ from gfsa_experiments.data.files import BadRows, check_count
 
 TRAIN, VALID, TEST = range(3)
 Kind = Literal["regression", "labels", "classes"]
+Metric = Literal["mae", "rmse", "ap", "rocauc", "accuracy"]
+KINDS: dict[Metric, Kind] = {
+    "mae": "regression",
+    "rmse": "regression",
+    "ap": "labels",
+    "rocauc": "labels",
+    "accuracy": "classes",
+}
+"""What the labels are that a metric measures."""
 Features = int | tuple[int, ...]
 """The sizes of the vocabularies, one per integer column, or the number of real columns."""
 

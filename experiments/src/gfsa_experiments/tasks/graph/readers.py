@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import read_npz
-from gfsa_experiments.tasks.graph.graphs import TEST, Features, GraphSet, Kind, usable
+from gfsa_experiments.tasks.graph.graphs import KINDS, TEST, Features, GraphSet, Metric, usable
 
 # OGB's vocabularies of atoms (element, chirality, degree, charge, hydrogens, radicals,
 # hybridisation, aromatic, in a ring) and bonds (type, stereo, conjugated)
@@ -60,7 +60,7 @@ class Facts:
     """One data set: what its labels mean, and which files it may come in."""
 
     name: str
-    kind: Kind
+    metric: Metric
     sizes: tuple[int, int, int] | None
     """The official numbers of graphs to train, validate and test on."""
     folders: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Facts:
     def graph_set(self, **tensors: Tensor) -> GraphSet:
         return GraphSet(
             name=self.name,
-            kind=self.kind,
+            kind=KINDS[self.metric],
             node_features=self.node_features,
             edge_features=self.edge_features,
             **tensors,
@@ -96,7 +96,7 @@ def read_molecules(facts: Facts, path: Path) -> GraphSet:
     atoms, bonds = ("atom_type", "bond_type") if zinc else ("node_feat", "edge_feat")
     arrays = _tensors(path, (atoms, "edge", bonds, "n_node", "n_edge", "y", "split"))
     y = _columns(arrays["y"].float())
-    if facts.kind == "labels":
+    if KINDS[facts.metric] == "labels":
         y = torch.where(y == -1, torch.nan, y)
     if facts.name == "qm8":
         # the first excitation energy is the closest to PCQM4M's gap

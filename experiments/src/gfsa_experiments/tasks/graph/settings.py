@@ -7,6 +7,7 @@ similar one. docs/recipes/graph.md lists the differences.
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 Settings = dict[str, Any]
@@ -14,113 +15,56 @@ Settings = dict[str, Any]
 NOT_GIVEN: Any = None
 """The default of settings that follow the model and the data set."""
 
-_GRAPHORMER: Settings = {
-    "epochs": 300.0,
-    "batch_size": 256,
-    "lr": 2e-4,
-    "weight_decay": 0.01,
-    "schedule": "linear",
-    "warmup": 0.1,
-    "clip": 5.0,
-    "group_by_length": True,
-    "depth": 12,
-    "width": 80,
-    "heads": 8,
-    "ffn_width": 80,
-    "gnn_depth": 0,
-    "dropout": 0.0,
-    "mlp_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "local": "gine",
-    "encoding": "none",
-    "encoding_size": 0,
-    "encoding_width": 0,
-    "pooling": "mean",
-    "patch_walk_steps": 0,
-    "pad_to_multiple": 8,
-}
-_BASE: Settings = _GRAPHORMER | {
-    "batch_size": 1024,
-    "weight_decay": 0.0,
-    "warmup": 0.06,
-    "width": 768,
-    "heads": 32,
-    "ffn_width": 768,
-}
-_GPS: Settings = _GRAPHORMER | {
-    "epochs": 100.0,
-    "batch_size": 32,
-    "lr": 1e-4,
-    "weight_decay": 1e-5,
-    "schedule": "cosine",
-    "warmup": 0.05,
-    "clip": 1.0,
-    "group_by_length": False,
-    "depth": 10,
-    "width": 64,
-    "heads": 4,
-    "ffn_width": 0,
-    "dropout": 0.05,
-    "mlp_dropout": 0.05,
-    "attention_dropout": 0.5,
-    "local": "gated",
-    "encoding": "walk",
-    "encoding_size": 16,
-    "encoding_width": 16,
-}
-_GPS_PCQM: Settings = {
-    "batch_size": 256,
-    "lr": 5e-4,
-    "weight_decay": 0.0,
-    "depth": 5,
-    "width": 304,
-    "dropout": 0.0,
-    "encoding_width": 20,
-}
-_GPS_PEPTIDES: Settings = {
-    "epochs": 200.0,
-    "batch_size": 128,
-    "lr": 3e-4,
-    "weight_decay": 0.0,
-    "group_by_length": True,
-    "depth": 4,
-    "width": 96,
-    "dropout": 0.0,
-    "encoding": "laplacian",
-    "encoding_size": 10,
-    "pad_to_multiple": 32,
-}
-_GPS_SUPERPIXELS: Settings = {
-    "batch_size": 16,
-    "lr": 1e-3,
-    "depth": 3,
-    "width": 52,
-    "dropout": 0.0,
-    "encoding": "laplacian",
-    "encoding_size": 8,
-    "encoding_width": 8,
-}
-_GRAPH_VIT: Settings = _GRAPHORMER | {
-    "epochs": 200.0,
-    "batch_size": 128,
-    "lr": 1e-3,
-    "weight_decay": 0.0,
-    "schedule": "cosine",
-    "warmup": 0.0,
-    "clip": 0.0,
-    "group_by_length": False,
-    "depth": 4,
-    "width": 128,
-    "ffn_width": 0,
-    "gnn_depth": 4,
-    "mlp_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "encoding": "walk",
-    "encoding_size": 16,
-    "patch_walk_steps": 8,
-    "pad_to_multiple": 32,
-}
-_VIT_PEPTIDES: Settings = {"depth": 2, "group_by_length": True}
+
+def _settings(text: str) -> Settings:
+    """``lr=2e-4 local=gine``, as on the command line, with numbers and truth values as such."""
+    return {name: _value(value) for name, value in (word.split("=") for word in text.split())}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text
+
+
+_GRAPHORMER = _settings("""
+    epochs=300.0 batch_size=256 lr=2e-4 weight_decay=0.01 schedule=linear warmup=0.1 clip=5.0
+    group_by_length=True depth=12 width=80 heads=8 ffn_width=80 gnn_depth=0
+    dropout=0.0 mlp_dropout=0.1 attention_dropout=0.1
+    local=gine encoding=none encoding_size=0 encoding_width=0 pooling=mean
+    patch_walk_steps=0 pad_to_multiple=8
+""")
+_BASE = _GRAPHORMER | _settings("""
+    batch_size=1024 weight_decay=0.0 warmup=0.06 width=768 heads=32 ffn_width=768
+""")
+_GPS = _GRAPHORMER | _settings("""
+    epochs=100.0 batch_size=32 lr=1e-4 weight_decay=1e-5 schedule=cosine warmup=0.05 clip=1.0
+    group_by_length=False depth=10 width=64 heads=4 ffn_width=0
+    dropout=0.05 mlp_dropout=0.05 attention_dropout=0.5
+    local=gated encoding=walk encoding_size=16 encoding_width=16
+""")
+_GPS_PCQM = _settings("""
+    batch_size=256 lr=5e-4 weight_decay=0.0 depth=5 width=304 dropout=0.0 encoding_width=20
+""")
+_GPS_PEPTIDES = _settings("""
+    epochs=200.0 batch_size=128 lr=3e-4 weight_decay=0.0 group_by_length=True depth=4 width=96
+    dropout=0.0 encoding=laplacian encoding_size=10 pad_to_multiple=32
+""")
+_GPS_SUPERPIXELS = _settings("""
+    batch_size=16 lr=1e-3 depth=3 width=52 dropout=0.0
+    encoding=laplacian encoding_size=8 encoding_width=8
+""")
+_GRAPH_VIT = _GRAPHORMER | _settings("""
+    epochs=200.0 batch_size=128 lr=1e-3 weight_decay=0.0 schedule=cosine warmup=0.0 clip=0.0
+    group_by_length=False depth=4 width=128 ffn_width=0 gnn_depth=4
+    mlp_dropout=0.0 attention_dropout=0.0
+    encoding=walk encoding_size=16 patch_walk_steps=8 pad_to_multiple=32
+""")
+_VIT_PEPTIDES = _settings("depth=2 group_by_length=True")
+_VIT_OGB = _settings("""
+    batch_size=32 dropout=0.3 encoding=none encoding_size=0 patch_walk_steps=0
+""")
 
 # by model
 _MODELS: dict[str, Settings] = {
@@ -131,17 +75,11 @@ _MODELS: dict[str, Settings] = {
 }
 # by model and data set, where they differ from the model's
 _PAIRS: dict[tuple[str, str], Settings] = {
-    ("graphormer-slim", "zinc"): {"epochs": 10_000.0},
-    ("gps", "zinc"): {
-        "epochs": 2000.0,
-        "lr": 1e-3,
-        "warmup": 0.025,
-        "dropout": 0.0,
-        "local": "gine",
-        "encoding_size": 20,
-        "encoding_width": 28,
-        "pooling": "sum",
-    },
+    ("graphormer-slim", "zinc"): _settings("epochs=10000.0"),
+    ("gps", "zinc"): _settings("""
+        epochs=2000.0 lr=1e-3 warmup=0.025 dropout=0.0 local=gine
+        encoding_size=20 encoding_width=28 pooling=sum
+    """),
     ("gps", "pcqm4m"): _GPS_PCQM,
     ("gps", "pcqm4mv2"): _GPS_PCQM,
     ("gps", "qm8"): _GPS_PCQM,
@@ -149,25 +87,11 @@ _PAIRS: dict[tuple[str, str], Settings] = {
     ("gps", "peptides-struct"): _GPS_PEPTIDES,
     ("gps", "mnist"): _GPS_SUPERPIXELS,
     ("gps", "cifar10"): _GPS_SUPERPIXELS,
-    ("graph-vit", "zinc"): {"epochs": 2000.0, "encoding_size": 20, "pad_to_multiple": 8},
-    ("graph-vit", "peptides-func"): {**_VIT_PEPTIDES, "attention_dropout": 0.5},
+    ("graph-vit", "zinc"): _settings("epochs=2000.0 encoding_size=20 pad_to_multiple=8"),
+    ("graph-vit", "peptides-func"): _VIT_PEPTIDES | _settings("attention_dropout=0.5"),
     ("graph-vit", "peptides-struct"): _VIT_PEPTIDES,
-    ("graph-vit", "molhiv"): {
-        "batch_size": 32,
-        "gnn_depth": 2,
-        "depth": 2,
-        "dropout": 0.3,
-        "encoding": "none",
-        "encoding_size": 0,
-        "patch_walk_steps": 0,
-    },
-    ("graph-vit", "moltox21"): {
-        "batch_size": 32,
-        "dropout": 0.3,
-        "encoding": "none",
-        "encoding_size": 0,
-        "patch_walk_steps": 0,
-    },
+    ("graph-vit", "molhiv"): _VIT_OGB | _settings("gnn_depth=2 depth=2"),
+    ("graph-vit", "moltox21"): _VIT_OGB,
 }
 
 MODELS = tuple(_MODELS)

@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from gfsa_experiments.engine.task import DataSource
 
 Tensors = dict[str, Tensor]
+Row = TypeVar("Row")
+Parsed = TypeVar("Parsed")
 
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,
@@ -158,6 +161,34 @@ class BadRows:
                 "is the right one"
             )
         warnings.warn(f"{message}. They are left out", stacklevel=3)
+
+
+def usable_rows(
+    where: Path | str,
+    rows: Iterable[Row],
+    parse: Callable[[Row], Parsed],
+    official: int | None = None,
+    *,
+    first: int = 1,
+) -> list[Parsed]:
+    """``parse(row)`` for the rows that can be used; the others are counted and reported.
+
+    Args:
+        where: the file, for messages.
+        parse: raises ValueError, with the reason, for a row that cannot be used.
+        official: the number of rows of the official file, for :func:`check_count`.
+        first: the number of the first row, for messages.
+    """
+    bad, usable = BadRows(where), []
+    for number, row in enumerate(rows, first):
+        try:
+            usable.append(parse(row))
+        except ValueError as error:
+            bad.add(number, str(error))
+    bad.report(len(usable))
+    if official is not None:
+        check_count(where, len(usable), official)
+    return usable
 
 
 def check_count(

@@ -6,13 +6,13 @@ GLUE's test sets are hidden, so the readers return the training and the developm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gfsa_experiments.data.files import BadRows, check_count, find_file, read_lines
+from gfsa_experiments.data.files import find_file, read_lines, usable_rows
 from gfsa_experiments.data.hub import fetch
 from gfsa_experiments.engine.task import DataSource
 
@@ -46,14 +46,20 @@ class GlueFacts:
     """The file of a known part of the training set, read if the whole set is missing."""
     sample_rows: int = 0
 
-    def train_names(self) -> list[str]:
-        return self._names("train") + ([self.sample] if self.sample else [])
-
-    def dev_names(self) -> list[str]:
-        return self._names(self.dev)
-
-    def _names(self, part: str) -> list[str]:
+    def names(self, part: str) -> list[str]:
+        """The files that a part may come in."""
         return [f"{self.folder}/{part}.tsv", f"{self.short or self.folder.lower()}_{part}.tsv"]
+
+    def places(self, columns: Sequence[str]) -> list[int] | None:
+        """The columns of the texts and, last, of the label; None if one is missing."""
+        known = [
+            [columns.index(name) for name in names if name in columns]
+            for names in (*self.texts, self.label)
+        ]
+        return [found[0] for found in known] if all(known) else None
+
+    def column_names(self) -> str:
+        return ", ".join(" or ".join(names) for names in (*self.texts, self.label))
 
 
 _LABEL = ("label",)
@@ -74,25 +80,24 @@ def _mnli(dev: str, dev_rows: int) -> GlueFacts:
 
 
 TASKS = {
-    "cola": replace(
-        GlueFacts("CoLA", _SENTENCE, _LABEL, _BINARY, "matthews", 8_551, 1_043),
+    "cola": GlueFacts(
+        "CoLA", _SENTENCE, _LABEL, _BINARY, "matthews", 8_551, 1_043,
         headless=("source", "label", "mark", "sentence"),
     ),
     "sst2": GlueFacts("SST-2", _SENTENCE, _LABEL, _BINARY, "accuracy", 67_349, 872, short="sst2"),
     "mrpc": GlueFacts("MRPC", _STRINGS, ("Quality", "label"), _BINARY, "f1", 3_668, 408),
     "qqp": GlueFacts("QQP", _QUESTIONS, ("is_duplicate", "label"), _BINARY, "f1", 363_846, 40_430),
-    "stsb": replace(
-        GlueFacts("STS-B", _PAIR, ("score", "label"), (), "spearman", 5_749, 1_500), short="stsb"
+    "stsb": GlueFacts(
+        "STS-B", _PAIR, ("score", "label"), (), "spearman", 5_749, 1_500, short="stsb"
     ),
     "mnli-m": _mnli("dev_matched", 9_815),
     "mnli-mm": _mnli("dev_mismatched", 9_832),
-    "qnli": replace(
-        GlueFacts("QNLI", _QUESTION, _LABEL, _ENTAILMENT, "accuracy", 104_743, 5_463),
-        sample="qnli_train10k.tsv",
-        sample_rows=10_475,
+    "qnli": GlueFacts(
+        "QNLI", _QUESTION, _LABEL, _ENTAILMENT, "accuracy", 104_743, 5_463,
+        sample="qnli_train10k.tsv", sample_rows=10_475,
     ),
     "rte": GlueFacts("RTE", _PAIR, _LABEL, _ENTAILMENT, "accuracy", 2_490, 277),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,10 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
     task = TASKS[name]
     if data_dir.name == task.folder:
         data_dir = data_dir.parent
+    samples = [task.sample] if task.sample else []
     try:
-        train = find_file(data_dir, task.train_names(), SOURCE, _FOLDERS)
-        dev = find_file(data_dir, task.dev_names(), SOURCE, _FOLDERS)
+        train = find_file(data_dir, task.names("train") + samples, SOURCE, _FOLDERS)
+        dev = find_file(data_dir, task.names(task.dev), SOURCE, _FOLDERS)
     except FileNotFoundError as missing:
         parts = "train", task.dev.replace("dev", "validation")
         train_part, dev_part = fetch(_REPOSITORY, name.split("-")[0], parts, missing)
@@ -129,103 +135,75 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
     return _from_file(train, task, train_rows), _from_file(dev, task, task.dev_rows)
 
 
-Row = list[str] | str
-"""Texts and, last, the label as in the official files; or why the row cannot be used."""
-
-
 def _from_file(path: Path, task: GlueFacts, official: int) -> Sentences:
     lines = read_lines(path)
     columns, start = lines[0].split("\t"), 1
-    places = _places(columns, task)
-    if places is None and len(columns) == len(task.headless):
+    if task.places(columns) is None and len(columns) == len(task.headless):
         columns, start = list(task.headless), 0
-        places = _places(columns, task)
+    places = task.places(columns)
     if places is None:
         raise ValueError(
             f"{path} is not {task.folder}: its first line should name the columns "
-            f"{_column_names(task)}, it is {lines[0][:100]!r}"
+            f"{task.column_names()}, it is {lines[0][:100]!r}"
         )
 
-    def rows(places: list[int]) -> Iterator[Row]:
-        for line in lines[start:]:
-            fields = line.split("\t")
-            if len(fields) == len(columns):
-                yield [fields[at].strip() for at in places]
-            else:
-                yield f"expected {len(columns)} fields, got {len(fields)}"
+    def parse(line: str) -> Example:
+        fields = line.split("\t")
+        if len(fields) != len(columns):
+            raise ValueError(f"expected {len(columns)} fields, got {len(fields)}")
+        *texts, answer = (fields[at].strip() for at in places)
+        return _example(texts, answer, task.labels)
 
-    return _sentences(path, task, rows(places), start + 1, official)
+    return _sentences(usable_rows(path, lines[start:], parse, official, first=start + 1))
 
 
 def _from_hub(where: str, part: Any, task: GlueFacts, official: int) -> Sentences:
     columns = list(part.column_names)
-    places = _places(columns, task)
+    places = task.places(columns)
     if places is None:
         raise ValueError(
-            f"{where} should have the columns {_column_names(task)}, it has {', '.join(columns)}"
+            f"{where} should have the columns {task.column_names()}, it has {', '.join(columns)}"
         )
-    *texts, labels = (part[columns[at]] for at in places)
-    rows = (
-        [*(text.strip() for text in row), _label_text(label, task.labels)]
-        for *row, label in zip(*texts, labels, strict=True)
+
+    def parse(row: tuple[Any, ...]) -> Example:
+        *texts, label = row
+        # the hub numbers the classes in the order of ``labels``
+        answer = task.labels[int(label)] if 0 <= label < len(task.labels) else str(label)
+        return _example([text.strip() for text in texts], answer, task.labels)
+
+    rows = zip(*(part[columns[at]] for at in places), strict=True)
+    return _sentences(usable_rows(where, rows, parse, official))
+
+
+Example = tuple[list[str], float]
+"""One or two texts, and the label as a number."""
+
+
+def _example(texts: list[str], answer: str, classes: tuple[str, ...]) -> Example:
+    """An example from its texts and its label as in the official files."""
+    label = _label(answer, classes)
+    if not all(texts):
+        raise ValueError("a text is empty")
+    return texts, label
+
+
+def _sentences(examples: list[Example]) -> Sentences:
+    first, *second = (
+        list(column) for column in zip(*(texts for texts, _ in examples), strict=True)
     )
-    return _sentences(where, task, rows, 1, official)
+    return Sentences(first, second[0] if second else None, [label for _, label in examples])
 
 
-def _label_text(label: float, classes: tuple[str, ...]) -> str:
-    """The label's text: the hub numbers the classes in the order of ``labels``."""
-    return classes[int(label)] if 0 <= label < len(classes) else str(label)
-
-
-def _sentences(
-    where: Path | str, task: GlueFacts, rows: Iterable[Row], first: int, official: int
-) -> Sentences:
-    """The usable rows; ``first`` is the line number of the first, for messages."""
-    texts: list[list[str]] = [[] for _ in task.texts]
-    labels: list[float] = []
-    bad = BadRows(where)
-    for number, row in enumerate(rows, first):
-        if isinstance(row, str):
-            bad.add(number, row)
-            continue
-        *words, answer = row
-        label = _label(answer, task.labels)
-        if isinstance(label, str):
-            bad.add(number, label)
-        elif not all(words):
-            bad.add(number, "a text is empty")
-        else:
-            labels.append(label)
-            for column, text in zip(texts, words, strict=True):
-                column.append(text)
-    bad.report(len(labels))
-    check_count(where, len(labels), official)
-    return Sentences(texts[0], texts[1] if len(texts) > 1 else None, labels)
-
-
-def _column_names(task: GlueFacts) -> str:
-    return ", ".join(" or ".join(names) for names in (*task.texts, task.label))
-
-
-def _places(columns: list[str], task: GlueFacts) -> list[int] | None:
-    """The columns of the texts and, last, of the label; None if one is missing."""
-    found: list[int] = []
-    for names in (*task.texts, task.label):
-        known = [columns.index(name) for name in names if name in columns]
-        if not known:
-            return None
-        found.append(known[0])
-    return found
-
-
-def _label(text: str, classes: tuple[str, ...]) -> float | str:
-    """The label as a number, or why it is invalid."""
+def _label(text: str, classes: tuple[str, ...]) -> float:
+    """The label as a number; ValueError says why it is invalid."""
     if classes:
-        if text in classes:
-            return classes.index(text)
-        return f"label {text!r} is none of {', '.join(classes)}"
+        if text not in classes:
+            raise ValueError(f"label {text!r} is none of {', '.join(classes)}")
+        return classes.index(text)
     try:
         value = float(text)
     except ValueError:
-        return f"score {text!r} is not a number"
-    return value if 0 <= value <= 5 else f"score {text} is not between 0 and 5"
+        raise ValueError(f"score {text!r} is not a number") from None
+    if not 0 <= value <= 5:
+        raise ValueError(f"score {text} is not between 0 and 5")
+    return value

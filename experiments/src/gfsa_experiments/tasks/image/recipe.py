@@ -212,12 +212,7 @@ class ImageTask(Task):
 
     def example(self) -> Tensor:
         """Some validation images (test images, if there are none), as the model takes them."""
-        split = self.splits.get("valid", self.splits["test"])
-        indices = list(range(min(32, len(split))))
-        fetch = getattr(
-            split.dataset, "__getitems__", lambda some: [split.dataset[i] for i in some]
-        )
-        images: Tensor = self.pipeline.inputs(split.collate(fetch(indices))["images"])
+        images: Tensor = self.pipeline.inputs(self.first_examples(32)["images"])
         return images
 
     def identity(self, split: str, index: int) -> Any:
@@ -286,14 +281,15 @@ def _checked_model(config: ImageConfig, device: str) -> nn.Module:
 
 
 def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
-    files = image_items.list_images(data_dir.absolute())
+    files, classes = image_items.list_images(data_dir.absolute())
     parts = {"train": files["train"], "test": files["val"]}
     if "test" in files:
         parts |= {"valid": files["val"], "test": files["test"]}
     elif config.holdout:
-        train, valid = hold_out(len(files["train"].paths), config.holdout)
-        parts |= {"train": files["train"].take(train), "valid": files["train"].take(valid)}
-    return {name: FolderImages(part) for name, part in parts.items()}, len(files["train"].classes)
+        train, valid = hold_out(len(files["train"]), config.holdout)
+        parts["train"] = [files["train"][row] for row in train]
+        parts["valid"] = [files["train"][row] for row in valid]
+    return {name: FolderImages(part) for name, part in parts.items()}, len(classes)
 
 
 def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
@@ -304,7 +300,7 @@ def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], i
         "train": MemoryImages(both["train"], train),
         "valid": MemoryImages(both["train"], valid),
         "test": MemoryImages(both["test"], range(len(both["test"]))),
-    }, both["train"].num_classes
+    }, cifar.CLASSES[config.dataset]
 
 
 def _split(config: ImageConfig, part: str, dataset: Any) -> Split:

@@ -165,7 +165,7 @@ def test_a_pretrained_model(gpt2: str, data: Path, tmp_path: Path) -> None:
         ({"tokenizer": "bpe"}, "another vocabulary than its own"),
         ({"block": 1}, "predicts nothing"),
         ({"dropout": 1.0}, "dropout must lie in"),
-        ({"width": 10, "heads": 3}, "cannot be split among 3 heads"),
+        ({"width": 10, "heads": 3}, "width 10 must be a multiple of heads 3"),
         ({"depth": 0}, "depth must be at least 1"),
     ],
 )

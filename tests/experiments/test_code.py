@@ -116,7 +116,8 @@ def test_pairs_adjoin(data: Path) -> None:
     width = dataset.texts.ids.shape[1]
     assert batch["input_ids"][2, :width].tolist() == dataset.texts.ids[first].tolist()
     assert batch["input_ids"][3, :width].tolist() == dataset.texts.ids[second].tolist()
-    assert dataset.lengths[2] == max(dataset.texts.lengths[[first, second]])
+    lengths: Any = task.splits["train"].lengths
+    assert lengths[2] == max(dataset.texts.lengths[[first, second]])
     # each pair is judged by itself
     both = task.model(batch["input_ids"], batch["attention_mask"])
     alone = task.model(batch["input_ids"][2:], batch["attention_mask"][2:])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import lzma
-import os
-import tempfile
 import warnings
 import zipfile
 import zlib
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.engine.whole_files import write_whole
 
 Tensors = dict[str, Tensor]
 Row = TypeVar("Row")
@@ -109,19 +108,6 @@ def cached_arrays(folder: str, name: str, compute: Callable[[], Tensors]) -> Ten
     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
     write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
     return tensors
-
-
-def write_whole(path: Path, write: Callable[..., object]) -> None:
-    """Call ``write(file)`` such that other processes see the complete file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 class BadRows:

@@ -7,12 +7,15 @@ temporary name, flushed to the disk and then renamed, so whatever is called ``st
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gfsa_experiments.engine.whole_files import write_text
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -73,21 +76,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
     """Write ``metrics.jsonl``: the metrics over time, one JSON object per line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / ".metrics.jsonl"
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in history))
-    unfinished.replace(folder / "metrics.jsonl")
+    write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history))
 
 
 def write_curve(folder: Path, curve: list[dict[str, float]]) -> None:
     """Write ``curve.csv``: a line per validation with step, tokens, seconds and metric."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / ".curve.csv"
-    with unfinished.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(curve[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(curve)
-    unfinished.replace(folder / "curve.csv")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(curve[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(curve)
+    write_text(folder / "curve.csv", text.getvalue())
 
 
 def _flush(path: Path) -> None:

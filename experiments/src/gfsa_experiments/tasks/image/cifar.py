@@ -14,14 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa_experiments.data.files import (
-    check_count,
-    not_found,
-    read_npz,
-    usable_rows,
-    write_whole,
-)
+from gfsa_experiments.data.files import check_count, not_found, read_npz, usable_rows
 from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.engine.whole_files import write_whole
 
 Cifar = Literal["cifar10", "cifar100"]
 

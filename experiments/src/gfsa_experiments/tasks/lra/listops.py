@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gfsa_experiments.data.files import write_whole
+from gfsa_experiments.engine.whole_files import write_whole
 
 COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
 SHORTEST, LONGEST = 501, 1_999

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from gfsa_experiments.data.files import read_npz, usable_rows, write_whole
+from gfsa_experiments.data.files import read_npz, usable_rows
 from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.engine.whole_files import write_whole
 from gfsa_experiments.tasks.lra.listops import COUNTS, LONGEST, TOKENS, Sequences, make_listops
 
 SOURCE = DataSource(

@@ -1,21 +1,17 @@
-"""Files that an interrupted run resumes from: checkpoints and the history of its metrics.
+"""Checkpoints that an interrupted run resumes from.
 
-Checkpoints survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
+They survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
 temporary name, flushed to the disk and then renamed, so whatever is called ``step-…`` is complete.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from gfsa_experiments.engine.whole_files import write_text
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -72,20 +68,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{checkpoint / _STATE} is damaged: {error}") from error
     return state
-
-
-def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
-    """Write ``metrics.jsonl``: the metrics over time, one JSON object per line."""
-    write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in history))
-
-
-def write_curve(folder: Path, curve: list[dict[str, float]]) -> None:
-    """Write ``curve.csv``: a line per validation with step, tokens, seconds and metric."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(curve[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(curve)
-    write_text(folder / "curve.csv", text.getvalue())
 
 
 def _flush(path: Path) -> None:

@@ -108,11 +108,11 @@ def load_digits() -> dict[str, TensorRows]:
     from sklearn.datasets import load_digits as bundled
     from sklearn.model_selection import train_test_split
 
-    def split(images: Any, labels: Any, share: float) -> Any:
+    def split(share: float, images: Any, labels: Any) -> Any:
         return train_test_split(images, labels, test_size=share, stratify=labels, random_state=0)
 
-    rest, test, rest_labels, test_labels = split(*bundled(return_X_y=True), 0.25)
-    train, valid, train_labels, valid_labels = split(rest, rest_labels, 0.20)
+    rest, test, rest_labels, test_labels = split(0.25, *bundled(return_X_y=True))
+    train, valid, train_labels, valid_labels = split(0.20, rest, rest_labels)
     parts = {
         "train": (train, train_labels),
         "valid": (valid, valid_labels),

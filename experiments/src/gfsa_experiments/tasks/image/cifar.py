@@ -186,8 +186,8 @@ def _read_jpegs(path: Path, cache_dir: str) -> dict[str, Images]:
         rows = zip(files, [len(header) < len(file) for file in files], labels, strict=True)
         parts[part] = _images(usable_rows(path, rows, _parse_jpeg, official))
         if cache is not None and len(parts[part]) == len(labels):
-            pixels = parts[part].pixels.numpy()
-            write_whole(cache, functools.partial(np.save, arr=pixels, allow_pickle=False))
+            decoded = parts[part].pixels.numpy()
+            write_whole(cache, functools.partial(np.save, arr=decoded, allow_pickle=False))
     return parts
 
 

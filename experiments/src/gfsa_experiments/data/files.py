@@ -7,7 +7,7 @@ import lzma
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,25 +32,20 @@ _TOLERATED = 0.01
 _EXAMPLES = 3
 
 
-def find_file(
-    data_dir: Path, names: Iterable[str], source: DataSource, folders: Iterable[str] = ("",)
-) -> Path:
-    """The first of ``names`` that exists, compressed or not, in one of the folders."""
-    names, folders = list(names), list(folders)
+def find_file(data_dir: Path, names: Sequence[str], source: DataSource) -> Path:
+    """The first of ``names`` that exists, compressed or not, in one of the source's folders."""
     for name in names:
-        for folder in folders:
+        for folder in source.folders:
             for suffix in _OPENERS:
                 path = data_dir / folder / (name + suffix)
                 if path.is_file():
                     return path
-    raise not_found(data_dir, f"{', '.join(names)} (or the same with .xz or .gz)", source, folders)
+    raise not_found(data_dir, f"{', '.join(names)} (or the same with .xz or .gz)", source)
 
 
-def not_found(
-    data_dir: Path, files: str, source: DataSource, folders: Iterable[str]
-) -> FileNotFoundError:
+def not_found(data_dir: Path, files: str, source: DataSource) -> FileNotFoundError:
     """The error for missing ``files``: where they were searched and where to get them."""
-    subfolders = ", ".join(f"{folder}/" for folder in folders if folder)
+    subfolders = ", ".join(f"{folder}/" for folder in source.folders if folder)
     searched = f"{data_dir.absolute()}{f' or its {subfolders}' if subfolders else ''}"
     return FileNotFoundError(
         f"{source.name}: found none of {files} in {searched}. The data set consists of "

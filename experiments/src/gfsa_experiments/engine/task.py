@@ -155,6 +155,10 @@ class DataSource:
     """Its files, relative to ``--data-dir``."""
     where: str
     """Where to get them."""
+    folders: tuple[str, ...] = ("",)
+    """The folders below ``--data-dir`` that may have them."""
+    sizes: tuple[int, ...] = ()
+    """The official numbers of examples to train, validate and test on, where they are checked."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
-from gfsa_experiments.data.tokenizers import GPT2_SOURCE, gpt2_tokenizer, token_ids, train_tokenizer
+from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.tokenizers import gpt2_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig, check_multiple
 from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
-from gfsa_experiments.tasks.causal_lm.data import PARTS, SOURCES, count_words, read_corpus
+from gfsa_experiments.tasks.causal_lm.data import PARTS, count_words, read_corpus
 
 _IGNORED = -100
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
@@ -262,5 +263,5 @@ RECIPE = Recipe(
     title="Language modelling: fine-tune GPT-2, or train one from scratch",
     config=CausalLMConfig,
     build=CausalLMTask,
-    sources=(*SOURCES.values(), GPT2_SOURCE),
+    sources=sources_of("causal_lm"),
 )

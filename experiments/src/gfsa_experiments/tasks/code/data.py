@@ -15,23 +15,8 @@ import numpy as np
 
 from gfsa_experiments.data import hub
 from gfsa_experiments.data.files import BadRows, find_file, read_lines, usable_rows
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 
-_CODEXGLUE = "https://github.com/microsoft/CodeXGLUE/tree/main/Code-Code"
-SOURCES = {
-    "devign": DataSource(
-        "Devign",
-        "function.json, train.txt, valid.txt and test.txt, here, in devign/ or in "
-        "Defect-detection/dataset/",
-        f"{_CODEXGLUE}/Defect-detection",
-    ),
-    "bigclonebench": DataSource(
-        "BigCloneBench",
-        "data.jsonl, train.txt, valid.txt and test.txt (or train_sampled.txt …), here, in "
-        "bigclonebench/ or in Clone-detection-BigCloneBench/dataset/",
-        f"{_CODEXGLUE}/Clone-detection-BigCloneBench",
-    ),
-}
 PARTS = ("train", "valid", "test")
 _REPOSITORIES = {
     "devign": "google/code_x_glue_cc_defect_detection",
@@ -39,15 +24,8 @@ _REPOSITORIES = {
 }
 # the hub's columns: the code of an example, and its label
 _COLUMNS = {"devign": (["func"], "target"), "bigclonebench": (["func1", "func2"], "label")}
-_FOLDERS = {
-    "devign": ("", "devign", "Devign", "Defect-detection/dataset"),
-    "bigclonebench": ("", "bigclonebench", "Clone-detection-BigCloneBench/dataset"),
-}
-_ROWS = {
-    "devign": (21_854, 2_732, 2_732),
-    "bigclonebench": (901_028, 415_416, 415_416),
-    "bigclonebench sampled": (90_102, 4_000, 4_000),
-}
+# of the balanced sample
+_SAMPLED = (90_102, 4_000, 4_000)
 
 
 @dataclass(frozen=True)
@@ -100,7 +78,7 @@ def _read_devign(data_dir: Path) -> CodeSet:
         return index, targets[index]
 
     parts = {}
-    for part, official in zip(PARTS, _ROWS["devign"], strict=True):
+    for part, official in zip(PARTS, source_of("devign").sizes, strict=True):
         path = _find(data_dir, "devign", f"{part}.txt")
         parts[part] = _part(usable_rows(path, read_lines(path), parse, official))
     code = [_one_line(entry["func"]) if i in targets else "" for i, entry in enumerate(entries)]
@@ -136,8 +114,8 @@ def _read_clones(data_dir: Path) -> CodeSet:
     parts = {}
     for at, part in enumerate(PARTS):
         path = _find(data_dir, "bigclonebench", f"{part}.txt", f"{part}_sampled.txt")
-        official = _ROWS["bigclonebench sampled" if "sampled" in path.name else "bigclonebench"][at]
-        parts[part] = _part(usable_rows(path, read_lines(path), pair, official))
+        official = _SAMPLED if "sampled" in path.name else source_of("bigclonebench").sizes
+        parts[part] = _part(usable_rows(path, read_lines(path), pair, official[at]))
     return CodeSet(code, parts)
 
 
@@ -154,7 +132,7 @@ def _from_hub(name: str, missing: FileNotFoundError) -> CodeSet:
 
     found = hub.fetch(_REPOSITORIES[name], None, [hub.PARTS[part] for part in PARTS], missing)
     parts = {}
-    for part, (where, table), official in zip(PARTS, found, _ROWS[name], strict=True):
+    for part, (where, table), official in zip(PARTS, found, source_of(name).sizes, strict=True):
         rows = zip(*hub.columns_of(where, table, *functions, label), strict=True)
         parts[part] = _part(usable_rows(where, rows, parse, official))
     return CodeSet(list(place), parts)
@@ -167,7 +145,7 @@ def _part(rows: list[tuple[int, ...]]) -> CodePart:
 
 
 def _find(data_dir: Path, name: str, *files: str) -> Path:
-    return find_file(data_dir, files, SOURCES[name], _FOLDERS[name])
+    return find_file(data_dir, files, source_of(name))
 
 
 def _one_line(code: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gfsa_experiments.data.pretrained import load_model, load_tokenizer
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import (
     LabelledTexts,
     TokenMatrix,
@@ -28,7 +29,7 @@ from gfsa_experiments.engine.config import (
     check_multiple,
 )
 from gfsa_experiments.engine.task import Classification, Recipe
-from gfsa_experiments.tasks.code.data import SOURCES, CodePart, read_code_set
+from gfsa_experiments.tasks.code.data import CodePart, read_code_set
 
 # RoBERTa's numbers of the special tokens
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -234,5 +235,5 @@ RECIPE = Recipe(
     title="Code: find defects (Devign) or clones (BigCloneBench)",
     config=CodeConfig,
     build=CodeTask,
-    sources=tuple(SOURCES.values()),
+    sources=sources_of("code"),
 )

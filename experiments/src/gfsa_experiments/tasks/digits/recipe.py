@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.models.attention import Block, SoftmaxAttention
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.config import Count, Schedule, TrainConfig, check_multiple
 from gfsa_experiments.engine.task import (
     Classification,
-    DataSource,
     Recipe,
     Split,
     TensorRows,
@@ -24,8 +24,6 @@ from gfsa_experiments.engine.task import (
 IMAGE_SIDE = 8
 PATCH = 2
 CLASSES = 10
-
-SOURCE = DataSource("digits", "none: scikit-learn bundles the images", "pip install scikit-learn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,5 +146,5 @@ RECIPE = Recipe(
     title="Digits: a deep Vision Transformer on scikit-learn's images, without any files",
     config=DigitsConfig,
     build=DigitsTask,
-    sources=(SOURCE,),
+    sources=sources_of("digits"),
 )

@@ -14,15 +14,9 @@ from typing import Any
 
 from gfsa_experiments.data.files import find_file, read_lines, usable_rows
 from gfsa_experiments.data.hub import fetch
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 
-SOURCE = DataSource(
-    "GLUE",
-    "CoLA/train.tsv, CoLA/dev.tsv and so on for SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
-    "https://gluebenchmark.com/tasks",
-)
 _REPOSITORY = "nyu-mll/glue"
-_FOLDERS = ("", "glue", "GLUE", "glue_data")
 
 
 @dataclass(frozen=True)
@@ -120,9 +114,10 @@ def read_glue(data_dir: Path, name: str) -> tuple[Sentences, Sentences]:
     if data_dir.name == task.folder:
         data_dir = data_dir.parent
     samples = [task.sample] if task.sample else []
+    source = source_of("glue")
     try:
-        train = find_file(data_dir, task.names("train") + samples, SOURCE, _FOLDERS)
-        dev = find_file(data_dir, task.names(task.dev), SOURCE, _FOLDERS)
+        train = find_file(data_dir, task.names("train") + samples, source)
+        dev = find_file(data_dir, task.names(task.dev), source)
     except FileNotFoundError as missing:
         parts = "train", task.dev.replace("dev", "validation")
         train_part, dev_part = fetch(_REPOSITORY, name.split("-")[0], parts, missing)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.pretrained import load_model, load_tokenizer
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import LabelledTexts, TokenMatrix, hold_out, without_labels
 from gfsa_experiments.engine.config import Count, Fraction, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Task
-from gfsa_experiments.tasks.glue.data import SOURCE, TASKS, Sentences, read_glue
+from gfsa_experiments.tasks.glue.data import TASKS, Sentences, read_glue
 
 _EXAMPLES = 8
 
@@ -159,5 +160,5 @@ RECIPE = Recipe(
     title="GLUE: fine-tune a pretrained encoder on CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
     config=GlueConfig,
     build=GlueTask,
-    sources=(SOURCE,),
+    sources=sources_of("glue"),
 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.files import Tensors, cached_arrays
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
@@ -25,7 +26,7 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.graph.batches import DenseItems, GraphItems, PairItems, PatchItems
-from gfsa_experiments.tasks.graph.data_sets import METRICS, SOURCES, DataName, read_graphs
+from gfsa_experiments.tasks.graph.data_sets import METRICS, DataName, read_graphs
 from gfsa_experiments.tasks.graph.features import (
     laplacian_encoding,
     pair_features,
@@ -279,7 +280,7 @@ RECIPE = Recipe(
     title="Graphormer, GPS and Graph-ViT on molecules, peptides and superpixels",
     config=GraphConfig,
     build=build,
-    sources=SOURCES,
+    sources=sources_of("graph"),
     extra="graph",
 )
 assert {field.name for field in dataclasses.fields(GraphConfig)} >= set(FOLLOWING)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import check_count, not_found, read_npz, usable_rows
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.engine.whole_files import write_whole
 
 Cifar = Literal["cifar10", "cifar100"]
@@ -44,13 +44,11 @@ class Images:
 class _Layout:
     """The official binary files of one of the two sets."""
 
-    folder: str
     train: tuple[str, ...]
     test: str
     label_bytes: int
     pickled: str
     """The first file of the pickled version, which is never read, in its folder."""
-    url: str
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -59,28 +57,19 @@ class _Layout:
 
 _LAYOUTS: dict[Cifar, _Layout] = {
     "cifar10": _Layout(
-        folder="cifar-10-batches-bin",
         train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
         test="test_batch.bin",
         label_bytes=1,
         pickled="cifar-10-batches-py/data_batch_1",
-        url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     ),
     "cifar100": _Layout(
-        folder="cifar-100-binary",
         train=("train.bin",),
         test="test.bin",
         # a coarse label, then the fine one
         label_bytes=2,
         pickled="cifar-100-python/train",
-        url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
     ),
 }
-
-SOURCES = tuple(
-    DataSource(name, f"{layout.folder}/{{{','.join(layout.files)}}}", layout.url)
-    for name, layout in _LAYOUTS.items()
-)
 
 
 def read_cifar(data_dir: Path, name: Cifar) -> dict[str, Images]:
@@ -98,10 +87,8 @@ def read_cifar(data_dir: Path, name: Cifar) -> dict[str, Images]:
 
 @functools.lru_cache(maxsize=4)
 def _read(data_dir: Path, name: Cifar, cache_dir: str) -> dict[str, Images]:
-    layout = _LAYOUTS[name]
-    inside = ("", name, layout.folder, f"{name}/{layout.folder}")
-    folders = [data_dir / part for part in inside]
-    for folder in folders:
+    layout, source = _LAYOUTS[name], source_of(name)
+    for folder in (data_dir / inside for inside in source.folders):
         absent = [file for file in layout.files if not (folder / file).is_file()]
         if not absent:
             train = [_read_binary(folder / file, name) for file in layout.train]
@@ -113,7 +100,7 @@ def _read(data_dir: Path, name: Cifar, cache_dir: str) -> dict[str, Images]:
                 "test": _read_binary(folder / layout.test, name),
             }
         if len(absent) < len(layout.files):
-            raise FileNotFoundError(f"{folder} lacks {', '.join(absent)}; get {layout.url} again")
+            raise FileNotFoundError(f"{folder} lacks {', '.join(absent)}; get {source.where} again")
         if name == "cifar10" and (folder / _JPEGS).is_file():
             return _read_jpegs(folder / _JPEGS, cache_dir)
         for pickled in (folder / layout.pickled, folder / Path(layout.pickled).name):
@@ -121,11 +108,10 @@ def _read(data_dir: Path, name: Cifar, cache_dir: str) -> dict[str, Images]:
                 raise FileNotFoundError(
                     f"{pickled.parent} holds {name} as Python pickles, which are not read: "
                     "unpickling runs any code that a file contains. Get the binary version, "
-                    f"{layout.url}"
+                    f"{source.where}"
                 )
     wanted = [*layout.files, *([_JPEGS] if name == "cifar10" else [])]
-    source = DataSource(name, ", ".join(wanted), layout.url)
-    raise not_found(data_dir, " or ".join(wanted), source, inside)
+    raise not_found(data_dir, ", ".join(wanted), source)
 
 
 def _read_binary(path: Path, name: Cifar) -> Images:
@@ -136,7 +122,7 @@ def _read_binary(path: Path, name: Cifar) -> Images:
     if not len(data) or len(data) % row:
         raise ValueError(
             f"{path} is damaged: its {len(data)} bytes are not a multiple of rows of {row}; "
-            f"unpack {layout.url} again"
+            f"unpack {source_of(name).where} again"
         )
 
     def parse(row: np.ndarray) -> tuple[np.ndarray, int]:

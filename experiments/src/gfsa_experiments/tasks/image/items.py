@@ -11,17 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.tasks.image.cifar import Images
 
 _ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
-
-SOURCE = DataSource(
-    "folder",
-    "train/CLASS/*.JPEG, val/CLASS/*.JPEG and, if there, test/CLASS/*.JPEG",
-    "https://www.image-net.org (ILSVRC 2012), or images of your own",
-)
-
 
 File = tuple[str, int]
 """The path and the class of an image."""
@@ -38,7 +31,7 @@ def list_images(data_dir: Path) -> tuple[dict[str, list[File]], list[str]]:
     if not all(folder.is_dir() for folder in folders.values()):
         raise FileNotFoundError(
             f"expected the folders train and val in {data_dir}, each with one folder of images "
-            f"per class; get them from {SOURCE.where}"
+            f"per class; get them from {source_of('folder').where}"
         )
     classes, numbers = find_classes(folders["train"])
     if len(classes) < 2:

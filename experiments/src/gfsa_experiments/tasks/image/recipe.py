@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.batches import SeededItems
 from gfsa_experiments.engine.config import (
@@ -373,7 +374,7 @@ RECIPE = Recipe(
     title="Image classification from scratch: DeiT, CaiT, Swin",
     config=ImageConfig,
     build=build,
-    sources=(image_items.SOURCE, *cifar.SOURCES),
+    sources=sources_of("image"),
     extra="image",
     label=label,
 )

@@ -10,16 +10,10 @@ import numpy as np
 from filelock import FileLock
 
 from gfsa_experiments.data.files import read_npz, usable_rows
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.engine.whole_files import write_whole
 from gfsa_experiments.tasks.lra.listops import COUNTS, LONGEST, TOKENS, Sequences, make_listops
 
-SOURCE = DataSource(
-    "listops",
-    "listops/basic_{train,val,test}.tsv; generated (seed 0, listops/listops_seed0.npz) if missing",
-    "https://storage.googleapis.com/long-range-arena/lra_release.gz, listops-1000",
-)
-_FOLDERS = ("", "listops", "listops-1000", "lra_release/listops-1000")
 _GENERATED = "listops_seed0.npz"
 _ARRAYS = ("tokens", "offsets", "labels")
 # only words and brackets count: parentheses repeat the structure
@@ -31,7 +25,7 @@ _CLOSING = _CODES["]"]
 @functools.lru_cache(maxsize=2)
 def read_listops(data_dir: Path) -> dict[str, Sequences]:
     """``train``, ``val`` and ``test``; generated and stored if they do not exist."""
-    for folder in (data_dir / name for name in _FOLDERS):
+    for folder in (data_dir / name for name in source_of("listops").folders):
         paths = {part: folder / f"basic_{part}.tsv" for part in COUNTS}
         present = [path for path in paths.values() if path.is_file()]
         if present and len(present) < len(paths):

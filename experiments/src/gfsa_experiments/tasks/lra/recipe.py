@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gfsa.models.encoder import Attention, Encoder
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.config import (
     Count,
@@ -25,7 +26,7 @@ from gfsa_experiments.engine.config import (
 from gfsa_experiments.engine.task import Classification, Recipe, Split, TensorRows, as_it_is
 from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.lra import listops
-from gfsa_experiments.tasks.lra.listops_files import SOURCE, read_listops
+from gfsa_experiments.tasks.lra.listops_files import read_listops
 
 _PIXELS = cifar.SIDE**2
 
@@ -208,5 +209,5 @@ RECIPE = Recipe(
     title="Long Range Arena: ListOps and Image, softmax or Efficient Attention",
     config=LraConfig,
     build=build,
-    sources=(SOURCE, cifar.SOURCES[0]),
+    sources=sources_of("lra"),
 )

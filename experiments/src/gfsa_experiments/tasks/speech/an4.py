@@ -15,24 +15,17 @@ import numpy as np
 import torch
 
 from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.tasks.speech.utterances import Utterance, normalised, refusal_of_text
 
 FILE = "an4_mfcc.npz"
-_OFFICIAL = {"train": 948, "test": 130}
 Stored = TypeVar("Stored")
-
-SOURCE = DataSource(
-    "an4",
-    f"{FILE} or an4/{FILE}: the 13-dimensional MFCC that CMU distributes, with transcripts",
-    "audio and transcripts: http://www.speech.cs.cmu.edu/databases/an4",
-)
 
 
 @lru_cache(maxsize=2)
 def read_an4(data_dir: Path) -> tuple[list[Utterance], list[Utterance]]:
     """The training and the test utterances, of different speakers."""
-    path = find_file(data_dir, [FILE], SOURCE, ("", "an4"))
+    path = find_file(data_dir, [FILE], source_of("an4"))
     return _part(path, "train"), _part(path, "test")
 
 
@@ -70,7 +63,8 @@ def _part(path: Path, part: str) -> list[Utterance]:
             )
         )
     bad.report(len(found))
-    check_count(f"AN4 {part}", len(texts), _OFFICIAL[part], "utterances")
+    official = source_of("an4").sizes[("train", "valid", "test").index(part)]
+    check_count(f"AN4 {part}", len(texts), official, "utterances")
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import BadRows, check_count
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.tasks.speech.utterances import Utterance, normalised, refusal_of_text
 
 SAMPLE_RATE = 16_000
@@ -29,13 +29,6 @@ UTTERANCES = {
     "test-clean": 2_620,
     "test-other": 2_939,
 }
-
-SOURCE = DataSource(
-    "librispeech",
-    "LibriSpeech/<set>/<speaker>/<chapter>/*.flac and *.trans.txt, e.g. train-clean-100, "
-    "dev-clean, test-clean and test-other",
-    "https://www.openslr.org/12",
-)
 
 
 @lru_cache(maxsize=8)
@@ -91,13 +84,14 @@ def _mel_filters(mels: int) -> torch.nn.Module:
 
 
 def _find(data_dir: Path, name: str) -> Path:
-    candidates = [data_dir / name, data_dir / "LibriSpeech" / name]
+    source = source_of("librispeech")
+    candidates = [data_dir / folder / name for folder in source.folders]
     for folder in candidates:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
         f"LibriSpeech {name} was not found: there is neither of the folders "
-        f"{' and '.join(map(str, candidates))}; get it from {SOURCE.where}"
+        f"{' and '.join(map(str, candidates))}; get it from {source.where}"
     )
 
 

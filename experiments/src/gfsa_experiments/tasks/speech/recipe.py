@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.task import Recipe, Task
 from gfsa_experiments.tasks.speech import an4, librispeech
 from gfsa_experiments.tasks.speech.augment import masks, warp_time
@@ -207,6 +208,6 @@ RECIPE = Recipe(
     title="Speech recognition: LibriSpeech or AN4, Transformer or Branchformer",
     config=SpeechConfig,
     build=build,
-    sources=(librispeech.SOURCE, an4.SOURCE),
+    sources=sources_of("speech"),
     extra="speech",
 )

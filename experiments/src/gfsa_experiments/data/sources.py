@@ -20,10 +20,15 @@ def sources_of(recipe: str) -> tuple[DataSource, ...]:
     return tuple(_source(line) for line in _table() if recipe in line["recipes"].split(";"))
 
 
-@lru_cache(maxsize=1)
-def _table() -> list[dict[str, str]]:
-    text = files("gfsa_experiments.data").joinpath("sources.csv").read_text(encoding="utf-8")
+@lru_cache(maxsize=4)
+def table(package: str, name: str) -> list[dict[str, str]]:
+    """The lines of a table that is a file of a package."""
+    text = files(package).joinpath(name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
+
+
+def _table() -> list[dict[str, str]]:
+    return table("gfsa_experiments.data", "sources.csv")
 
 
 def _source(line: dict[str, str]) -> DataSource:

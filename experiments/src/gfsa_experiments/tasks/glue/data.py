@@ -14,16 +14,17 @@ from typing import Any
 
 from gfsa_experiments.data.files import find_file, read_lines, usable_rows
 from gfsa_experiments.data.hub import fetch
-from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.data.sources import source_of, table
 
 _REPOSITORY = "nyu-mll/glue"
 
 
 @dataclass(frozen=True)
 class GlueFacts:
-    """The columns of one task's files, its classes, metric and sizes."""
+    """The columns of one task's files, its classes, metric and sizes: a line of ``tasks.csv``."""
 
     folder: str
+    short: str
     texts: tuple[tuple[str, ...], ...]
     """For each text, the possible names of its column."""
     label: tuple[str, ...]
@@ -32,17 +33,16 @@ class GlueFacts:
     metric: str
     train_rows: int
     dev_rows: int
-    dev: str = "dev"
-    short: str = ""
-    headless: tuple[str, ...] = ()
+    dev: str
+    headless: tuple[str, ...]
     """The columns of an official file without a header."""
-    sample: str = ""
+    sample: str
     """The file of a known part of the training set, read if the whole set is missing."""
-    sample_rows: int = 0
+    sample_rows: int
 
     def names(self, part: str) -> list[str]:
         """The files that a part may come in."""
-        return [f"{self.folder}/{part}.tsv", f"{self.short or self.folder.lower()}_{part}.tsv"]
+        return [f"{self.folder}/{part}.tsv", f"{self.short}_{part}.tsv"]
 
     def places(self, columns: Sequence[str]) -> list[int] | None:
         """The columns of the texts and, last, of the label; None if one is missing."""
@@ -56,42 +56,27 @@ class GlueFacts:
         return ", ".join(" or ".join(names) for names in (*self.texts, self.label))
 
 
-_LABEL = ("label",)
-_BINARY = ("0", "1")
-_ENTAILMENT = ("entailment", "not_entailment")
-_SENTENCE = (("sentence",),)
-_PAIR = (("sentence1",), ("sentence2",))
-_STRINGS = (("#1 String", "sentence1"), ("#2 String", "sentence2"))
-_QUESTIONS = (("question1",), ("question2",))
-_QUESTION = (("question",), ("sentence",))
+def _facts(line: dict[str, str]) -> GlueFacts:
+    def words(column: str, separator: str) -> tuple[str, ...]:
+        return tuple(line[column].split(separator)) if line[column] else ()
+
+    return GlueFacts(
+        folder=line["folder"],
+        short=line["short"],
+        texts=tuple(tuple(names.split("|")) for names in words("texts", ";")),
+        label=words("label", "|"),
+        labels=words("classes", ";"),
+        metric=line["metric"],
+        train_rows=int(line["train_rows"]),
+        dev_rows=int(line["dev_rows"]),
+        dev=line["dev"],
+        headless=words("headless", ";"),
+        sample=line["sample"],
+        sample_rows=int(line["sample_rows"]),
+    )
 
 
-def _mnli(dev: str, dev_rows: int) -> GlueFacts:
-    texts = (("sentence1", "premise"), ("sentence2", "hypothesis"))
-    labels = ("entailment", "neutral", "contradiction")
-    sizes = 392_702, dev_rows
-    return GlueFacts("MNLI", texts, ("gold_label", "label"), labels, "accuracy", *sizes, dev=dev)
-
-
-TASKS = {
-    "cola": GlueFacts(
-        "CoLA", _SENTENCE, _LABEL, _BINARY, "matthews", 8_551, 1_043,
-        headless=("source", "label", "mark", "sentence"),
-    ),
-    "sst2": GlueFacts("SST-2", _SENTENCE, _LABEL, _BINARY, "accuracy", 67_349, 872, short="sst2"),
-    "mrpc": GlueFacts("MRPC", _STRINGS, ("Quality", "label"), _BINARY, "f1", 3_668, 408),
-    "qqp": GlueFacts("QQP", _QUESTIONS, ("is_duplicate", "label"), _BINARY, "f1", 363_846, 40_430),
-    "stsb": GlueFacts(
-        "STS-B", _PAIR, ("score", "label"), (), "spearman", 5_749, 1_500, short="stsb"
-    ),
-    "mnli-m": _mnli("dev_matched", 9_815),
-    "mnli-mm": _mnli("dev_mismatched", 9_832),
-    "qnli": GlueFacts(
-        "QNLI", _QUESTION, _LABEL, _ENTAILMENT, "accuracy", 104_743, 5_463,
-        sample="qnli_train10k.tsv", sample_rows=10_475,
-    ),
-    "rte": GlueFacts("RTE", _PAIR, _LABEL, _ENTAILMENT, "accuracy", 2_490, 277),
-}  # fmt: skip
+TASKS = {line["task"]: _facts(line) for line in table("gfsa_experiments.tasks.glue", "tasks.csv")}
 
 
 @dataclass(frozen=True)

@@ -104,13 +104,6 @@ class Task(ABC):
         """Inputs of ``gfsa.diagnose(model, inputs)`` for the lens page. None for no page."""
         return None
 
-    def first_examples(self, count: int) -> Any:
-        """A batch of the first examples of ``valid``, or of ``test`` if there is no ``valid``."""
-        split = self.splits["valid" if "valid" in self.splits else "test"]
-        rows = list(range(min(count, len(split))))
-        fetch = getattr(split.dataset, "__getitems__", None)
-        return split.collate(fetch(rows) if fetch else [split.dataset[row] for row in rows])
-
     def identity(self, split: str, index: int) -> Any:
         """The content of an example that the data's fingerprint is computed from.
 
@@ -125,6 +118,13 @@ class Task(ABC):
         dataset = self.splits[split].dataset
         fetch = getattr(dataset, "__getitems__", None)
         return dataset[index] if fetch is None else fetch([index])
+
+    def first_examples(self, count: int) -> Any:
+        """A batch of the first examples of ``valid``, or of ``test`` if there is no ``valid``."""
+        split = self.splits["valid" if "valid" in self.splits else "test"]
+        rows = list(range(min(count, len(split))))
+        fetch = getattr(split.dataset, "__getitems__", None)
+        return split.collate(fetch(rows) if fetch else [split.dataset[row] for row in rows])
 
 
 class Classification(Task):

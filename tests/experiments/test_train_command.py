@@ -108,7 +108,7 @@ def test_a_damaged_table_is_found_before_training(tmp_path: Path) -> None:
     table.write_bytes(b"\xff\xfe")
     code, output = train(tmp_path, *words, "1")
     assert code == 2
-    assert "toy.csv is not CSV" in " ".join(output.replace("│", " ").split())
+    assert "toy.csv, after line 0: not CSV" in " ".join(output.replace("│", " ").split())
 
 
 def test_an_empty_table_gets_its_header(tmp_path: Path) -> None:

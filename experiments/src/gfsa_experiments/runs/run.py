@@ -171,7 +171,7 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
         write_config(folder, settings, _defaults(run), run.resume)
         write_environment(folder, accelerator.device)
     accelerator.wait_for_everyone()
-    with _determinism(config.deterministic), _tensor_cores(config.precision == "tf32"):
+    with _arithmetic(config):
         task = _build(run)
         data = _record_data(run, task, accelerator)
         added = find_method(run.method).apply(task.model, run.options)
@@ -201,15 +201,11 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
 def _exclusive(folder: Path) -> Iterator[None]:
     """A lock on the run's folder; the system releases it when the process ends in any way."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        with FileLock(folder / ".lock", timeout=0):
+            yield
     except Timeout as error:
         raise FileExistsError(f"another process is running the run in {folder}") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _check_finished(run: Run, processes: int) -> None:
@@ -277,30 +273,20 @@ def _accelerator(run: Run) -> Accelerator:
 
 
 @contextlib.contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
+def _arithmetic(config: TrainConfig) -> Iterator[None]:
+    """Torch's deterministic algorithms and TF32, if the settings want them, for one run."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    if config.deterministic:
         # cuBLAS reads this when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted or before)
+        torch.use_deterministic_algorithms(True)
+    if config.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
-
-
-@contextlib.contextmanager
-def _tensor_cores(wanted: bool) -> Iterator[None]:
-    """Allow TF32 in matrix products; if not wanted, torch's setting stays."""
-    if not wanted:
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
 
 
 def _as_data(run: Run, processes: int) -> dict[str, Any]:

@@ -1,0 +1,558 @@
+"""Check one model: plugged by default and by tracing, against the dense reference.
+
+Each model runs in float64 without dropout, with random filters, on several batch sizes (one sample,
+and as many as it has heads, among them) and two lengths, all on one plugged instance: what the
+first forward has verified must hold for the later ones. Then gradients, decoding with a cache,
+saving and loading, and unplugging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from census.catalogue import Entry, randomise
+from census.inputs import Batch, attempts, batch_for
+from census.reference import DenseReference, Layout, NoReferenceError, Observer, layout_of
+from census.shrink import HEADS
+from census.verdict import Finding, Verdict
+from gfsa.plugs import registry
+from gfsa.plugs.tracing.adapter import TRACER, TracerAdapter
+
+Mode = Literal["default", "traced"]
+SHAPES = ((1, 7), (2, 10), (HEADS, 7))
+"""(samples, length) of the forwards, in this order."""
+OBSERVED = 3
+"""Samples of the observed forwards: not the number of heads of any tiny model."""
+ROUNDING = 1e-9
+MOST_ROUNDING = 1e-4
+
+
+class WrongError(Exception):
+    """The plugged model differs from the reference."""
+
+
+class Subject:
+    """One model of the catalogue with inputs that it accepts."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.model = self.build()
+        self.sources = self._sources()
+        self.samples_fixed = False
+
+    def build(self) -> nn.Module:
+        """The model in float64 with weights that are the same each time."""
+        torch.manual_seed(0)
+        return randomise(self.entry.build().eval()).double()
+
+    def batch(self, samples: int, length: int, seed: int = 1) -> Batch:
+        batch = batch_for(self.model, self.sources, samples, length, seed)
+        return {
+            name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for name, x in batch.items()
+        }
+
+    def _sources(self) -> tuple[str, ...]:
+        errors = []
+        for sources in attempts(self.model):
+            self.sources = sources
+            try:
+                with torch.no_grad():
+                    outputs = run(self.model, self.batch(*SHAPES[1]))
+            except TimeoutError:
+                raise
+            except Exception as error:
+                errors.append(f"{'+'.join(sources)}: {_one_line(error)}")
+                continue
+            if not outputs:
+                errors.append(f"{'+'.join(sources)}: no tensor comes out")
+            elif not all(bool(y.isfinite().any()) for y in outputs):
+                errors.append(f"{'+'.join(sources)}: its outputs are NaN")
+            else:
+                return sources
+        raise ValueError("; ".join(errors[:2]) or "no known input in the signature of its forward")
+
+    def tolerance(self, batch: Batch) -> float:
+        """How far rounding alone may move the outputs, relative to their size.
+
+        Parts of a model may compute in float32, or choose experts by a threshold: the model is run
+        with weights that differ in their last digits.
+        """
+        shaken = self.build()
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in shaken.parameters():
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                p.mul_((1 + 1e-13 * noise).to(p.dtype))
+            moved = difference(run(shaken, batch), run(self.model, batch))
+        tolerance = max(ROUNDING, 100 * moved)
+        if tolerance > MOST_ROUNDING:
+            raise NoReferenceError(f"rounding alone moves the outputs by {moved:.1e}")
+        return tolerance
+
+
+def run(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """Every floating tensor that comes out, in order."""
+    if set(batch) == {"x"}:
+        return list(_tensors(model(batch["x"])))
+    return list(_tensors(model(**batch)))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point() and output.numel():
+            yield output
+    elif isinstance(output, Mapping):
+        for name, inner in output.items():
+            if name != "past_key_values":
+                yield from _tensors(inner)
+    elif isinstance(output, list | tuple):
+        for inner in output:
+            yield from _tensors(inner)
+
+
+def difference(got: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference, relative to the largest number of the same tensor."""
+    if [y.shape for y in got] != [y.shape for y in expected]:
+        raise WrongError(
+            f"outputs {[tuple(y.shape) for y in got]} instead of "
+            f"{[tuple(y.shape) for y in expected]}"
+        )
+    largest = 0.0
+    for mine, theirs in zip(got, expected, strict=True):
+        finite = theirs.isfinite()
+        if not torch.equal(mine.isfinite(), finite):
+            raise WrongError("not finite where the reference is, or the other way round")
+        if not finite.any():
+            continue
+        mine, theirs = mine[finite].double(), theirs[finite].double()
+        scale = max(theirs.abs().max().item(), 1e-3)
+        largest = max(largest, (mine - theirs).abs().max().item() / scale)
+    return largest
+
+
+def examine(entry: Entry) -> Verdict:
+    """Everything that the census says of one entry."""
+    verdict = Verdict(entry.name)
+    try:
+        subject = Subject(entry)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        verdict.findings["default"] = Finding("not built", _one_line(error))
+        return verdict
+    verdict.model = type(subject.model).__name__
+    verdict.inputs = "+".join(subject.sources)
+    verdict.findings["default"] = _guarded(subject, "default")
+    planned = [_planned(subject, mode) for mode in ("default", "traced")]
+    if planned[0] != planned[1]:
+        verdict.findings["traced"] = _guarded(subject, "traced")
+    return verdict
+
+
+def _planned(subject: Subject, mode: Mode) -> dict[str, str]:
+    with _adapters(subject.model, mode):
+        try:
+            return gfsa.plug(subject.model, dry_run=True, unknown=_unknown(mode)).how
+        except ValueError:
+            return {}
+
+
+def _unknown(mode: Mode) -> Any:
+    return "trace" if mode == "traced" else "refuse"
+
+
+@contextlib.contextmanager
+def _adapters(model: nn.Module, mode: Mode) -> Iterator[None]:
+    """In the mode "traced", also modules that an adapter knows are traced."""
+    before = dict(registry._registered)
+    if mode == "traced":
+        for name, module in model.named_modules():
+            adapter = registry.find_adapter(module)
+            if adapter is None or isinstance(adapter, TracerAdapter):
+                continue
+            with contextlib.suppress(Exception):
+                if adapter.refusal(name, module) is None and TRACER.refusal(name, module) is None:
+                    gfsa.register_adapter(type(module), TRACER)
+    try:
+        yield
+    finally:
+        registry._registered.clear()
+        registry._registered.update(before)
+
+
+def _guarded(subject: Subject, mode: Mode) -> Finding:
+    """The finding of one mode; whatever goes wrong is part of it."""
+    with _adapters(subject.model, mode):
+        try:
+            return _Check(subject, mode).finding()
+        except TimeoutError:
+            raise
+        except WrongError as error:
+            return Finding("wrong", str(error))
+        except NoReferenceError as error:
+            return Finding("no reference", str(error))
+        except Exception as error:
+            return Finding("crash", _one_line(error))
+
+
+class _Check:
+    def __init__(self, subject: Subject, mode: Mode) -> None:
+        self.subject = subject
+        self.mode: Mode = mode
+        self.left_out: dict[str, str] = {}
+        self.error = 0.0
+
+    def finding(self) -> Finding:
+        try:
+            report = self.plug(self.subject.build())[1]
+        except ValueError as error:
+            return Finding("refused", _one_line(error, 400))
+        while True:
+            try:
+                return self.compared(report)
+            except _LateRefusal as late:
+                self.left_out.update(late.modules)
+                if all(name in self.left_out for name in report.plugged):
+                    status: Any = "refused" if self.mode == "traced" else "raises later"
+                    return Finding(status, late.reason, 0, 0, _hows(report))
+
+    def plug(self, model: nn.Module) -> tuple[nn.Module, Any]:
+        report = gfsa.plug(
+            model,
+            K=3,
+            unknown=_unknown(self.mode),
+            layers=lambda name, module: name not in self.left_out,
+        )
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for filter in gfsa.filters_of(model).values():
+                numbers = torch.randn(filter.theta.shape, generator=generator) * 0.3
+                filter.theta.copy_(numbers)
+        return model.double(), report
+
+    def compared(self, first: Any) -> Finding:
+        subject = self.subject
+        plugged, report = self.plug(subject.build())
+        thetas = {
+            name: filter.theta.detach().clone() for name, filter in gfsa.filters_of(plugged).items()
+        }
+        layouts = self.observe(thetas, report)
+        reached: set[str] = set()
+        differs = False
+        for samples, length in SHAPES:
+            batch = subject.batch(samples, length)
+            with torch.no_grad():
+                try:
+                    plain = run(subject.model, batch)
+                except Exception:
+                    # this length or number of samples is not for this model
+                    continue
+                tolerance = subject.tolerance(batch)
+                reference = DenseReference(subject.model, thetas, layouts)
+                with reference.running():
+                    expected = run(subject.model, batch)
+                got = self.run_plugged(plugged, batch)
+            reached |= reference.reached
+            self.judge(difference(got, expected), tolerance, f"{samples} samples of {length}")
+            differs = differs or difference(got, plain) > 100 * tolerance
+        if reached and not differs:
+            raise WrongError("the filters make no difference to the outputs")
+        self.gradients(plugged, thetas, layouts, tolerance)
+        generation = ""
+        if self.mode == "default":
+            generation = self.generation(plugged, thetas, layouts)
+            self.files(plugged)
+        self.unplug(plugged)
+        late = Counter(self.left_out.values())
+        finding = Finding(
+            "right",
+            "",
+            len(report.plugged),
+            len(reached),
+            _hows(report),
+            self.error,
+            dict(Counter(report.skipped.values())),
+            generation,
+        )
+        if late:
+            reasons = "; ".join(f"{count}× {reason}" for reason, count in late.items())
+            finding.reason = f"refused in the first forward: {reasons}"
+            if self.mode == "default":
+                finding.status = "raises later"
+        return finding
+
+    def observe(self, thetas: Mapping[str, Tensor], report: Any) -> dict[str, Layout]:
+        """Where the heads of each plugged module are, and whether other attention was seen."""
+        model = self.subject.model
+        length = SHAPES[0][1]
+        batch, other = (self.subject.batch(OBSERVED, length, seed) for seed in (1, 2))
+        exchanged = {
+            name: torch.cat([other[name][:1], x[1:]])
+            if isinstance(x, Tensor) and x.shape[:1] == (OBSERVED,)
+            else x
+            for name, x in batch.items()
+        }
+        observers = []
+        for inputs in (batch, exchanged):
+            observer = Observer(model)
+            with torch.no_grad(), observer.running():
+                run(model, inputs)
+            observers.append(observer)
+        known = set(thetas) | set(report.skipped)
+        layouts, unreported = {}, []
+        for name, seen in observers[0].seen.items():
+            site = _around(name, known)
+            if site is None:
+                if seen.by_interface or not _is_between_known(name, known):
+                    unreported.append(name)
+                continue
+            if site not in thetas or not seen.maps:
+                continue
+            before, after = seen.maps[0], observers[1].seen[name].maps[0]
+            try:
+                layouts[site] = layout_of(before, after, len(thetas[site]), OBSERVED)
+            except NoReferenceError as error:
+                raise NoReferenceError(f"{site}: {error}") from error
+        if unreported and self.mode == "default":
+            kinds = {type(model.get_submodule(name)).__name__ for name in unreported}
+            raise WrongError(
+                f"self-attention that is neither plugged nor skipped: {unreported[0]} and "
+                f"{len(unreported) - 1} more ({', '.join(sorted(kinds))})"
+            )
+        return layouts
+
+    def run_plugged(self, plugged: nn.Module, batch: Batch) -> list[Tensor]:
+        """A forward of the plugged model; a refusal names the modules to leave out."""
+        stack: list[str] = []
+        names = {id(m): name for name, m in plugged.named_modules() if hasattr(m, "gfsa")}
+        handles = []
+        for module in plugged.modules():
+            if id(module) in names:
+                name = names[id(module)]
+                handles.append(
+                    module.register_forward_pre_hook(
+                        lambda m, a, name=name: stack.append(name), prepend=True
+                    )
+                )
+                handles.append(module.register_forward_hook(lambda m, a, y: stack.clear()))
+        try:
+            return run(plugged, batch)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            if not stack or not is_refusal(error):
+                raise
+            kind = type(plugged.get_submodule(stack[-1]))
+            reason = _one_line(error, 300)
+            refused = {
+                name: reason
+                for name in names.values()
+                if type(plugged.get_submodule(name)) is kind and name not in self.left_out
+            }
+            raise _LateRefusal(refused, reason) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def judge(self, error: float, tolerance: float, what: str) -> None:
+        self.error = max(self.error, error)
+        if not error <= tolerance:
+            raise WrongError(f"{what}: off by {error:.1e} (rounding: {tolerance:.0e})")
+
+    def gradients(
+        self,
+        plugged: nn.Module,
+        thetas: Mapping[str, Tensor],
+        layouts: Mapping[str, Layout],
+        tolerance: float,
+    ) -> None:
+        """Gradients of θ, of the weights and of floating inputs."""
+        model = self.subject.model
+        leaves = {name: theta.clone().requires_grad_() for name, theta in thetas.items()}
+        batches = []
+        for _ in range(2):
+            batch = self.subject.batch(*SHAPES[1])
+            for x in batch.values():
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    x.requires_grad_()
+            batches.append(batch)
+        for one in (model, plugged):
+            one.zero_grad(set_to_none=True)
+        reference = DenseReference(model, leaves, layouts)
+        with reference.running():
+            expected = run(model, batches[0])
+        if not any(y.requires_grad for y in expected):
+            return
+        _loss(expected).backward()
+        _loss(run(plugged, batches[1])).backward()
+        mine = {name: p.grad for name, p in plugged.named_parameters()}
+        theirs = {name: p.grad for name, p in model.named_parameters()}
+        theirs |= {f"{name}.gfsa.theta": leaf.grad for name, leaf in leaves.items()}
+        for name, x in batches[0].items():
+            if isinstance(x, Tensor) and x.requires_grad:
+                theirs[f"input {name}"], mine[f"input {name}"] = x.grad, batches[1][name].grad
+        model.zero_grad(set_to_none=True)
+        if set(mine) != set(theirs):
+            raise WrongError(f"other parameters: {sorted(set(mine) ^ set(theirs))[:3]}")
+        largest = max((g.abs().max().item() for g in theirs.values() if g is not None), default=0)
+        for name, gradient in theirs.items():
+            got = mine[name]
+            if gradient is None or got is None:
+                if (gradient is None) != (got is None):
+                    raise WrongError(f"the gradient of {name} is missing on one side")
+                continue
+            scale = max(gradient.abs().max().item(), 1e-3 * largest, 1e-30)
+            off = (got.double() - gradient.double()).abs().max().item() / scale
+            self.judge(off, 100 * tolerance, f"gradient of {name}")
+
+    def generation(
+        self, plugged: nn.Module, thetas: Mapping[str, Tensor], layouts: Mapping[str, Layout]
+    ) -> str:
+        """Decoding with a cache, against the reference without one."""
+        model: Any = self.subject.model
+        if "input_ids" not in self.subject.sources or not getattr(model, "can_generate", bool)():
+            return ""
+        batch = self.subject.batch(1, 8)
+        batch.pop("decoder_input_ids", None)
+        with torch.no_grad():
+            try:
+                tokens, logits = _generated(model, batch)
+                own = difference([logits], [_teacher_forced(model, batch, tokens)])
+            except TimeoutError:
+                raise
+            except Exception as error:
+                return f"not judged: {_one_line(error, 120)}"
+            if own > 1e-6:
+                return "not judged: the model's own cache is not exact"
+            try:
+                tokens, logits = _generated(plugged, batch)
+            except TimeoutError:
+                raise
+            except Exception as error:
+                if is_refusal(error):
+                    return f"cache refused: {_one_line(error, 200)}"
+                raise WrongError(f"generate: {_one_line(error)}") from error
+            reference = DenseReference(model, thetas, layouts)
+            with reference.running():
+                expected = _teacher_forced(model, batch, tokens)
+            self.judge(difference([logits], [expected]), max(1e-8, 100 * own), "decoding")
+        return "exact"
+
+    def files(self, plugged: nn.Module) -> None:
+        """What is saved and loaded into a fresh model gives the same outputs."""
+        batch = self.subject.batch(*SHAPES[1])
+        fresh = self.subject.build()
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            gfsa.save(plugged, folder)
+            gfsa.load(fresh, folder)
+            fresh.double()
+            self.judge(difference(run(fresh, batch), run(plugged, batch)), 1e-9, "after loading")
+
+    def unplug(self, plugged: nn.Module) -> None:
+        """Keys, classes and outputs are as before."""
+        model = self.subject.model
+        gfsa.unplug(plugged)
+        if list(plugged.state_dict()) != list(model.state_dict()):
+            raise WrongError("state_dict keys differ after unplug")
+        for (name, one), (_, other) in zip(
+            plugged.named_modules(), model.named_modules(), strict=True
+        ):
+            if type(one) is not type(other):
+                raise WrongError(f"the class of {name} differs after unplug")
+            if [key for key in one.__dict__ if "gfsa" in key]:
+                raise WrongError(f"{name} keeps attributes of gfsa after unplug")
+        batch = self.subject.batch(*SHAPES[1])
+        with torch.no_grad():
+            if difference(run(plugged, batch), run(model, batch)) > 0:
+                raise WrongError("outputs differ after unplug")
+
+
+class _LateRefusal(Exception):
+    def __init__(self, modules: dict[str, str], reason: str) -> None:
+        super().__init__(reason)
+        self.modules = modules
+        self.reason = reason
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether gfsa itself raised the error, with words of its own."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    ours = os.path.dirname(os.path.abspath(gfsa.__file__))
+    return os.path.abspath(last).startswith(ours) and isinstance(
+        error, ValueError | NotImplementedError | gfsa.plugs.TraceError
+    )
+
+
+def _loss(outputs: list[Tensor]) -> Tensor:
+    generator = torch.Generator().manual_seed(9)
+    total = torch.zeros((), dtype=torch.float64)
+    for y in outputs:
+        weights = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+        # rows without any key may be NaN or infinite in the model itself
+        total = total + (torch.where(y.isfinite(), y, 0).double() * weights).sum()
+    return total
+
+
+def _generated(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Tokens with their start, and the logits of each new one."""
+    model.generation_config.eos_token_id = None
+    out = model.generate(
+        **batch,
+        max_new_tokens=4,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=0,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+def _teacher_forced(model: Any, batch: Batch, tokens: Tensor) -> Tensor:
+    """The logits of the same tokens in one forward without a cache."""
+    batch = dict(batch)
+    new = 4
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = tokens[:, :-1]
+    else:
+        batch["input_ids"] = tokens[:, :-1]
+        if "attention_mask" in batch:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    logits: Tensor = model(**batch, use_cache=False).logits
+    return logits[:, -new:]
+
+
+def _around(name: str, known: set[str]) -> str | None:
+    """The module itself, or the innermost one around it, that the report names."""
+    while True:
+        if name in known:
+            return name
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+
+
+def _is_between_known(name: str, known: set[str]) -> bool:
+    """Whether the report names a module inside this one: then it is about this attention."""
+    return any(inner.startswith(f"{name}.") for inner in known)
+
+
+def _hows(report: Any) -> str:
+    return "; ".join(dict.fromkeys(report.how.values()))
+
+
+def _one_line(error: BaseException, limit: int = 200) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,168 @@
+"""Random inputs for a model, made from the signature of its forward and from its config."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from census.shrink import IMAGE, VOCABULARY
+
+Batch = dict[str, Any]
+
+FIRST_TOKEN, LAST_TOKEN = 10, 60
+"""Tokens between these have no special meaning in any tiny config."""
+
+_SOURCES = ("input_ids", "pixel_values", "input_features", "input_values", "inputs", "past_values",
+            "pixel_values_videos", "audio_values", "flattened_patches")  # fmt: skip
+
+
+def attempts(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Sets of sources to try, from the model's main input alone to everything it can take."""
+    known = tuple(inspect.signature(model.forward).parameters)
+    if type(model).__module__.startswith("timm."):
+        yield ("x",)
+        return
+    sources = [name for name in _SOURCES if name in known]
+    main = getattr(model, "main_input_name", None)
+    if main in sources:
+        sources.remove(main)
+        sources.insert(0, main)
+    seen = set()
+    for count in range(1, len(sources) + 1):
+        for rest in itertools.combinations(sources[1:], count - 1):
+            chosen = (sources[0], *rest)
+            if chosen not in seen:
+                seen.add(chosen)
+                yield chosen
+
+
+def batch_for(
+    model: nn.Module, sources: tuple[str, ...], samples: int, length: int, seed: int = 1
+) -> Batch:
+    """Inputs of ``samples`` samples; ``length`` counts tokens, or steps of 4 pixels or frames.
+
+    Rows after the first have padding at their end where the model takes an attention mask.
+    """
+    config: Any = getattr(model, "config", None)
+    if sources == ("x",):
+        size = getattr(model, "census_image_size", IMAGE)
+        generator = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(samples, 3, size, size, generator=generator)}
+    known = inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(seed)
+    batch: Batch = {}
+    for name in sources:
+        batch[name] = _SOURCE[name](config, samples, length, generator)
+    if "input_ids" in batch and "attention_mask" in known:
+        mask = torch.ones(samples, length, dtype=torch.long)
+        mask[1:, -2:] = 0
+        batch["attention_mask"] = mask
+    if "decoder_input_ids" in known and (
+        getattr(config, "is_encoder_decoder", False) or "input_ids" not in batch
+    ):
+        batch["decoder_input_ids"] = _ids(config, samples, length - 2, generator)
+    if "bbox" in known:
+        corner = torch.randint(0, 40, (samples, length, 2), generator=generator)
+        batch["bbox"] = torch.cat([corner, corner + 5], -1)
+    if "past_values" in batch:
+        batch.update(_series(known, config, samples, generator))
+    return batch
+
+
+def _ids(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(FIRST_TOKEN, LAST_TOKEN, (samples, length), generator=generator)
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", None) or {}:
+        inner = getattr(config, name, None)
+        if inner is not None:
+            yield from _configs(inner)
+
+
+def lookup(config: Any, *names: str, default: Any) -> Any:
+    """The first of these attributes in a config or in a config inside it."""
+    for holder in _configs(config):
+        for name in names:
+            value = vars(holder).get(name)
+            if isinstance(value, int | list | tuple) and value is not True:
+                return value
+    return default
+
+
+def _pixels(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    size = lookup(config, "image_size", "img_size", "pretrain_image_size", default=IMAGE)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = lookup(config, "num_channels", "in_chans", "in_channels", default=3)
+    channels = channels if isinstance(channels, int) else 3
+    return torch.randn(samples, channels, height, width, generator=generator)
+
+
+def _video(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    frames = lookup(config, "num_frames", "frames_per_clip", default=4)
+    image = _pixels(config, samples, length, generator)
+    return image[:, None].expand(-1, frames, -1, -1, -1).contiguous()
+
+
+def _features(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    bins = lookup(config, "num_mel_bins", "feature_size", "n_mels", "input_dim", default=80)
+    frames = 2 * lookup(config, "max_source_positions", default=2 * length)
+    return torch.randn(samples, bins, frames, generator=generator)
+
+
+def _features_last(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return _features(config, samples, length, generator).transpose(1, 2).contiguous()
+
+
+def _sound(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(samples, 400 * length, generator=generator)
+
+
+def _past(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    window = lookup(config, "context_length", default=length)
+    lags = lookup(config, "lags_sequence", default=[0])
+    return torch.randn(samples, window + max(lags), generator=generator).abs()
+
+
+def _series(known: Any, config: Any, samples: int, generator: torch.Generator) -> Batch:
+    window = _past(config, samples, 8, generator).shape[1]
+    later = lookup(config, "prediction_length", default=8)
+    time = max(lookup(config, "num_time_features", default=1), 1)
+    whole = {
+        "past_time_features": torch.randn(samples, window, time, generator=generator),
+        "past_observed_mask": torch.ones(samples, window),
+        "future_values": torch.randn(samples, later, generator=generator).abs(),
+        "future_time_features": torch.randn(samples, later, time, generator=generator),
+    }
+    return {name: value for name, value in whole.items() if name in known}
+
+
+def _perceiver(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(samples, length, lookup(config, "d_model", default=32), generator=generator)
+
+
+def _patches(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    width = lookup(config, "patch_embed_hidden_size", default=768)
+    patches = torch.randn(samples, length, 2 + width, generator=generator)
+    patches[..., :2] = torch.arange(length)[:, None] % 4
+    return patches
+
+
+_SOURCE = {
+    "input_ids": _ids,
+    "pixel_values": _pixels,
+    "pixel_values_videos": _video,
+    "input_features": _features,
+    "input_values": _sound,
+    "audio_values": _sound,
+    "inputs": _perceiver,
+    "past_values": _past,
+    "flattened_patches": _patches,
+}
+assert LAST_TOKEN < VOCABULARY

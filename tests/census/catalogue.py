@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from census.shrink import shrink
-from census.special import SPECIAL
+from census.special import SPECIAL, WHOLE
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ _FIRST = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
     "MODEL_FOR_MASKED_LM_MAPPING",
-    "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_MAPPING",
 )
 
@@ -84,7 +84,11 @@ def build_transformers(model_type: str) -> nn.Module:
     assert found is not None
     mapping, name = found
     kind = mapping._load_attr_from_module(model_type, name)
-    config = shrink(CONFIG_MAPPING[model_type](), SPECIAL)
+    config = (
+        WHOLE[model_type]()
+        if model_type in WHOLE
+        else shrink(CONFIG_MAPPING[model_type](), SPECIAL)
+    )
     # the grouped kernels for experts have no float64
     options = {"experts_implementation": "eager"} if kind._can_set_experts_implementation() else {}
     model: nn.Module = kind._from_config(config, **options)
@@ -95,15 +99,17 @@ def _timm_entries() -> list[Entry]:
     from census.timm_models import TIMM
 
     return [
-        Entry("timm", file, functools.partial(build_timm, name, options))
-        for file, (name, options) in sorted(TIMM.items())
+        Entry("timm", key, functools.partial(build_timm, name, size, options))
+        for key, (name, size, options) in sorted(TIMM.items())
     ]
 
 
-def build_timm(name: str, options: dict[str, Any]) -> nn.Module:
+def build_timm(name: str, size: int, options: dict[str, Any]) -> nn.Module:
+    """A small timm model; its attribute ``census_image_size`` is the height of its inputs."""
     import timm
 
-    model: nn.Module = timm.create_model(name, pretrained=False, **options)
+    model: Any = timm.create_model(name, pretrained=False, num_classes=5, **options)
+    model.census_image_size = size
     return model
 
 

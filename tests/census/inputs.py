@@ -17,8 +17,18 @@ Batch = dict[str, Any]
 FIRST_TOKEN, LAST_TOKEN = 10, 60
 """Tokens between these have no special meaning in any tiny config."""
 
-_SOURCES = ("input_ids", "pixel_values", "input_features", "input_values", "inputs", "past_values",
-            "pixel_values_videos", "audio_values", "flattened_patches")  # fmt: skip
+_SOURCES = (
+    "input_ids",
+    "pixel_values",
+    "input_features",
+    "input_values",
+    "inputs",
+    "past_values",
+    "pixel_values_videos",
+    "audio_values",
+    "flattened_patches",
+    "hidden_states",
+)
 
 
 def attempts(model: nn.Module) -> Iterator[tuple[str, ...]]:
@@ -32,13 +42,9 @@ def attempts(model: nn.Module) -> Iterator[tuple[str, ...]]:
     if main in sources:
         sources.remove(main)
         sources.insert(0, main)
-    seen = set()
     for count in range(1, len(sources) + 1):
         for rest in itertools.combinations(sources[1:], count - 1):
-            chosen = (sources[0], *rest)
-            if chosen not in seen:
-                seen.add(chosen)
-                yield chosen
+            yield from itertools.product(*(_VARIANTS[name] for name in (*sources[:1], *rest)))
 
 
 def batch_for(
@@ -56,8 +62,11 @@ def batch_for(
     known = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(seed)
     batch: Batch = {}
-    for name in sources:
-        batch[name] = _SOURCE[name](config, samples, length, generator)
+    for variant in sources:
+        name = variant.partition(" ")[0]
+        batch[name] = _SOURCE[variant](config, samples, length, generator)
+    if "grid_thw" in known:
+        batch.update(_grid(config, samples, generator, next(iter(batch), "hidden_states")))
     if "input_ids" in batch and "attention_mask" in known:
         mask = torch.ones(samples, length, dtype=torch.long)
         mask[1:, -2:] = 0
@@ -126,7 +135,9 @@ def _sound(config: Any, samples: int, length: int, generator: torch.Generator) -
 
 def _past(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
     window = lookup(config, "context_length", default=length)
-    lags = lookup(config, "lags_sequence", default=[0])
+    if getattr(config, "model_type", "").startswith("patchts"):
+        return torch.randn(samples, window, config.num_input_channels, generator=generator)
+    lags = lookup(config, "lags_sequence", default=[0]) or [0]
     return torch.randn(samples, window + max(lags), generator=generator).abs()
 
 
@@ -154,7 +165,40 @@ def _patches(config: Any, samples: int, length: int, generator: torch.Generator)
     return patches
 
 
+def _long_video(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return _video(config, samples, length, generator)
+
+
+def _mono(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return _sound(config, samples, length, generator)[:, None]
+
+
+def _spectrogram(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    bins = lookup(config, "num_mel_bins", default=128)
+    frames = lookup(config, "max_length", default=4 * length)
+    return torch.randn(samples, frames, bins, generator=generator)
+
+
+def _grid(config: Any, samples: int, generator: torch.Generator, name: str) -> Batch:
+    """Patches of ``samples`` images of 4 × 4 patches, one after another, and their grids."""
+    patch = lookup(config, "patch_size", default=8)
+    patch = patch if isinstance(patch, int) else patch[0]
+    frames = lookup(config, "temporal_patch_size", default=1)
+    channels = lookup(config, "in_channels", "num_channels", "in_chans", default=3)
+    width = channels * frames * patch * patch
+    return {
+        name: torch.randn(samples * 16, width, generator=generator),
+        "grid_thw": torch.tensor([[1, 4, 4]] * samples),
+    }
+
+
 _SOURCE = {
+    "pixel_values video": _long_video,
+    "input_features last": _features_last,
+    "inputs ids": _ids,
+    "input_values mono": _mono,
+    "input_values mel": _spectrogram,
+    "hidden_states": _perceiver,
     "input_ids": _ids,
     "pixel_values": _pixels,
     "pixel_values_videos": _video,
@@ -165,4 +209,9 @@ _SOURCE = {
     "past_values": _past,
     "flattened_patches": _patches,
 }
+_VARIANTS = {
+    name: [variant for variant in sorted(_SOURCE) if variant.partition(" ")[0] == name]
+    for name in _SOURCES
+}
+"""A source may come in several shapes, which are tried one after another."""
 assert LAST_TOKEN < VOCABULARY

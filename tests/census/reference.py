@@ -12,8 +12,8 @@ the calls of its attention modules. There are three ways in which a model comput
 - It takes a softmax and multiplies v by the result, or by something of the same size that was made
   from it. The reference puts H in the place of A in that product.
 
-Which axis of a map holds the heads is not guessed from sizes: :class:`Observer` runs the model twice
-with one sample exchanged, and sees which maps change.
+Which axis of a map holds the heads is not guessed from one forward: the model runs with some of its
+inputs exchanged under an :class:`Observer`, and :func:`layout_of` sees which maps change.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ _PRODUCTS = (
 
 class NoReferenceError(Exception):
     """The reference does not understand an attention module, so it cannot judge the filter."""
+
+
+class NotSquareError(Exception):
+    """A module that the reference should filter has a map without powers."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,8 @@ class AttentionMode(TorchFunctionMode):
         self.stack: list[str] = []
         self.maps: list[Tensor] = []
         self.paused = False
+        self.single = False
+        """Whether a softmax was asked to compute in float32."""
 
     def replace(self, matrix: Tensor, query: Tensor | None, key: Tensor | None) -> Tensor:
         """What takes the place of a map in its product with values."""
@@ -120,6 +126,8 @@ class AttentionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _SOFTMAX and kwargs.get("dtype") is torch.float32:
+            self.single = True
         if self.paused:
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -288,7 +296,7 @@ class DenseReference(AttentionMode):
         if len(c0) != heads:
             raise NoReferenceError(f"{name}: {len(c0)} filters for a map of {heads} heads")
         if query.shape[2] != value.shape[2]:
-            raise NoReferenceError(f"{name}: its map is {query.shape[2]}×{value.shape[2]}")
+            raise NotSquareError(f"{name}: its map is {query.shape[2]}×{value.shape[2]}")
         self.reached.add(name)
 
         def apply(x: Tensor) -> Tensor:
@@ -348,25 +356,42 @@ class Observer(AttentionMode):
             self.paused = False
 
 
-def layout_of(before: Tensor, after: Tensor, heads: int, samples: int) -> Layout:
-    """Where the heads of a map are, given the map before and after sample 0 was exchanged.
+def layout_of(before: Tensor, after: Tensor, corner: Tensor, heads: int, samples: int) -> Layout:
+    """Where the heads of a map are, given how it changes with its inputs.
 
-    An axis of heads is one of the right size along which the change is the same everywhere; in an
-    axis that samples share with heads, the places that changed show the order.
+    The axis of heads is the one of the right size (``samples`` is another number). Where windows
+    are as many, it is the one along which the change is the same everywhere; in an axis that
+    samples share with heads, the places that changed show the order.
+
+    Args:
+        before: the map.
+        after: with sample 0 exchanged.
+        corner: with the first token, or a corner of the image, exchanged in all samples.
+        heads: how many heads there are.
+        samples: how many samples there are.
     """
     lead = before.shape[:-2]
     if heads == 1:
         # any axis of size one
         return Layout(axis=-3, samples_first=True) if 1 in lead[-1:] else Layout(None)
+    sized = [axis for axis, size in enumerate(lead) if size == heads]
+    if len(sized) == 1 and lead != (heads,):
+        return Layout(sized[0] - before.dim())
     if before.shape != after.shape:
-        raise NoReferenceError(f"its map has shape {tuple(before.shape)}, then {tuple(after.shape)}")
+        raise NoReferenceError(
+            f"its map has shape {tuple(before.shape)}, then {tuple(after.shape)}"
+        )
     changed = (before != after).flatten(-2).any(-1)
     if not changed.any() or changed.all():
         raise NoReferenceError("exchanging one sample changes all of its maps, or none")
+    elsewhere = (before != corner).flatten(-2).any(-1)
     places = [
         axis
-        for axis, size in enumerate(lead)
-        if size == heads and bool((changed == changed.select(axis, 0).unsqueeze(axis)).all())
+        for axis in sized
+        if all(
+            bool((change == change.select(axis, 0).unsqueeze(axis)).all())
+            for change in (changed, elsewhere)
+        )
     ]
     if len(places) == 1:
         return Layout(places[0] - before.dim())

@@ -16,6 +16,11 @@ WIDTH, HEADS, KEY_HEADS, HEAD_WIDTH = 32, 4, 2, 8
 LAYERS, INNER, VOCABULARY, POSITIONS = 2, 48, 99, 128
 IMAGE, PATCH = 32, 8
 EXPERTS, CHOSEN_EXPERTS = 4, 2
+MOST_LAYERS = 8
+SECTIONED = (
+    "colqwen2", "glm46v", "glm4v", "glm_image", "glm_ocr", "glmga", "paddleocr", "qwen2_5_omni",
+    "qwen2_5_vl", "qwen2_vl",
+)  # fmt: skip
 
 Rule = int | Callable[[Any], Any]
 
@@ -52,7 +57,7 @@ NUMBERS: tuple[tuple[str, Rule], ...] = (
     (r"heads?$|^attention_heads$", HEADS),
     (r"qk_rope_head_dim$|head_dim$|^d_kv$|^dim_head$|head_width$|_head_size$", HEAD_WIDTH),
     (r"lora_rank$", 16),
-    (r"layers?$|^depth$|_depth$|^num_blocks$|^num_encoder_blocks$", _at_most(LAYERS)),
+    (r"layers?$|^depth$|_depth$|^num_blocks$", _at_most(LAYERS)),
     (r"num_(local_)?experts$|routed_experts$|moe_num_experts$", EXPERTS),
     (r"experts_per_tok(en)?$|^moe_topk$|top_k_experts$|moe_top_?k$", CHOSEN_EXPERTS),
     (r"^(n_group|topk_group|num_expert_group)$", 1),
@@ -61,13 +66,18 @@ NUMBERS: tuple[tuple[str, Rule], ...] = (
      r"|inner_dim$|feedforward_dim$", INNER),
     (r"hidden_size$|hidden_dim$|^d_model$|^n_embd$|embed_dim$|embedding_(size|dim|dimension)$"
      r"|^dim$|emb_dim$|proj(ection)?_dim$|output_dim$|^d_embed$|_width$|^width$|^hidden_sizes?$"
-     r"|projection_(size|hidden_size)$|bottleneck_dim$|^feature_size$|_d_model$", WIDTH),
+     r"|projection_(size|hidden_size)$|bottleneck_dim$|^feature_size$|_d_model$"
+     r"|^d_latents$", WIDTH),
     (r"^image_size$|^pretrain_image_size$|^input_size$", IMAGE),
     (r"^patch_size$|^patch_stride$", _patch),
     (r"^window_size$", _at_most(4)),
     (r"max_(source|target)_positions$|max_position_embeddings$|^n_positions$|^n_ctx$"
      r"|^context_length$|num_position_embeddings$|^max_seq_len", POSITIONS),
-    (r"^sliding_window$|^attention_window$", 5),
+    (r"^sliding_window$", 5),
+    (r"^attention_window$|^local_attention$", 4),
+    (r"^rotary_dim$", _at_most(4)),
+    (r"^moe_k$", CHOSEN_EXPERTS),
+    (r"^num_latents$", 8),
     (r"num_queries$|num_query_tokens$|^num_labels$", 6),
     (r"num_conv_pos_embeddings$", 4),
     (r"num_conv_pos_embedding_groups$", 2),
@@ -120,8 +130,40 @@ def shrink(config: Any, special: Mapping[str, Mapping[str, Any]]) -> Any:
                 small = None if one is None else type(value)([one] * len(value))
             if small is not None and default is not None:
                 changes[field.name] = small
-    changes.update(special.get(config.model_type, {}))
+    if "kv_lora_rank" in changes:
+        # latent attention has as many heads of keys as of queries
+        changes["num_key_value_heads"] = HEADS
+    changes.update(_sections(config, changes))
+    changes.update(_cycle(config, kind))
+    for name, value in special.get(config.model_type, {}).items():
+        changes[name] = value() if callable(value) else value
     return kind(**changes)
+
+
+def _sections(config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings whose sections add up to half of the rotated width."""
+    rope = vars(config).get("rope_parameters")
+    if not isinstance(rope, dict):
+        return {}
+    half = int(HEAD_WIDTH * rope.get("partial_rotary_factor", 1.0)) // 2
+    # some models have sections of their own if the config names none
+    if "mrope_section" not in rope and not config.model_type.startswith(SECTIONED):
+        return {}
+    return {"rope_parameters": {**rope, "mrope_section": [half - half // 2, half // 2, 0]}}
+
+
+def _cycle(config: Any, kind: Any) -> dict[str, Any]:
+    """Enough layers to have every kind of layer once, where a config repeats several."""
+    kinds = vars(config).get("layer_types")
+    if not isinstance(kinds, list) or "num_hidden_layers" not in vars(config):
+        return {}
+    needed = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
+    layers = max(LAYERS, needed) if needed <= MOST_LAYERS else LAYERS
+    changed: dict[str, Any] = {"num_hidden_layers": layers}
+    default = {field.name: field for field in dataclasses.fields(kind)}.get("layer_types")
+    if default is not None and default.default is not None:
+        changed["layer_types"] = kinds[:layers]
+    return changed
 
 
 def _is_config(value: Any) -> bool:

@@ -157,7 +157,7 @@ class Subject:
         found = []
         for model in (self.model, self.shaken):
             model.zero_grad(set_to_none=True)
-            outputs = run(model, self.batch(*SHAPES[1]))
+            outputs = run(model, self.uncached(*SHAPES[1]))
             if not any(y.requires_grad for y in outputs):
                 return self.rounding
             loss_of(outputs).backward()
@@ -324,6 +324,9 @@ class _Check:
         self.subject = subject
         self.mode: Mode = mode
         self.left_out: dict[str, str] = {}
+        self.shapes: list[tuple[int, int]] = []
+        """The (samples, length) that the model takes."""
+        self.cache_refusal = ""
         self.error = 0.0
 
     def finding(self) -> Finding:
@@ -357,9 +360,7 @@ class _Check:
 
     def compared(self, first: Any) -> Finding:
         subject = self.subject
-        plugged = subject.build()
-        self.classes = {name: type(module) for name, module in plugged.named_modules()}
-        plugged, report = self.plug(plugged)
+        plugged, report = self.plug(subject.build())
         thetas = {
             name: filter.theta.detach().clone() for name, filter in gfsa.filters_of(plugged).items()
         }
@@ -367,6 +368,7 @@ class _Check:
         layouts = self.observe(thetas)
         reached: set[str] = set()
         refusals: list[str] = []
+        self.shapes.clear()
         differs = False
         for number, (samples, length) in enumerate(SHAPES):
             batch = (subject.batch if number == 1 else subject.uncached)(samples, length)
@@ -379,6 +381,10 @@ class _Check:
                 tolerance = subject.tolerance(batch)
                 try:
                     got = self.run_plugged(plugged, batch)
+                except _CacheRefusalError as refusal:
+                    self.cache_refusal = str(refusal)
+                    batch = subject.uncached(samples, length)
+                    got = self.run_plugged(plugged, batch)
                 except _AnotherShapeError as refusal:
                     # a first forward that verifies nothing may be refused
                     refusals.append(str(refusal))
@@ -386,11 +392,14 @@ class _Check:
                 reference = DenseReference(subject.model, thetas, layouts)
                 with reference.running():
                     expected = run(subject.model, batch)
+            self.shapes.append((samples, length))
             reached |= reference.reached
             self.judge(difference(got, expected), tolerance, f"{samples} samples of {length}")
             differs = differs or difference(got, plain) > 100 * tolerance
-        if len(refusals) == len(SHAPES):
-            raise WrongError(f"refused for every shape: {refusals[0]}")
+        if not self.shapes:
+            raise WrongError(f"refused for every shape: {refusals}")
+        if set(gfsa.filters_of(plugged)) != set(thetas):
+            raise WrongError("the model has replaced modules that were plugged, filters included")
         if reached and not differs:
             raise WrongError("the filters make no difference to the outputs")
         self.gradients(plugged, thetas, layouts)
@@ -480,6 +489,8 @@ class _Check:
         except Exception as error:
             if not stack or not is_refusal(error):
                 raise
+            if self.subject.caches and "use_cache" not in batch and "use_cache=False" in str(error):
+                raise _CacheRefusalError(_one_line(error)) from error
             if "run the first forward with another" in str(error).lower():
                 raise _AnotherShapeError(_one_line(error)) from error
             at = stack[-1]
@@ -505,7 +516,8 @@ class _Check:
         leaves = {name: theta.clone().requires_grad_() for name, theta in thetas.items()}
         batches = []
         for _ in range(2):
-            batch = self.subject.batch(*SHAPES[1])
+            make = self.subject.uncached if self.cache_refusal else self.subject.batch
+            batch = make(*self.shapes[-1])
             for x in batch.values():
                 if isinstance(x, Tensor) and x.is_floating_point():
                     x.requires_grad_()
@@ -543,6 +555,8 @@ class _Check:
         model: Any = self.subject.model
         if "input_ids" not in self.subject.sources or not getattr(model, "can_generate", bool)():
             return ""
+        if self.cache_refusal:
+            return f"cache refused: {self.cache_refusal}"
         batch = self.subject.batch(1, 8)
         batch.pop("decoder_input_ids", None)
         with torch.no_grad():
@@ -580,9 +594,9 @@ class _Check:
             gfsa.save(plugged, folder)
             gfsa.load(fresh, folder)
             fresh.to(self.subject.dtype)
-            for shape in SHAPES:
+            for shape in self.shapes:
                 with contextlib.suppress(_AnotherShapeError):
-                    batch = self.subject.batch(*shape)
+                    batch = self.subject.uncached(*shape)
                     got = self.run_plugged(fresh, batch)
                     error = difference(got, run(plugged, batch))
                     self.judge(error, self.subject.rounding, "after loading")
@@ -594,15 +608,21 @@ class _Check:
         gfsa.unplug(plugged)
         if list(plugged.state_dict()) != list(model.state_dict()):
             raise WrongError("state_dict keys differ after unplug")
+        classes = {name: type(module).__qualname__ for name, module in model.named_modules()}
         for name, one in plugged.named_modules():
-            if type(one) is not self.classes[name]:
+            # by name: torch makes a class of its own for each module with parametrized weights
+            if type(one).__qualname__ != classes.get(name):
                 raise WrongError(f"the class of {name} differs after unplug")
             if [key for key in one.__dict__ if "gfsa" in key]:
                 raise WrongError(f"{name} keeps attributes of gfsa after unplug")
-        batch = self.subject.batch(*SHAPES[1])
+        batch = self.subject.uncached(*self.shapes[-1])
         with torch.no_grad():
             if difference(run(plugged, batch), run(model, batch)) > 0:
                 raise WrongError("outputs differ after unplug")
+
+
+class _CacheRefusalError(Exception):
+    """gfsa asks for a forward without a cache."""
 
 
 class _AnotherShapeError(Exception):
@@ -621,7 +641,7 @@ def is_refusal(error: BaseException) -> bool:
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     ours = os.path.dirname(os.path.abspath(gfsa.__file__))
     return os.path.abspath(last).startswith(ours) and isinstance(
-        error, ValueError | NotImplementedError | TraceError
+        error, ValueError | TypeError | NotImplementedError | TraceError
     )
 
 

@@ -78,9 +78,32 @@ def batch_for(
     if "bbox" in known:
         corner = torch.randint(0, 40, (samples, length, 2), generator=generator)
         batch["bbox"] = torch.cat([corner, corner + 5], -1)
+    batch.update(_companions(known, config, batch, samples, generator))
     if "past_values" in batch:
         batch.update(_series(known, config, samples, generator))
     return batch
+
+
+def _companions(
+    known: Any, config: Any, batch: Batch, samples: int, generator: torch.Generator
+) -> Batch:
+    """What some models ask for beside their sources."""
+    found: Batch = {}
+    if "image_embeds_position_mask" in known and {"input_ids", "pixel_values"} <= set(batch):
+        # where in the text the image goes
+        found["image_embeds_position_mask"] = torch.zeros_like(batch["input_ids"])
+        found["image_embeds_position_mask"][:, : config.latent_query_num] = 1
+    if "visual_feats" in known and "visual_pos" in known:
+        width = lookup(config, "visual_feat_dim", default=32)
+        found["visual_feats"] = torch.randn(samples, 5, width, generator=generator)
+        found["visual_pos"] = torch.rand(samples, 5, 4, generator=generator)
+    if "prompt_pixel_values" in known:
+        found["prompt_pixel_values"] = torch.randn(batch["pixel_values"].shape, generator=generator)
+        found["prompt_masks"] = torch.rand(batch["pixel_values"].shape, generator=generator)
+    if "spatial_shapes" in known and batch.get("pixel_values", torch.empty(0)).dim() == 3:
+        found["spatial_shapes"] = torch.tensor([[4, 4]] * samples)
+        found["pixel_attention_mask"] = torch.ones(samples, 16, dtype=torch.long)
+    return {name: x for name, x in found.items() if name in known}
 
 
 def _ids(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
@@ -120,7 +143,15 @@ def _video(config: Any, samples: int, length: int, generator: torch.Generator) -
 
 
 def _features(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    bins = lookup(config, "num_mel_bins", "feature_size", "n_mels", "input_dim", default=80)
+    bins = lookup(
+        config,
+        "num_mel_bins",
+        "feature_size",
+        "n_mels",
+        "input_dim",
+        "input_feat_per_channel",
+        default=80,
+    )
     frames = 2 * lookup(config, "max_source_positions", default=2 * length)
     return torch.randn(samples, bins, frames, generator=generator)
 
@@ -169,6 +200,11 @@ def _long_video(config: Any, samples: int, length: int, generator: torch.Generat
     return _video(config, samples, length, generator)
 
 
+def _patch_rows(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    patch = lookup(config, "patch_size", default=8)
+    return torch.randn(samples, 16, 3 * patch * patch, generator=generator)
+
+
 def _mono(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
     return _sound(config, samples, length, generator)[:, None]
 
@@ -194,6 +230,7 @@ def _grid(config: Any, samples: int, generator: torch.Generator, name: str) -> B
 
 _SOURCE = {
     "pixel_values video": _long_video,
+    "pixel_values patches": _patch_rows,
     "input_features last": _features_last,
     "inputs ids": _ids,
     "input_values mono": _mono,

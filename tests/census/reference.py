@@ -122,6 +122,12 @@ class AttentionMode(TorchFunctionMode):
         """A call of transformers' attention interface by ``module``."""
         return function(module, *args, **kwargs)
 
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Some modules pass everything by name; here module, query, key and value come by place."""
+        for name in ("module", "query", "key", "value")[len(args) :]:
+            args = (*args, kwargs.pop(name))
+        return self.call(function, *args, **kwargs)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -242,7 +248,7 @@ class AttentionMode(TorchFunctionMode):
         original = AttentionInterface.get_interface
 
         def get_interface(registry: Any, implementation: str, default: Any) -> Any:
-            return functools.partial(self.call, original(registry, implementation, default))
+            return functools.partial(self._call, original(registry, implementation, default))
 
         with mock.patch.object(AttentionInterface, "get_interface", get_interface):
             yield

@@ -18,8 +18,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
+from census import page
 from census.verdict import GOOD, Finding, Verdict
 
 TIME_LIMIT = 120
@@ -112,12 +114,17 @@ class Worker:
 
 
 def run(names: Iterable[str], processes: int, log: Path | None = None) -> list[Verdict]:
-    """Verdicts for all names, in their order."""
+    """Verdicts for all names, in their order; those in the log already are not found again."""
     names = list(names)
+    verdicts: dict[str, Verdict] = {}
+    if log is not None and log.exists():
+        for line in log.read_text(encoding="utf-8").splitlines():
+            verdict = Verdict.from_json(json.loads(line))
+            verdicts[verdict.name] = verdict
     todo: queue.Queue[str] = queue.Queue()
     for name in names:
-        todo.put(name)
-    verdicts: dict[str, Verdict] = {}
+        if name not in verdicts:
+            todo.put(name)
     lock = threading.Lock()
 
     def serve() -> None:
@@ -160,11 +167,18 @@ def failures(verdicts: Iterable[Verdict]) -> list[str]:
     ]
 
 
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("transformers", "timm")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="entries such as transformers:bert (default all)")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--log", type=Path, help="verdicts as JSON lines, appended")
+    parser.add_argument(
+        "--log", type=Path, help="verdicts as JSON lines: read if there are any, then appended to"
+    )
+    parser.add_argument("--write", action="store_true", help="write the table of docs/supported.md")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -175,6 +189,8 @@ def main() -> None:
     begun = time.perf_counter()
     names = arguments.names or [entry.name for entry in entries()]
     verdicts = run(names, arguments.processes, arguments.log)
+    if arguments.write:
+        page.write(page.section(verdicts, _versions()))
     for line in failures(verdicts):
         print(line)
     print(dict(summary(verdicts)), f"{time.perf_counter() - begun:.0f} s")

@@ -24,6 +24,12 @@ def _resnet_stages() -> Any:
     return config
 
 
+def _dbrx_attention() -> Any:
+    from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig
+
+    return DbrxAttentionConfig(kv_n_heads=2, rope_theta=10000.0)
+
+
 _SWIN = {
     "image_size": 32,
     "patch_size": 2,
@@ -32,6 +38,15 @@ _SWIN = {
     "num_heads": [2, 4],
     "window_size": 4,
 }
+# segmentation models take the features of four stages; no stage may be smaller than a window
+_SWIN_STAGES = {
+    **_SWIN,
+    "image_size": 64,
+    "embed_dim": 8,
+    "depths": [2, 1, 1, 1],
+    "num_heads": [2, 2, 4, 4],
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 _DETR: dict[str, Any] = {
     "use_timm_backbone": False,
@@ -49,11 +64,19 @@ _SERIES: dict[str, Any] = {
 
 # a value that is a function is called for the value
 SPECIAL: dict[str, dict[str, Any]] = {
+    "audio-spectrogram-transformer": {
+        "max_length": 32,
+        "num_mel_bins": 16,
+        "patch_size": 8,
+        "frequency_stride": 8,
+        "time_stride": 8,
+    },
     "autoformer": _SERIES,
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bros": {"hidden_size": 64},
     "conditional_detr": _DETR,
     "dab-detr": _DETR,
+    "dbrx": {"attn_config": _dbrx_attention},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deformable_detr": {**_DETR, "backbone_config": _resnet_stages},
     "detr": _DETR,
@@ -70,9 +93,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "laurel_rank": 8,
     },
-    "glm5_next": {},
+    "glm5_next_text": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"rope_parameters": _ROPE},
+    "hunyuan_v1_moe": {"rope_parameters": _ROPE},
     "informer": _SERIES,
     "jamba": {
         "attn_layer_period": 2,
@@ -80,10 +105,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
+    "kosmos-2": {"latent_query_num": 4},
     "layoutlmv3": {"coordinate_size": 4, "shape_size": 8, "input_size": 32},
+    "levit": {"image_size": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 48},
     "maskformer-swin": _SWIN,
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mimi": {"upsample_groups": 32},
+    "ministral": {"rope_parameters": _ROPE},
     "nemotron": {"num_key_value_heads": 2},
     "patchtst": {"context_length": 32, "patch_length": 4, "patch_stride": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
@@ -99,7 +129,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "sam_vision_model": {"output_channels": 32, "num_pos_feats": 16},
     "sam_hq_vision_model": {"output_channels": 32, "num_pos_feats": 16},
-    "swin": _SWIN,
+    "swin": _SWIN_STAGES,
     "swinv2": _SWIN,
     "swin2sr": {**_SWIN, "depths": [2, 2], "num_heads": [2, 2]},
     "table-transformer": _DETR,

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint typecheck pytest coverage slow clean
+.PHONY: demo test lint typecheck pytest coverage slow census clean
 
 demo: .venv/.demo
 	$(BIN)/gfsa demo
@@ -22,6 +22,10 @@ pytest: .venv/.dev
 # what `pytest` leaves out: training runs and whatever else takes minutes
 slow: .venv/.dev
 	$(BIN)/pytest -m slow
+
+# every model type of transformers and timm against a dense reference; writes docs/supported.md
+census: .venv/.dev
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m census.run --processes 2 --write
 
 coverage: .venv/.dev
 	$(BIN)/pytest -n 2 --cov --cov-report=term-missing

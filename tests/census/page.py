@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from census.verdict import GOOD, Finding, Verdict
+from census.verdict import Finding, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "supported.md"
 BEGIN, END = "<!-- census: begin -->", "<!-- census: end -->"
@@ -32,12 +32,19 @@ four plugged layers (a vision tower without an image, say).
 """
 
 
-def row(verdict: Verdict) -> str:
-    """The line of one model that could be built."""
+def lines(verdict: Verdict) -> list[str]:
+    """What the page says of one model."""
+    default = verdict.findings["default"]
+    if default.status == "not built":
+        return [f"- {verdict.name}: {_short(default.reason)}"]
+    return [_row(verdict)]
+
+
+def _row(verdict: Verdict) -> str:
     default = verdict.findings["default"]
     traced = verdict.findings.get("traced")
     cells = (
-        verdict.name.partition(":")[2],
+        verdict.name,
         verdict.model,
         _cell(default),
         "as by default" if traced is None else _cell(traced),
@@ -81,16 +88,12 @@ def section(verdicts: Iterable[Verdict], versions: dict[str, str]) -> str:
         f"{mode}: " + ", ".join(f"{n} {status}" for status, n in counts[mode].most_common())
         for mode in counts
     )
-    lines = [BEGIN, "", _ABOUT.format(**versions, summary=f"{len(built)} models; {summary}.")]
-    for library in ("transformers", "timm"):
-        rows = [row(v) for v in built if v.name.startswith(library)]
-        lines += [f"### {library}", "", "| type | class | by default | traced | cached decoding |"]
-        lines += ["|---|---|---|---|---|", *rows, ""]
-    lines += ["### Not built", "", "No tiny config or inputs are known for these types:", ""]
-    lines += [
-        f"- {v.name.partition(':')[2]}: {_short(v.findings['default'].reason)}" for v in missing
-    ]
-    return "\n".join([*lines, "", END]) + "\n"
+    text = [BEGIN, "", _ABOUT.format(**versions, summary=f"{len(built)} models; {summary}.")]
+    text += ["| type | class | by default | traced | cached decoding |", "|---|---|---|---|---|"]
+    text += [line for v in built for line in lines(v)]
+    text += ["", "No tiny config, or no inputs, are known for these:", ""]
+    text += [line for v in missing for line in lines(v)]
+    return "\n".join([*text, "", END]) + "\n"
 
 
 def write(text: str, page: Path = PAGE) -> None:
@@ -107,5 +110,13 @@ def written_rows(page: Path = PAGE) -> set[str]:
     return set(text.splitlines())
 
 
-def failing(verdict: Verdict) -> bool:
-    return any(f.status not in GOOD for f in verdict.findings.values())
+def written_names(page: Path = PAGE) -> set[str]:
+    """The entries of which the page says something."""
+    found = set()
+    for line in written_rows(page):
+        if line.startswith(("| transformers:", "| timm:")):
+            found.add(line.split("|")[1].strip())
+        elif line.startswith(("- transformers:", "- timm:")):
+            library, _, rest = line.removeprefix("- ").partition(":")
+            found.add(f"{library}:{rest.partition(':')[0]}")
+    return found

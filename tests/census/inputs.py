@@ -28,6 +28,7 @@ _SOURCES = (
     "audio_values",
     "flattened_patches",
     "hidden_states",
+    "states",
 )
 
 
@@ -97,6 +98,17 @@ def _companions(
         width = lookup(config, "visual_feat_dim", default=32)
         found["visual_feats"] = torch.randn(samples, 5, width, generator=generator)
         found["visual_pos"] = torch.rand(samples, 5, 4, generator=generator)
+    if "input_features_mask" in known and "input_features" in batch:
+        features = batch["input_features"]
+        frames = max(features.shape[1:])
+        found["input_features_mask"] = torch.ones(samples, frames, dtype=torch.long)
+    if "states" in batch:
+        length = batch["states"].shape[1]
+        found["actions"] = torch.randn(samples, length, config.act_dim, generator=generator)
+        found["rewards"] = torch.randn(samples, length, 1, generator=generator)
+        found["returns_to_go"] = torch.randn(samples, length, 1, generator=generator)
+        found["timesteps"] = torch.arange(length).expand(samples, -1).contiguous()
+        found["attention_mask"] = torch.ones(samples, length, dtype=torch.long)
     if "prompt_pixel_values" in known:
         found["prompt_pixel_values"] = torch.randn(batch["pixel_values"].shape, generator=generator)
         found["prompt_masks"] = torch.rand(batch["pixel_values"].shape, generator=generator)
@@ -205,6 +217,10 @@ def _patch_rows(config: Any, samples: int, length: int, generator: torch.Generat
     return torch.randn(samples, 16, 3 * patch * patch, generator=generator)
 
 
+def _states(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(samples, length, config.state_dim, generator=generator)
+
+
 def _mono(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
     return _sound(config, samples, length, generator)[:, None]
 
@@ -236,6 +252,7 @@ _SOURCE = {
     "input_values mono": _mono,
     "input_values mel": _spectrogram,
     "hidden_states": _perceiver,
+    "states": _states,
     "input_ids": _ids,
     "pixel_values": _pixels,
     "pixel_values_videos": _video,

@@ -317,7 +317,7 @@ class DenseReference(AttentionMode):
 
         self.paused = True
         try:
-            first, weights = function(module, query, key, value, *rest, **kwargs)
+            first = function(module, query, key, value, *rest, **kwargs)[0]
             if first.dim() != 4 or first.shape[2] != heads:
                 raise NoReferenceError(f"{name}: its function returns {tuple(first.shape)}")
             once = first.transpose(1, 2)
@@ -327,7 +327,8 @@ class DenseReference(AttentionMode):
         values = value.repeat_interleave(groups, dim=1)
         c0, c1, c2 = (c.view(-1, 1, 1) for c in (c0, c1, c2))
         y = c0 * values.double() + c1 * once.double() + c2 * twice.double()
-        return y.transpose(1, 2).to(first.dtype).contiguous(), weights
+        # the weights would be A
+        return y.transpose(1, 2).to(first.dtype).contiguous(), None
 
 
 @dataclass

@@ -82,6 +82,7 @@ NUMBERS: tuple[tuple[str, Rule], ...] = (
     (r"num_conv_pos_embeddings$", 4),
     (r"num_conv_pos_embedding_groups$", 2),
     (r"^mm_tokens_per_image$", 4),
+    (r"^base_channels$", 32),
 )  # fmt: skip
 
 LISTS: tuple[tuple[str, Callable[[Any], Any]], ...] = (

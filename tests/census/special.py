@@ -24,10 +24,14 @@ def _resnet_stages() -> Any:
     return config
 
 
+def _vocabulary_map() -> dict[str, int]:
+    return {"<image>": 98}
+
+
 def _dbrx_attention() -> Any:
     from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig
 
-    return DbrxAttentionConfig(kv_n_heads=2, rope_theta=10000.0)
+    return DbrxAttentionConfig(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0)
 
 
 _SWIN = {
@@ -73,7 +77,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "autoformer": _SERIES,
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "bit": {"num_groups": 2},
+    # its heads are 64 wide
+    "bridgetower": {"hidden_size": 128},
+    "bridgetower_text_model": {"hidden_size": 128},
+    "bridgetower_vision_model": {"hidden_size": 128},
     "bros": {"hidden_size": 64},
+    "chameleon": {"vocabulary_map": _vocabulary_map},
     "conditional_detr": _DETR,
     "dab-detr": _DETR,
     "dbrx": {"attn_config": _dbrx_attention},
@@ -82,6 +92,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "detr": _DETR,
     "donut-swin": _SWIN,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "emu3": {"vocabulary_map": _vocabulary_map},
     "esm": {"vocab_size": 99, "pad_token_id": 1, "mask_token_id": 98},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "gemma3n_text": {

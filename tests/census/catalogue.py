@@ -30,6 +30,15 @@ class Entry:
     def name(self) -> str:
         return f"{self.library}:{self.key}"
 
+    def parameters(self) -> int:
+        """How many parameters the model has, without allocating them."""
+        try:
+            with torch.device("meta"):
+                return sum(p.numel() for p in self.build().parameters())
+        except (RuntimeError, NotImplementedError):
+            # a few models read numbers while they are built
+            return sum(p.numel() for p in self.build().parameters())
+
 
 # a class that generates shows more (caches) than the backbone inside it; of the classes over one
 # backbone the census takes the first in this order

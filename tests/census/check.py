@@ -68,10 +68,10 @@ class Subject:
         self.rounding = ROUNDING[dtype]
         self.single = False
         """Whether a softmax of the model computes in float32 whatever the model's dtype."""
-        self.model = self.build()
-        size = sum(p.numel() for p in self.model.parameters())
+        size = entry.parameters()
         if size > MOST_PARAMETERS:
             raise ValueError(f"no tiny config is known: {size / 1e6:.0f} million parameters")
+        self.model = self.build()
         self.sources = self._sources()
 
     @property
@@ -364,7 +364,7 @@ class _Check:
             return Finding("refused", _one_line(error, 400))
         while True:
             try:
-                return self.compared(report)
+                return self.compared()
             except _LateRefusalError as late:
                 self.left_out.update(late.modules)
                 if all(name in self.left_out for name in report.plugged):
@@ -385,7 +385,14 @@ class _Check:
                 filter.theta.copy_(numbers)
         return model.to(self.subject.dtype), report
 
-    def compared(self, first: Any) -> Finding:
+    def settle(self) -> None:
+        """One forward, to know early which modules refuse it."""
+        plugged = self.plug(self.subject.build())[0]
+        with torch.no_grad(), contextlib.suppress(_AnotherShapeError, _CacheRefusalError):
+            self.run_plugged(plugged, self.subject.uncached(*SHAPES[1]))
+
+    def compared(self) -> Finding:
+        self.settle()
         subject = self.subject
         plugged, report = self.plug(subject.build())
         thetas = {

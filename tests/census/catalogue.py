@@ -133,6 +133,6 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
             if parameter.dim() < 2:
                 parameter.add_(0.1 * noise.to(parameter.dtype))
             else:
-                fan_in = max(parameter[0].numel(), 1)
+                fan_in = max(parameter.numel() // max(len(parameter), 1), 1)
                 parameter.copy_((noise / fan_in**0.5).to(parameter.dtype))
     return model

@@ -185,12 +185,13 @@ def _past(config: Any, samples: int, length: int, generator: torch.Generator) ->
 
 
 def _series(known: Any, config: Any, samples: int, generator: torch.Generator) -> Batch:
-    window = _past(config, samples, 8, generator).shape[1]
+    past = _past(config, samples, 8, generator)
+    window = past.shape[1]
     later = lookup(config, "prediction_length", default=8)
     time = max(lookup(config, "num_time_features", default=1), 1)
     whole = {
         "past_time_features": torch.randn(samples, window, time, generator=generator),
-        "past_observed_mask": torch.ones(samples, window),
+        "past_observed_mask": torch.ones(past.shape),
         "future_values": torch.randn(samples, later, generator=generator).abs(),
         "future_time_features": torch.randn(samples, later, time, generator=generator),
     }

@@ -50,7 +50,6 @@ _SWIN_STAGES = {
     "depths": [2, 1, 1, 1],
     "num_heads": [2, 2, 4, 4],
 }
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 _DETR: dict[str, Any] = {
     "use_timm_backbone": False,
@@ -100,15 +99,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
         "layer_types": None,
-        "activation_sparsity_pattern": 0.0,
+        "activation_sparsity_pattern": [0.0] * 4,
         "hidden_size_per_layer_input": 8,
         "laurel_rank": 8,
     },
     "glm5_next_text": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
-    "hunyuan_v1_dense": {"rope_parameters": _ROPE},
-    "hunyuan_v1_moe": {"rope_parameters": _ROPE},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl_text": {"head_dim": 8},
     "informer": _SERIES,
     "jamba": {
         "attn_layer_period": 2,
@@ -122,10 +122,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 48},
     "maskformer-swin": _SWIN,
-    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "lw_detr_vit": {"num_windows": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "mimi": {"upsample_groups": 32},
-    "ministral": {"rope_parameters": _ROPE},
+    "ministral": {"head_dim": 8},
+    "mobilevitv2": {"image_size": 64},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"n_groups": 1},
     "patchtst": {"context_length": 32, "patch_length": 4, "patch_stride": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {

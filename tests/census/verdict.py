@@ -51,3 +51,9 @@ class Verdict:
     def from_json(data: dict[str, Any]) -> Verdict:
         findings = {mode: Finding(**finding) for mode, finding in data.pop("findings").items()}
         return Verdict(**data, findings=findings)
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """An error's type and words, in one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -64,7 +64,7 @@ class TokenProbe(AttentionMode):
         known: list[tuple[Tensor, Tensor]] = []
 
         def leaf(name: str, x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 3:
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() not in (3, 4):
                 return x
             for original, new in known:
                 # equal copies are the same tokens
@@ -91,7 +91,7 @@ class TokenProbe(AttentionMode):
     def replace(self, matrix: Tensor, query: Tensor | None, key: Tensor | None) -> Tensor:
         name = next((name for name in reversed(self.stack) if name in self.sites), "")
         call = self.calls.get(name)
-        if call is None or not matrix.requires_grad or matrix.shape[-1] < 4:
+        if not (call and call.leaves and matrix.requires_grad and matrix.shape[-1] >= 4):
             return matrix
         if query is not None and key is not None:
             self._compare(name, query, key)
@@ -172,7 +172,7 @@ class TokenProbe(AttentionMode):
 
 def _tokens_in(gradient: Tensor | None, length: int) -> set[int] | None:
     """Which tokens a gradient reaches; None if the tensor has no axis of tokens."""
-    if gradient is None or gradient.dim() != 3 or gradient.shape[-2:] == (length, length):
+    if gradient is None or gradient.shape[-2:] == (length, length):
         return None
     axes = [axis for axis, size in enumerate(gradient.shape[:-1]) if size == length]
     if len(axes) != 1:

@@ -141,6 +141,9 @@ class _Check:
                 raise
             return Finding("refused", one_line(error, 400))
         self.how = _hows(report)
+        if self.mode == "default":
+            # even if these lengths are refused, equal ones may not be
+            self.refuse_without_powers(set(report.plugged))
         while True:
             try:
                 return self.compared()

@@ -141,7 +141,8 @@ def lookup(config: Any, *names: str, default: Any) -> Any:
 
 
 def _pixels(config: Any, samples: int, length: int, generator: torch.Generator) -> Tensor:
-    size = lookup(config, "image_size", "img_size", "pretrain_image_size", default=IMAGE)
+    # a model without a size of its own has a backbone with a stride of 32
+    size = lookup(config, "image_size", "img_size", "pretrain_image_size", default=3 * IMAGE)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     channels = lookup(config, "num_channels", "in_chans", "in_channels", default=3)
     channels = channels if isinstance(channels, int) else 3

@@ -277,6 +277,7 @@ class DenseReference(AttentionMode):
         self.thetas = thetas
         self.layouts = layouts
         self.reached: set[str] = set()
+        """Modules that were called with more than one token: of one token, A is 1."""
 
     def coefficients(self, name: str) -> Tensor:
         """c0 = w0, c1 = w1 + (2 − K)·wK, c2 = (K − 1)·wK with K = 3."""
@@ -287,7 +288,8 @@ class DenseReference(AttentionMode):
         name = next((name for name in reversed(self.stack) if name in self.thetas), None)
         if name is None:
             return matrix
-        self.reached.add(name)
+        if matrix.shape[-1] > 1:
+            self.reached.add(name)
         if name not in self.layouts:
             raise NoReferenceError(f"{name}: its map was not observed")
         return filtered_map(matrix, self.coefficients(name), self.layouts[name])
@@ -303,7 +305,8 @@ class DenseReference(AttentionMode):
             raise NoReferenceError(f"{name}: {len(c0)} filters for a map of {heads} heads")
         if query.shape[2] != value.shape[2]:
             raise NotSquareError(f"{name}: its map is {query.shape[2]}×{value.shape[2]}")
-        self.reached.add(name)
+        if query.shape[2] > 1:
+            self.reached.add(name)
 
         def apply(x: Tensor) -> Tensor:
             # one call for each query head of a group, as if the group's values were x

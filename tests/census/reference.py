@@ -392,6 +392,15 @@ def layout_of(before: Tensor, after: Tensor, corner: Tensor, heads: int, samples
             f"its map has shape {tuple(before.shape)}, then {tuple(after.shape)}"
         )
     changed = (before != after).flatten(-2).any(-1)
+    if not changed.any() and lead == (heads * samples,):
+        # learned queries: the map of a head is the same for all samples
+        by_sample, by_head = (
+            before.unflatten(0, (samples, heads)),
+            before.unflatten(0, (heads, samples)),
+        )
+        first = torch.equal(by_sample[0], by_sample[1])
+        if first != torch.equal(by_head[:, 0], by_head[:, 1]):
+            return Layout(None, samples_first=first)
     if not changed.any() or changed.all():
         raise NoReferenceError("exchanging one sample changes all of its maps, or none")
     elsewhere = (before != corner).flatten(-2).any(-1)

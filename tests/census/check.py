@@ -48,6 +48,9 @@ from gfsa.plugs.tracing.adapter import TRACER, TracerAdapter
 
 Mode = Literal["default", "traced"]
 
+# classes with as many windows as heads in some layer, read in their code
+READ_LAYOUTS = {"MaskUnitAttention": Layout(-4)}
+
 
 def examine(entry: Entry) -> Verdict:
     """Everything that the census says of one entry."""
@@ -170,8 +173,21 @@ class _Check:
     def settle(self) -> None:
         """One forward, to know early which modules refuse it."""
         plugged = self.plug(self.subject.build())[0]
-        with torch.no_grad(), contextlib.suppress(AnotherShapeError, CacheRefusalError):
-            self.run_plugged(plugged, self.subject.uncached(*SHAPES[1]))
+        refusal = None
+        for shape in SHAPES:
+            try:
+                with torch.no_grad():
+                    self.run_plugged(plugged, self.subject.uncached(*shape))
+                return
+            except AnotherShapeError as error:
+                refusal = error
+            except LateRefusalError:
+                raise
+            except Exception:
+                # this shape is not for this model, plugged or not
+                continue
+        if refusal is not None:
+            raise LateRefusalError({refusal.site: str(refusal)}, str(refusal))
 
     def compared(self) -> Finding:
         self.settle()
@@ -280,7 +296,10 @@ class _Check:
             try:
                 layouts[site] = layout_of(*maps, len(thetas[site]), OBSERVED)
             except NoReferenceError as error:
-                raise NoReferenceError(f"{site}: {error}") from error
+                kind = type(self.subject.model.get_submodule(site)).__name__
+                if kind not in READ_LAYOUTS:
+                    raise NoReferenceError(f"{site}: {error}") from error
+                layouts[site] = READ_LAYOUTS[kind]
         return layouts
 
     def refuse_unreported(self) -> None:
@@ -324,7 +343,7 @@ class _Check:
             if self.subject.caches and "use_cache" not in batch and "use_cache=False" in str(error):
                 raise CacheRefusalError(one_line(error)) from error
             if "run the first forward with another" in str(error).lower():
-                raise AnotherShapeError(one_line(error)) from error
+                raise AnotherShapeError(one_line(error), stack[-1]) from error
             at = stack[-1]
             reason = one_line(error, 300).replace(at, "…")
             raise LateRefusalError({at: reason}, reason) from error

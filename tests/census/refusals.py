@@ -14,7 +14,11 @@ class CacheRefusalError(Exception):
 
 
 class AnotherShapeError(Exception):
-    """gfsa asks for another number of samples or tokens in the first forward."""
+    """gfsa asks for another number of samples or tokens in the first forward of a module."""
+
+    def __init__(self, reason: str, site: str) -> None:
+        super().__init__(reason)
+        self.site = site
 
 
 class LateRefusalError(Exception):

@@ -49,7 +49,7 @@ from gfsa.plugs.tracing.adapter import TRACER, TracerAdapter
 Mode = Literal["default", "traced"]
 
 # classes with as many windows as heads in some layer, read in their code
-READ_LAYOUTS = {"MaskUnitAttention": Layout(-4)}
+READ_LAYOUTS = {"LocallyGroupedAttn": Layout(-3), "MaskUnitAttention": Layout(-4)}
 
 
 def examine(entry: Entry) -> Verdict:

@@ -420,6 +420,11 @@ def layout_of(before: Tensor, after: Tensor, corner: Tensor, heads: int, samples
             return Layout(None, samples_first=True)
         if where == list(range(0, lead[0], samples)):
             return Layout(None, samples_first=False)
+    if len(lead) == 1 and lead[0] % (heads * samples) == 0 and not elsewhere.all():
+        # samples and windows before heads: the heads of a window change together
+        together = elsewhere.unflatten(0, (-1, heads))
+        if torch.equal(together, together[:, :1].expand_as(together)):
+            return Layout(None, samples_first=True)
     raise NoReferenceError(
         f"its map has shape {tuple(before.shape)}: the axis of {heads} heads is not clear"
     )

@@ -74,6 +74,14 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def hooks_and_keys(model: nn.Module) -> dict[str, Any]:
+    hooks = {
+        name: (len(module._forward_pre_hooks), len(module._forward_hooks), type(module))
+        for name, module in model.named_modules()
+    }
+    return {"keys": list(model.state_dict()), **hooks}
+
+
 def plug(model: nn.Module) -> None:
     gfsa.plug(model, K=3, w0=0.2, wK=0.3, unknown="trace")
 
@@ -235,9 +243,13 @@ def test_diagnose_that_is_interrupted_unplugs_what_it_plugged() -> None:
 def test_an_interrupted_comparison_method(method: str) -> None:
     model = encoder()
     before = state_of(model)
+    gfsa.baselines.apply(model, method)
+    applied = hooks_and_keys(model)
+    gfsa.baselines.remove(model)
 
     def check(finished: bool) -> None:
-        if finished or state_of(model) != before:
+        if state_of(model) != before:
+            assert hooks_and_keys(model) == applied
             gfsa.baselines.remove(model)
         assert state_of(model) == before
 

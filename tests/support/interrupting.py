@@ -74,7 +74,7 @@ class InterruptAt:
 def interrupted_everywhere(
     action: Callable[[], Any], check: Callable[[bool], None], inside: Sequence[str]
 ) -> None:
-    """Call ``action`` once, and once more for each of its lines, interrupted at that line.
+    """Call ``action``, and once more for each of its lines, interrupted at that line.
 
     A line that runs more often is interrupted the first and the second time: that is in the middle
     of a model.
@@ -84,6 +84,9 @@ def interrupted_everywhere(
             as it was before the action.
         inside: parts of the paths of the files that are interrupted.
     """
+    # the first time may import modules, whose lines do not run again
+    action()
+    check(True)
     with InterruptAt(None, inside) as whole:
         action()
     check(True)

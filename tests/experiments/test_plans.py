@@ -222,7 +222,7 @@ def test_a_map_that_is_not_square_takes_no_filter(method: str) -> None:
     ("settings", "told"),
     [
         ("model=resnet18", "cannot be applied to folder resnet18: found no self-attention"),
-        ("model=convit_tiny", "cannot be applied to folder convit_tiny: .*no adapter knows MHSA"),
+        ("model=convit_tiny", "cannot be applied to folder convit_tiny: .*no adapter knows GPSA"),
         ("model=deit_huge", "timm has no model 'deit_huge'; short names here: deit_tiny"),
         ("model=resnet18 dataset=cifar10", "timm cannot build resnet18 with .*image_size=32"),
         ("model=swinv2_tiny_window8_256 image_size=224", "timm cannot build .* image_size=224"),

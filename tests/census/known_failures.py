@@ -10,8 +10,6 @@ KNOWN: frozenset[str] = frozenset(
     (
         "timm:convit",
         "timm:csatv2",
-        "timm:efficientvit_msra",
-        "timm:hiera",
         "timm:twins, svt",
         "timm:vision_transformer_sam",
         "transformers:autoformer",
@@ -38,5 +36,6 @@ KNOWN: frozenset[str] = frozenset(
         "transformers:sam_hq",
         "transformers:t5gemma2",
         "transformers:videoprism",
+        "transformers:vjepa2",
     )
 )

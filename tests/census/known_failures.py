@@ -10,8 +10,7 @@ KNOWN: frozenset[str] = frozenset(
     (
         "timm:convit",
         "timm:csatv2",
-        "timm:twins, svt",
-        "timm:vision_transformer_sam",
+        "timm:shvit",
         "transformers:autoformer",
         "transformers:cvt",
         "transformers:dab-detr",

@@ -30,7 +30,7 @@ def test_the_page_has_every_entry() -> None:
 def test_failures_on_the_page_are_known() -> None:
     """A model is right, refused, or not built; a failure is written in bold."""
     failing = {line.split("|")[1].strip() for line in page.written_rows() if "| **" in line}
-    assert failing == set(KNOWN)
+    assert failing == KNOWN
 
 
 def test_samples_differ_from_seed_to_seed(monkeypatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gfsa
 from gfsa_experiments.engine.whole_files import write_text
@@ -79,7 +79,13 @@ class Movement:
         if not self._start:
             return None
         steps = [
-            ((f.theta.detach() - self._start[name]) * f.lr_multiplier).abs().flatten()
+            ((_whole(f.theta) - self._start[name]) * f.lr_multiplier).abs().flatten()
             for name, f in self._filters.items()
         ]
         return float(torch.cat(steps).mean())
+
+
+def _whole(theta: Any) -> Tensor:
+    """A filter's numbers; where they are sharded, every process has to ask for them."""
+    gathered: Tensor = theta.full_tensor() if hasattr(theta, "full_tensor") else theta
+    return gathered.detach()

@@ -34,6 +34,7 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.randomness import seed_everything
+from gfsa_experiments.engine.sharding import is_sharded, refuse_with_sharding, whole_weights
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.trainer import Outcome, Progress, Trainer
 from gfsa_experiments.runs.fingerprint import fingerprint
@@ -166,6 +167,8 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
 
 def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) -> Row:
     folder, config = run.folder, run.config
+    if is_sharded(accelerator):
+        refuse_with_sharding(config)
     if accelerator.is_main_process:
         settings = _as_data(run, accelerator.num_processes)
         write_config(folder, settings, _defaults(run), run.resume)
@@ -187,9 +190,19 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
             if accelerator.is_main_process:
                 write_row(folder, row)
             raise DivergedError(str(error), row) from error
+        model = trainer.bare_model
+        if is_sharded(accelerator):
+            # _row and _keep read whole weights, which only the first process has
+            weights = whole_weights(model)
+            task = _build(run)
+            find_method(run.method).apply(task.model, run.options)
+            model = task.model
+            if accelerator.is_main_process:
+                model.load_state_dict(weights)
+                model.to(accelerator.device)
         row = _row(run, task, data, added, outcome, accelerator)
         if accelerator.is_main_process:
-            _keep(task, trainer.bare_model, folder, config, run)
+            _keep(task, model, folder, config, run)
             write_row(folder, row)
             # a finished run is not resumed
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint typecheck pytest coverage slow clean
+.PHONY: demo test lint typecheck pytest coverage slow fuzz census clean
 
 demo: .venv/.demo
 	$(BIN)/gfsa demo
@@ -22,6 +22,14 @@ pytest: .venv/.dev
 # what `pytest` leaves out: training runs and whatever else takes minutes
 slow: .venv/.dev
 	$(BIN)/pytest -m slow
+
+# more corrupted filter files than the tests try, and longer sequences of plug, save, load …
+fuzz: .venv/.dev
+	GFSA_FUZZ=20000 $(BIN)/pytest tests/scale/test_corrupted_filters.py tests/scale/test_any_order.py
+
+# every model type of transformers and timm against a dense reference; writes docs/supported.md
+census: .venv/.dev
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m census.run --processes 2 --write
 
 coverage: .venv/.dev
 	$(BIN)/pytest -n 2 --cov --cov-report=term-missing

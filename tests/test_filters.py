@@ -1,9 +1,11 @@
 """Filters: what their coefficients are, where they start, and that nothing rounds or loses them."""
 
+import contextlib
 import copy
 import io
 import json
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -302,13 +304,16 @@ class TestMoving:
             filter = make()
         assert all(x.device.type == "meta" for x in (*filter.parameters(), *filter.buffers()))
         assert filter.coefficients().device.type == "meta"
-        filter.to_empty(device="cpu").reset_parameters()
+        filter.reset_parameters()  # there is nothing to fill yet
+        assert all(parameter.is_meta for parameter in filter.parameters())
+        with _garbage_in_new_memory():
+            filter.to_empty(device="cpu")
         assert torch.equal(filter.coefficients(), make().coefficients())
 
     @every_filter
     def test_emptied_and_filled_in_again(self, make) -> None:
-        filter = make().to("meta").to_empty(device="cpu")
-        filter.reset_parameters()
+        with _garbage_in_new_memory():
+            filter = make().to("meta").to_empty(device="cpu")
         assert torch.equal(filter.coefficients(), make().coefficients())
 
     @every_filter
@@ -320,6 +325,14 @@ class TestMoving:
         filter = filter.to_empty(device="cpu")
         filter.load_state_dict(trained.state_dict(), assign=True)
         assert torch.equal(filter.coefficients(), trained.coefficients())
+
+
+@contextlib.contextmanager
+def _garbage_in_new_memory() -> Iterator[None]:
+    """``torch.empty_like`` gives what no test could mistake for an initial value."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda *a, **k: torch.full_like(*a, 1e26, **k))
+        yield
 
 
 class TestCopies:

@@ -27,6 +27,8 @@ ASSETS = ("docs/site/*.css", "docs/site/*.svg")
 
 # the target of an inline link or image, without its title
 _LINK = re.compile(r"\]\((?P<target>[^()\s]+)")
+# brackets that follow each other, such as config['a']['b'] in a reason, outside of code
+_BRACKETS = re.compile(r"(?P<code>```.*?```|`[^`\n]*`)|\]\[", re.DOTALL)
 _FENCE = re.compile(r"^(?P<fence> *```+)python no-run *$", re.MULTILINE)
 
 
@@ -114,4 +116,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     # the mark is for the test that runs the snippets
     markdown = _FENCE.sub(r"\g<fence>python", markdown)
+    # no page has links by reference, and the code host shows such brackets as they are
+    markdown = _BRACKETS.sub(lambda match: match["code"] or r"]\[", markdown)
     return _LINK.sub(to_page_of_folder, markdown)

@@ -84,7 +84,7 @@ def test_the_loss_is_that_of_transformers(filtered: bool, data: Path) -> None:
     task = built(data)
     if filtered:
         gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
-    ids = a_batch(task)["input_ids"]
+    ids = a_batch(task)["input_ids"].long()
     expected = task.model(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(task.loss(task.model, {"input_ids": ids}), expected)
 
@@ -94,7 +94,7 @@ def test_the_model_sees_no_later_token(filtered: bool, data: Path) -> None:
     task = built(data)
     if filtered:
         gfsa.plug(task.model, w0=0.3, w1=0.8, wK=0.2)
-    ids = a_batch(task)["input_ids"]
+    ids = a_batch(task)["input_ids"].long()
     changed = ids.clone()
     changed[:, 9:] = (changed[:, 9:] + 1) % 300
     with causal_by_kernel(task.model):
@@ -128,7 +128,7 @@ def test_perplexity_by_hand(data: Path) -> None:
     some, rest = ({k: v[a:b] for k, v in whole.items()} for a, b in ((0, 3), (3, None)))
     scores = task.score([task.predict(task.model, part) for part in (some, rest)])
     logits = task.model(input_ids=whole["input_ids"]).logits.double().log_softmax(-1)
-    picked = logits[:, :-1].gather(-1, whole["input_ids"][:, 1:, None])
+    picked = logits[:, :-1].gather(-1, whole["input_ids"][:, 1:, None].long())
     assert scores["perplexity"] == pytest.approx(math.exp(-float(picked.mean())), rel=1e-5)
     # the same loss over fewer words than tokens
     assert scores["word_perplexity"] > scores["perplexity"]
@@ -138,8 +138,8 @@ def test_perplexity_by_hand(data: Path) -> None:
 
 def test_blocks_cover_the_text(data: Path) -> None:
     task, longer = built(data), built(data, block=32)
-    ids = task.splits["train"].dataset.ids.reshape(-1)  # type: ignore[attr-defined]
-    again = longer.splits["train"].dataset.ids.reshape(-1)  # type: ignore[attr-defined]
+    ids = task.splits["train"].dataset.columns["input_ids"].reshape(-1)  # type: ignore[attr-defined]
+    again = longer.splits["train"].dataset.columns["input_ids"].reshape(-1)  # type: ignore[attr-defined]
     assert len(ids) - len(again) in (0, 16)
     assert (ids[: len(again)] == again).all()
     with pytest.raises(ValueError, match="less than a block of 100000"):
@@ -165,7 +165,7 @@ def test_a_pretrained_model(gpt2: str, data: Path, tmp_path: Path) -> None:
         ({"tokenizer": "bpe"}, "another vocabulary than its own"),
         ({"block": 1}, "predicts nothing"),
         ({"dropout": 1.0}, "dropout must lie in"),
-        ({"width": 10, "heads": 3}, "cannot be split among 3 heads"),
+        ({"width": 10, "heads": 3}, "width 10 must be a multiple of heads 3"),
         ({"depth": 0}, "depth must be at least 1"),
     ],
 )
@@ -220,5 +220,5 @@ def test_the_lens_sees_what_chooses(tmp_path: Path) -> None:
     task = built(tmp_path)
     example = task.example()["input_ids"]
     blocks = {name: split.dataset.__getitems__([0]) for name, split in task.splits.items()}  # type: ignore[attr-defined]
-    alike = [name for name, one in blocks.items() if torch.equal(one["input_ids"], example)]
+    alike = [name for name, one in blocks.items() if torch.equal(one["input_ids"].long(), example)]
     assert alike == ["valid"]

@@ -112,11 +112,12 @@ def test_pairs_adjoin(data: Path) -> None:
     batch = a_batch(task, (1, 2))
     dataset: Any = task.splits["train"].dataset
     assert batch["input_ids"].shape == (4, 24)
-    first, second = dataset.part.functions[2]
+    first, second = dataset.rows[2]
     width = dataset.texts.ids.shape[1]
     assert batch["input_ids"][2, :width].tolist() == dataset.texts.ids[first].tolist()
     assert batch["input_ids"][3, :width].tolist() == dataset.texts.ids[second].tolist()
-    assert dataset.lengths[2] == max(dataset.texts.lengths[[first, second]])
+    lengths: Any = task.splits["train"].lengths
+    assert lengths[2] == max(dataset.texts.lengths[[first, second]])
     # each pair is judged by itself
     both = task.model(batch["input_ids"], batch["attention_mask"])
     alone = task.model(batch["input_ids"][2:], batch["attention_mask"][2:])
@@ -155,7 +156,7 @@ def test_metrics(data: Path) -> None:
     ("setting", "message"),
     [
         ({"fraction": 2.0}, "fraction must lie in"),
-        ({"width": 10, "heads": 3}, "cannot be split among 3 heads"),
+        ({"width": 10, "heads": 3}, "width 10 must be a multiple of heads 3"),
         ({"dropout": 1.0}, "dropout must lie in"),
         ({"max_length": 2}, "hold no code"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gfsa_experiments.tasks.causal_lm.data import read_corpus
+from gfsa_experiments.tasks.code.data import read_code_set
+from gfsa_experiments.tasks.glue import recipe
 from gfsa_experiments.tasks.glue.data import TASKS, read_glue
 from support.hub import HubPart, fake_hub
 from support.tiny_texts import glue_label, glue_rows, sentence, write, write_glue
+from support.train_command import train as run_command
 
 unofficial = pytest.mark.filterwarnings("ignore:.*results are not those of the official")
 
@@ -153,6 +158,45 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
     message = r"CoLA/train.tsv.*gluebenchmark.com.*from the hub either: ConnectionError: no route"
     with pytest.raises(FileNotFoundError, match=message):
         read_glue(tmp_path, "cola")
+
+
+def test_the_hub_is_not_asked_for_a_folder_that_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = hub(monkeypatch)
+    nowhere = tmp_path / "nowhere"
+    readers: list[Callable[[], object]] = [
+        lambda: read_glue(nowhere, "cola"),
+        lambda: read_corpus(nowhere, "wikitext-2", "train"),
+        lambda: read_code_set(nowhere, "devign"),
+    ]
+    for read in readers:
+        with pytest.raises(FileNotFoundError, match=r"nowhere does not exist\. .*--data-dir"):
+            read()
+    assert not asked
+
+
+@unofficial
+@pytest.mark.filterwarnings("ignore:.*Using nyu-mll/glue")
+def test_the_default_folder_need_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hub(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    read_glue.cache_clear()
+    read_glue(Path("data"), "cola")
+    read_glue.cache_clear()
+    assert asked
+
+
+def test_missing_data_is_noticed_before_a_model_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("the model came first")
+
+    monkeypatch.setattr(recipe, "load_model", fetched)
+    code, output = run_command(tmp_path, "glue", "--data-dir", str(tmp_path / "nowhere"))
+    assert code == 1
+    assert "nowhere does not exist" in " ".join(output.split())
 
 
 def test_damaged_file(tmp_path: Path) -> None:

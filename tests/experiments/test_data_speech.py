@@ -31,12 +31,12 @@ def test_an4_is_read_from_the_folder_or_its_parent(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="AN4 train has 24 utterances, the official file 948"):
         train, test = read_an4(tmp_path)
     inside, _ = read_an4(path.parent)
-    assert (len(train), len(test), train.size) == (24, 6, 13)
-    assert train.texts[0] == sentence(5)
-    assert train.speakers[:7] == [f"tsp{i}" for i in (0, 1, 2, 3, 4, 5, 0)]
-    features = train.features(3)
-    assert features.shape == (train.frames[3], 13)
-    assert torch.equal(features, inside.features(3))
+    assert (len(train), len(test)) == (24, 6)
+    assert train[0].text == sentence(5)
+    assert [one.speaker for one in train[:7]] == [f"tsp{i}" for i in (0, 1, 2, 3, 4, 5, 0)]
+    features = train[3].features()
+    assert features.shape == (train[3].frames, 13)
+    assert torch.equal(features, inside[3].features())
     assert features.mean(0).abs().max() < 1e-5
     torch.testing.assert_close(features.std(0, correction=0), torch.ones(13))
     # the utterance itself, not a neighbour
@@ -93,10 +93,10 @@ def test_an4_leaves_out_few_malformed_utterances_and_says_so(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match=r"2 of 201 utterances.*an7-tsp1-b.*is empty.*not finite"):
         train, _ = read_an4(tmp_path)
     assert len(train) == 199
-    assert not {"an7-tsp1-b", "an9-tsp3-b"} & set(train.ids)
-    assert train.ids[7] == "an8-tsp2-b"
-    assert train.features(7).shape == (train.frames[7], 13)
-    assert all(train.features(i).isfinite().all() for i in range(len(train)))
+    assert not {"an7-tsp1-b", "an9-tsp3-b"} & {one.name for one in train}
+    assert train[7].name == "an8-tsp2-b"
+    assert train[7].features().shape == (train[7].frames, 13)
+    assert all(one.features().isfinite().all() for one in train)
 
 
 def test_held_out_speakers_are_heard_nowhere_else_and_always_the_same(tmp_path: Path) -> None:
@@ -104,13 +104,12 @@ def test_held_out_speakers_are_heard_nowhere_else_and_always_the_same(tmp_path: 
     train, _ = read_an4(tmp_path)
     kept, held = hold_out(train, 0.1)
     assert len(kept) + len(held) == len(train)
-    assert not set(kept.speakers) & set(held.speakers)
+    assert not {one.speaker for one in kept} & {one.speaker for one in held}
     assert len(held) == 4
-    assert hold_out(train, 0.1)[1].ids == held.ids
-    place = train.ids.index(held.ids[2])
-    assert torch.equal(held.features(2), train.features(place))
+    assert hold_out(train, 0.1)[1] == held
+    assert [one for one in train if one in held] == held
     with pytest.raises(ValueError, match="1 speaker"):
-        hold_out(train.take([0, 6]), 0.1)
+        hold_out([train[0], train[6]], 0.1)
 
 
 def test_librispeech_folders(tmp_path: Path) -> None:
@@ -118,16 +117,16 @@ def test_librispeech_folders(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="dev-clean has 3 utterances, the official file 2,703"):
         dev = read_librispeech(tmp_path, "dev-clean")
     again = read_librispeech(tmp_path / "LibriSpeech", "dev-clean")
-    assert dev.ids == ["19-198-0000", "19-198-0001", "19-198-0002"]
-    assert dev.speakers == ["19"] * 3
-    assert dev.texts == [sentence(0), sentence(1), sentence(2)]
-    for i in range(3):
-        features = dev.features(i)
-        assert features.shape == (dev.frames[i], 80)
+    assert [one.name for one in dev] == ["19-198-0000", "19-198-0001", "19-198-0002"]
+    assert [one.speaker for one in dev] == ["19"] * 3
+    assert [one.text for one in dev] == [sentence(0), sentence(1), sentence(2)]
+    for one in dev:
+        features = one.features()
+        assert features.shape == (one.frames, 80)
         assert features.dtype == torch.float32
         assert features.mean(0).abs().max() < 1e-4
-    assert torch.equal(dev.features(1), again.features(1))
-    assert torch.equal(pickle.loads(pickle.dumps(dev)).features(1), dev.features(1))
+    assert torch.equal(dev[1].features(), again[1].features())
+    assert torch.equal(pickle.loads(pickle.dumps(dev))[1].features(), dev[1].features())
 
 
 def test_log_mel_hears_pitch() -> None:
@@ -179,27 +178,27 @@ def test_batches_are_padded_to_multiples(tmp_path: Path) -> None:
     write_an4(tmp_path)
     train, _ = read_an4(tmp_path)
     letters = Characters()
-    batches = SpeechBatches([train.take([3]), train], letters.encode, 32, 16)
+    batches = SpeechBatches([train[3], *train], letters.encode, 32, 16)
     assert len(batches) == 25
     batch = batches.__getitems__([0, 2, 4])
-    longest = max(train.frames[[3, 1, 3]])
+    longest = max(train[i].frames for i in (3, 1, 3))
     assert batch["features"].shape == (3, -(-longest // 32) * 32, 13)
     assert batch["tokens"].shape[1] % 16 == 0
     for row, i in enumerate((3, 1, 3)):
         frames, length = batch["frames"][row], batch["lengths"][row]
-        assert torch.equal(batch["features"][row, :frames], train.features(i))
+        assert torch.equal(batch["features"][row, :frames], train[i].features())
         assert not batch["features"][row, frames:].any()
-        assert letters.decode(batch["tokens"][row].tolist()) == train.texts[i] == batch["text"][row]
+        assert letters.decode(batch["tokens"][row].tolist()) == train[i].text == batch["text"][row]
         assert (batch["tokens"][row, length:] == BLANK).all()
     elsewhere = pickle.loads(pickle.dumps(batches)).__getitems__([0, 2, 4])
     assert torch.equal(elsewhere["features"], batch["features"])
-    assert batches.split().lengths == [int(n) for n in [train.frames[3], *train.frames]]
+    assert batches.split().lengths == [one.frames for one in [train[3], *train]]
 
 
 def test_utterances_too_short_for_their_text_are_reported(tmp_path: Path) -> None:
     write_an4(tmp_path)
     train, _ = read_an4(tmp_path)
-    batches = SpeechBatches([train], Characters().encode, 32, 16)
+    batches = SpeechBatches(train, Characters().encode, 32, 16)
     with pytest.warns(UserWarning, match="24 of 24 utterances have fewer than one frame in 16"):
         batches.warn_of_unalignable(16)
 

@@ -2,21 +2,23 @@
 
 import pytest
 
-from gfsa_experiments.demo.summary import DemoRun, closing, summarise
+from gfsa_experiments.demo.summary import DemoRun, findings, table_of
+from support.result_rows import rows
 
 
 def runs(variant, accuracies, similarity=0.5, seconds=2.0):
     return [
-        DemoRun(variant, seed, accuracy, seconds, 100, 6, [0.1, similarity * (1 + seed / 100)], [])
-        for seed, accuracy in enumerate(accuracies)
+        DemoRun(row, [0.1, similarity * (1 + row.seed / 100)], [])
+        for row in rows(variant, accuracies, seconds_per_step=seconds)
     ]
 
 
 def test_interval_of_paired_differences():
     # differences 1, 2, 3: mean 2, standard error 1/√3, t(2) = 4.3027
-    plain, other = summarise(runs("plain", [10.0, 20.0, 30.0]) + runs("GFSA", [11.0, 22.0, 33.0]))
-    assert plain.accuracy_difference is None
-    result = other.accuracy_difference
+    table = table_of(runs("plain", [10.0, 20.0, 30.0]) + runs("GFSA", [11.0, 22.0, 33.0]))
+    plain, other = table.lines
+    assert plain.difference is None
+    result = other.difference
     assert result.mean == pytest.approx(2)
     assert result.high - result.mean == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
     assert result.verdict == "no difference shown"
@@ -31,23 +33,22 @@ def test_interval_of_paired_differences():
     ],
 )
 def test_the_closing_words_follow_the_differences(accuracies, word):
-    summaries = summarise(runs("plain", [90.0, 91.0, 92.0]) + runs("GFSA", accuracies))
-    (sentence,) = closing(summaries)
+    (sentence,) = findings(runs("plain", [90.0, 91.0, 92.0]) + runs("GFSA", accuracies))
     assert sentence.startswith("GFSA")
     assert word in sentence
 
 
 def test_the_closing_words_follow_the_similarity():
     plain = runs("plain", [90.0, 91.0], similarity=0.9)
-    (sentence,) = closing(summarise(plain + runs("GFSA", [90.0, 91.0], similarity=0.5)))
+    (sentence,) = findings(plain + runs("GFSA", [90.0, 91.0], similarity=0.5))
     assert "less alike" in sentence
 
 
 def test_one_seed_allows_no_verdict():
-    (sentence,) = closing(summarise(runs("plain", [90.0]) + runs("GFSA", [95.0])))
+    (sentence,) = findings(runs("plain", [90.0]) + runs("GFSA", [95.0]))
     assert "one seed says nothing about noise" in sentence
 
 
-def test_times_are_compared_seed_by_seed():
+def test_times_are_compared_with_those_of_plain():
     plain, slow = runs("plain", [1.0, 1.0]), runs("GFSA", [1.0, 1.0], seconds=3.0)
-    assert [summary.time_ratio for summary in summarise(plain + slow)] == [1.0, 1.5]
+    assert [line.times for line in table_of(plain + slow).lines] == [(), (1.5,)]

@@ -63,7 +63,7 @@ def test_splits_share_no_image() -> None:
     assert sum(sizes.values()) == 1797
     # the images are unique, so the sets of them must be disjoint
     images = {
-        name: {tuple(image.flatten().tolist()) for image in part.images}
+        name: {tuple(image.flatten().tolist()) for image in part.columns["images"]}
         for name, part in parts.items()
     }
     assert {name: len(part) for name, part in images.items()} == sizes
@@ -88,16 +88,18 @@ def test_the_task_reports_accuracy_on_every_split() -> None:
 def test_the_same_seed_gives_the_same_numbers_and_filters_learn() -> None:
     first, second = train_tiny(), train_tiny()
     for run, again in zip(first, second, strict=True):
-        assert (run.accuracy, run.similarity, run.coefficients) == (
-            again.accuracy,
+        assert (run.row.test, run.similarity, run.coefficients) == (
+            again.row.test,
             again.similarity,
             again.coefficients,
         )
-    assert [run.variant for run in first] == list(variants(TINY))
+        # the set that the settings ask for
+        assert run.row.test == run.row.valid
+    assert [run.row.method for run in first] == list(variants(TINY))
     plain, degree1, high = first
     # 2 layers of 4 heads, with 2 and 3 coefficients per head
-    assert [run.filter_parameters for run in first] == [0, 16, 24]
-    assert [run.parameters for run in first] == [plain.parameters + n for n in (0, 16, 24)]
+    assert [run.row.added for run in first] == [0, 16, 24]
+    assert [run.row.parameters - plain.row.parameters for run in first] == [0, 16, 24]
     for run, start in ((degree1, [0.0, 1.0]), (high, [0.0, 1.0, 0.0])):
         moved = torch.tensor(run.coefficients) - torch.tensor(start)
         assert moved.abs().min() > 0

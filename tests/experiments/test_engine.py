@@ -528,7 +528,7 @@ def test_a_damaged_table_of_an_earlier_version_is_left_as_it_is(tmp_path: Path) 
     append_rows(table, [row])
     table.write_bytes(without_data(table) + b"toy,toy\r\n")
     damaged = table.read_bytes()
-    with pytest.raises(ValueError, match=r"toy\.csv, row 3: expected \d+ columns, got 2"):
+    with pytest.raises(ValueError, match=r"toy\.csv, line 3: expected \d+ columns, got 2"):
         append_rows(table, [row])
     assert table.read_bytes() == damaged
 

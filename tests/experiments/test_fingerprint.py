@@ -281,7 +281,7 @@ def test_speech_by_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def found() -> str:
         read_an4.cache_clear()
         train, test = read_an4(tmp_path)
-        return of_speech(train=[train.take(range(1, 20))], test=[test])
+        return of_speech(train=train[1:20], test=test)
 
     path = write_an4(tmp_path)
     first = found()
@@ -300,7 +300,7 @@ def test_speech_by_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_librispeech_by_its_files(tmp_path: Path) -> None:
     def found() -> str:
         read_librispeech.cache_clear()
-        return of_speech(test=[read_librispeech(tmp_path, "test-clean")])
+        return of_speech(test=read_librispeech(tmp_path, "test-clean"))
 
     chapter = write_librispeech(tmp_path, "test-clean")
     first = found()

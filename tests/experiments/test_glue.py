@@ -242,3 +242,24 @@ def test_the_lens_sees_what_chooses(holdout: float, shown: str, bert: str, data:
     example = task.example()["input_ids"]
     alike = [name for name, some in splits.items() if torch.equal(some["input_ids"], example)]
     assert alike == [shown]
+
+
+def test_the_test_set_of_stsb_is_reported_and_dev_chooses(
+    bert: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match=r"stsb_test\.tsv"):
+        built(config_for(bert, task="stsb", report="test"), data)
+    dev = (data / "STS-B" / "dev.tsv").read_text().splitlines()
+    write_glue(tmp_path, "STS-B")
+    (tmp_path / "stsb_test.tsv").write_text("\n".join(dev[:4]) + "\n")
+    usual = built(config_for(bert, task="stsb"), tmp_path)
+    task = built(config_for(bert, task="stsb", report="test"), tmp_path)
+    sizes = {name: len(split) for name, split in task.splits.items()}
+    assert sizes == {"train": len(usual.splits["train"]), "valid": len(dev) - 1, "test": 3}
+    assert "valid" not in usual.splits
+
+
+@pytest.mark.parametrize("settings", [{"task": "cola"}, {"task": "stsb", "holdout": 0.1}], ids=str)
+def test_other_test_sets_have_no_public_labels(settings: dict[str, Any], bert: str) -> None:
+    with pytest.raises(ValueError, match="report=test needs task=stsb"):
+        config_for(bert, report="test", **settings).check()

@@ -50,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GFSA_CACHE", raising=False)
-    for cache in (cifar._read, read_listops, lra._grey_images):
+    for cache in (cifar._read, read_listops, lra._images):
         cache.cache_clear()
 
 
@@ -176,10 +176,10 @@ def test_padding_changes_no_answer(data: Path) -> None:
         full = made(data, attention=attention, pad_to_multiple=0)
         for task in (little, full):
             task.model.eval()
-        short, long = a_batch(little)["tokens"], a_batch(full)["tokens"]
-        assert long.shape == (4, 1999)
-        assert short.shape[1] < 1999
-        assert (short.shape[1] + 1) % 128 == 0
+        short, long = a_batch(little), a_batch(full)
+        assert long["tokens"].shape == (4, 1999)
+        assert short["tokens"].shape[1] < 1999
+        assert (short["tokens"].shape[1] + 1) % 128 == 0
         assert torch.allclose(
             little.logits(little.model, short), full.logits(full.model, long), atol=1e-5
         )
@@ -209,8 +209,8 @@ def test_grey_is_pillows() -> None:
 def test_the_parts_of_image_are_disjoint(data: Path) -> None:
     task = made(data, task="image", holdout=0.25)
     assert [len(task.splits[part]) for part in ("train", "valid", "test")] == [15, 5, 4]
-    rows = [bytes(row) for part in ("train", "valid") for row in task.splits[part].dataset.grey]  # type: ignore[attr-defined]
-    assert len(set(rows)) == 20
+    parts = [task.splits[part].dataset.columns["tokens"] for part in ("train", "valid")]  # type: ignore[attr-defined]
+    assert len({bytes(row) for part in parts for row in part}) == 20
 
 
 def test_the_lens_sees_a_sequence_without_padding(data: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gfsa_experiments.commands.train import runs_of_plan
+from gfsa_experiments.results.families import read_families
 from gfsa_experiments.runs.methods import METHODS, Method, MethodConfig, check_fit, check_options
 from gfsa_experiments.runs.row import Row, read_rows
 from gfsa_experiments.runs.run import Key, Run
@@ -57,9 +58,10 @@ def test_the_command_of_every_row_is_still_its_run(table: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_row_is_a_run_of_a_plan(table: Path) -> None:
+def test_every_row_is_a_run_of_a_plan_or_a_family(table: Path) -> None:
     suffix = "-time" if table.parent.name == "times" else ""
     planned = {run.key() for run in runs_of_plan(RESULTS / "plans" / f"{table.stem}{suffix}.txt")}
+    planned |= {key for family in read_families(RESULTS) for key in family.keys}
     assert {key_of(row) for row in read_rows(table)} <= planned
 
 
@@ -220,7 +222,7 @@ def test_a_map_that_is_not_square_takes_no_filter(method: str) -> None:
     ("settings", "told"),
     [
         ("model=resnet18", "cannot be applied to folder resnet18: found no self-attention"),
-        ("model=convit_tiny", "cannot be applied to folder convit_tiny: .*no adapter knows MHSA"),
+        ("model=convit_tiny", "cannot be applied to folder convit_tiny: .*no adapter knows GPSA"),
         ("model=deit_huge", "timm has no model 'deit_huge'; short names here: deit_tiny"),
         ("model=resnet18 dataset=cifar10", "timm cannot build resnet18 with .*image_size=32"),
         ("model=swinv2_tiny_window8_256 image_size=224", "timm cannot build .* image_size=224"),

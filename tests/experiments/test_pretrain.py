@@ -14,32 +14,11 @@ from torch import nn
 
 import gfsa
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model
-from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
-from gfsa_experiments.runs.run import Run, carry_out
+from gfsa_experiments.runs.run import carry_out
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig, PretrainTask
 from support.interrupting import ends_as_if_never_interrupted
-from support.tiny_texts import sentence
-
-SMALL = PretrainConfig(
-    vocab_size=300,
-    block=16,
-    depth=2,
-    width=32,
-    heads=2,
-    head_dim=16,
-    mlp=64,
-    batch_size=8,
-    eval_rows=5,
-    max_steps=3,
-    lr=1e-2,
-    precision="fp32",
-    tensorboard=False,
-)
-
-
-def document(number: int) -> str:
-    return " ".join(sentence(number + i) for i in range(4)) + "\n"
+from support.tiny_pretraining import SMALL, a_batch, a_run, built, document, write_corpus
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,35 +30,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("data")
-    (root / "techdocs").mkdir()
-    for part, documents in (("train", 60), ("valid", 12), ("test", 14)):
-        text = "\0".join(map(document, range(documents)))
-        (root / f"techdocs/techdocs.{part}.txt").write_text(text)
-    return root
-
-
-def built(data_dir: Path, **settings: Any) -> PretrainTask:
-    config = dataclasses.replace(SMALL, **settings)
-    config.check()
-    torch.manual_seed(config.seed)
-    return PretrainTask(config, data_dir)
-
-
-def a_batch(task: PretrainTask, part: str = "train", rows: int = 4) -> dict[str, Any]:
-    return task.rows[part].__getitems__(list(range(rows)))
-
-
-def a_run(data: Path, out: Path, method: str = "plain", **settings: Any) -> Run:
-    return Run(
-        recipe="pretrain",
-        config=dataclasses.replace(SMALL, **settings),
-        method=method,
-        options=MethodConfig(filter_lr=1e-2) if method == "gfsa" else MethodConfig(),
-        data_dir=data,
-        out=out,
-        device="cpu",
-    )
+    return write_corpus(tmp_path_factory.mktemp("data"))
 
 
 class TestModel:

@@ -5,14 +5,13 @@ import re
 import subprocess
 import sys
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from gfsa import cli
-from gfsa_experiments.results.figures import draw
+from gfsa_experiments.results.figures import draw, marks
 from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.page_blocks import (
     BEGIN,
@@ -26,8 +25,7 @@ from gfsa_experiments.results.page_blocks import (
     to_markdown,
 )
 from gfsa_experiments.results.page_sections import commands_of
-from gfsa_experiments.results.summary import titles
-from gfsa_experiments.results.tables import make_tables
+from gfsa_experiments.results.tables import make_tables, titles
 from gfsa_experiments.runs.row import append_rows
 from support.result_rows import row, rows
 
@@ -78,34 +76,59 @@ def cells(text, *beginning):
 
 def test_markdown(folder):
     text = text_of(folder)
-    assert cells(text, "plain", "4", "41.5 ± 1.3")[8:] == ["–", "–", "50 ms", "–"]
     # differences 1.0, 1.1, 0.9, 1.2: mean 1.05, std 0.129, t(0.975, 3) = 3.182
-    assert cells(text, "gfsa K=4") == [
-        *("gfsa K=4", "4", "42.5 ± 1.3", "+1.1 (+0.8 … +1.3)", "4/4", "0.001", "better"),
-        *("72", "0.15", "0.100 0.950 0.020", "1.40×", "–"),
+    assert cells(text, "gfsa K=4", "4") == [
+        *("gfsa K=4", "4", "42.5 ± 1.3", "+1.1 (+0.8 … +1.3)", "4/4", "<0.001", "suggestive"),
+        *("–", "–", "0/4"),
+    ]
+    cola = text.partition("### graph")[0]
+    assert cells(cola, "plain", "–", "0")[6:] == ["50 ms", "–", "–"]
+    assert cells(text, "gfsa K=4", "–") == [
+        *("gfsa K=4", "–", "72", "0.15", "0.100 0.950 0.020", "1.070", "1.40×", "–", "–"),
     ]
     # differences 0.5, −0.5, 0.5, −0.4: mean 0.025, std 0.55, interval ± 0.875
-    assert cells(text, "contranorm")[3:7] == [
+    assert cells(text, "contranorm", "4")[3:7] == [
         "+0.0 (−0.9 … +0.9)",
         "2/4",
         "0.933",
-        "no difference shown",
+        "not shown",
     ]
-    assert "### zinc gps\n" in text
+    assert "### graph: zinc gps\n" in text
     assert "lower is better, 22.7M parameters, 5 epochs, 100 steps, NVIDIA H200, bf16. " in text
     assert "Settings: `epochs=9`, others by default." in text
-    # a higher error is worse
-    assert cells(text, "gfsa", "3")[4:7] == ["0/3", "<0.001", "worse"]
-    assert "The folder has 3 such comparisons, of which 2 exclude 0" in text
+    # a higher error speaks against the method
+    assert cells(text, "gfsa", "3")[4:7] == ["0/3", "<0.001", "suggestive (against)"]
+    assert "has 3 exploratory comparisons with plain, of which 2 exclude 0" in text
+    # 3·0.0005 and 2·0.0003 are below 0.05
+    assert "Holm's correction over all of them leaves 2." in text
     assert "gfsa train glue --method contranorm" in text
     assert "Paper" not in text
 
 
-def test_what_choices_are_made_by_is_shown_where_it_is_known(folder):
-    assert "| valid |" not in text_of(folder)
-    append_rows(folder / "glue.csv", rows("degree1", [1.0, 2.0], valid=40.26, settings="lr=1"))
-    text = text_of(folder, "--method", "degree1")
-    assert cells(text, "degree1", "2")[:4] == ["degree1", "2", "1.50 ± 0.71", "40.26"]
+def test_better_and_worse_are_words_of_families(folder):
+    tables = text_of(folder).partition("## Tables")[2].partition("### How to read")[0]
+    assert not re.search(r"\| (better|worse) \|", tables)
+
+
+def test_what_choices_are_made_by_and_the_second_pass(tmp_path):
+    made = [*rows("plain", [50.0, 51.0], valid=40.0, commit="a", seconds=30.0, jobs=2)]
+    made += rows("degree1", [50.5, 51.6], valid=41.0, commit="b")
+    made += [row("gfsa", 0, 52.0, valid=42.0, commit="a"), row("gfsa", 1, 53.0, commit="b")]
+    append_rows(tmp_path / "glue.csv", made)
+    text = text_of(tmp_path)
+    assert cells(text, "degree1", "2")[7:] == ["+1.00", "–", "0/2"]
+    # one run of gfsa has no valid, and one pair is of one commit
+    assert cells(text, "gfsa", "2")[7:] == ["–", "+1.45 (+0.81 … +2.09)", "1/2"]
+    assert cells(text, "plain", "40.00")[-1] == "15"
+
+
+def test_an_end_that_is_rounded_to_0_shows_on_which_side_it_is(tmp_path):
+    made = rows("plain", [0.0, 10.0, 20.0, 30.0, 40.0])
+    made += rows("gfsa", [1.06, 10.49, 23.99, 32.75, 40.8])
+    append_rows(tmp_path / "glue.csv", made)
+    line = cells(text_of(tmp_path), "gfsa", "5")
+    assert line[3] == "+1.8 (−0.04 … +3.68)"
+    assert line[6] == "not shown"
 
 
 def test_titles_tell_apart_what_differs_and_no_more():
@@ -122,64 +145,52 @@ def test_titles_tell_apart_what_differs_and_no_more():
 A, B = "9+1+2 aaaaaaaa", "9+1+2 bbbbbbbb"
 
 
-def test_other_data_has_its_own_title_line_panel_and_record(tmp_path):
+def test_other_data_has_its_own_title_line_and_record(tmp_path):
     made = [*rows("plain", [50, 51, 52], data=A), *rows("gfsa", [51, 53, 54], data=A)]
     made += [*rows("plain", [10, 11, 12], data=B), *rows("gfsa", [9, 9, 11], data=B)]
     made += rows("plain", [1, 2], settings="lr=1", data=A)
     append_rows(tmp_path / "glue.csv", made)
-    text = text_of(tmp_path, "--plot", tmp_path / "d.svg", "--csv", tmp_path / "lines.csv")
+    text = text_of(tmp_path, "--csv", tmp_path / "lines.csv")
     for data, difference in ((A, "+1.7"), (B, "−1.3")):
         title = f"cola minilm (otherwise, data {data})"
-        assert f"### {title}\n" in text
-        line = cells(text, f"glue: {title}, matthews", "22.7M parameters, 5 epochs", "gfsa")
-        assert line[4].startswith(difference)
+        part = text.partition(f"### glue: {title}\n")[2].partition("###")[0]
+        assert cells(part, "gfsa", "3")[3].startswith(difference)
         assert f"not compared with these, which are on {data} (" in text
-        assert data in " ".join((tmp_path / "d.svg").read_text().split())
     # these settings ran on one
-    assert "### cola minilm (lr=1)\n" in text
+    assert "### glue: cola minilm (lr=1)\n" in text
     with (tmp_path / "lines.csv").open(newline="") as file:
         found = [(line["data"], line["method"], line["mean"]) for line in csv.DictReader(file)]
     assert (B, "plain", "11.0") in found
     assert (A, "plain", "51.0") in found
 
 
-def test_summary_gives_no_best_of_several(folder):
-    append_rows(folder / "glue.csv", rows("gfsa", [30.0, 31.0, 32.5, 33.0], options="K=9"))
-    line = cells(
-        text_of(folder, "--paper"),
-        "glue: cola minilm, matthews",
-        "22.7M parameters, 5 epochs",
-        "gfsa, 2 choices of options",
+def test_the_first_page_chooses_no_best_of_several(folder):
+    """Of several options the one with the usual rate counts, whatever its outcome; else none."""
+    made = rows("gfsa", [30.0, 31.0, 32.5, 33.0], options="K=9")
+    append_rows(folder / "glue.csv", made)
+    assert "| GLUE, fine-tuned |" not in text_of(folder)
+    append_rows(
+        folder / "glue.csv", rows("gfsa", [40.0, 41.0, 42.0, 42.0], options="filter_lr=0.01")
     )
-    assert line[3:] == ["4", "−9.9 to +1.1", "+2.35 … +3.77", "1 better, 1 worse"]
-
-
-def test_summary_compares_with_the_same_options(folder):
-    line = cells(
-        text_of(folder, "--paper"),
-        "glue: cola minilm, matthews",
-        "22.7M parameters, 5 epochs",
-        "gfsa K=4",
-    )
-    assert line[5] == "+2.77"
+    # differences 0, 0, 0, −1 of an error of 58.5
+    assert cells(text_of(folder), "GLUE, fine-tuned")[3].startswith("−0.4 % (")
 
 
 def test_paper(folder):
     text = text_of(folder, "--paper")
-    assert cells(text, "gfsa K=4")[-1] == "+2.77"
+    assert cells(text, "gfsa K=4", "4")[-1] == "+2.77"
     assert "| BERT-base (110M) | gfsa K=4 | matthews | 59.56 | +2.77 | – | – | Table 10 |" in text
     assert "| GPS | gfsa | mae ↓ | 0.0690 ± 0.0020 | −0.0010 | – | – | Table 6 |" in text
     assert text.count("**Paper, not measured here**") == 2
 
 
 def test_filters(folder):
-    text = text_of(folder, "--recipe", "glue", "--method", "gfsa")
+    text = text_of(folder, "--recipe", "glue", "--method", "gfsa").partition("## Tables")[2]
     assert "zinc" not in text
     assert "contranorm" not in text
-    # what is left out still counts among the comparisons: alone, p would be 0.0005
-    assert cells(text, "gfsa K=4")[5] == "0.001"
-    assert "The folder has 3 such comparisons" in text
-    assert "zinc" in text_of(folder, "--task", "zin")
+    assert "zinc" in text_of(folder, "--task", "zin").partition("## Tables")[2]
+    # what the whole folder says is not about a part of it
+    assert "exploratory comparisons" not in text_of(folder, "--recipe", "glue")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +199,11 @@ def test_filters(folder):
         (("--recipe", "image"), "no run of recipe 'image'; there are glue, graph"),
         (("--task", "rte"), "no task with 'rte' in its name; there are cola minilm, zinc gps"),
         (("--method", "gfsa,nope"), "no run of method nope; there are contranorm, gfsa, plain"),
-        (("--write", "--task", "zinc"), "--write makes the whole page"),
+        (("--write", "--task", "zinc"), "--write makes the whole pages"),
+        (("--family", "nope"), "there is no family 'nope'; there are none"),
+        (("--plan", "x.txt"), "--plan writes the runs of a family; name it by --family"),
+        (("--contrast", "gfsa"), "--contrast takes 'A - B', two lines of a table, got 'gfsa'"),
+        (("--contrast", "gfsa - nope"), "no task has both lines of 'gfsa - nope'"),
         (("--write", "--plot", "/elsewhere/x.svg"), "--plot has to be a file in"),
         (("--plot", "x.jpeg2"), "cannot write .jpeg2; known extensions: "),
         (("--dir", "/nowhere"), "there is no folder /nowhere"),
@@ -209,7 +224,7 @@ def test_csv_has_every_line_and_is_no_table_of_runs(folder):
     gfsa = lines["cola minilm", "gfsa"]
     assert float(gfsa["difference"]) == pytest.approx(1.05)
     assert float(gfsa["low"]) == pytest.approx(0.8446, abs=1e-4)
-    assert gfsa["verdict"] == "better"
+    assert gfsa["verdict"] == "suggestive"
     assert gfsa["paper_not_measured"] == "+2.77 matthews (CoLA, BERT-base, Table 10)"
     assert lines["zinc gps", "plain"]["difference"] == ""
     # read again, it is left alone
@@ -223,17 +238,25 @@ def test_plot_is_the_same_file_for_the_same_rows(folder):
         drawn.append((folder / name).read_bytes())
     assert drawn[0] == drawn[1]
     text = drawn[0].decode()
-    for words in ("glue: cola minilm", "graph: zinc gps", "gfsa K=4", "right is better"):
+    for words in ("GLUE, fine-tuned", "graphs", "GFSA, exploratory", "right is better"):
         assert words in text
 
 
-def test_right_is_better_in_every_panel():
-    cola, zinc = draw(make_tables(latest(COLA + GRAPHS))).axes
-    assert not cola.xaxis_inverted()
-    assert zinc.xaxis_inverted()
-    assert [label.get_text() for label in cola.get_yticklabels()] == ["contranorm", "gfsa K=4"]
-    bars = {tuple(line.get_xdata()) for line in cola.lines if line.get_linewidth() == 2}
-    assert any(low == pytest.approx(0.8446, abs=1e-4) for low, _ in bars)
+def test_right_is_better_for_every_metric():
+    drawn = marks(make_tables(latest(COLA + GRAPHS)))
+    graphs, glue = ((mark.label, mark.method, mark.interval) for mark in drawn)
+    # MAE rises by 0.01 of 0.21, so its error is not reduced
+    assert graphs[:2] == ("graphs", "GFSA")
+    assert graphs[2].mean == pytest.approx(-100 * 0.01 / 0.21, rel=1e-6)
+    # Matthews' coefficient rises by 1.05 where 58.5 are missing
+    assert glue[:2] == ("GLUE, fine-tuned", "GFSA")
+    assert glue[2].low == pytest.approx(100 * 0.8446 / 58.5, abs=1e-3)
+    axis = draw(drawn).axes[0]
+    assert not axis.xaxis_inverted()
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["graphs", "GLUE, fine-tuned"]
+    assert {line.get_markerfacecolor() for line in axis.lines if line.get_marker() == "o"} == {
+        "white"
+    }
 
 
 def test_nothing_to_plot(tmp_path):
@@ -252,6 +275,8 @@ def test_write_begins_a_page_and_keeps_what_is_written_around(folder):
     assert begun.startswith(f"# Results\n\n{BEGIN}")
     assert "](d.svg)" in begun
     assert f"`gfsa results --write --dir {folder} --paper --plot {folder / 'd.svg'}`" in begun
+    assert "[graphs](graph.md)" in begun
+    assert (folder / "glue.md").read_text().startswith(f"# GLUE, fine-tuned\n\n{BEGIN}")
 
     page.write_text(f"Before, by hand.\n{begun}\nAfter, by hand.\n")
     run(folder, "--write")
@@ -261,21 +286,6 @@ def test_write_begins_a_page_and_keeps_what_is_written_around(folder):
     assert "d.svg" not in text
     run(folder, "--write")
     assert page.read_text() == text
-
-
-def test_the_page_of_this_repository_is_made_from_its_rows(tmp_path):
-    """To the byte: what ``gfsa results --write`` would put between the marks is there already."""
-    ours = Path(__file__).parents[2] / "results"
-    for table in ours.glob("*.csv"):
-        (tmp_path / table.name).write_bytes(table.read_bytes())
-    page = (ours / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "README.md").write_text(page, encoding="utf-8")
-    done = run(tmp_path, "--write", "--paper", "--plot", tmp_path / "differences.svg")
-    assert done.exit_code == 0, done.output
-    # the command names the folder
-    made = (tmp_path / "README.md").read_text(encoding="utf-8")
-    made = made.replace(f" --dir {tmp_path}", "").replace(str(tmp_path), "results")
-    assert made == page
 
 
 def test_a_command_is_found_without_an_entry_point(folder):
@@ -291,6 +301,8 @@ def test_write_refuses_a_page_without_its_marks(folder, page):
     assert done.exit_code == 1
     assert "Nothing was written" in done.stderr
     assert (folder / "README.md").read_text() == page
+    # all pages or none
+    assert not (folder / "glue.md").exists()
 
 
 def test_damaged_rows_are_an_error_not_a_table(folder):

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from gfsa_experiments.results.load_rows import read_folder
+from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
 from gfsa_experiments.runs.row import COLUMNS, Row, append_rows
 from support.result_rows import row, rows
 
@@ -33,6 +33,14 @@ def test_nothing_there(tmp_path):
     (tmp_path / "bench.csv").write_text("shape,ms\n1,2\n")
     with pytest.raises(ValueError, match=r"no rows of runs \(it has bench\.csv\)"):
         read_folder(tmp_path)
+
+
+def test_a_folder_beside_it_may_have_nothing(tmp_path, folder):
+    assert read_folder_if_any(tmp_path / "nowhere").every.empty
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "curves.csv").write_text("step,loss\n1,2\n")
+    assert read_folder_if_any(tmp_path / "beside").every.empty
+    assert len(read_folder_if_any(folder).every) == 3
 
 
 def test_an_empty_file(folder):

@@ -108,7 +108,7 @@ def test_a_damaged_table_is_found_before_training(tmp_path: Path) -> None:
     table.write_bytes(b"\xff\xfe")
     code, output = train(tmp_path, *words, "1")
     assert code == 2
-    assert "toy.csv is not CSV" in " ".join(output.replace("│", " ").split())
+    assert "toy.csv, after line 0: not CSV" in " ".join(output.replace("│", " ").split())
 
 
 def test_an_empty_table_gets_its_header(tmp_path: Path) -> None:
@@ -204,6 +204,9 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--set", "min_lr=inf"], "min_lr must be at least 0 and finite, got inf"),
         ([TOY, "--each", "lr=1,2", "--each", "lr=3"], "lr given twice"),
         ([TOY, "--each", "lr=1,2", "--set", "lr=3"], "lr given twice"),
+        ([TOY, "--set", "lr=1", "--set", "lr=2"], "lr given twice"),
+        ([TOY, "--set", "lr=1", "--set", "lr=1"], "lr given twice"),
+        ([TOY, "--method", "gfsa", "--set", "K=2", "--set", "K=3"], "K given twice"),
         ([TOY, "--method", "gfsa", "--K", "2", "--set", "K=4"], "K is given by --K and by --set"),
         (["--plan", "x.txt", "--seeds", "0-4"], "--seeds would have no effect with --plan"),
         (

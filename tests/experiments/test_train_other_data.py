@@ -57,8 +57,8 @@ def test_folders_of_images_are_not_mixed_up(tmp_path: Path) -> None:
     ]
     assert [row.data.split()[0] for row in rows] == ["14+2+8", "22+2+12", "22+2+12"]
     page = results(tmp_path)
-    assert "### folder=A deit_tiny-d1\n" in page
-    assert "### folder=B deit_tiny-d1\n" in page
+    assert "### image: folder=A deit_tiny-d1\n" in page
+    assert "### image: folder=B deit_tiny-d1\n" in page
 
 
 def test_missing_does_not_have_the_runs_of_another_folder(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_rows_on_other_data_are_told_of_once(
     assert len(told) == 1
     assert f"(plain on {known[0].data}, seed 0, 1): they are not compared" in told[0]
     assert f"runs on data {known[-1].data}" in told[0]
-    assert "### toy (data " in results(tmp_path)
+    assert ": toy (data " in results(tmp_path)
 
 
 def test_a_row_that_got_lost_is_added_though_there_is_one_on_other_data(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from census.page import BEGIN
 from support.supported import HEADER, TABLE, Row, Supported
 
 FILE = Path(__file__).parents[2] / "docs" / "supported.md"
@@ -41,11 +43,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         config.workeroutput["supported"] = [astuple(row) for row in _rows]
     elif config.getoption("--write-supported", default=False) and exitstatus == 0:
         lines = [row.line for row in sorted(_rows)]
-        FILE.write_text("\n".join([HEADER, *lines]) + "\n", encoding="utf-8")
+        # the census comes after the table
+        old = FILE.read_text(encoding="utf-8") if FILE.exists() else ""
+        census = old[old.index(BEGIN) :] if BEGIN in old else ""
+        text = "\n".join([HEADER, *lines]) + "\n"
+        FILE.write_text(text + (f"\n{census}" if census else ""), encoding="utf-8")
     elif _everything_ran(config) and exitstatus == 0:
         stated = {row.line for row in _rows}
         written = FILE.read_text(encoding="utf-8").splitlines()
-        stale = [line for line in written[written.index(TABLE) + 2 :] if line not in stated]
+        rows = itertools.takewhile(lambda line: line, written[written.index(TABLE) + 2 :])
+        stale = [line for line in rows if line not in stated]
         if stale:
             print(f"\nno test states these rows of {FILE.name}:", *stale, sep="\n")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

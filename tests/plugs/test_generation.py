@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -328,6 +329,102 @@ def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
             model(ids)
 
 
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_SPARSE = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "num_hidden_layers": 2,
+}
+# caches that keep more than keys and values, or of which a module uses several layers
+UNUSUAL: dict[str, dict[str, Any]] = {
+    # a recurrent mixer and attention share a layer of the cache
+    "FalconH1": {
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+    },
+    # one attention module serves several depths
+    "Zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+    },
+    # an indexer chooses the keys
+    "DeepseekV32": _SPARSE,
+    "GlmMoeDsa": _SPARSE,
+    # layers run in cycles, each with layers of the cache of its own
+    "HrmText": {"num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_caches_that_keep_more_than_keys_and_values(kind: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**_SIZES, **UNUSUAL[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        gfsa.plug(model, w0=0.3, w1=0.5, wK=0.4)
+        expected = model(ids, use_cache=False).logits
+        first = model(ids[:, :4])
+        second = model(ids[:, 4:], past_key_values=first.past_key_values)
+    assert not torch.allclose(expected, plain, atol=1e-4)
+    found = torch.cat([first.logits, second.logits], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    model.get_output_embeddings().weight.data.mul_(20)
+    beams = generate(model, prompt(), num_beams=3)
+    agree(beams, generate(model, prompt(), num_beams=3, use_cache=False))
+
+
+def test_a_module_without_a_layer_of_the_cache_is_refused_by_name() -> None:
+    model = plugged("llama")
+    model.model.layers[1].self_attn.layer_idx = None
+    with torch.no_grad(), pytest.raises(ValueError, match=r"layers\.1\.self_attn \(LlamaAtt.*None"):
+        model.model.layers[1](
+            torch.randn(1, 3, 32, dtype=model.dtype),
+            position_embeddings=(torch.ones(1, 3, 8), torch.zeros(1, 3, 8)),
+            past_key_values=_Anywhere(config=model.config),
+        )
+
+
+class _Anywhere(transformers.DynamicCache):
+    """A cache that takes keys without the index of a layer."""
+
+    def update(self, keys: Any, values: Any, index: Any, *rest: Any) -> Any:
+        return keys, values
+
+
 def test_a_cache_of_a_lower_degree_is_refused() -> None:
     model = plugged("llama")
     ids = prompt()["input_ids"]
@@ -357,6 +454,24 @@ def test_a_paged_cache_is_refused() -> None:
         model.model.layers[0].self_attn(
             torch.randn(1, 3, 32), (torch.ones(1, 3, 8), torch.zeros(1, 3, 8)), None
         )
+
+
+def test_continuous_batching_is_refused_before_it_starts() -> None:
+    model = plugged("llama")
+    other = copy.deepcopy(model)
+    prompts = [[5, 6, 7], [8, 9]]
+    for copied in (model, pickle.loads(pickle.dumps(other))):
+        for start in (
+            lambda copied=copied: copied.generate_batch(prompts, max_new_tokens=2),
+            lambda copied=copied: copied.continuous_batching_context_manager().__enter__(),
+            copied.init_continuous_batching,
+        ):
+            with pytest.raises(NotImplementedError, match=r"paged cache \(continuous"):
+                start()
+    gfsa.unplug(model)
+    # other instances, and this one without filters, are left as they were
+    assert "init_continuous_batching" not in model.__dict__
+    assert model.init_continuous_batching.__func__ is type(model).init_continuous_batching
 
 
 def test_attention_maps_while_decoding_are_refused() -> None:
@@ -426,6 +541,6 @@ def test_a_cache_may_come_without_its_name(name: str) -> None:
     args = (ids,) * place + (cache,)
     seen.append(handover(attention, args, {}))
     seen.append(handover(attention, args[:1], {"past_key_values": cache}))
-    assert all(kwargs["gfsa_cache"] is cache for _, kwargs in seen)
+    assert all(kwargs["gfsa_cache"][0] is cache for _, kwargs in seen)
     assert handover(attention, args[:1], {"past_key_values": None}) is None
     assert handover(attention, args[:1], {"encoder_hidden_states": None}) is None

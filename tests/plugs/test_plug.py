@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 
 import gfsa
 from gfsa.plugs import FilterNotCalledError
+from support.tiny import TinyEncoder
 from support.zoo import ZOO
 
 transformers.logging.set_verbosity_error()
@@ -308,6 +312,104 @@ def test_the_check_goes_away_after_the_first_forward() -> None:
     model(torch.zeros(1, 3, dtype=torch.long))
     assert not model._forward_hooks
     assert not any(f._forward_hooks for f in gfsa.filters_of(model).values())
+
+
+class TwoTowers(nn.Module):
+    """An input without images reaches the text tower only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.vision = TinyEncoder(depth=1), TinyEncoder(depth=1)
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        if image is not None:
+            text = text + self.vision(image).mean()
+        return self.text(text)
+
+
+def test_a_forward_that_raised_is_not_counted() -> None:
+    model = TwoTowers().eval()
+    gfsa.plug(model)
+    tokens = torch.randn(1, 3, 16)
+    # the block of the vision tower runs, and its attention is never reached
+    handle = model.vision.blocks[0].norm1.register_forward_hook(_no_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(tokens, tokens)
+    handle.remove()
+    model(tokens)
+    # the check of the vision tower goes on
+    model.vision.blocks[0].attention.forward = lambda x, mask=None: x
+    with pytest.raises(FilterNotCalledError, match=r"vision\.blocks\.0\.attention"):
+        model(tokens, tokens)
+
+
+def _no_memory(*args: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_a_forward_of_another_thread_is_not_counted() -> None:
+    model = TwoTowers().eval()
+    gfsa.plug(model)
+    tokens = torch.randn(1, 3, 16)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*args: object) -> None:
+        inside.set()
+        assert go_on.wait(10)
+
+    handle = model.vision.blocks[0].norm1.register_forward_hook(wait)
+    other = threading.Thread(target=lambda: model(tokens, tokens))
+    other.start()
+    assert inside.wait(10)
+    try:
+        # the other thread has reached the vision tower, and will call its filter
+        model(tokens)
+    finally:
+        go_on.set()
+        other.join()
+        handle.remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+class OwnParameter(gfsa.Twicing):
+    def __init__(self, num_heads: int) -> None:
+        super().__init__(num_heads)
+        self.gain = nn.Parameter(torch.ones(num_heads, 1))
+
+    def coefficients(self) -> torch.Tensor:
+        return self.gain * self.base
+
+
+@pytest.mark.parametrize("how", ["plug", "own filter", "load", "prune", "exact prune", "baseline"])
+def test_filters_train_that_were_plugged_in_inference_mode(how: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.TransformerEncoderLayer(16, 4, 16, dropout=0.0, batch_first=True)
+
+    model, saved = build().double(), build()
+    gfsa.plug(saved, w0=0.1)
+    gfsa.save(saved, tmp_path)
+    with torch.inference_mode():
+        if how == "load":
+            gfsa.load(model, tmp_path)
+        elif how == "own filter":
+            gfsa.plug(model, filter=OwnParameter)
+        elif how == "baseline":
+            gfsa.baselines.apply(model, "attnscale")
+        else:
+            gfsa.plug(model, K=3, w0=0.5, wK=[0.0, 0.0, 0.0, 0.0 if how == "prune" else 1.0])
+        if "prune" in how:
+            gfsa.prune(model)
+        model(torch.randn(1, 3, 16).double())
+    parameters = [p for n, p in model.named_parameters() if "gfsa" in n]
+    assert parameters
+    before = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(1, 3, 16).double()).square().sum().backward()
+    optimizer.step()
+    for parameter, old in zip(parameters, before, strict=True):
+        assert parameter.grad is not None
+        assert not torch.equal(parameter, old)
 
 
 def test_filters_live_where_their_layer_lives() -> None:

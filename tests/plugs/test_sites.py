@@ -21,6 +21,10 @@ class Unseen(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(8, 24)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim((-3, -2), (0, 2))
+        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
 
 def decoder() -> nn.Module:
     return nn.TransformerDecoderLayer(8, 2, 8, batch_first=True)
@@ -70,6 +74,103 @@ def test_unknown_attention_is_refused_or_traced() -> None:
     assert "no adapter knows Unseen" in sites(model)["0"].refusal
     assert sites(model, unknown="trace")["0"].refusal is None
     assert sites(model, unknown="trace")["0"].num_heads == 2
+
+
+class Mixer(Unseen):
+    """Heads and a projection, but no attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.qkv(x).cumsum(1)
+
+
+class Router(nn.Module):
+    """Heads and a softmax, but no name and no projection that would show what it does."""
+
+    num_heads = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.score(x).softmax(-1)
+
+
+class Projected(nn.Module):
+    """Attention of queries, keys and values that another module projects."""
+
+    num_heads = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return self.out((x @ keys.mT).softmax(-1) @ values)
+
+
+class Reduced(Unseen):
+    sr_ratio = 2
+
+
+REFUSED = {
+    Mixer: "Mixer computes no softmax and calls no attention of torch",
+    Router: "Router has heads and a softmax, but neither its name nor its projections show",
+    type("ProjectedAttention", (Projected,), {}): "keys and values that were projected outside it",
+    Reduced: "Reduced has sr_ratio = 2: its queries or keys are fewer than its tokens",
+}
+
+
+@pytest.mark.parametrize("unknown", ["refuse", "trace"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_traced_is_listed_with_its_reason(kind: type, unknown: str) -> None:
+    found = sites(nn.Sequential(kind(), nn.Linear(8, 8)), unknown)
+    assert list(found) == ["0"]
+    assert REFUSED[kind] in found["0"].refusal
+    assert "follows its softmax" not in found["0"].refusal
+
+
+def _attend(scores: torch.Tensor) -> torch.Tensor:
+    return nn.Softmax(dim=-1)(scores)
+
+
+class InFunction(Unseen):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _attend(self.qkv(x))
+
+
+class InAttribute(Unseen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = torch.softmax
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attend(self.qkv(x), -1)
+
+
+class InChild(Unseen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.Softmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attend(self.qkv(x))
+
+
+class Softened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.softmax(-1)
+
+
+class InAutogradFunction(Unseen):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Softened.apply(self.qkv(x))
+
+
+@pytest.mark.parametrize("kind", [InFunction, InAttribute, InChild, InAutogradFunction])
+def test_a_softmax_is_found_wherever_it_is(kind: type) -> None:
+    assert sites(nn.Sequential(kind()), "trace")["0"].refusal is None
 
 
 @pytest.mark.parametrize("unknown", ["refuse", "trace"])

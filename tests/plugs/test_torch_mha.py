@@ -166,6 +166,46 @@ def test_extra_keys_are_refused_with_the_reason():
             gfsa.plug(nn.MultiheadAttention(E, H, **{option: True}))
 
 
+@pytest.mark.parametrize("width", [E - 1, E + 1, 2 * E])
+def test_keys_of_another_width_are_other_tokens(width):
+    with pytest.raises(ValueError, match=f"its keys have {width} features and its queries {E}"):
+        gfsa.plug(nn.MultiheadAttention(E, H, kdim=width))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, E), (3, 0, E), (0, 0, E), (0, E)])
+def test_no_sample_or_no_token(shape, batch_first, training, need_weights):
+    mha = nn.MultiheadAttention(E, H, batch_first=batch_first).train(training)
+    plugged = copy.deepcopy(mha)
+    gfsa.plug(plugged)
+    disturb(plugged)
+    x = torch.randn(shape, requires_grad=True)
+    length = shape[-2] if batch_first or len(shape) == 2 else shape[0]
+    # torch itself fails on a mask for each head
+    per_head = torch.zeros(x[..., 0].numel() // max(length, 1) * H, length, length).bool()
+    for mask in (None, torch.zeros(length, length).bool()):
+        expected, weights = mha(x, x, x, attn_mask=mask, need_weights=need_weights)
+        got, filtered = plugged(x, x, x, attn_mask=mask, need_weights=need_weights)
+        assert got.shape == expected.shape
+        assert (filtered is None) == (weights is None)
+    if len(shape) == 3 and length:
+        got, _ = plugged(x, x, x, attn_mask=per_head, need_weights=need_weights)
+    got.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, E), (3, 0, E)])
+def test_an_encoder_without_samples_or_tokens(shape, training, nested):
+    layer = nn.TransformerEncoderLayer(E, H, 2 * E, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).train(training)
+    gfsa.plug(encoder)
+    assert encoder(torch.randn(shape)).shape == shape
+
+
 def test_self_attention_by_views_and_equal_copies_but_not_other_tokens():
     mha = nn.MultiheadAttention(E, H).eval()
     gfsa.plug(mha, wK=0.2)

@@ -11,6 +11,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 import gfsa
+from gfsa.plugs.tracing.adapter import TraceError
+from support.plugging import check_backbone, disturb, filtered_softmax, matrix_polynomial
 
 hf.logging.set_verbosity_error()
 
@@ -68,6 +70,87 @@ def falcon() -> nn.Module:
     )
 
 
+def codegen() -> nn.Module:
+    return hf.CodeGenForCausalLM(
+        hf.CodeGenConfig(
+            vocab_size=61, n_positions=64, n_ctx=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4
+        )
+    )
+
+
+def image_gpt() -> nn.Module:
+    return hf.ImageGPTModel(
+        hf.ImageGPTConfig(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    )
+
+
+def layoutlm_v3() -> nn.Module:
+    return hf.LayoutLMv3Model(
+        hf.LayoutLMv3Config(
+            **TEXT,
+            visual_embed=False,
+            coordinate_size=5,
+            shape_size=6,
+            max_2d_position_embeddings=32,
+        )
+    )
+
+
+def sew_d() -> nn.Module:
+    return hf.SEWDModel(
+        hf.SEWDConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            conv_dim=(16,),
+            conv_stride=(2,),
+            conv_kernel=(2,),
+            num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=2,
+            squeeze_factor=1,
+            position_buckets=8,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def blip_text() -> nn.Module:
+    config = hf.BlipTextConfig(**TEXT, encoder_hidden_size=32)
+    return hf.models.blip.modeling_blip_text.BlipTextModel(config, add_pooling_layer=False)
+
+
+def vilt() -> nn.Module:
+    return hf.ViltModel(hf.ViltConfig(**TEXT, image_size=16, patch_size=8))
+
+
+def bloom() -> nn.Module:
+    return hf.BloomModel(hf.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4))
+
+
+def mpt() -> nn.Module:
+    return hf.MptModel(
+        hf.MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=64)
+    )
+
+
+def hiera() -> nn.Module:
+    return hf.HieraModel(
+        hf.HieraConfig(
+            embed_dim=16,
+            image_size=[16, 16],
+            patch_size=[3, 3],
+            patch_stride=[2, 2],
+            patch_padding=[1, 1],
+            depths=[1, 2],
+            num_heads=[4, 4],
+            query_stride=[2, 2],
+            masked_unit_size=[4, 4],
+            num_query_pool=1,
+        )
+    )
+
+
 def scale_rows(linear: nn.Linear, scales: Tensor) -> None:
     """Multiply a value projection head by head."""
     rows = scales.repeat_interleave(linear.weight.shape[0] // len(scales))
@@ -91,17 +174,51 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], None] | 
 }
 
 
+MORE = {
+    "codegen": codegen,
+    "image_gpt": image_gpt,
+    "layoutlm_v3": layoutlm_v3,
+    "sew_d": sew_d,
+    "blip_text": blip_text,
+    "vilt": vilt,
+    "bloom": bloom,
+    "mpt": mpt,
+    "hiera": hiera,
+}
+"""Softmax modules, softmax functions of their own, products by keyword, windows beside heads."""
+
+
 def built(name: str) -> Any:
     torch.manual_seed(0)
-    return CASES[name][0]().double().eval()
+    build = MORE[name] if name in MORE else CASES[name][0]
+    return build().double().eval()
 
 
-def output(model: Any) -> Tensor:
+def output(model: Any, samples: int = 2, tokens: int = 10) -> Tensor:
+    return run(model, samples, tokens)[0]
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def run(model: Any, samples: int = 2, tokens: int = 10, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
-    if isinstance(model, hf.Swinv2Model):
-        pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
-        return model(pixel_values=pixels)[0]
-    return model(input_ids=torch.randint(3, 61, (2, 10), generator=generator))[0]
+    if isinstance(model, (hf.Swinv2Model, hf.HieraModel)):
+        pixels = torch.randn(samples, 3, 16, 16, generator=generator, dtype=_dtype(model))
+        return model(pixel_values=pixels, **options)
+    if isinstance(model, hf.SEWDModel):
+        sound = torch.randn(samples, 2 * tokens, generator=generator, dtype=_dtype(model))
+        return model(input_values=sound, **options)
+    ids = torch.randint(3, 61, (samples, tokens), generator=generator)
+    if isinstance(model, hf.LayoutLMv3Model):
+        options["bbox"] = ids[..., None].expand(-1, -1, 4) % 32
+    if isinstance(model, hf.ViltModel):
+        options["pixel_values"] = torch.ones(samples, 3, 16, 16, dtype=_dtype(model))
+    with torch.random.fork_rng():
+        # ViLT draws the patches of an image at random
+        torch.manual_seed(2)
+        return model(input_ids=ids, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -147,3 +264,138 @@ def test_decoding_with_a_cache_is_refused(name: str) -> None:
         cache = model(ids).past_key_values
         with pytest.raises((ValueError, RuntimeError), match="not square"):
             model(ids[:, :1], past_key_values=cache)
+
+
+# these compute their softmax in float32
+TOLERANCE = {"bloom": 1e-6, "mpt": 1e-6}
+SIZES = [(1, 10), (2, 10), (4, 10), (4, 4), (7, 7)]
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+@torch.no_grad()
+def test_the_dense_formula_whatever_the_sizes(name: str) -> None:
+    """One sample, as many as heads, as many tokens as heads: the filters never mix them up."""
+    model, plain = built(name), built(name)
+    gfsa.plug(model)
+    coefficients = disturb(model)
+    sizes = SIZES if name not in ("swin_v2", "hiera") else [(1, 0), (2, 0), (4, 0), (16, 0)]
+    for samples, tokens in [*sizes, *reversed(sizes)]:
+        with filtered_softmax(plain, coefficients):
+            expected = output(plain, samples, tokens)
+        got = output(model, samples, tokens)
+        assert (got - output(plain, samples, tokens)).abs().max() > 1e-6
+        assert (got - expected).abs().max() < TOLERANCE.get(name, 1e-10)
+
+
+# the first map that Swin-V2 returns is that of a later layer, whose inputs are filtered, too
+@pytest.mark.parametrize("name", [name for name in (*CASES, *MORE) if name != "swin_v2"])
+@torch.no_grad()
+def test_output_attentions_is_the_filtered_map(name: str) -> None:
+    model, plain = built(name), built(name)
+    if name.startswith("falcon"):
+        for either in (model, plain):
+            either.set_attn_implementation("eager")
+    gfsa.plug(model)
+    coefficients = disturb(model)
+    maps = run(model, output_attentions=True).attentions
+    plain_maps = run(plain, output_attentions=True).attentions
+    # later layers have other inputs than those of the plain model
+    expected = matrix_polynomial(coefficients[0], plain_maps[0].double())
+    torch.testing.assert_close(maps[0].double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["codegen", "deberta_v2", "xlnet"])
+def test_maps_are_not_built_unless_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(name)
+    gfsa.plug(model)
+    monkeypatch.delattr(gfsa.GFSA.__mro__[1], "map")
+    output(model)
+    with pytest.raises(AttributeError, match="map"):
+        run(model, output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("codegen", "CodeGen"),
+        ("image_gpt", "ImageGPT"),
+        ("layoutlm_v3", "LayoutLMv3"),
+        ("blip_text", "BLIP, text"),
+        ("vilt", "ViLT"),
+        ("hiera", "Hiera"),
+    ],
+)
+def test_backbone(name: str, label: str, tmp_path: Any, supported: Any) -> None:
+    report = check_backbone(MORE[name], output, tmp_path)
+    assert set(report.how.values()) == {"tracer"}
+    supported("transformers", label, report)
+
+
+def test_perceiver_attends_to_its_inputs_by_cross_attention() -> None:
+    config = hf.PerceiverConfig(
+        num_latents=9,
+        d_latents=32,
+        d_model=32,
+        num_blocks=1,
+        num_self_attends_per_block=2,
+        num_self_attention_heads=4,
+        num_cross_attention_heads=4,
+        cross_attention_shape_for_attention="q",
+    )
+    model = hf.PerceiverModel(config).eval()
+    inputs = torch.randn(2, 9, 32)
+    expected = model(inputs=inputs)[0]
+    report = gfsa.plug(model)
+    assert list(report.plugged) == [f"encoder.self_attends.{i}.attention.self" for i in range(2)]
+    assert "cross-attention" in report.skipped["encoder.cross_attention.attention.self"]
+    assert torch.equal(model(inputs=inputs)[0], expected)
+    attention = model.encoder.self_attends[0].attention.self
+    with pytest.raises(TraceError, match="its queries come from hidden_states and its keys from"):
+        attention(torch.randn(2, 9, 32), inputs=inputs)
+
+
+def test_informer_s_sorted_queries_are_refused() -> None:
+    config = hf.InformerConfig(
+        prediction_length=4,
+        context_length=8,
+        lags_sequence=[1],
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        num_time_features=1,
+        distil=False,
+    )
+    with pytest.raises(ValueError, match="a choice of its tokens, in another order than its keys"):
+        gfsa.plug(hf.InformerModel(config))
+
+
+def test_mixers_without_a_softmax_are_not_said_to_have_one() -> None:
+    mamba = hf.Mamba2Config(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, n_groups=1
+    )
+    for unknown in ("refuse", "trace"):
+        with pytest.raises(ValueError, match="computes no softmax") as error:
+            gfsa.plug(hf.Mamba2Model(mamba), unknown=unknown)
+        assert "follows its softmax" not in str(error.value)
+
+
+def test_attention_outside_the_signs_is_listed() -> None:
+    config = hf.DabDetrConfig(
+        hidden_size=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        num_queries=10,
+        backbone_config=hf.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"]
+        ),
+    )
+    report = gfsa.plug(hf.DabDetrModel(config), dry_run=True)
+    refusal = report.skipped["decoder.layers.0.self_attn.self_attn"]
+    assert "projected outside it" in refusal
+    funnel = hf.FunnelConfig(vocab_size=61, block_sizes=[1], d_model=32, n_head=4, d_head=8)
+    with pytest.raises(ValueError, match="FunnelRelMultiheadAttention has no attribute"):
+        gfsa.plug(hf.FunnelBaseModel(funnel))

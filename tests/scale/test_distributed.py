@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from support.launching import WORKERS, launch
 from support.matrix import Matrix
 
-WORKERS = Path(__file__).parent / "workers"
 # float64, relative to the largest number of each tensor
 ROUNDING = 1e-12
 SHOWN = ["op", "BERT", "GPT-2", "ViT", "GPS"]
-
-
-def launch(*command: str, timeout: float = 240) -> None:
-    """Run a launcher of this environment as a user would type it; one thread a process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # a worker of pytest-xdist has a rank of its own in the environment
-    environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST")}
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / command[0]), *command[1:]],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def torchrun(processes: int, folder: Path) -> dict[str, dict[str, float]]:
@@ -61,6 +42,7 @@ def test_two_processes(tmp_path: Path, matrix: Matrix) -> None:
     check(two, "fsdp", SHOWN)
     # PyG's GIN multiplies by a float32 buffer, with which bfloat16 weights do not go
     check(two, "fsdp_bfloat16", SHOWN[:-1])
+    check(two, "deferred", ["op", "BERT", "GPT-2"])
     check(two, "checkpoints", SHOWN)
     check(two, "tensor_parallel", ["op", "BERT", "ViT", "Llama"])
     check(two, "context_parallel", ["op", "BERT", "GPT-2"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gfsa
-from gfsa.plugs.checkpoint import DESCRIPTION, TENSORS
+from gfsa.filters.partial import PartialPolynomial
+from gfsa.plugs.filter_files import DESCRIPTION, DIGEST, TENSORS
 from support.tiny import TinyEncoder
 
 LAYER = "blocks.0.attention"
@@ -25,16 +28,17 @@ LAYER = "blocks.0.attention"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder with the filter of one layer."""
+    """A folder with the filter of one layer, without the digest that would end every test."""
     model = TinyEncoder(depth=1)
     gfsa.plug(model)
     gfsa.save(model, tmp_path)
+    rewrite(tmp_path, lambda description: description.pop(DIGEST))
     return tmp_path
 
 
-def refused(folder: Path, most_megabytes: float = 64) -> str:
+def refused(folder: Path, most_megabytes: float = 64, heads: int = 4) -> str:
     """Load into a fresh model: a ValueError, nothing plugged, little allocated."""
-    model: nn.Module = TinyEncoder(depth=1)
+    model: nn.Module = TinyEncoder(depth=1, dim=max(16, heads), heads=heads)
     keys = list(model.state_dict())
     tracemalloc.start()
     try:
@@ -44,6 +48,7 @@ def refused(folder: Path, most_megabytes: float = 64) -> str:
     finally:
         tracemalloc.stop()
     assert peak < most_megabytes * 2**20
+    assert len(str(caught.value)) < 2000
     assert not gfsa.filters_of(model)
     assert list(model.state_dict()) == keys
     return str(caught.value)
@@ -84,6 +89,32 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a layer that is a method": lambda d: d["filters"].update(
         {"__class__.__init__": d["filters"].pop(LAYER)}
     ),
+    "dropout elsewhere": lambda d: d["filters"][LAYER].update(dropout_after="junk"),
+    "dropout nowhere": lambda d: d["filters"][LAYER].update(dropout_after=None),
+    "a number that is one in float64 only": lambda d: d["filters"][LAYER]["arguments"].update(
+        learn=["wK"], w0=1e300
+    ),
+    "a rate that is none in float32": lambda d: d["filters"][LAYER]["arguments"].update(
+        lr_multiplier=1e-300
+    ),
+    "heads that are none": lambda d: d["filters"][LAYER]["arguments"].update(num_heads=True),
+    "heads as a fraction": lambda d: d["filters"][LAYER]["arguments"].update(num_heads=4.0),
+    "a format as a fraction": lambda d: d.update(format=1.0),
+    "a tower of tables": lambda d: d["filters"][LAYER].update(
+        kind="PartialPolynomial",
+        arguments={"num_heads": 4, "degree": 1000, "high": [0, 1, 2, 3]},
+    ),
+    "heads that do many passes": lambda d: d["filters"][LAYER].update(
+        kind="PartialPolynomial",
+        arguments={"num_heads": 65536, "degree": 2, "high": list(range(65536))},
+    ),
+    "a long list": lambda d: d["filters"][LAYER].update(
+        kind="PartialPolynomial",
+        arguments={"num_heads": 4, "degree": 2, "high": [0] * 200_000},
+    ),
+    "a long name": lambda d: d["filters"].update({"x" * 10**6: d["filters"].pop(LAYER)}),
+    "a long kind": lambda d: d["filters"][LAYER].update(kind="x" * 10**6),
+    "a long model": lambda d: d.update(model="x" * 10**6, layers={}),
     "another backbone": lambda d: d["filters"][LAYER].update(backbone={"class": "X"}),
     "depths that are none": lambda d: d.update(layers=[HUGE]),
     "no depths": lambda d: d.update(layers=None),
@@ -152,12 +183,93 @@ def test_headers(header: bytes, claimed: int | None, saved: Path) -> None:
         torch.full((4, 3), torch.inf),
         torch.zeros(4, 4),
         torch.zeros(12),
+        torch.full((4, 3), 1e300, dtype=torch.float64),
+        torch.full((4, 3), 3e38),
     ],
-    ids=["int", "bool", "complex", "float8", "nan", "inf", "too wide", "flat"],
+    ids=[
+        *("int", "bool", "complex", "float8", "nan", "inf", "too wide", "flat"),
+        *("inf in float32", "inf as a sum"),
+    ],
 )
 def test_tensors(tensor: torch.Tensor, saved: Path) -> None:
     save_file({f"{LAYER}.theta": tensor}, saved / TENSORS)
     assert LAYER in refused(saved)
+
+
+def test_numbers_for_the_precision_of_the_model(saved: Path) -> None:
+    """What is finite in float64 is taken by a model in float64."""
+    numbers = torch.full((4, 3), 1e300, dtype=torch.float64)
+    save_file({f"{LAYER}.theta": numbers}, saved / TENSORS)
+    model = TinyEncoder(depth=1).double()
+    gfsa.load(model, saved)
+    assert torch.equal(gfsa.filters_of(model)[LAYER].theta, numbers)
+    # and by no plugged filter in float32
+    model = TinyEncoder(depth=1)
+    gfsa.plug(model)
+    before = gfsa.filters_of(model)[LAYER].theta.clone()
+    with pytest.raises(ValueError, match=r"not finite in torch\.float32"):
+        gfsa.load(model, saved)
+    assert torch.equal(gfsa.filters_of(model)[LAYER].theta, before)
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["other heads", "the model's heads"])
+def test_a_small_file_asks_for_little_memory(right: bool, saved: Path) -> None:
+    """Of a model with many heads, too; measured by the system, not by Python."""
+    heads = 300
+    arguments = {"num_heads": heads + (not right), "degree": 1000, "high": [0]}
+    filter = {"kind": "PartialPolynomial", "arguments": arguments}
+    rewrite(saved, lambda d: d.update(filters={LAYER: filter}))
+    before = resident_bytes()
+    start = time.perf_counter()
+    message = refused(saved, heads=heads)
+    assert ("coefficients" if right else "heads") in message
+    assert time.perf_counter() - start < 1.0
+    assert peak_resident_bytes() - before < 200 * 2**20
+
+
+def resident_bytes() -> int:
+    """After the largest value so far has been forgotten."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"format": 1, "format": 1, "filters": {}}', '{"format": NaN}', '{"format": -Infinity}'],
+)
+def test_json_that_is_ambiguous(text: str, saved: Path) -> None:
+    (saved / DESCRIPTION).write_text(text)
+    assert "is damaged" in refused(saved)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: PartialPolynomial(65536, 1000, [0]),
+        lambda: gfsa.Polynomial(65536, degree=1000),
+        lambda: gfsa.PageRank(65536, hops=1000),
+        lambda: gfsa.GFSA(65536, K=1000, power="exact"),
+        lambda: gfsa.GFSA(4, w0=1e308, learn=("wK",)),
+        lambda: gfsa.GFSA(4, w0=1e30, lr_multiplier=1e-20),
+        lambda: gfsa.GFSA(4, lr_multiplier=1e-40),
+    ],
+)
+def test_filters_beyond_any_model_are_refused(build: Callable[[], gfsa.GraphFilter]) -> None:
+    before = resident_bytes()
+    with pytest.raises(ValueError, match=r"coefficients|float32"):
+        build()
+    assert peak_resident_bytes() - before < 64 * 2**20
+
+
+def test_many_heads_take_linear_time() -> None:
+    start = time.perf_counter()
+    PartialPolynomial(65536, 2, range(65536))
+    assert time.perf_counter() - start < 5.0
 
 
 def test_tensors_too_many(saved: Path) -> None:
@@ -214,3 +326,35 @@ def test_shards_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="names a file outside of it"):
         _files(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "{"]
+)
+def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+    from gfsa.plugs.adapters.transformers.pretrained import _files
+
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="is damaged"):
+        _files(tmp_path, {})
+
+
+def test_filters_in_a_checkpoint_that_are_no_filters_are_not_read(tmp_path: Path) -> None:
+    from gfsa.plugs.adapters.transformers.pretrained import has_filters
+
+    numbers = 2**28
+    entry = {"dtype": "F32", "shape": [numbers], "data_offsets": [0, 4 * numbers]}
+    header = json.dumps({"layer.gfsa.theta": entry}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 4 * numbers)
+    before = resident_bytes()
+    with pytest.raises(ValueError, match="filters are a few numbers per head"):
+        has_filters(tmp_path)
+    assert peak_resident_bytes() - before < 200 * 2**20
+
+
+def test_a_description_in_a_checkpoint_is_short() -> None:
+    filter = gfsa.GFSA(4)
+    with pytest.raises(ValueError, match="description of a filter has 5000000 bytes"):
+        filter.set_extra_state(torch.zeros(5_000_000, dtype=torch.uint8))

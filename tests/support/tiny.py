@@ -85,7 +85,7 @@ class TinyEncoder(nn.Module):
         return self.head((last * keep).sum(1) / keep.sum(1))
 
 
-register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, lambda m: m.heads))
+register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, "heads"))
 
 
 def padded_batch(lengths: list[int], dim: int = 16) -> dict[str, Tensor]:

@@ -26,7 +26,9 @@ from gfsa.baselines.registry import method_named
 from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale, TokenMethod
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
+from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.plug import plan_filters, report_text
+from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
 
 CHILD = "gfsa_baseline"
@@ -74,17 +76,19 @@ def apply(model: nn.Module, name: str, layers: Layers = "all", **options: Any) -
             f"{type(model).__name__} has a method applied already; gfsa.baselines.remove(model) "
             "first"
         )
-    if method.kind is AttnScale:
-        report = _apply_attnscale(model, layers, options)
-    elif method.kind is NeuTRENO:
-        report = _apply_neutreno(model, layers, options)
-    else:
-        report = _apply_to_blocks(model, name, method.kind, layers, options)
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
-            # nested tensors have no padding mask to read; padded batches give the same outputs
-            module.use_nested_tensor = False
-            module.__dict__["_gfsa_nested"] = True
+    # a parameter that is created in inference mode could never be trained
+    with all_or_nothing(model), torch.inference_mode(False):
+        if method.kind is AttnScale:
+            report = _apply_attnscale(model, layers, options)
+        elif method.kind is NeuTRENO:
+            report = _apply_neutreno(model, layers, options)
+        else:
+            report = _apply_to_blocks(model, name, method.kind, layers, options)
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+                # nested tensors have no padding mask to read; padded batches give the same outputs
+                module.use_nested_tensor = False
+                module.__dict__["_gfsa_nested"] = True
     return report
 
 
@@ -102,13 +106,16 @@ def remove(model: nn.Module) -> None:
         if isinstance(site.filter, BaselineFilter)
     }
     refuse_wrapped(plugged)
-    uninstall(model, list(plugged.values()))
-    hooks.remove_hooks(model)
-    for module in list(model.modules()):
-        if isinstance(module._modules.get(CHILD), nn.ModuleDict):
-            delattr(module, CHILD)
-        if isinstance(module, nn.TransformerEncoder) and module.__dict__.pop("_gfsa_nested", False):
-            module.use_nested_tensor = True
+    with all_or_nothing(model):
+        uninstall(model, list(plugged.values()))
+        hooks.remove_hooks(model)
+        for module in list(model.modules()):
+            if isinstance(module._modules.get(CHILD), nn.ModuleDict):
+                delattr(module, CHILD)
+            if isinstance(module, nn.TransformerEncoder) and module.__dict__.pop(
+                "_gfsa_nested", False
+            ):
+                module.use_nested_tensor = True
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
@@ -136,6 +143,9 @@ def _apply_attnscale(model: nn.Module, layers: Layers, options: dict[str, Any]) 
     for (site, method), reader in zip(planned, readers, strict=True):
         assert isinstance(method, AttnScale)
         method.scope = scope = Scope(site.name)
+        if reader.library == "transformers":
+            # its classes do not agree on what a mask means
+            method.compared = set()
         site.module.register_forward_pre_hook(hooks.OpenScope(scope, reader), with_kwargs=True)
         site.module.register_forward_hook(hooks.CloseScope(scope))
     where = dict.fromkeys(report.plugged, "its attention map")
@@ -244,6 +254,8 @@ def _apply_to_blocks(
         built.append((plan, methods))
         report.plugged[path] = ", ".join(str(place) for place in plan.places.values())
         report.parameters += sum(p.numel() for p in methods.parameters())
+    if report.parameters:
+        refuse_distributed(model, [plan.block for plan, _ in built])
     for plan, methods in built:
         _install_in_block(plan, methods)
     return report

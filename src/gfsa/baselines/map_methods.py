@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gfsa.baselines.forward_state import FirstValues, Scope
+from gfsa.baselines.sight_check import Kind, kind_of, refusal_of_sight
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.checks import check_number
 from gfsa.operators import DenseOperator, Operator
@@ -66,12 +67,17 @@ class AttnScale(BaselineFilter):
         super().__init__(num_heads, zero, lr_multiplier)
         #: holds the layer's masks in each forward; None if the operator's masks are used
         self.scope: Scope | None = None
+        #: the kinds of masks that were compared with the layer's map; None if there is no need to
+        self.compared: set[Kind] | None = None
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         """``v`` of shape ``(B, H, N, D)`` to ``A·v + λ(A·v − M·v)``."""
         self.check_dropout_place()
+        sight = self._sight(operator)
+        if self.compared is not None and not torch.compiler.is_compiling():
+            self._compare(sight, operator, v)
         _, mixed = operator.powers(v, 1)
-        mean = repeat_heads(self._sight(operator).mean(v, mixed.shape[-2]), mixed)
+        mean = repeat_heads(sight.mean(v, mixed.shape[-2]), mixed)
         y = mixed + self._lambda() * (mixed - mean)
         return y.to(mixed.dtype)
 
@@ -87,6 +93,22 @@ class AttnScale(BaselineFilter):
     def _lambda(self) -> Tensor:
         assert self.theta is not None
         return (self.lr_multiplier * self.theta)[..., None]
+
+    def _compare(self, sight: Visibility, operator: Operator, v: Tensor) -> None:
+        """Raise if the masks that were read are not those of the map; once for each kind."""
+        assert self.scope is not None
+        assert self.compared is not None
+        kind = kind_of(sight)
+        if kind in self.compared:
+            return
+        refusal, decided = refusal_of_sight(sight, operator, v, self.training)
+        if refusal is not None:
+            raise ValueError(
+                f"the masks of {self.scope.name} cannot be read: {refusal}. "
+                "gfsa.baselines.remove(model), or leave the layer out with apply(..., layers=...)"
+            )
+        if decided:
+            self.compared.add(kind)
 
     def _sight(self, operator: Operator) -> Visibility:
         if self.scope is not None:

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from gfsa.models.attention import SoftmaxAttention
 from gfsa.operators.visibility import Visibility
 
+# by library: the arguments that its reader below reads, and those of cross-attention
+_OF_TORCH = {"attn_mask", "key_padding_mask", "src_key_padding_mask", "src_mask"}
 _KNOWN_MASKS = {
-    "attention_mask",
-    "attn_mask",
-    "key_padding_mask",
-    "mask",
-    "src_key_padding_mask",
-    "src_mask",
-    # concerns cross-attention only
-    "encoder_attention_mask",
+    "transformers": {"attention_mask", "mask", "encoder_attention_mask"},
+    "timm": {"attn_mask", "mask"},
+    "speechbrain": _OF_TORCH,
+    "gfsa.models": {"mask"},
+    "torch": _OF_TORCH,
 }
 
 # Swin's window masks have -100 where others have -inf
@@ -64,8 +63,9 @@ class Reader:
                 "nested tensors are not supported here; pad the batch and pass a padding mask "
                 "(nn.TransformerEncoder(..., enable_nested_tensor=False))"
             )
+        known = _KNOWN_MASKS[self.library]
         for name, value in given.items():
-            if "mask" in name and isinstance(value, Tensor) and name not in _KNOWN_MASKS:
+            if "mask" in name and isinstance(value, Tensor) and name not in known:
                 raise TypeError(
                     f"{type(self.attention).__name__} is called with a mask {name}, which cannot "
                     "be read: the method would include tokens that it hides"
@@ -94,10 +94,12 @@ def library_of(module: nn.Module) -> str:
 
 
 def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
-    mask = given.get("attention_mask")
+    # T5 and its relatives call it mask
+    mask = _first(given, "attention_mask", "mask")
+    own = _own_pairs(attention, given, mask)
     causal = bool(getattr(attention, "is_causal", False))
     if mask is None:
-        return Visibility.from_masks(causal=causal)
+        return Visibility.from_masks(own, causal=causal)
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"an attention mask of type {type(mask).__name__} cannot be read; use "
@@ -105,16 +107,38 @@ def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibi
         )
     if mask.dim() == 2:
         # flash attention's mask contains padding only
-        return Visibility.from_masks(keys=mask.bool(), causal=causal)
-    return Visibility.from_masks(mask)
+        return Visibility.from_masks(own, keys=mask.bool(), causal=causal)
+    if mask.dim() == 3:
+        mask = _of_windows(mask, next(iter(given.values())))
+    seen = Visibility.from_masks(mask)
+    return seen if own is None or seen.mask is None else Visibility.from_masks(seen.mask & own)
+
+
+def _of_windows(mask: Tensor, windows: Tensor) -> Tensor:
+    """Swin's masks, one for each window of an image, repeated for each image."""
+    visible = mask > _SWIN_HIDES_BELOW if mask.is_floating_point() else mask.bool()
+    return visible.repeat(len(windows) // len(mask), 1, 1)
+
+
+def _own_pairs(attention: Any, given: Mapping[str, Any], mask: Tensor | None) -> Tensor | None:
+    """Which pairs a module hides by a buffer of its own (OpenAI GPT, ImageGPT, GPT-Neo), if any.
+
+    Such a module adds it to the mask that it is given.
+    """
+    own = dict(attention.named_buffers(recurse=False)).get("bias")
+    length = next(iter(given.values())).shape[-2]
+    if own is None or own.dim() != 4 or own.shape[-1] != own.shape[-2]:
+        return None
+    if mask is not None and mask.shape[-1] != length:
+        # the rows of the newest tokens; the mask that comes with a cache is whole
+        return None
+    return own[..., :length, :length].bool()
 
 
 def _timm(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibility:
     windows = given.get("mask")
     if windows is not None:
-        # one mask per window of an image, repeated for each image
-        images = len(given["x"]) // len(windows)
-        return Visibility.from_masks((windows > _SWIN_HIDES_BELOW).repeat(images, 1, 1))
+        return Visibility.from_masks(_of_windows(windows, given["x"]))
     return Visibility.from_masks(given.get("attn_mask"), causal=bool(given.get("is_causal", False)))
 
 

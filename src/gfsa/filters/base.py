@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters.checks import check_multiplier, check_order, check_positive_int
+from gfsa.filters.checks import (
+    check_multiplier,
+    check_order,
+    check_positive_int,
+    check_size,
+)
 from gfsa.operators import Coefficients, DenseOperator, Operator
 from gfsa.operators.base import value_of
 from gfsa.operators.call import DropoutPlace, check_dropout_place
@@ -30,6 +35,23 @@ def _depth(cls: type, name: str) -> int:
 def _own_coefficients(self: GraphFilter) -> Tensor:
     """``polynomial_coefficients`` of a filter that overrides ``coefficients``."""
     return self.coefficients()
+
+
+_MOST_DESCRIPTION = 2**22
+
+# names of the library's own filters, which files use for them
+_LIBRARY_KINDS: set[str] = set()
+
+
+def _is_of_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "gfsa"
+
+
+def kind_of(cls: type[GraphFilter]) -> str:
+    """The name of a filter class in files; a class of the user's never has that of one of ours."""
+    if _is_of_library(cls) or cls.__name__ not in _LIBRARY_KINDS:
+        return cls.__name__
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class GraphFilter(nn.Module):
@@ -87,20 +109,27 @@ class GraphFilter(nn.Module):
         if basis is None:
             basis = base.new_zeros(0, base.shape[-1])
         learned = len(basis)
+        check_size(num_heads, 1, base.shape[-1])
         if theta is None:
             theta = base.new_zeros(learned)
         # exact copies that neither .half() rounds nor device="meta" empties; the buffers and the
         # parameter, on torch's default device as in any module, are made from them
-        self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
-        self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
-        self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
-        self.basis_is_diagonal = _is_diagonal(self._exact_basis)
-        # torch 2.6's get_default_device does not see `with torch.device(…)`; a new tensor does
-        device = torch.empty(0).device
-        self.register_buffer("base", self._exact_base.to(device, torch.float32), persistent=False)
-        self.register_buffer("basis", self._exact_basis.to(device, torch.float32), persistent=False)
-        start = self._start.to(device, torch.float32)
-        self.register_parameter("theta", nn.Parameter(start) if learned else None)
+        # never as inference tensors, which could not be trained afterwards
+        with torch.inference_mode(False):
+            self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
+            self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
+            self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
+            _check_finite(self._exact_base, self._exact_basis, self._start)
+            self.basis_is_diagonal = _is_diagonal(self._exact_basis)
+            # torch 2.6's get_default_device does not see `with torch.device(…)`; a new tensor does
+            device = torch.empty(0).device
+            base, basis, start = (
+                exact.to(device, torch.float32)
+                for exact in (self._exact_base, self._exact_basis, self._start)
+            )
+            self.register_buffer("base", base, persistent=False)
+            self.register_buffer("basis", basis, persistent=False)
+            self.register_parameter("theta", nn.Parameter(start) if learned else None)
 
     @property
     def degree(self) -> int:
@@ -109,6 +138,8 @@ class GraphFilter(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if _is_of_library(cls):
+            _LIBRARY_KINDS.add(cls.__name__)
         # of the two methods the one that is overridden last in the class hierarchy holds
         if _depth(cls, "coefficients") < _depth(cls, "polynomial_coefficients"):
             cls.polynomial_coefficients = _own_coefficients  # type: ignore[method-assign]
@@ -148,9 +179,10 @@ class GraphFilter(nn.Module):
 
     def fold(self) -> Polynomial:
         """The same polynomial as a plain :class:`Polynomial`, each coefficient free to learn."""
-        coefficients = self.coefficients().detach()
-        folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
-        folded.set_coefficients(coefficients)
+        with torch.inference_mode(False):
+            coefficients = self.coefficients().detach()
+            folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
+            folded.set_coefficients(coefficients)
         folded.dropout_after = self.dropout_after
         return folded
 
@@ -161,7 +193,7 @@ class GraphFilter(nn.Module):
     def describe(self) -> dict[str, Any]:
         """What this filter is, as plain data."""
         return {
-            "kind": type(self).__name__,
+            "kind": kind_of(type(self)),
             "arguments": self.config(),
             "dropout_after": self.dropout_after,
         }
@@ -185,21 +217,37 @@ class GraphFilter(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # module.half(), .to(), .to_empty() … call this: the constants keep full precision on any
         # device (float64 only if the model is in float64)
+        had_no_values = self.theta is not None and self.theta.device.type == "meta"
         super()._apply(fn, recurse)
         dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         self._place_constants(self.base.device, dtype)
+        if had_no_values:
+            # to_empty() leaves memory as it was found
+            self.reset_parameters()
         return self
 
     def _place_constants(self, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "meta":
-            self.base = self._exact_base.to(device, dtype)
-            self.basis = self._exact_basis.to(device, dtype)
+            # inference tensors cannot be used in training, which may follow
+            with torch.inference_mode(False):
+                self.base = self._exact_base.to(device, dtype)
+                self.basis = self._exact_basis.to(device, dtype)
 
     def reset_parameters(self) -> None:
         """Set θ back to its initial value; deferred initialisation calls this."""
-        if self.theta is not None:
-            with torch.no_grad():
-                self.theta.copy_(self._start)
+        if self.theta is None or self.theta.device.type == "meta":
+            return
+        start = self._start.to(self.theta.device, self.theta.dtype)
+        if hasattr(self.theta, "device_mesh"):
+            from torch.distributed.tensor import DTensor, distribute_tensor
+
+            assert isinstance(self.theta, DTensor)
+            # every process has all of it: nothing is sent
+            start = distribute_tensor(
+                start, self.theta.device_mesh, self.theta.placements, src_data_rank=None
+            )
+        with torch.no_grad():
+            self.theta.copy_(start)
 
     def extra_repr(self) -> str:
         arguments = [str(self.num_heads)]
@@ -250,6 +298,11 @@ def polynomial(*coefficients: float) -> Tensor:
 
 def read_description(state: Tensor) -> dict[str, Any]:
     """A filter's description from the bytes that a checkpoint keeps."""
+    if state.numel() > _MOST_DESCRIPTION:
+        raise ValueError(
+            f"the description of a filter has {state.numel()} bytes; more than {_MOST_DESCRIPTION} "
+            "are refused"
+        )
     try:
         description = json.loads(bytes(state.tolist()))
     except (TypeError, ValueError, RecursionError) as error:
@@ -259,10 +312,20 @@ def read_description(state: Tensor) -> dict[str, Any]:
     return description
 
 
+def _check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:
+    """Refuse numbers that are finite, but not in the precision that a filter computes in."""
+    for name, tensor in {"coefficients": base, "learned polynomials": basis, "θ": theta}.items():
+        if not bool(tensor.float().isfinite().all()):
+            largest = tensor.abs().max().item()
+            raise ValueError(
+                f"the initial {name} of a filter must be finite in float32, got {largest:g}"
+            )
+
+
 def _is_diagonal(basis: Tensor) -> bool:
     learned, powers = basis.shape
     return learned == powers and bool((basis == basis.diagonal().diag()).all())
 
 
 def monomial(k: int, degree: int) -> Tensor:
-    return torch.eye(degree + 1, dtype=torch.float64, device="cpu")[k]
+    return polynomial(*(float(power == k) for power in range(degree + 1)))

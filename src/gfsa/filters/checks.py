@@ -8,7 +8,8 @@ from typing import Any
 # limits far above any use: a filter from a file must not be able to allocate all memory
 _MOST_HEADS = 65536
 _MOST_POWERS = 1000
-_LARGEST = 1e30
+_MOST_COEFFICIENTS = 2**22
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 def check_positive_int(name: str, value: Any) -> None:
@@ -36,9 +37,29 @@ def _check_integer(name: str, value: Any, least: int, most: int, otherwise: str 
         )
 
 
+def check_size(num_heads: int, learned: int, powers: int) -> None:
+    """Refuse a filter whose tables would take more memory than any model needs.
+
+    Args:
+        num_heads: heads with a row each.
+        learned: rows of a table that each head has; 1 for a single polynomial.
+        powers: coefficients in a row.
+    """
+    if num_heads * learned * powers > _MOST_COEFFICIENTS:
+        raise ValueError(
+            f"a filter of degree {powers - 1} for {num_heads} heads would have tables of "
+            f"{num_heads * learned * powers} coefficients; at most {_MOST_COEFFICIENTS} are allowed"
+        )
+
+
 def check_multiplier(value: Any) -> None:
     if not isinstance(value, (int, float)) or not 0 < value <= _LARGEST:
         raise ValueError(f"lr_multiplier must be a positive number, got {value!r:.40}")
+    if value < _SMALLEST:
+        raise ValueError(
+            f"lr_multiplier must be at least {_SMALLEST}, because float32 rounds smaller steps to "
+            f"zero; got {value!r:.40}"
+        )
 
 
 def check_number(

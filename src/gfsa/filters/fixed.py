@@ -35,7 +35,7 @@ class PageRank(GraphFilter):
         check_positive_int("num_heads", num_heads)
         check_order("hops", hops, least=1)
         if not 0.0 <= alpha <= 1.0:
-            raise ValueError(f"alpha is a probability, expected 0 ≤ alpha ≤ 1, got {alpha!r}")
+            raise ValueError(f"alpha is a probability, expected 0 ≤ alpha ≤ 1, got {alpha!r:.80}")
         self_returns = [alpha * (1 - alpha) ** k for k in range(hops)]
         super().__init__(num_heads, polynomial(*self_returns, (1 - alpha) ** hops))
         self.alpha = float(alpha)

@@ -55,13 +55,13 @@ class GFSA(GraphFilter):
             check_order("K", K, least=2, otherwise=", or None for w0·I + w1·A alone")
         check_multiplier(lr_multiplier)
         if power not in ("extrapolated", "exact"):
-            raise ValueError(f"power must be 'extrapolated' or 'exact', got {power!r}")
+            raise ValueError(f"power must be 'extrapolated' or 'exact', got {power!r:.80}")
         given = {"w0": w0, "w1": w1, "wK": wK}
         values = {name: _per_head(name, value, num_heads) for name, value in given.items()}
         learn = _in_order(learn)
         if K is None:
             if bool(values["wK"].any()):
-                raise ValueError(f"K=None leaves no high-order term, but wK={wK!r} was given")
+                raise ValueError(f"K=None leaves no high-order term, but wK={wK!r:.80} was given")
             if "wK" in learn and learn != NAMES:
                 raise ValueError(f"K=None leaves no wK to learn, but learn={learn!r}")
             learn = tuple(name for name in learn if name != "wK")
@@ -114,7 +114,7 @@ def _in_order(learn: Any) -> tuple[str, ...]:
     names = (learn,) if isinstance(learn, str) else learn
     names = tuple(names) if isinstance(names, Iterable) else (names,)
     if any(name not in NAMES for name in names) or len(set(names)) != len(names):
-        raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r}")
+        raise ValueError(f"learn takes each of {NAMES} at most once, got {learn!r:.80}")
     return tuple(name for name in NAMES if name in names)
 
 
@@ -141,7 +141,7 @@ def _per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tens
             f"got shape {tuple(numbers.shape)}"
         )
     if not bool(numbers.isfinite().all()):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+        raise ValueError(f"{name} must be finite, got {value!r:.80}")
     return numbers.expand(num_heads).clone()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gfsa.filters.base import Polynomial
+from gfsa.filters.checks import check_order, check_positive_int, check_size
 from gfsa.operators import Operator
 from gfsa.operators.base import columns_of, runs_of, take_heads
 
@@ -30,21 +32,26 @@ class PartialPolynomial(Polynomial):
     def __init__(
         self, num_heads: int, degree: int, high: Sequence[int], lr_multiplier: float = 1.0
     ) -> None:
+        check_positive_int("num_heads", num_heads)
+        check_order("degree", degree, least=0)
+        # the basis of a pruned filter differs from head to head
+        check_size(num_heads, degree + 1, degree + 1)
         super().__init__(num_heads, degree, lr_multiplier)
         self.high = list(high)
         if not all(type(head) is int for head in self.high):
             raise TypeError(f"high must be a list of heads, numbers from 0, got {high!r:.80}")
-        in_order = self.high == [head for head in range(num_heads) if head in self.high]
+        in_order = all(low < up for low, up in pairwise([-1, *self.high, num_heads]))
         if degree < 2 or not self.high or not in_order:
             raise ValueError(
                 f"expected a degree of at least 2 and heads among 0 … {num_heads - 1} in order, "
-                f"got degree={degree} and high={self.high!r}"
+                f"got degree={degree} and high={self.high!r:.80}"
             )
         # the learned numbers that low heads do not use multiply zeros, so they are not trained
-        kept = torch.zeros(num_heads, 1, degree + 1, dtype=torch.float64, device="cpu")
-        kept[:, :, :2] = kept[self.high] = 1.0
-        self._exact_basis = self._exact_basis * kept
-        self.basis = self._exact_basis.to(self.basis.device, self.basis.dtype)
+        with torch.inference_mode(False):
+            kept = torch.zeros(num_heads, 1, degree + 1, dtype=torch.float64, device="cpu")
+            kept[:, :, :2] = kept[self.high] = 1.0
+            self._exact_basis = self._exact_basis * kept
+        self._place_constants(self.basis.device, self.basis.dtype)
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         some = operator.second_pass(self.high)

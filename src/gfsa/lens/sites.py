@@ -10,6 +10,7 @@ from torch import nn
 from gfsa.filters import GFSA
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.registry import Unknown
+from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import Site, accepting_sites, plugged_sites, sites
 
 
@@ -28,11 +29,11 @@ def plugged_everywhere(
     accepting = accepting_sites(model, found)
     refusals = {name: site.refusal for name, site in found.items() if site.refusal is not None}
     bare = {name: site for name, site in accepting.items() if not site.is_plugged}
-    install(model, [(site, _ordinary_attention(site.num_heads)) for site in bare.values()])
-    plugged = plugged_sites(model)
-    try:
+    # also if Ctrl-C comes while the filters are removed
+    with all_or_nothing(model):
+        install(model, [(site, _ordinary_attention(site.num_heads)) for site in bare.values()])
+        plugged = plugged_sites(model)
         yield plugged, set(bare), refusals
-    finally:
         uninstall(model, [plugged[name] for name in bare])
 
 

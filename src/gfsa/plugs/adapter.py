@@ -17,7 +17,16 @@ from gfsa.plugs.cross_attention import Owners
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
 
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
+HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "heads",
+    "nhead",
+    "num_head",
+    "attention_heads",
+)
 """Attribute names under which libraries keep the number of heads."""
 
 
@@ -51,7 +60,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def install(self, module: nn.Module) -> None:
-        """Make the module's forward call ``module.gfsa``, which is already there."""
+        """Make the module's forward call ``module.gfsa``, which is already there.
+
+        If this raises, gfsa puts back the class, the attributes, the children and the hooks of
+        every module of the model.
+        """
 
     @abstractmethod
     def remove(self, module: nn.Module) -> None:
@@ -99,6 +112,9 @@ class SwapClass(Adapter):
         return self._heads(module)
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
+        replaced = refusal_of_own_forward(module)
+        if replaced is not None:
+            return replaced
         if not issubclass(self.filtered, type(module)):
             return (
                 f"{type(module).__name__} is a subclass with a forward of its own that "
@@ -112,6 +128,26 @@ class SwapClass(Adapter):
 
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop("_gfsa_class")
+
+
+def refusal_of_own_forward(module: nn.Module) -> str | None:
+    """Why another class would not change what this instance computes, or None if it would."""
+    if "forward" not in module.__dict__ or has_bound_forward(module):
+        return None
+    return (
+        f"this {type(module).__name__} has a forward of its own, which the forward of a class does "
+        "not replace (accelerate's hooks set one): plug first, then offload or dispatch the model"
+    )
+
+
+def has_bound_forward(module: nn.Module) -> bool:
+    """Whether the instance has its class's own forward as an attribute.
+
+    accelerate leaves that behind when its hooks are removed. It changes nothing, until the module
+    gets another class.
+    """
+    own: Any = module.__dict__.get("forward")
+    return getattr(own, "__func__", None) is type(module).forward and own.__self__ is module
 
 
 def names_in_forward(cls: Any) -> str:

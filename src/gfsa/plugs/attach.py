@@ -2,52 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from gfsa.filters import GraphFilter
-from gfsa.plugs.adapter import CHILD
+from gfsa.plugs.adapter import CHILD, has_bound_forward
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
 from gfsa.plugs.cross_attention import forget_tokens
+from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import ADAPTER, Site
 
 
 def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> None:
-    """Attach each filter to its site of ``model``; the next forward checks that all are called."""
-    for site, filter in planned:
-        attach(site, filter)
-    notify_adapters(model, [site for site, _ in planned])
-    watch_first_forward(model, {site.name: (site.module, filter) for site, filter in planned})
+    """Attach each filter to its site of ``model``; the next forward checks that all are called.
+
+    If anything raises, Ctrl-C included, the model is as it was.
+    """
+    _refuse_offloaded_whole(model, [site for site, _ in planned])
+    with all_or_nothing(model):
+        for site, filter in planned:
+            attach(site, filter)
+        notify_adapters(model, [site for site, _ in planned])
+        watch_first_forward(model, {site.name: (site.module, filter) for site, filter in planned})
 
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
-    """Detach the filters of these sites of ``model``."""
-    for site in plugged:
-        detach(site)
-    notify_adapters(model, plugged)
+    """Detach the filters of these sites of ``model``: all of them, or none if anything raises."""
+    refuse_replaced_forward(plugged)
+    with all_or_nothing(model):
+        for site in plugged:
+            detach(site)
+        notify_adapters(model, plugged)
 
 
 def attach(site: Site, filter: GraphFilter) -> None:
     """Make ``filter`` the filter of one site, on the module's device."""
     module = site.module
-    double = any(p.dtype == torch.float64 for p in module.parameters())
-    # filters stay in float32 in a half-precision model, where small optimiser steps would be lost
-    filter = filter.to(device=_device_of(module), dtype=torch.float64 if double else None)
+    device = device_of(module) or torch.get_default_device()
+    # parameters that are created in inference mode could never be trained
+    with torch.inference_mode(False):
+        filter = filter.to(device=device, dtype=dtype_for(module))
     filter.train(module.training)
     module.add_module(CHILD, filter)
     module.__dict__[ADAPTER] = site.adapter
+    if has_bound_forward(module):
+        del module.__dict__["forward"]
     site.adapter.install(module)
 
 
 def detach(site: Site) -> None:
     """Remove the filter of one site."""
     stop_checking(site.filter)
+    if has_bound_forward(site.module):
+        del site.module.__dict__["forward"]
     site.adapter.remove(site.module)
     delattr(site.module, CHILD)
     del site.module.__dict__[ADAPTER]
     forget_tokens(site.module)
+
+
+def refuse_replaced_forward(plugged: Iterable[Site]) -> None:
+    """Raise if an instance has a forward that would call its filter after that is removed."""
+    for site in plugged:
+        module = site.module
+        # only plugging that gives the module another class gives it another forward
+        if "_gfsa_class" not in module.__dict__ or has_bound_forward(module):
+            continue
+        own = module.__dict__.get("forward")
+        if own is not None and _calls(own, type(module).forward):
+            raise ValueError(
+                f"the forward of {site.name} was wrapped after it was plugged (accelerate's hooks "
+                "do that), and would still call the filter. Remove the wrapper first (for "
+                "accelerate: remove_hook_from_module(model, recurse=True))"
+            )
+
+
+def _calls(wrapper: Any, forward: Any) -> bool:
+    """Whether a wrapped function is the bound method of ``forward``."""
+    return getattr(inspect.unwrap(wrapper), "__func__", None) is forward
 
 
 def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:
@@ -56,10 +92,49 @@ def notify_adapters(model: nn.Module, changed: Iterable[Site]) -> None:
         adapter.mark(model)
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    """The device the module computes on; accelerate may have offloaded its weights elsewhere."""
-    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    if execution_device is not None:
-        return torch.device(execution_device)
+def dtype_for(module: nn.Module) -> torch.dtype | None:
+    """The precision of a module's filter, None for the filter's own.
+
+    Filters stay in float32 in a half-precision model, where small optimiser steps would be lost.
+    """
+    double = any(p.dtype == torch.float64 for p in module.parameters())
+    return torch.float64 if double else None
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """The device the module computes on, None if it has no tensors.
+
+    accelerate may have offloaded the weights, or those of a part of the module only: then they are
+    on the meta device, and its hooks know where the module computes.
+    """
+    for part in module.modules():
+        for hook in _accelerate_hooks(getattr(part, "_hf_hook", None)):
+            execution_device = getattr(hook, "execution_device", None)
+            if execution_device is not None:
+                return torch.device(execution_device)
     tensor = next((x for x in (*module.parameters(), *module.buffers())), None)
     return None if tensor is None else tensor.device
+
+
+def _refuse_offloaded_whole(model: nn.Module, planned: Iterable[Site]) -> None:
+    """Raise if accelerate offloads a block as a whole, by a list of weights that it made before."""
+    offloaded = [
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        for hook in _accelerate_hooks(getattr(module, "_hf_hook", None))
+        if getattr(hook, "offload", False) and getattr(hook, "place_submodules", False)
+    ]
+    for site in planned:
+        if f"{site.name}.".startswith(tuple(offloaded)):
+            raise ValueError(
+                f"accelerate offloads the block around {site.name} as a whole "
+                "(preload_module_classes) and would not find the weights of the filter: plug "
+                "first, then offload"
+            )
+
+
+def _accelerate_hooks(hook: Any) -> Iterator[Any]:
+    """The hooks in an accelerate hook, which may be a sequence of them."""
+    yield hook
+    for inner in getattr(hook, "hooks", ()):
+        yield from _accelerate_hooks(inner)

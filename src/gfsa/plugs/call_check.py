@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -24,15 +25,20 @@ class CallCheck:
     At the end of a forward, a layer that ran without calling its filter raises an error that names
     it. So does, in evaluation, a layer that did not run although the block around it did. A layer
     whose block did not run stays under check: training may drop layers, and an input without images
-    does not reach a vision tower.
+    does not reach a vision tower. Events of a forward that raised, or of another thread, do not
+    count.
     """
 
     def __init__(
         self, model: nn.Module, plugged: Mapping[str, tuple[nn.Module, GraphFilter]]
     ) -> None:
-        self.events: dict[str, set[Event]] = {name: set() for name in plugged}
+        # with the thread in which each event was: another thread may be in the middle of a forward
+        self.events: dict[str, set[tuple[int, Event]]] = {name: set() for name in plugged}
         self.handles: dict[str, list[RemovableHandle]] = {}
-        self.last = model.register_forward_hook(self._check)
+        self.around = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._check),
+        ]
         for name, (module, filter) in plugged.items():
             self.handles[name] = [
                 filter.register_forward_hook(_CallHook(self, name, "called")),
@@ -45,7 +51,7 @@ class CallCheck:
             self.forget(name)
         else:
             # another thread may have called the filter and removed the name in the meantime
-            self.events.get(name, set()).add(event)
+            self.events.get(name, set()).add((threading.get_ident(), event))
 
     def forget(self, name: str) -> None:
         """Stop checking a layer: its filter was called, or detached."""
@@ -53,7 +59,37 @@ class CallCheck:
         for handle in self.handles.pop(name, ()):
             handle.remove()
         if not self.events:
-            self.last.remove()
+            self._end()
+
+    def state(self) -> tuple[dict[str, set[tuple[int, Event]]], dict[str, list[RemovableHandle]]]:
+        """What :meth:`set_state` needs to continue the check from here."""
+        return {name: set(events) for name, events in self.events.items()}, dict(self.handles)
+
+    def set_state(
+        self,
+        state: tuple[dict[str, set[tuple[int, Event]]], dict[str, list[RemovableHandle]]],
+    ) -> None:
+        """Go back to an earlier state; the hooks of the model are restored by the caller."""
+        self.events, self.handles = state
+
+    def _end(self) -> None:
+        for handle in self.around:
+            handle.remove()
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        # an earlier forward of this thread may have raised before its check
+        if not torch.compiler.is_compiling():
+            self._take_events()
+
+    def _take_events(self) -> dict[str, set[Event]]:
+        """The events of this thread by layer, which are deleted."""
+        thread = threading.get_ident()
+        taken = {}
+        for name, events in list(self.events.items()):
+            own = {(number, event) for number, event in list(events) if number == thread}
+            events -= own
+            taken[name] = {event for _, event in own}
+        return taken
 
     def _check(self, model: nn.Module, args: Any, output: Any) -> None:
         # while a graph is traced nothing runs, so nothing can be concluded
@@ -64,11 +100,8 @@ class CallCheck:
             return
         # in training a block may skip its attention on purpose (stochastic depth)
         proof = "ran" if model.training else "reached"
-        missing = [
-            name for name, events in list(self.events.items()) if "ran" in events or proof in events
-        ]
-        for events in list(self.events.values()):
-            events.clear()
+        events = self._take_events()
+        missing = [name for name in events if "ran" in events[name] or proof in events[name]]
         if missing:
             raise FilterNotCalledError(
                 f"the model ran without calling the filter of {', '.join(missing)}: its attention "
@@ -81,7 +114,7 @@ class CallCheck:
 
         Removing them would change the compiled code, and the next forward would compile again.
         """
-        self.last.remove()
+        self._end()
         for name in list(self.events):
             if any(part == "" or f"{name}.".startswith(f"{part}.") for part in compiled):
                 del self.events[name]
@@ -123,6 +156,13 @@ def stop_checking(filter: GraphFilter) -> None:
     for hook in list(filter._forward_hooks.values()):
         if isinstance(hook, _CallHook) and hook.check is not None:
             hook.check.forget(hook.name)
+
+
+def checks_of(model: nn.Module) -> list[CallCheck]:
+    """The checks that have not ended, of filters in this model."""
+    hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
+    found = {h.check for h in hooks if isinstance(h, _CallHook) and h.check is not None}
+    return list(found)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,26 +13,32 @@ from torch import Tensor, nn
 from gfsa import filters as filter_kinds
 from gfsa._version import __version__
 from gfsa.filters import GraphFilter
+from gfsa.filters.base import kind_of
 from gfsa.filters.partial import PartialPolynomial
-from gfsa.plugs.attach import install
-from gfsa.plugs.sites import Site, is_sharded, plugged_sites, refuse_sharded, sites
+from gfsa.operators.call import check_dropout_place
+from gfsa.plugs.attach import device_of, dtype_for, install
+from gfsa.plugs.backbone import canonical_name, check_depths, depths_of, fingerprint_of, some_of
+from gfsa.plugs.filter_files import DIGEST, FilterFiles, write_files
+from gfsa.plugs.parallel import refuse_distributed
+from gfsa.plugs.partitioned import gathered
+from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.sites import (
+    Site,
+    check_model,
+    is_sharded,
+    plugged_sites,
+    refuse_sharded,
+    sites,
+)
+from gfsa.plugs.tracing.adapter import TracerAdapter
 
 FORMAT = 1
 EXTRA = "_extra_state"
-TENSORS = "filters.safetensors"
-DESCRIPTION = "filters.json"
+TRACED = "traced"
 
-# filters are a few numbers per head: a larger file is not one of ours
-_MAX_TENSORS = 64 * 2**20
-_MAX_DESCRIPTION = 4 * 2**20
+# all filters of a file together: far above any use, and little memory
+_MOST_COEFFICIENTS = 2**22
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WRAPPERS_ANYWHERE = (
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "base_layer",
-)
-_WRAPPERS_IN_FRONT = ("module.", "base_model.model.")
 _KINDS = {
     kind.__name__: kind
     for kind in (
@@ -54,7 +56,8 @@ def save(model: nn.Module, path: str | Path) -> None:
     """Write the model's filters, and nothing else of the model, into the folder ``path``.
 
     A few kB: ``filters.safetensors`` holds the learned numbers, ``filters.json`` the kind of each
-    filter, the layer it belongs to, and the class and shapes of that layer.
+    filter, the layer it belongs to, the class and shapes of that layer, and a digest of both files.
+    Until both are complete on the disk, an earlier save in the folder stays as it is.
 
     If the model is sharded over processes, every process has to call this: the filters are
     gathered, and the first process writes them.
@@ -64,36 +67,43 @@ def save(model: nn.Module, path: str | Path) -> None:
         raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
     plugged = plugged_sites(model)
     for name, site in plugged.items():
-        kind = type(site.filter).__name__
-        if kind not in _KINDS:
+        kind = type(site.filter)
+        if _KINDS.get(kind.__name__) is not kind:
             raise ValueError(
-                f"the filter of {name} is a {kind}, which gfsa.load cannot build: it builds "
-                f"{', '.join(_KINDS)}. Save its state_dict yourself, or plug filter.fold()"
+                f"the filter of {name} is a {kind_of(kind)}, which gfsa.load cannot build: it "
+                f"builds {', '.join(_KINDS)}. Save its state_dict yourself, or plug filter.fold()"
             )
-    from safetensors.torch import save_file
-
-    tensors = {
-        f"{canonical_name(model, name)}.{key}": _gathered(value).detach().cpu().contiguous()
-        for name, site in plugged.items()
-        for key, value in _numbers(site.filter).items()
-    }
+    if len(description["filters"]) != len(plugged):
+        raise ValueError(
+            f"{some_of(plugged)} have the same names without the prefixes of wrappers and task "
+            "models; save the filters of each part on its own"
+        )
+    with gathered(p for site in plugged.values() for p in site.filter.parameters()):
+        tensors = {
+            f"{canonical_name(model, name)}.{key}": _values(value, f"{name}.{key}")
+            for name, site in plugged.items()
+            for key, value in _numbers(site.filter).items()
+        }
     if any(is_sharded(site) for site in plugged.values()) and torch.distributed.get_rank() != 0:
         return
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    from safetensors.torch import save as serialise
+
+    write_files(Path(path), description, serialise(tensors, metadata={"format": "pt"}))
 
 
 def load(model: nn.Module, path: str | Path) -> None:
     """Put the filters saved in the folder ``path`` into ``model``, plugging it where needed.
 
-    Layers, kinds, head counts, shapes and values are checked first; if anything does not fit, an
-    error says what, and the model is unchanged.
+    Layers, kinds, head counts, shapes and values are checked first. If anything does not fit, an
+    error says what; whatever is raised, by Ctrl-C too, the model is unchanged.
     """
+    check_model(model)
     folder = Path(path)
-    description = _read_description(folder / DESCRIPTION)
-    restore(model, description, _read_tensors(folder / TENSORS), source=str(folder))
+    source = str(folder)
+    with FilterFiles(folder) as files:
+        plans = _plan(model, files.description(), source)
+        tensors = files.tensors(_most_bytes(plans))
+    _put(model, plans, tensors, source)
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -104,10 +114,15 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "gfsa": __version__,
         "model": type(model).__name__,
         "filters": {
-            names[name]: {**site.filter.describe(), "backbone": _fingerprint(site.module)}
+            names[name]: {
+                **site.filter.describe(),
+                "backbone": fingerprint_of(site.module),
+                # gfsa.load traces only layers that were traced when they were saved
+                **({TRACED: True} if isinstance(site.adapter, TracerAdapter) else {}),
+            }
             for name, site in plugged_sites(model).items()
         },
-        "layers": _depths(model, names.values()),
+        "layers": depths_of(model, names.values()),
     }
 
 
@@ -115,44 +130,95 @@ def restore(
     model: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str
 ) -> None:
     """Give ``model`` the filters of ``description`` with the numbers in ``tensors``."""
-    plans = _plan(model, description, source)
+    _put(model, _plan(model, description, source), tensors, source)
+
+
+def _put(model: nn.Module, plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:
+    """Give every planned site its filter: checked outside of the model, then all or nothing."""
     _check_tensors(plans, tensors, source)
     plugged = plugged_sites(model)
     refuse_sharded(plugged, "load filters")
     if plugged and set(plugged) != {plan.site.name for plan in plans}:
         raise ValueError(
-            f"the model is plugged in layers {_some(plugged)}, but {source} has filters for "
-            f"{_some([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
+            f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
+            f"{some_of([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
         )
-    if not plugged:
-        install(model, [(plan.site, plan.filter) for plan in plans])
     for plan in plans:
-        # a filter that is plugged already keeps its device and precision
-        target = plan.site.filter if plugged else plan.filter
-        numbers = {key: tensors[f"{plan.saved}.{key}"] for key in _numbers(target)}
-        target.load_state_dict({**numbers, **_extra(plan.filter)})
+        _fill(plan, tensors, source)
+    if not plugged:
+        if any(list(plan.filter.parameters()) for plan in plans):
+            refuse_distributed(model, [plan.site.module for plan in plans])
+        install(model, [(plan.site, plan.filter) for plan in plans])
+        return
+    # a filter that is plugged already keeps its device and precision
+    targets = [plan.site.filter for plan in plans]
+    with all_or_nothing(model, values=[p for target in targets for p in target.parameters()]):
+        for plan, target in zip(plans, targets, strict=True):
+            target.load_state_dict(plan.filter.state_dict())
+
+
+def _fill(plan: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Give the rebuilt filter its numbers, in the precision that it will have in the model."""
+    name, filter = plan.site.name, plan.filter
+    if plan.site.is_plugged:
+        current = plan.site.filter
+        place, dtype = current.base.device, current.base.dtype
+        if current.theta is not None:
+            place, dtype = current.theta.device, current.theta.dtype
+    else:
+        place = device_of(plan.site.module) or torch.get_default_device()
+        dtype = dtype_for(plan.site.module) or filter.base.dtype
+    if place.type == "meta":
+        raise ValueError(
+            f"{name} is on the meta device, where the numbers of {source} would be lost: give the "
+            "model its weights first, and load filters before accelerate offloads them"
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        filter.to(dtype=dtype)
+        for key, value in _numbers(filter).items():
+            value.copy_(tensors[f"{plan.saved}.{key}"])
+            _check_finite(value, f"{source}: {plan.saved}.{key}", f"in {value.dtype}")
+        if filter.is_polynomial:
+            _check_finite(filter.coefficients(), f"{source}: the filter of {name}", "as a sum")
+
+
+def _check_finite(tensor: Tensor, name: str, how: str) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{name} has values that are not finite {how}")
+
+
+def _values(value: Any, name: str) -> Tensor:
+    """A filter's tensor, whole, on the host."""
+    if value.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device and has no values to save: save the filters before "
+            "accelerate offloads them"
+        )
+    gathered: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    tensor = gathered.detach().cpu().contiguous()
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(
+            f"{name} has values that are not finite, which gfsa.load would refuse; an earlier save "
+            "is not overwritten with them"
+        )
+    return tensor
+
+
+def _most_bytes(plans: list[_Plan]) -> int:
+    """The largest file that the numbers of these filters can have, in float64."""
+    numbers = {
+        f"{plan.saved}.{key}": value.numel()
+        for plan in plans
+        for key, value in _numbers(plan.filter).items()
+    }
+    # a header with names, dtypes, shapes and offsets, and room for metadata
+    header = 2**16 + sum(6 * len(name) + 256 for name in numbers)
+    return header + 8 * sum(numbers.values())
 
 
 def _numbers(filter: GraphFilter) -> dict[str, Tensor]:
     """A filter's state without its description, which is saved as JSON."""
     return {key: value for key, value in filter.state_dict().items() if key != EXTRA}
-
-
-def _extra(filter: GraphFilter) -> dict[str, Tensor]:
-    return {key: value for key, value in filter.state_dict().items() if key == EXTRA}
-
-
-def canonical_name(model: nn.Module, name: str) -> str:
-    """A layer's name without the prefixes of wrappers and of task models.
-
-    transformers calls the same layer ``bert.encoder…`` in a classifier and ``encoder…`` in the
-    bare backbone; wrappers (compiled, distributed, peft) add prefixes of their own.
-    """
-    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS_ANYWHERE)
-    for wrapper in _WRAPPERS_IN_FRONT:
-        name = name.removeprefix(wrapper)
-    prefix = getattr(getattr(model, "module", model), "base_model_prefix", "")
-    return name.removeprefix(f"{prefix}.") if prefix else name
 
 
 @dataclass
@@ -167,47 +233,80 @@ class _Plan:
 
 
 def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list[_Plan]:
+    """Find the site of every described filter and rebuild the filters, within the model's sizes."""
     names = {canonical_name(model, name): name for name, _ in model.named_modules()}
-    found = sites(model, unknown="trace")
+    refusing, tracing = sites(model), sites(model, unknown="trace")
+    # files of older versions do not say which layers were traced
+    says_traced = DIGEST in description
+    by_saved_name: dict[str, list[str]] = {}
+    for name in tracing:
+        by_saved_name.setdefault(canonical_name(model, name), []).append(name)
     plans = []
+    room = _MOST_COEFFICIENTS
     for saved, entry in _entries(description, source).items():
         if saved not in names:
             raise ValueError(
-                f"{source} has a filter for the layer {saved!r}, which {type(model).__name__} "
-                f"does not have; it was saved from {description.get('model')!r}"
+                f"{source} has a filter for the layer {saved!r:.80}, which {type(model).__name__} "
+                f"does not have; it was saved from {description.get('model')!r:.80}"
             )
-        name = names[saved]
+        name, *others = by_saved_name.get(saved, [names[saved]])
+        if others:
+            raise ValueError(
+                f"{source} has a filter for {saved!r}, which both {name} and {others[0]} can be; "
+                "load the filters of each part on its own"
+            )
+        traced = entry.get(TRACED) is True or not says_traced
+        found = tracing if traced else refusing
         if name not in found or found[name].refusal:
             reason = found[name].refusal if name in found else "it is not attention"
             kind = type(model.get_submodule(name)).__name__
             raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
         site = found[name]
-        fingerprint = _fingerprint(site.module)
+        fingerprint = fingerprint_of(site.module)
         # a checkpoint of a whole model contains the backbone's weights, so it has no fingerprint
         if fingerprint != entry.get("backbone", fingerprint):
             raise ValueError(
                 f"{source} belongs to another backbone: {name} is {fingerprint}, the filter was "
-                f"saved from {entry['backbone']}"
+                f"saved from {entry['backbone']!r:.120}"
+            )
+        room -= _coefficients(entry, site.num_heads, name, source)
+        if room < 0:
+            raise ValueError(
+                f"{source} describes filters with more than {_MOST_COEFFICIENTS} coefficients, "
+                "which is refused: filters are a few numbers per head"
             )
         rebuilt = _rebuild(entry, name, source)
-        if rebuilt.num_heads != site.num_heads:
-            raise ValueError(
-                f"{source} has a filter for {rebuilt.num_heads} heads, {name} has {site.num_heads}"
-            )
         if site.is_plugged:
             _check_same_filter(site, rebuilt, source)
         plans.append(_Plan(site, saved, rebuilt))
-    _check_depths(model, description, [plan.saved for plan in plans], source)
+    check_depths(model, description, [plan.saved for plan in plans], source)
     return plans
+
+
+def _coefficients(entry: Mapping[str, Any], heads: int, name: str, source: str) -> int:
+    """How many coefficients the described filter would have in memory, before it is built.
+
+    The heads must be the model's. An order that is no integer is left to the filter to refuse.
+    """
+    kind, arguments = _kind_and_arguments(entry, name, source)
+    described = arguments.get("num_heads")
+    if type(described) is not int or described != heads:
+        raise ValueError(f"{source} has a filter for {described!r:.40} heads, {name} has {heads}")
+    exact = arguments.get("power") == "exact"
+    orders = [arguments.get("degree"), arguments.get("hops"), arguments.get("K") if exact else 2]
+    powers = 1 + max((order for order in orders if type(order) is int and order > 0), default=2)
+    learned = powers if issubclass(kind, filter_kinds.Polynomial) else 3
+    tables = heads if issubclass(kind, PartialPolynomial) else 1
+    return heads * powers + tables * learned * powers
 
 
 def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
     """Refuse to load a filter into a plugged one of another kind or with other settings."""
     current = site.filter
-    if type(current).__name__ != type(rebuilt).__name__:
+    if type(current) is not type(rebuilt):
         raise ValueError(
-            f"{site.name} is plugged with a {type(current).__name__}, {source} has a "
-            f"{type(rebuilt).__name__}; gfsa.unplug(model) first"
+            f"{site.name} is plugged with a {kind_of(type(current))}, {source} has a "
+            f"{kind_of(type(rebuilt))}; gfsa.unplug(model) first"
         )
     if current.config() != rebuilt.config():
         raise ValueError(
@@ -216,57 +315,14 @@ def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
         )
 
 
-def _depths(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
-    """How many layers each stack with a filter has, filtered or not: ``{"h.*.attn": 12}``."""
-    patterns = {_pattern(name) for name in plugged}
-    # a block that is shared by all depths has one name per depth
-    modules = model.named_modules(remove_duplicate=False)
-    names = {canonical_name(model, name) for name, _ in modules}
-    counts = Counter(_stack(name) for name in names if _pattern(name) in patterns)
-    return dict(sorted(counts.items()))
-
-
-def _pattern(name: str) -> str:
-    """A name with all its numbers replaced by ``*``."""
-    return re.sub(r"\b\d+\b", "*", name)
-
-
-def _stack(name: str) -> str:
-    """A name with its last number replaced: in a hierarchy every stage has a depth of its own."""
-    return re.sub(r"\b\d+\b(?!.*\b\d+\b)", "*", name)
-
-
-def _check_depths(
-    model: nn.Module, description: Mapping[str, Any], plugged: Iterable[str], source: str
-) -> None:
-    """Refuse a model of another depth, which may have all the layers that were saved."""
-    found = _depths(model, plugged)
-    # files of older versions do not contain it
-    saved = description.get("layers", found)
-    if saved != found:
-        raise ValueError(
-            f"{source} belongs to another backbone: {type(model).__name__} has "
-            f"{_counted(found, saved)}, the filters were saved from a {description.get('model')} "
-            f"with {_counted(saved, found)}"
-        )
-
-
-def _counted(stacks: Any, others: Any) -> str:
-    """The stacks whose depth differs from ``others``, with their depth."""
-    if not (isinstance(stacks, dict) and isinstance(others, dict)):
-        return repr(stacks)[:80]
-    differing = [stack for stack in stacks if stacks[stack] != others.get(stack)]
-    return _some(f"{stacks[stack]} layers {stack}" for stack in differing)
-
-
 def _entries(description: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
     if not isinstance(description, Mapping):
         raise ValueError(f"{source} describes no filters, got {type(description).__name__}")
-    if description.get("format") != FORMAT:
+    if type(description.get("format")) is not int or description["format"] != FORMAT:
         raise ValueError(
-            f"{source} has format {description.get('format')!r}, this version of gfsa "
+            f"{source} has format {description.get('format')!r:.40}, this version of gfsa "
             f"({__version__}) reads format {FORMAT}; it was written by gfsa "
-            f"{description.get('gfsa')!r}"
+            f"{description.get('gfsa')!r:.40}"
         )
     entries = description.get("filters")
     if not isinstance(entries, dict) or not entries:
@@ -277,18 +333,29 @@ def _entries(description: Mapping[str, Any], source: str) -> dict[str, dict[str,
     return entries
 
 
-def _rebuild(entry: Mapping[str, Any], name: str, source: str) -> GraphFilter:
+def _kind_and_arguments(
+    entry: Mapping[str, Any], name: str, source: str
+) -> tuple[type[GraphFilter], dict[str, Any]]:
     kind, arguments = entry.get("kind"), entry.get("arguments")
     if kind not in _KINDS or not isinstance(arguments, dict):
         raise ValueError(
-            f"{source}: the filter of {name} is a {kind!r}; known are {', '.join(_KINDS)}"
+            f"{source}: the filter of {name} is a {kind!r:.80}; known are {', '.join(_KINDS)}"
         )
+    return _KINDS[kind], arguments
+
+
+def _rebuild(entry: Mapping[str, Any], name: str, source: str) -> GraphFilter:
+    kind, arguments = _kind_and_arguments(entry, name, source)
     try:
-        rebuilt: GraphFilter = _KINDS[kind](**arguments)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source}: the filter of {name} cannot be built: {error}") from error
-    if entry.get("dropout_after") in ("attention", "filter"):
-        rebuilt.dropout_after = entry["dropout_after"]
+        # on the host and trainable, wherever load is called
+        with torch.device("cpu"), torch.inference_mode(False):
+            rebuilt = kind(**arguments)
+        # files of older versions may not contain it
+        rebuilt.dropout_after = check_dropout_place(entry.get("dropout_after", "attention"))
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"{source}: the filter of {name} cannot be built: {error!s:.300}"
+        ) from error
     return rebuilt
 
 
@@ -301,8 +368,8 @@ def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: st
     missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or extra:
         raise ValueError(
-            f"{source} and its description disagree: missing {_some(missing)}, "
-            f"not expected {_some(extra)}"
+            f"{source} and its description disagree: missing {some_of(missing)}, "
+            f"not expected {some_of(extra)}"
         )
     for name, wanted in expected.items():
         found = tensors[name]
@@ -311,62 +378,3 @@ def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: st
                 f"{source}: {name} should be floating point of shape {tuple(wanted.shape)}, "
                 f"got {found.dtype} of shape {tuple(found.shape)}"
             )
-        if not bool(torch.isfinite(found).all()):
-            raise ValueError(f"{source}: {name} has values that are not finite")
-
-
-def _fingerprint(module: nn.Module) -> dict[str, str]:
-    """A layer's class and a digest of its parameters' shapes, without those of its filter."""
-    kind = module.__dict__.get("_gfsa_class", type(module))
-    # peft keeps a layer that it adapts as base_layer, beside parameters of its own
-    adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
-    shapes = sorted(
-        (name.replace(".base_layer.", "."), tuple(p.shape))
-        for name, p in module.named_parameters()
-        if not name.startswith("gfsa.") and (".base_layer." in name or not name.startswith(adapted))
-    )
-    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
-    return {"class": kind.__name__, "shapes": digest}
-
-
-def _read_description(file: Path) -> dict[str, Any]:
-    _check_file(file, _MAX_DESCRIPTION)
-    try:
-        description = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(description, dict):
-        raise ValueError(f"{file} must be a JSON object that describes filters")
-    return description
-
-
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    _check_file(file, _MAX_TENSORS)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
-
-
-def _check_file(file: Path, limit: int) -> None:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; gfsa.save(model, {str(file.parent)!r})")
-    if file.stat().st_size > limit:
-        raise ValueError(
-            f"{file} has {file.stat().st_size} bytes; filters are a few numbers per head, more "
-            f"than {limit} is refused"
-        )
-
-
-def _gathered(tensor: Any) -> Tensor:
-    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered
-
-
-def _some(names: Any) -> str:
-    names = sorted(names)
-    shown = ", ".join(names[:3]) or "nothing"
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -12,16 +13,14 @@ Owners = Sequence[tuple[nn.Module, str]]
 
 REASON = "cross-attention has no powers: its queries and keys are different tokens"
 
-_ATTRIBUTES = {
-    "attn2",  # diffusers
-    "cross_attention",
-    "cross_attn",
-    "crossattention",
-    "enc_attn",
-    "encdecattention",
-    "encoder_attn",
-    "encoder_attention",
-}
+# attribute names of cross-attention: attn2 in diffusers, x_attn in Kosmos, text_cross_attn and
+# final_attn_token_to_image in the mask decoders of SAM
+_ATTRIBUTE = re.compile(
+    r"cross_?att(entio)?n|^(attn2|x_attn)$|^enc(oder|dec)?_?att(entio)?n(_text)?$"
+    r"|attn_(token_to_image|image_to_token)$"
+)
+
+_WRAPPING = {"self", "attention", "attn"}
 
 # set in the __dict__ of a module that was once called with equal tokens in two tensors
 _GIVEN_COPIES = "_gfsa_given_copies"
@@ -35,9 +34,14 @@ def crosses_by_design(owners: Owners) -> bool:
 
     Shapes are not enough to decide: a decoder and its memory may have equal lengths.
     """
-    # there may be one wrapper in between; names further out say nothing about this module
-    for owner, attribute in owners[:2]:
-        if attribute.lower() in _ATTRIBUTES or "crossattention" in type(owner).__name__.lower():
+    # there may be one wrapper in between, or some that only hold this module; names further out say
+    # nothing about it
+    for place, (owner, attribute) in enumerate(owners):
+        if place > 1 and not all(name in _WRAPPING for _, name in owners[:place]):
+            break
+        if _ATTRIBUTE.search(attribute.lower()):
+            return True
+        if "crossattention" in type(owner).__name__.lower():
             return True
         # torch's and SpeechBrain's decoder layers; the name alone is not enough, because many
         # models use it for their only attention
@@ -59,9 +63,9 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     """
     if query is key or (query.is_meta and query.shape == key.shape):
         return
-    if query.shape[:-1] != key.shape[:-1]:
+    if query.shape != key.shape:
         got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
-    elif _has_no_values(query) or _has_no_values(key):
+    elif has_no_values(query) or has_no_values(key):
         if _GIVEN_COPIES in module.__dict__ or _same_whole_view(query, key):
             return
         raise ValueError(
@@ -88,7 +92,7 @@ def forget_tokens(module: nn.Module) -> None:
     module.__dict__.pop(_GIVEN_COPIES, None)
 
 
-def _has_no_values(x: Tensor) -> bool:
+def has_no_values(x: Tensor) -> bool:
     """Whether a tensor's values cannot be read now: it is traced, transformed or captured."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True

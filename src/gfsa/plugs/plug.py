@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
 from gfsa.filters import GFSA, GraphFilter
@@ -13,6 +14,7 @@ from gfsa.filters.gfsa import Power
 from gfsa.operators.dense import DropoutPlace
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
+from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.presets import preset_for
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.sites import (
@@ -96,7 +98,9 @@ def plug(
     print with the model.
 
     Args:
-        model: any model with attention that an adapter knows; wrapped models are accepted.
+        model: any model with attention that an adapter knows; compiled models and models in
+            ``nn.DataParallel`` are accepted. Plug before DistributedDataParallel or fully_shard:
+            they synchronise only the parameters that a model has when they wrap it.
         K, learn, w0, w1, wK, power, lr_multiplier: as in :class:`gfsa.GFSA`, with its defaults
             (K = 3, all three learned, ordinary attention to begin with).
         layers: ``"all"``, ``"even"``, ``"odd"``, ``"upper"`` (half), layer numbers counted from 1
@@ -111,15 +115,17 @@ def plug(
             override it.
         unknown: what to do with attention that no adapter knows: ``"refuse"`` skips it and
             reports the reason, ``"trace"`` follows its softmax to its product with v and verifies
-            itself on the first forward.
+            in each forward that this is self-attention.
         dry_run: change nothing, only report.
 
     Returns:
         A report of what was plugged and what was skipped, with the reason.
 
     Raises:
-        ValueError: if nothing can be plugged, a layer is plugged already, or an argument is
-            invalid. The model is then unchanged.
+        ValueError: if nothing can be plugged, a layer is plugged already, the model is
+            distributed over processes already, or an argument is invalid.
+
+    Whatever is raised, by an adapter or by Ctrl-C too, the model is then unchanged.
     """
     check_model(model)
     arguments: dict[str, Any] = {
@@ -191,11 +197,15 @@ def plan_filters(
             raise ValueError(
                 f"{name} is plugged already; gfsa.unplug(model) first, or choose other layers"
             )
-        new_filter = _build(factory, site.num_heads, name)
+        # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
+        with torch.device("cpu"), torch.inference_mode(False):
+            new_filter = _build(factory, site.num_heads, name)
         planned.append((site, new_filter))
         report.plugged[name] = new_filter.num_heads
         report.how[name] = site.adapter.how
         report.parameters += sum(p.numel() for p in new_filter.parameters())
+    if report.parameters:
+        refuse_distributed(model, [site.module for site, _ in planned])
     return planned, report
 
 

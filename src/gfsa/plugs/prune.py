@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.attach import attach, detach, notify_adapters
+from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_replaced_forward
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
+from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
 
 
@@ -47,12 +48,13 @@ class PruneReport:
     def undo(self) -> None:
         """Put the old filters back into the model."""
         assert self._model is not None
-        for site in self._sites.values():
-            if hasattr(site.module, CHILD):
-                site.module.add_module(CHILD, site.filter)
-            else:
-                attach(site, site.filter)
-        _finish(self._model, self._sites)
+        with all_or_nothing(self._model):
+            for site in self._sites.values():
+                if hasattr(site.module, CHILD):
+                    site.module.add_module(CHILD, site.filter)
+                else:
+                    attach(site, site.filter)
+            _finish(self._model, self._sites)
 
     def __str__(self) -> str:
         total, left = self.passes_before, self.passes_after
@@ -102,21 +104,25 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
         raise ValueError(f"{type(model).__name__} has no filters to prune; gfsa.plug(model) first")
     refuse_wrapped(plugged)
     refuse_sharded(plugged, "prune")
+    refuse_replaced_forward(plugged.values())
     expected = None if inputs is None else _outputs(model, inputs)
     report = PruneReport(float(tolerance), _model=model, _sites=plugged)
-    for name, site in plugged.items():
-        old = site.filter
-        report.before[name] = _degrees(old)
-        pruned = _pruned(old, tolerance)
-        report.after[name] = [1] * old.num_heads if pruned is None else _degrees(pruned)
-        if pruned is None:
-            report.unplugged.append(name)
-            detach(site)
-        elif pruned is not old:
-            site.module.add_module(CHILD, pruned)
-    _finish(model, plugged)
-    if expected is not None:
-        report.largest_change = _largest_difference(expected, _outputs(model, inputs))
+    with all_or_nothing(model):
+        # filters that are created in inference mode could never be trained
+        with torch.inference_mode(False):
+            for name, site in plugged.items():
+                old = site.filter
+                report.before[name] = _degrees(old)
+                pruned = _pruned(old, tolerance)
+                report.after[name] = [1] * old.num_heads if pruned is None else _degrees(pruned)
+                if pruned is None:
+                    report.unplugged.append(name)
+                    detach(site)
+                elif pruned is not old:
+                    site.module.add_module(CHILD, pruned)
+            _finish(model, plugged)
+        if expected is not None:
+            report.largest_change = _largest_difference(expected, _outputs(model, inputs))
     return report
 
 
@@ -150,8 +156,8 @@ def _is_plain(coefficients: Tensor, tolerance: float) -> bool:
 
 
 def _degrees(filter: GraphFilter) -> list[int]:
-    high = filter.high if isinstance(filter, PartialPolynomial) else range(filter.num_heads)
-    return [filter.degree if head in set(high) else 1 for head in range(filter.num_heads)]
+    high = set(filter.high if isinstance(filter, PartialPolynomial) else range(filter.num_heads))
+    return [filter.degree if head in high else 1 for head in range(filter.num_heads)]
 
 
 def _finish(model: nn.Module, before: Mapping[str, Site]) -> None:

@@ -10,7 +10,13 @@ from torch import nn
 
 from gfsa.plugs.adapter import Adapter
 from gfsa.plugs.adapters import torch_mha
-from gfsa.plugs.tracing.adapter import TRACER, UNKNOWN, looks_like_attention
+from gfsa.plugs.tracing.adapter import (
+    DOUBTFUL,
+    TRACER,
+    UNKNOWN,
+    looks_like_attention,
+    may_be_attention,
+)
 
 Unknown = Literal["refuse", "trace"]
 """What to do with attention that no adapter knows."""
@@ -49,7 +55,7 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
                 return adapter
     if looks_like_attention(module):
         return TRACER if unknown == "trace" else UNKNOWN
-    return None
+    return DOUBTFUL if may_be_attention(module) else None
 
 
 def _find_in_transformers(module: nn.Module) -> Adapter | None:

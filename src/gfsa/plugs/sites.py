@@ -11,6 +11,7 @@ from torch import nn
 from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD, Adapter
 from gfsa.plugs.cross_attention import Owners
+from gfsa.plugs.partitioned import is_partitioned
 from gfsa.plugs.registry import Unknown, find_adapter
 
 ADAPTER = "_gfsa_adapter"
@@ -116,8 +117,8 @@ def check_model(model: Any) -> None:
 
 
 def is_sharded(site: Site) -> bool:
-    """Whether the filter's parameters are distributed over processes (DTensors)."""
-    return any(hasattr(parameter, "full_tensor") for parameter in site.filter.parameters())
+    """Whether the filter's parameters are distributed over processes."""
+    return any(is_partitioned(parameter) for parameter in site.filter.parameters())
 
 
 def refuse_wrapped(found: Mapping[str, Site]) -> None:
@@ -135,8 +136,8 @@ def refuse_sharded(found: Mapping[str, Site], action: str) -> None:
     for name, site in found.items():
         if is_sharded(site):
             raise ValueError(
-                f"the filter of {name} is sharded over processes; {action} before fully_shard or "
-                "parallelize_module"
+                f"the filter of {name} is sharded over processes; {action} before fully_shard, "
+                "parallelize_module or deepspeed.initialize"
             )
 
 

@@ -141,6 +141,25 @@ def fsdp_bfloat16(name: str, mesh: DeviceMesh) -> float:
     return ((found - expected).float().abs().max() / expected.float().abs().max()).item()
 
 
+def deferred(name: str, mesh: DeviceMesh) -> float:
+    """Built without values, sharded, then given memory: filters begin where filters begin."""
+    alone = SUBJECTS[name].plugged()
+    expected = {}
+    for number, filter in enumerate(filters_of(alone)):
+        filter.reset_parameters()
+        expected[f"gfsa.{number}"] = filter.theta.detach().clone()
+    model = copy.deepcopy(alone).to("meta")
+    shard(model, mesh)
+    model.to_empty(device="cpu")
+    emptied = {f"gfsa.{n}": whole(f.theta.detach()) for n, f in enumerate(filters_of(model))}
+    for filter in filters_of(model):
+        with torch.no_grad():
+            filter.theta.fill_(7.0)
+        filter.reset_parameters()
+    again = {f"gfsa.{n}": whole(f.theta.detach()) for n, f in enumerate(filters_of(model))}
+    return max(largest(emptied, expected), largest(again, expected))
+
+
 def checkpoints(name: str, mesh: DeviceMesh) -> float:
     """Sharded and full, through torch.distributed.checkpoint, and the filters alone."""
     model = SUBJECTS[name].plugged().double()
@@ -184,7 +203,7 @@ def refusals(model: nn.Module, folder: Path) -> None:
         try:
             attempt()
         except ValueError as error:
-            assert "before fully_shard or parallelize_module" in str(error)  # noqa: PT017
+            assert "before fully_shard, parallelize_module or deepspeed" in str(error)  # noqa: PT017
         else:
             raise AssertionError("a sharded filter was taken for a whole one")
 
@@ -338,6 +357,7 @@ SCENARIOS: dict[str, tuple[Callable[[str, DeviceMesh], float], Sequence[str]]] =
     "fsdp": (fsdp, EVERYONE),
     # PyG's GIN multiplies by a float32 buffer, with which bfloat16 weights do not go
     "fsdp_bfloat16": (fsdp_bfloat16, EVERYONE[:-1]),
+    "deferred": (deferred, ("op", "BERT", "GPT-2")),
     "checkpoints": (checkpoints, EVERYONE),
     "tensor_parallel": (tensor_parallel, ("op", "BERT", "ViT", "Llama")),
     "context_parallel": (rings, ("op", "BERT", "GPT-2")),

@@ -14,19 +14,23 @@ if TYPE_CHECKING:
     from gfsa_experiments.engine.trainer import Progress as ProgressCallback
     from gfsa_experiments.runs.run import Run
 
-Bars = tuple["Callable[[Run], ProgressCallback] | None", Callable[[], None]]
-"""Makes the progress callback of a run, and advances the bar of all runs."""
-
 
 @contextmanager
-def each_run(console: Console, runs: int) -> Iterator[Bars]:
-    """A bar for all runs, and a bar for the steps of the current one."""
-    with _bars(console) as bars:
+def progress_bars(
+    console: Console, runs: int
+) -> Iterator[tuple[Callable[[Run], ProgressCallback], Callable[[], None]]]:
+    """A bar for all runs, and a bar for the steps of the current one, if it reports steps.
+
+    Gives a function that makes the progress callback of a run, and one that advances the bar of all
+    runs. Runs at the same time report no steps.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
         all_runs = bars.add_task("runs", total=runs)
-        current = bars.add_task("steps", total=None)
+        current = bars.add_task("steps", total=None, visible=False)
 
         def callback_of(run: Run) -> ProgressCallback:
-            bars.reset(current, description=str(run))
+            bars.reset(current, description=str(run), visible=True)
 
             def update(done: int, total: int, status: str) -> None:
                 bars.update(current, completed=done, total=total, description=f"{run}, {status}")
@@ -34,22 +38,3 @@ def each_run(console: Console, runs: int) -> Iterator[Bars]:
             return update
 
         yield callback_of, lambda: bars.advance(all_runs)
-
-
-@contextmanager
-def all_runs(console: Console, runs: int) -> Iterator[Bars]:
-    """A bar for all runs, which run at the same time and have no bars of their own."""
-    with _bars(console) as bars:
-        task = bars.add_task("runs", total=runs)
-        yield None, lambda: bars.advance(task)
-
-
-def _bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from gfsa_experiments.results.overview import Judged
     from gfsa_experiments.results.page_blocks import Block
     from gfsa_experiments.results.tables import ResultTable
 
@@ -26,6 +28,14 @@ def results(
     method: Annotated[
         str, typer.Option(help="Only these methods, separated by commas (and plain).")
     ] = "",
+    contrast: Annotated[
+        list[str] | None,
+        typer.Option(help="'A - B': compare any two lines, seed by seed; repeat it."),
+    ] = None,
+    family: Annotated[str, typer.Option(help="Only families/NAME.toml.")] = "",
+    plan: Annotated[
+        Path | None, typer.Option(help="Write the family's runs here, for gfsa train --plan.")
+    ] = None,
     paper: Annotated[
         bool, typer.Option("--paper", help="Show the paper's own figures beside ours.")
     ] = False,
@@ -34,17 +44,47 @@ def results(
     ] = False,
     csv: Annotated[Path | None, typer.Option(help="Write every line of the tables here.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the differences: .png, .svg or .pdf.")
+        Path | None, typer.Option(help="Draw the forest plot: .png, .svg or .pdf.")
     ] = None,
     write: Annotated[
-        bool, typer.Option("--write", help=f"Update the generated part of {PAGE} in the folder.")
+        bool,
+        typer.Option("--write", help=f"Update {PAGE} and RECIPE.md in the folder."),
     ] = False,
 ) -> None:
-    """Compare methods over paired seeds: means, differences with intervals, verdicts, costs."""
+    """Compare methods over paired seeds: differences with intervals, verdicts, costs."""
     try:
-        if write and (recipe or task or method):
-            raise ValueError("--write makes the whole page; leave out --recipe, --task, --method")
-        _results(folder, (recipe, task, method), paper, markdown, csv, plot, write)
+        chosen = recipe or task or method or contrast or family
+        if write and chosen:
+            raise ValueError(
+                "--write makes the whole pages; leave out --recipe, --task, --method, --contrast "
+                "and --family"
+            )
+        if plan is not None and not family:
+            raise ValueError("--plan writes the runs of a family; name it by --family")
+        if write and plot is not None and not plot.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
+            )
+        found = _read(folder)
+        shown = _chosen(found.tables, recipe, task, method)
+        if plot is not None:
+            from gfsa_experiments.results import figures
+
+            figures.plot(shown, plot, found.judged)
+            typer.echo(f"wrote {plot}", err=True)
+        if csv is not None:
+            from gfsa_experiments.results.export import write_csv
+
+            write_csv(csv, shown, paper)
+            typer.echo(f"wrote {csv}", err=True)
+        if write:
+            _write(folder, found, paper, plot)
+        elif family:
+            _print(_family(found, family, plan), markdown)
+        elif contrast:
+            _print(_contrasts(shown, contrast), markdown)
+        else:
+            _print(_page(found, shown, paper, bool(chosen)), markdown)
     except (ValueError, OSError) as error:
         typer.echo(f"gfsa results: {error}", err=True)
         raise typer.Exit(1) from error
@@ -53,44 +93,111 @@ def results(
         raise typer.Exit(1) from error
 
 
-def _results(
-    folder: Path,
-    filters: tuple[str, str, str],
-    paper: bool,
-    markdown: bool,
-    csv: Path | None,
-    plot: Path | None,
-    write: bool,
-) -> None:
+@dataclass(frozen=True)
+class _Folder:
+    """What the rows of a folder say."""
+
+    tables: list[ResultTable]
+    """Exploratory; runs of families are not among them."""
+    times: list[ResultTable]
+    judged: list[Judged]
+
+
+def _read(folder: Path) -> _Folder:
+    from gfsa_experiments.results.families import (
+        has_history,
+        is_of,
+        read_families,
+        refuse_unregistered,
+    )
+    from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
+    from gfsa_experiments.results.tables import make_tables
+    from gfsa_experiments.results.verdicts import outcomes
+
+    runs, families = read_folder(folder), read_families(folder)
+    refuse_unregistered(families, runs.every, read_folder_if_any(folder / "tuning").every)
+    keys = {key for family in families for key in family.keys}
+    if is_of(runs.rows, keys).any() and not has_history(families[0].path):
+        typer.echo(
+            f"gfsa results: {folder} is not in a git repository with its whole history, so that "
+            "families were committed before their runs cannot be checked here",
+            err=True,
+        )
+    times = make_tables(read_folder_if_any(folder / "times"))
+    judged = [(family, outcomes(family, runs.rows)) for family in families]
+    return _Folder(make_tables(runs.where(lambda rows: ~is_of(rows, keys))), times, judged)
+
+
+def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> list[Block]:
+    """The tables that are shown, after what the whole folder says unless a ``part`` is wanted."""
+    from gfsa_experiments.results.overview import costs, overview
+    from gfsa_experiments.results.page_blocks import Heading
+    from gfsa_experiments.results.page_sections import sections
+
+    head = [] if part else [*overview(found.tables, found.judged), *costs(found.times)]
+    return [*head, Heading("Tables"), *sections(shown, paper)]
+
+
+def _family(found: _Folder, name: str, plan: Path | None) -> list[Block]:
+    from gfsa_experiments.results.overview import family_blocks
+    from gfsa_experiments.results.page_blocks import Commands
+
+    judged = {family.name: (family, outcomes) for family, outcomes in found.judged}
+    if name not in judged:
+        raise ValueError(f"there is no family {name!r}; there are {', '.join(judged) or 'none'}")
+    family, outcomes = judged[name]
+    if plan is not None:
+        plan.write_text("\n".join([f"# {family.title}", *family.plan, ""]), encoding="utf-8")
+        typer.echo(f"wrote {plan}: {len(family.keys)} runs", err=True)
+    commands = [f"gfsa train {arguments}" for arguments in family.plan]
+    return [*family_blocks(family, outcomes), Commands(commands)]
+
+
+def _contrasts(shown: list[ResultTable], texts: list[str]) -> list[Block]:
+    from gfsa_experiments.results.line_pairs import contrast_grid
+    from gfsa_experiments.results.page_blocks import Text
+
+    return [Text("Exploratory, not corrected for their number:"), contrast_grid(shown, texts)]
+
+
+def _print(blocks: list[Block], markdown: bool) -> None:
     from rich.console import Console
 
-    from gfsa_experiments.results import figures
-    from gfsa_experiments.results.export import write_csv
-    from gfsa_experiments.results.load_rows import read_folder
-    from gfsa_experiments.results.page_blocks import show, to_markdown, update_page
-    from gfsa_experiments.results.page_sections import page
-    from gfsa_experiments.results.tables import make_tables
+    from gfsa_experiments.results.page_blocks import show, to_markdown
 
-    if write and plot is not None and not plot.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(
-            f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
-        )
-    every = make_tables(read_folder(folder))
-    shown = _chosen(every, *filters)
-    blocks = page(shown, every, paper)
-    if plot is not None:
-        figures.plot(shown, plot)
-        typer.echo(f"wrote {plot}", err=True)
-    if csv is not None:
-        write_csv(csv, shown, paper)
-        typer.echo(f"wrote {csv}", err=True)
-    if write:
-        update_page(folder / PAGE, to_markdown(_committed(blocks, folder, paper, plot)))
-        typer.echo(f"wrote {folder / PAGE}", err=True)
-    elif markdown or not sys.stdout.isatty():
+    if markdown or not sys.stdout.isatty():
         typer.echo(to_markdown(blocks), nl=False)
     else:
         show(blocks, Console())
+
+
+def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None:
+    """Update the first page and one page per recipe, all of them or none."""
+    from gfsa_experiments.results.overview import DOMAINS, costs, overview
+    from gfsa_experiments.results.page_blocks import Picture, Text, updated_page, write_pages
+    from gfsa_experiments.results.page_sections import sections
+
+    command = "gfsa results --write"
+    if folder != Path("results"):
+        command += f" --dir {folder}"
+    command += " --paper" if paper else ""
+    command += f" --plot {plot}" if plot is not None else ""
+    source = Text(f"Made by `{command}` from the rows in this folder; edit outside the two marks.")
+    by_recipe = {r: list(own) for r, own in groupby(found.tables, key=lambda t: t.recipe)}
+    head: list[Block] = []
+    if plot is not None:
+        place = Path(os.path.relpath(plot, folder)).as_posix()
+        head = [Picture(place, "Relative error reduction by domain, with 95 % intervals")]
+    links = ", ".join(f"[{DOMAINS.get(recipe, recipe)}]({recipe}.md)" for recipe in by_recipe)
+    foot = Text(f"Tables, commands, figures of the paper: {links}. {source.text}")
+    first = [*head, *overview(found.tables, found.judged), *costs(found.times), foot]
+    pages = {folder / PAGE: updated_page(folder / PAGE, "Results", first)}
+    for recipe, tables in by_recipe.items():
+        path, title = folder / f"{recipe}.md", DOMAINS.get(recipe, recipe)
+        blocks = [source, *sections(tables, paper)]
+        pages[path] = updated_page(path, title[0].upper() + title[1:], blocks)
+    write_pages(pages)
+    typer.echo(f"wrote {', '.join(map(str, pages))}", err=True)
 
 
 def _chosen(tables: list[ResultTable], recipe: str, task: str, method: str) -> list[ResultTable]:
@@ -101,7 +208,7 @@ def _chosen(tables: list[ResultTable], recipe: str, task: str, method: str) -> l
     tables = [table for table in tables if recipe in ("", table.recipe)]
     tasks = sorted({table.task for table in tables})
     tables = [table for table in tables if task in table.task]
-    if not tables:
+    if task and not tables:
         raise ValueError(f"no task with {task!r} in its name; there are {', '.join(tasks)}")
     wanted = {name.strip() for name in method.split(",") if name.strip()}
     if not wanted:
@@ -122,22 +229,3 @@ def _chosen(tables: list[ResultTable], recipe: str, task: str, method: str) -> l
         for table in tables
         if any(line.method in wanted for line in table.lines)
     ]
-
-
-def _committed(blocks: list[Block], folder: Path, paper: bool, plot: Path | None) -> list[Block]:
-    """The page with the command that makes it, and the figure if there is one."""
-    from gfsa_experiments.results.page_blocks import Picture, Text
-
-    command = "gfsa results --write"
-    if folder != Path("results"):
-        command += f" --dir {folder}"
-    if paper:
-        command += " --paper"
-    if plot is None:
-        head: list[Block] = []
-    else:
-        command += f" --plot {plot}"
-        place = Path(os.path.relpath(plot, folder)).as_posix()
-        head = [Picture(place, "Differences to plain with 95 % intervals")]
-    source = Text(f"Made by `{command}` from the rows in this folder; edit outside the two marks.")
-    return [source, *blocks[:2], *head, *blocks[2:]]

@@ -190,7 +190,7 @@ def _refuse_sweep_with_plan(context: typer.Context) -> None:
 
 def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
     """Run everything, append each row as it comes, and return the number of failed runs."""
-    from gfsa_experiments.commands.progress_bars import all_runs, each_run
+    from gfsa_experiments.commands.progress_bars import progress_bars
     from gfsa_experiments.runs.row import append_rows
     from gfsa_experiments.runs.run_many import carry_out_all
     from gfsa_experiments.runs.same_data import has_row
@@ -201,7 +201,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
             "--jobs needs a single process, but accelerate launch has started several"
         )
     failed, names = 0, _names(runs)
-    with (each_run if jobs == 1 else all_runs)(console, len(runs)) as (progress, advance):
+    with progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, error = finished.run, finished.row, finished.error
             if row is not None and write:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import gzip
 import lzma
-import os
-import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.engine.whole_files import write_whole
 
 Tensors = dict[str, Tensor]
+Row = TypeVar("Row")
+Parsed = TypeVar("Parsed")
 
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,
@@ -30,25 +32,20 @@ _TOLERATED = 0.01
 _EXAMPLES = 3
 
 
-def find_file(
-    data_dir: Path, names: Iterable[str], source: DataSource, folders: Iterable[str] = ("",)
-) -> Path:
-    """The first of ``names`` that exists, compressed or not, in one of the folders."""
-    names, folders = list(names), list(folders)
+def find_file(data_dir: Path, names: Sequence[str], source: DataSource) -> Path:
+    """The first of ``names`` that exists, compressed or not, in one of the source's folders."""
     for name in names:
-        for folder in folders:
+        for folder in source.folders:
             for suffix in _OPENERS:
                 path = data_dir / folder / (name + suffix)
                 if path.is_file():
                     return path
-    raise not_found(data_dir, f"{', '.join(names)} (or the same with .xz or .gz)", source, folders)
+    raise not_found(data_dir, f"{', '.join(names)} (or the same with .xz or .gz)", source)
 
 
-def not_found(
-    data_dir: Path, files: str, source: DataSource, folders: Iterable[str]
-) -> FileNotFoundError:
+def not_found(data_dir: Path, files: str, source: DataSource) -> FileNotFoundError:
     """The error for missing ``files``: where they were searched and where to get them."""
-    subfolders = ", ".join(f"{folder}/" for folder in folders if folder)
+    subfolders = ", ".join(f"{folder}/" for folder in source.folders if folder)
     searched = f"{data_dir.absolute()}{f' or its {subfolders}' if subfolders else ''}"
     return FileNotFoundError(
         f"{source.name}: found none of {files} in {searched}. The data set consists of "
@@ -108,19 +105,6 @@ def cached_arrays(folder: str, name: str, compute: Callable[[], Tensors]) -> Ten
     return tensors
 
 
-def write_whole(path: Path, write: Callable[..., object]) -> None:
-    """Call ``write(file)`` such that other processes see the complete file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 class BadRows:
     """Collects the entries of a file that cannot be used, and why.
 
@@ -158,6 +142,34 @@ class BadRows:
                 "is the right one"
             )
         warnings.warn(f"{message}. They are left out", stacklevel=3)
+
+
+def usable_rows(
+    where: Path | str,
+    rows: Iterable[Row],
+    parse: Callable[[Row], Parsed],
+    official: int | None = None,
+    *,
+    first: int = 1,
+) -> list[Parsed]:
+    """``parse(row)`` for the rows that can be used; the others are counted and reported.
+
+    Args:
+        where: the file, for messages.
+        parse: raises ValueError, with the reason, for a row that cannot be used.
+        official: the number of rows of the official file, for :func:`check_count`.
+        first: the number of the first row, for messages.
+    """
+    bad, usable = BadRows(where), []
+    for number, row in enumerate(rows, first):
+        try:
+            usable.append(parse(row))
+        except ValueError as error:
+            bad.add(number, str(error))
+    bad.report(len(usable))
+    if official is not None:
+        check_count(where, len(usable), official)
+    return usable
 
 
 def check_count(

@@ -5,23 +5,41 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 PARTS = {"train": "train", "valid": "validation", "test": "test"}
 """The hub's names of the parts of a data set."""
 
 
+# the folder of a command that was given none: it need not exist
+_DEFAULT_FOLDER = Path("data")
+
+
 def fetch(
-    repository: str, name: str | None, parts: Sequence[str], missing: FileNotFoundError
+    data_dir: Path,
+    repository: str,
+    name: str | None,
+    parts: Sequence[str],
+    missing: FileNotFoundError,
 ) -> list[tuple[str, Any]]:
     """Some parts of a data set, each with its name, from the hub or its cache on the disk.
 
+    The hub is not asked for a folder that was given but does not exist: that is a mistake, and an
+    answer may take minutes.
+
     Args:
+        data_dir: where its files are missing.
         repository: the hub's name of it.
         name: one of its data sets, if it has several.
         parts: by the hub's names.
         missing: the error about missing files, which is raised if the hub fails too.
     """
+    if data_dir != _DEFAULT_FOLDER and not data_dir.exists():
+        raise FileNotFoundError(
+            f"{data_dir} does not exist. {missing}, or leave --data-dir out to fetch {repository} "
+            "from the hub"
+        ) from None
     try:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError:

@@ -88,16 +88,26 @@ def _cut(matrix: np.ndarray, width: int, value: int) -> Tensor:
 
 
 class LabelledTexts(Dataset[Any]):
-    """Encoded texts with a label each; a batch is one slice.
+    """Examples of one or several encoded texts, with a label each; a batch is one slice.
 
     Args:
         multiple: batches are padded to a multiple of this, so that few shapes occur.
         most: the largest length of a batch.
+        rows: ``(examples, k)``, the k texts of each example, which are adjacent in a batch; None if
+            example i is text i.
     """
 
-    def __init__(self, texts: TokenMatrix, labels: np.ndarray, multiple: int, most: int) -> None:
+    def __init__(
+        self,
+        texts: TokenMatrix,
+        labels: np.ndarray,
+        multiple: int,
+        most: int,
+        rows: np.ndarray | None = None,
+    ) -> None:
         self.texts, self.labels = texts, labels
         self.multiple, self.most = multiple, most
+        self.rows = np.arange(len(labels))[:, None] if rows is None else rows
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -105,7 +115,13 @@ class LabelledTexts(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         at = np.asarray(indices)
         labels = torch.from_numpy(self.labels[at])
-        return {**self.texts.batch(at, self.multiple, self.most), "labels": labels}
+        texts = self.texts.batch(self.rows[at].reshape(-1), self.multiple, self.most)
+        return {**texts, "labels": labels}
 
     def split(self) -> Split:
-        return Split(self, as_it_is, self.texts.lengths.tolist())
+        return Split(self, as_it_is, self.texts.lengths[self.rows].max(1).tolist())
+
+
+def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of a model."""
+    return {name: value for name, value in batch.items() if name != "labels"}

@@ -10,27 +10,17 @@ from typing import Any
 import numpy as np
 
 from gfsa_experiments.data.files import find_file, read_lines
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 
-GPT2_SOURCE = DataSource(
-    "GPT-2 tokenizer",
-    "vocab.json and merges.txt (or encoder.json and vocab.bpe, gpt2_encoder.json and "
-    "gpt2_vocab.bpe), here, in gpt2/ or in tokenizers/",
-    "https://huggingface.co/openai-community/gpt2",
-)
-_FOLDERS = ("", "gpt2", "tokenizers", "../gpt2", "../tokenizers")
 _GPT2_SIZE = 50_257
 _LINES_AT_ONCE = 20_000
 
 
 def gpt2_tokenizer(data_dir: Path) -> Any:
     """The tokenizer of GPT-2 from its two files."""
-    vocabulary = find_file(
-        data_dir, ("vocab.json", "encoder.json", "gpt2_encoder.json"), GPT2_SOURCE, _FOLDERS
-    )
-    merges = find_file(
-        data_dir, ("merges.txt", "vocab.bpe", "gpt2_vocab.bpe"), GPT2_SOURCE, _FOLDERS
-    )
+    source = source_of("gpt2")
+    vocabulary = find_file(data_dir, ("vocab.json", "encoder.json", "gpt2_encoder.json"), source)
+    merges = find_file(data_dir, ("merges.txt", "vocab.bpe", "gpt2_vocab.bpe"), source)
     try:
         ids = json.loads("\n".join(read_lines(vocabulary)))
     except json.JSONDecodeError as error:

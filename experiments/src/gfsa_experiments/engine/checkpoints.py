@@ -1,12 +1,11 @@
-"""Files that an interrupted run resumes from: checkpoints and the history of its metrics.
+"""Checkpoints that an interrupted run resumes from.
 
-Checkpoints survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
+They survive ``kill -9`` at any moment: a checkpoint is a folder that is written under a
 temporary name, flushed to the disk and then renamed, so whatever is called ``step-…`` is complete.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -69,25 +68,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{checkpoint / _STATE} is damaged: {error}") from error
     return state
-
-
-def write_metrics(folder: Path, history: list[dict[str, Any]]) -> None:
-    """Write ``metrics.jsonl``: the metrics over time, one JSON object per line."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / ".metrics.jsonl"
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in history))
-    unfinished.replace(folder / "metrics.jsonl")
-
-
-def write_curve(folder: Path, curve: list[dict[str, float]]) -> None:
-    """Write ``curve.csv``: a line per validation with step, tokens, seconds and metric."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / ".curve.csv"
-    with unfinished.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(curve[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(curve)
-    unfinished.replace(folder / "curve.csv")
 
 
 def _flush(path: Path) -> None:

@@ -85,6 +85,13 @@ def check_bounds(config: Any) -> None:
                     raise ValueError(f"{name} {refusal}, got {value}")
 
 
+def check_multiple(config: Any, whole: str, part: str) -> None:
+    """Raise ValueError unless the setting ``whole`` is a multiple of the setting ``part``."""
+    total, each = getattr(config, whole), getattr(config, part)
+    if total % each:
+        raise ValueError(f"{whole} {total} must be a multiple of {part} {each}")
+
+
 def _bounds_of(hint: Any) -> list[Bounds]:
     """The bounds in ``Annotated[float, Bounds(…)]``, also in a union with None."""
     options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
@@ -226,6 +233,7 @@ HARMLESS = (
     "checkpoint_every",
     "checkpoints",
     "lens",
+    "probes",
     "save_model",
     "tensorboard",
     "eval_batch_size",

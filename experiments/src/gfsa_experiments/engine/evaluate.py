@@ -12,6 +12,7 @@ from torch import nn
 from gfsa_experiments.engine.batches import evaluation_loader, in_order
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.nested import map_tensors, to_device
+from gfsa_experiments.engine.sharding import is_sharded
 from gfsa_experiments.engine.task import Task
 
 
@@ -22,7 +23,13 @@ def evaluate(
     """The task's metrics on ``split``; several processes share the batches."""
     rank, processes = accelerator.process_index, accelerator.num_processes
     data = task.splits[split]
-    order = in_order(len(data), config.eval_batch_size or config.batch_size, rank, processes)
+    size = config.eval_batch_size or config.batch_size
+    order = in_order(len(data), size, rank, processes)
+    own = len(order)
+    if is_sharded(accelerator):
+        # the processes compute together: one that has a batch less repeats the first of all
+        first, *_ = shares = in_order(len(data), size, 0, processes)
+        order += [first] * (len(shares) - own)
     loader = evaluation_loader(data, order, config.workers, pin=accelerator.device.type == "cuda")
     was_training = model.training
     model.eval()
@@ -32,6 +39,7 @@ def evaluate(
             with accelerator.autocast():
                 predicted = task.predict(model, to_device(batch, accelerator.device))
             predictions.append(predicted)
+        predictions = predictions[:own]
         predictions = map_tensors(lambda tensor: tensor.cpu(), predictions)
     finally:
         model.train(was_training)

@@ -49,3 +49,11 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak * 1e12 for part, peak in _PEAK.items() if part in name), None)
+
+
+def speed_text(found: dict[str, float]) -> str:
+    """``, 812,000 tokens/s, MFU 25 %``"""
+    if not found:
+        return ""
+    share = f", MFU {found['mfu']:.0%}" if "mfu" in found else ""
+    return f", {found['tokens_per_second']:,.0f} tokens/s{share}"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
@@ -43,6 +45,21 @@ class Split:
 def as_it_is(batch: Any) -> Any:
     """The collate function of datasets that return whole batches."""
     return batch
+
+
+class TensorRows(Dataset[Any]):
+    """Examples that are rows of tensors; a batch is one indexing operation per tensor."""
+
+    def __init__(self, **columns: Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        # index_select copies whole rows, advanced indexing would copy byte by byte
+        at = torch.as_tensor(indices)
+        return {name: column.index_select(0, at) for name, column in self.columns.items()}
 
 
 class Task(ABC):
@@ -87,6 +104,10 @@ class Task(ABC):
         """Inputs of ``gfsa.diagnose(model, inputs)`` for the lens page. None for no page."""
         return None
 
+    def probes(self, model: nn.Module) -> dict[str, Any] | None:
+        """More measurements of the trained model, as plain data for ``probes.json``."""
+        return None
+
     def identity(self, split: str, index: int) -> Any:
         """The content of an example that the data's fingerprint is computed from.
 
@@ -102,6 +123,32 @@ class Task(ABC):
         fetch = getattr(dataset, "__getitems__", None)
         return dataset[index] if fetch is None else fetch([index])
 
+    def first_examples(self, count: int) -> Any:
+        """A batch of the first examples of ``valid``, or of ``test`` if there is no ``valid``."""
+        split = self.splits["valid" if "valid" in self.splits else "test"]
+        rows = list(range(min(count, len(split))))
+        fetch = getattr(split.dataset, "__getitems__", None)
+        return split.collate(fetch(rows) if fetch else [split.dataset[row] for row in rows])
+
+
+class Classification(Task):
+    """A task of classes: cross-entropy, and accuracy in percent."""
+
+    metric = "accuracy"
+
+    @abstractmethod
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """``(B, classes)``, for the ``labels`` of a batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(self.logits(model, batch).float(), batch["labels"])
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        return self.logits(model, batch).argmax(-1) == batch["labels"]
+
+    def score(self, predictions: list[Any]) -> dict[str, float]:
+        return {"accuracy": 100 * torch.cat(predictions).double().mean().item()}
+
 
 @dataclass(frozen=True)
 class DataSource:
@@ -112,6 +159,10 @@ class DataSource:
     """Its files, relative to ``--data-dir``."""
     where: str
     """Where to get them."""
+    folders: tuple[str, ...] = ("",)
+    """The folders below ``--data-dir`` that may have them."""
+    sizes: tuple[int, ...] = ()
+    """The official numbers of examples to train, validate and test on, where they are checked."""
 
 
 @dataclass(frozen=True)

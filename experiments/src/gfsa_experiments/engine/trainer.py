@@ -16,22 +16,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-import gfsa
 from gfsa_experiments.engine.batches import EpochBatches, training_loader
-from gfsa_experiments.engine.checkpoints import (
-    checkpoints,
-    read_state,
-    write_checkpoint,
-    write_curve,
-    write_metrics,
-)
+from gfsa_experiments.engine.checkpoints import checkpoints, read_state, write_checkpoint
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.evaluate import evaluate
 from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
 from gfsa_experiments.engine.randomness import load_randomness, save_randomness
-from gfsa_experiments.engine.speed import peak_flops, speed
+from gfsa_experiments.engine.run_log import Movement, RunLog
+from gfsa_experiments.engine.speed import peak_flops, speed, speed_text
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.train_step import EagerStep, GraphedStep
 
@@ -98,7 +92,7 @@ class Trainer:
             )
         task.model.to(accelerator.device)
         self.bare_model = task.model
-        self._start = {name: f.theta.detach().clone() for name, f in _learning(task.model)}
+        self.movement = Movement(task.model)
         optimiser = build_optimiser(task.model, added, config, filter_lr)
         self.average: WeightAverage | None = None
         if config.ema:
@@ -116,7 +110,7 @@ class Trainer:
         self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
         self._compiles = compiled != "no" or config.graphs
         self.position = _Position()
-        self.history: list[dict[str, Any]] = []
+        self.log = RunLog(folder, accelerator.is_main_process)
         self._best: dict[str, Tensor] | None = None
         self.steps_per_epoch = self._batches(0, 0).steps()
         if not self.steps_per_epoch:
@@ -127,7 +121,6 @@ class Trainer:
         self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
         self._rates: list[float] = []
         self._peak = 0
-        self._tensorboard: Any = None
         self._randomness_file = f"randomness-{accelerator.process_index}.pt"
         found = peak_flops(accelerator.device)
         self._peak_flops = None if found is None else found * accelerator.num_processes
@@ -137,12 +130,12 @@ class Trainer:
         if resume:
             self._resume()
         self._reset_peak_memory()
-        wanted = self.config.tensorboard and self.accelerator.is_main_process
-        self._tensorboard = _open_tensorboard(self.folder) if wanted else None
+        if self.config.tensorboard:
+            self.log.open_tensorboard()
         try:
             self._train(progress)
             self._record_peak_memory()
-            if self._moved() == 0.0 and self.accelerator.is_main_process:
+            if self.movement.mean() == 0.0 and self.accelerator.is_main_process:
                 warnings.warn(
                     f"{self.folder}: no filter has moved in {self.position.step} steps: their "
                     "learning rate is 0, or no gradient reaches them; the row says nothing about "
@@ -153,16 +146,13 @@ class Trainer:
                 self.evaluated_model.load_state_dict(self._best)
             valid = self._final_valid()
             test = self._evaluate("test")
-            self._log({"step": self.position.step} | _prefixed("test", test))
+            self._add_to_log({"step": self.position.step} | _prefixed("test", test))
             if self._rates:
                 test |= self._speed(median(self._rates))
         finally:
-            if self._tensorboard is not None:
-                self._tensorboard.close()
-        if self.accelerator.is_main_process:
-            write_metrics(self.folder, self.history)
-            if self.position.curve:
-                write_curve(self.folder, self.position.curve)
+            self.log.close()
+        self.log.write_metrics()
+        self.log.write_curve(self.position.curve)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # hooks that the caller adds afterwards are called in the uncompiled model only
@@ -174,7 +164,7 @@ class Trainer:
         if "valid" not in self.task.splits:
             return None
         at = self.position.best_step if self._best is not None else self.position.step
-        for line in self.history:
+        for line in self.log.history:
             if line["step"] == at and f"valid/{self.task.metric}" in line:
                 found = {k: v for k, v in line.items() if k.startswith("valid/")}
                 return {name.removeprefix("valid/"): value for name, value in found.items()}
@@ -189,7 +179,7 @@ class Trainer:
         return Outcome(
             test=test,
             valid=valid,
-            moved=self._moved(),
+            moved=self.movement.mean(),
             epochs=round(self.position.step / self.steps_per_epoch, 3),
             steps=self.position.step,
             seconds=self.position.seconds,
@@ -248,9 +238,9 @@ class Trainer:
                 self._add_to_curve(scores)
                 self._reset_peak_memory()
             pace = self._speed(step_seconds) if timed else {}
-            self._log(line, pace)
+            self._add_to_log(line, pace)
             if progress is not None:
-                progress(at.step, self.total, f"loss {loss:.3g}{_pace_text(pace)}")
+                progress(at.step, self.total, f"loss {loss:.3g}{speed_text(pace)}")
             if saves or (at.stopped and config.checkpoints):
                 self._save()
             if at.stopped:
@@ -341,18 +331,8 @@ class Trainer:
                 "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
             )
 
-    def _log(self, line: dict[str, Any], pace: dict[str, float] | None = None) -> None:
-        """Add a line to the history and to TensorBoard, which also gets the ``pace``.
-
-        The history has no times in it, so that two runs of one seed have the same history.
-        """
-        self.history.append(line)
-        if self._tensorboard is not None:
-            moved = self._moved()
-            values = line | (pace or {}) | ({} if moved is None else {"filters/moved": moved})
-            for name, value in values.items():
-                if name != "step":
-                    self._tensorboard.add_scalar(name, value, line["step"])
+    def _add_to_log(self, line: dict[str, Any], pace: dict[str, float] | None = None) -> None:
+        self.log.add(line, **(pace or {}), **{"filters/moved": self.movement.mean()})
 
     def _speed(self, seconds_per_step: float) -> dict[str, float]:
         """Tokens per second and MFU of a step, if the task declares its work per example."""
@@ -372,16 +352,6 @@ class Trainer:
             point | {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
         )
 
-    def _moved(self) -> float | None:
-        """Mean |coefficient − its start| over the learned numbers of all filters."""
-        if not self._start:
-            return None
-        steps = [
-            ((f.theta.detach() - self._start[name]) * f.lr_multiplier).abs().flatten()
-            for name, f in _learning(self.bare_model)
-        ]
-        return float(torch.cat(steps).mean())
-
     def _save(self) -> None:
         def save(folder: Path) -> None:
             self.accelerator.save_state(str(folder / "state"))
@@ -389,12 +359,11 @@ class Trainer:
             if self._best is not None and self.accelerator.is_main_process:
                 torch.save(self._best, folder / _BEST)
 
-        state = {"position": vars(self.position), "history": self.history, "rates": self._rates}
+        state = {"position": vars(self.position), "history": self.log.history, "rates": self._rates}
         write_checkpoint(
             self.folder / "checkpoints", self.position.step, state, save, self.accelerator
         )
-        if self.accelerator.is_main_process:
-            write_metrics(self.folder, self.history)
+        self.log.write_metrics()
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint that can be read."""
@@ -422,36 +391,8 @@ class Trainer:
         if best.exists():
             self._best = torch.load(best, map_location=self.accelerator.device, weights_only=True)
         self.position = _Position(**state["position"])
-        self.history, self._rates = state["history"], state["rates"]
+        self.log.history, self._rates = state["history"], state["rates"]
         load_randomness(checkpoint / self._randomness_file)
-
-
-def _learning(model: nn.Module) -> list[tuple[str, Any]]:
-    """The filters that have learned numbers."""
-    found = gfsa.filters_of(model).items()
-    return [(name, f) for name, f in found if getattr(f, "theta", None) is not None]
-
-
-def _open_tensorboard(folder: Path) -> Any:
-    """A SummaryWriter, or None with a warning if TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError:
-        warnings.warn(
-            "no TensorBoard log: pip install tensorboard, or --set tensorboard=false; "
-            "metrics.jsonl has the metrics in any case",
-            stacklevel=2,
-        )
-        return None
-    return SummaryWriter(str(folder / "tensorboard"))
-
-
-def _pace_text(pace: dict[str, float]) -> str:
-    """``, 812,000 tokens/s, MFU 25 %``"""
-    if not pace:
-        return ""
-    share = f", MFU {pace['mfu']:.0%}" if "mfu" in pace else ""
-    return f", {pace['tokens_per_second']:,.0f} tokens/s{share}"
 
 
 def _prefixed(split: str, scores: dict[str, float]) -> dict[str, float]:

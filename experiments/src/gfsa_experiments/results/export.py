@@ -21,7 +21,8 @@ def write_csv(path: Path, tables: Sequence[ResultTable], paper: bool) -> None:
 
 
 def _record(table: ResultTable, line: Line, paper: bool) -> dict[str, Any]:
-    difference = line.difference
+    found, second = line.to_plain, line.to_degree1
+    test = None if found is None else found.test
     record: dict[str, Any] = {
         "recipe": table.recipe,
         "task": table.task,
@@ -36,19 +37,23 @@ def _record(table: ResultTable, line: Line, paper: bool) -> dict[str, Any]:
         "mean": line.mean,
         "std": line.std,
         "valid": line.valid,
-        "paired_seeds": len(difference.seeds) if difference else 0,
-        "difference": difference.mean if difference else None,
-        "low": difference.low if difference else None,
-        "high": difference.high if difference else None,
-        "p": difference.p if difference else None,
+        "paired_seeds": len(test.seeds) if test else 0,
+        "difference": test and test.mean,
+        "low": test and test.low,
+        "high": test and test.high,
+        "p": test and test.p,
         "p_holm": line.adjusted_p,
-        "seeds_better": difference.seeds_better if difference else None,
-        "verdict": difference.verdict if difference else None,
+        "seeds_better": test and test.seeds_better,
+        "verdict": test and test.reading,
+        "difference_on_valid": found and found.valid and found.valid.mean,
+        "one_commit": found and found.one_commit,
+        "difference_to_degree1": second and second.test.mean,
         "added": max(line.added, default=None),
         "moved": line.moved,
         "coefficients": " ".join(f"{c:.6g}" for c in line.coefficients or ()),
         "time_ratio": " ".join(f"{time:.4g}" for time in line.times),
         "memory_ratio": " ".join(f"{memory:.4g}" for memory in line.memories),
+        "gpu_seconds": line.gpu_seconds,
         "notes": " ".join(notes_of(table)),
     }
     if paper:

@@ -1,39 +1,62 @@
-"""A figure of the paired differences to plain with their intervals, one panel per table."""
+"""The forest plot: relative error reductions with their intervals, confirmed ones filled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gfsa_experiments.results.number_format import scale_of
-from gfsa_experiments.results.summary import titles
-from gfsa_experiments.results.tables import Line, ResultTable
+from gfsa_experiments.results.contrasts import pooled_reduction
+from gfsa_experiments.results.overview import FILTERS, Judged, domains
+from gfsa_experiments.results.statistics import Interval
+from gfsa_experiments.results.tables import ResultTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours; the markers differ too, for readers who cannot tell the colours apart
-LOOKS = {
-    "better": ("#0072B2", "^"),
-    "worse": ("#D55E00", "v"),
-    "no difference shown": ("#555555", "o"),
-    None: ("#555555", "x"),
-}
-LEGEND = (
-    "bar: 95 % interval, strokes: seeds, ▲ better, ▼ worse, ● no difference shown, × no interval"
-)
-WIDTH = 5.6
-TITLE_WIDTH = 60
-PANELS_A_ROW = 2
+LOOKS = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "v")]
+CONFIRMATORY = ("#000000", "D")
+WIDTH, ROW = 7.4, 0.46
 
 
-def plot(tables: Sequence[ResultTable], path: Path) -> None:
+@dataclass(frozen=True)
+class Mark:
+    """One interval of the plot."""
+
+    label: str
+    method: str
+    """Empty for a comparison of a family."""
+    interval: Interval
+    tasks: tuple[float, ...] = ()
+    """The means of single tasks, drawn as strokes."""
+
+
+def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
+    """Families that are complete first, then the domains."""
+    found = [
+        Mark(f"{family.name}: {outcome.comparison.name}", "", reduction)
+        for family, outcomes in judged
+        for outcome in outcomes
+        if outcome.contrast is not None and (reduction := outcome.contrast.reduction) is not None
+    ]
+    for domain in domains(tables):
+        for method, contrasts in domain.to_plain.items():
+            interval = pooled_reduction(contrasts)
+            if interval is not None:
+                reductions = [contrast.reduction for contrast in contrasts]
+                tasks = tuple(found.mean for found in reductions if found is not None)
+                found.append(Mark(domain.name, FILTERS.get(method, method), interval, tasks))
+    return found
+
+
+def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = ()) -> None:
     """Write the figure, in the format of the path's extension."""
     import matplotlib
 
-    figure = draw(tables)
+    figure = draw(marks(tables, judged))
     formats = figure.canvas.get_supported_filetypes()
     ending = path.suffix.lstrip(".")
     if ending not in formats:
@@ -47,56 +70,54 @@ def plot(tables: Sequence[ResultTable], path: Path) -> None:
         figure.savefig(path, dpi=160, metadata={"Date": None} if ending == "svg" else None)
 
 
-def draw(tables: Sequence[ResultTable]) -> Figure:
-    """The figure; in every panel, right is better."""
+def draw(drawn: Sequence[Mark]) -> Figure:
+    """The figure; right is better."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    compared = [table for table in tables if any(line.difference for line in table.lines)]
-    if not compared:
+    if not drawn:
         raise ValueError("no run can be compared with plain, so there is nothing to plot")
-    columns = min(PANELS_A_ROW, len(compared))
-    in_rows = [compared[i : i + columns] for i in range(0, len(compared), columns)]
-    heights = [1.2 + 0.28 * max(len(_compared(table)) for table in row) for row in in_rows]
-    figure = Figure(figsize=(WIDTH * columns, sum(heights)), layout="constrained")
-    grid = figure.add_gridspec(len(in_rows), columns, height_ratios=heights)
-    for number, (table, title) in enumerate(zip(compared, titles(compared), strict=True)):
-        _panel(figure.add_subplot(grid[divmod(number, columns)]), table, title)
-    figure.supxlabel(LEGEND, fontsize=8)
-    return figure
-
-
-def _panel(axis: Any, table: ResultTable, title: str) -> None:
-    lines, scale = _compared(table), scale_of(table)
+    labels = list(dict.fromkeys(mark.label for mark in drawn))
+    methods = dict.fromkeys(mark.method for mark in drawn if mark.method)
+    looks = {"": CONFIRMATORY, **dict(zip(methods, cycle(LOOKS), strict=False))}
+    figure = Figure(figsize=(WIDTH, 1.1 + ROW * len(labels)), layout="constrained")
+    axis = figure.add_subplot()
     axis.axvline(0, color="#000000", linewidth=0.8)
-    for height, line in enumerate(lines):
-        difference = line.difference
-        assert difference is not None
-        colour, marker = LOOKS[difference.verdict]
-        axis.plot(
-            [scale.factor * value for value in difference.values],
-            [height] * len(difference.values),
-            linestyle="none",
-            marker="|",
-            markersize=7,
-            color=colour,
-            alpha=0.45,
-        )
-        if difference.low is not None and difference.high is not None:
-            ends = [scale.factor * difference.low, scale.factor * difference.high]
-            axis.plot(ends, [height, height], color=colour, linewidth=2)
-        axis.plot(scale.factor * difference.mean, height, marker=marker, color=colour, markersize=6)
-    axis.set_yticks(range(len(lines)), [line.name for line in lines], fontsize=8)
-    axis.set_ylim(len(lines) - 0.5, -0.5)
-    if not table.higher_is_better:
-        axis.invert_xaxis()
-    unit = " in percent" if scale.factor == 100 else ""
-    axis.set_xlabel(f"difference to plain, {table.metric}{unit} (right is better)", fontsize=8)
-    axis.set_title(fill(f"{table.recipe}: {title}", TITLE_WIDTH), fontsize=9, loc="left")
-    axis.tick_params(labelsize=8)
+    for mark in drawn:
+        beside = [other for other in drawn if other.label == mark.label]
+        # the marks of one label lie close together
+        offset = 0.26 * (beside.index(mark) - (len(beside) - 1) / 2)
+        height, (colour, shape) = labels.index(mark.label) + offset, looks[mark.method]
+        if len(mark.tasks) > 1:
+            axis.scatter(mark.tasks, [height] * len(mark.tasks), 36, colour, marker="|", alpha=0.45)
+        low, mean, high = mark.interval.low, mark.interval.mean, mark.interval.high
+        if low is not None and high is not None:
+            axis.plot([low, high], [height, height], color=colour, linewidth=1.6)
+        fill = "white" if mark.method else colour
+        axis.plot(mean, height, marker=shape, color=colour, mfc=fill, markersize=6)
+    axis.set_yticks(range(len(labels)), labels, fontsize=9)
+    axis.set_ylim(len(labels) - 0.45, -0.55)
+    axis.set_xlabel("relative error reduction in percent, 95 % interval (right is better)")
+    axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _compared(table: ResultTable) -> list[Line]:
-    return [line for line in table.lines if line.difference is not None]
+    legend = [
+        Line2D(
+            [],
+            [],
+            color=colour,
+            marker=shape,
+            mfc="white" if method else colour,
+            label=f"{method}, exploratory" if method else "confirmatory",
+        )
+        for method, (colour, shape) in looks.items()
+        if any(mark.method == method for mark in drawn)
+    ]
+    if any(len(mark.tasks) > 1 for mark in drawn):
+        stroke = Line2D(
+            [], [], color="#777777", marker="|", linestyle="none", label="a single task"
+        )
+        legend.append(stroke)
+    figure.legend(handles=legend, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    return figure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +27,14 @@ class Runs:
     rows: pd.DataFrame
     replaced: pd.DataFrame
 
+    @property
+    def every(self) -> pd.DataFrame:
+        return pd.concat([self.rows, self.replaced])
+
+    def where(self, kept: Callable[[pd.DataFrame], pd.Series]) -> Runs:
+        """The runs whose rows ``kept`` marks."""
+        return Runs(self.rows[kept(self.rows)], self.replaced[kept(self.replaced)])
+
 
 def read_folder(folder: Path) -> Runs:
     """Every table of runs in ``folder``; tables with other columns are ignored."""
@@ -35,14 +43,24 @@ def read_folder(folder: Path) -> Runs:
             f"there is no folder {folder}; `gfsa train` writes rows, and --dir names the folder "
             "that has them"
         )
-    paths = sorted(folder.glob("*.csv"))
-    rows = [row for path in paths if _is_table_of_runs(path) for row in read_rows(path)]
+    rows = _rows_in(folder)
     if not rows:
-        found = ", ".join(path.name for path in paths) or "no CSV file at all"
+        found = ", ".join(sorted(path.name for path in folder.glob("*.csv")))
+        found = found or "no CSV file at all"
         raise ValueError(
             f"{folder} has no rows of runs (it has {found}); run `gfsa train RECIPE` first"
         )
     return latest(rows)
+
+
+def read_folder_if_any(folder: Path) -> Runs:
+    """The same of a folder that may be missing, or have no rows."""
+    return latest(_rows_in(folder))
+
+
+def _rows_in(folder: Path) -> list[Row]:
+    paths = sorted(folder.glob("*.csv"))
+    return [row for path in paths if _is_table_of_runs(path) for row in read_rows(path)]
 
 
 def latest(rows: Sequence[Row]) -> Runs:

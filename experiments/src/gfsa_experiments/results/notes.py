@@ -1,10 +1,9 @@
-"""Notes under a table (missing, failed and repeated seeds, other data) and on all tables."""
+"""Notes under a table (missing, failed and repeated seeds, other data), and how to read tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gfsa_experiments.results.statistics import LEVEL
 from gfsa_experiments.results.tables import Line, ResultTable
 
 
@@ -67,7 +66,7 @@ def _of_line(line: Line, plain: Line | None) -> list[str]:
         )
     if line.difference is not None and line.difference.low is None:
         why = "one seed" if len(line.difference.seeds) == 1 else "the same difference on every seed"
-        notes.append(f"{line.name}: {why}, so no interval and no verdict.")
+        notes.append(f"{line.name}: {why}, so no interval.")
     return notes
 
 
@@ -77,34 +76,18 @@ def seeds(numbers: Iterable[int]) -> str:
     return f"{'seed' if len(ordered) == 1 else 'seeds'} {', '.join(map(str, ordered))}"
 
 
-def footnotes(tables: list[ResultTable]) -> list[str]:
-    """How to read the tables; ``tables`` are those of the whole folder."""
-    judged = [
-        line.difference.verdict
-        for table in tables
-        for line in table.lines
-        if line.difference is not None and line.difference.verdict is not None
-    ]
-    differing = sum(verdict != "no difference shown" for verdict in judged)
-    by_chance = (1 - LEVEL) * len(judged)
-    surviving = sum(
-        line.adjusted_p is not None and line.adjusted_p < 1 - LEVEL
-        for table in tables
-        for line in table.lines
-    )
-    return [
-        "A line is one method with its options, ± the standard deviation over seeds; the "
-        "difference is paired by seed, with Student's 95 % interval in brackets. The verdict is "
-        "*better* or *worse* where that interval excludes 0, *no difference shown* otherwise.",
-        f"The folder has {len(judged)} such comparisons, of which {differing} exclude 0; if no "
-        f"method did anything, about {by_chance:.1f} would by chance. *p (Holm)* is adjusted for "
-        f"all of them, whatever part is shown: {surviving} stay below 0.05.",
-        "*valid*: the mean on the part that options may be chosen by; the test split chooses "
-        "nothing.",
-        "*added*: learned numbers the method adds. *moved*: mean |coefficient − start| at the "
-        "end. *c0 c1 …*: final coefficients of the powers of the attention map, averaged over "
-        "heads, layers and seeds.",
-        "*time*: of a training step, relative to plain (whose line has it in milliseconds), only "
-        "from runs that had the machine to themselves, on the same device. *memory*: peak GPU "
-        "memory, likewise.",
-    ]
+FOOTNOTES = [
+    "A line is one method with its options, ± the standard deviation over seeds. Differences are "
+    "paired by seed, with Student's 95 % interval in brackets; p is two-sided and not corrected. "
+    "These comparisons are exploratory: *suggestive* where the interval excludes 0, *not shown* "
+    "otherwise; *better* and *worse* are said of families alone.",
+    "*on valid*: the difference to plain on the part that options may be chosen by; the test split "
+    "chooses nothing. *to degree 1*: the difference to the table's line without a second pass. "
+    "*one commit*: pairs whose two runs are of the same commit.",
+    "*added*: learned numbers the method adds. *moved*: mean |coefficient − start| at the end. "
+    "*c0 c1 …*: final coefficients of the powers of the attention map, averaged over heads, layers "
+    "and seeds; *sum*: theirs, 1 at the start.",
+    "*time*: of a training step, relative to plain (whose line has it in milliseconds), only from "
+    "runs that had the machine to themselves, on the same device. *memory*: peak GPU memory, "
+    "likewise. *GPU seconds*: training time of a run, divided by the runs that shared the GPU.",
+]

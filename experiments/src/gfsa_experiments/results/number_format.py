@@ -10,7 +10,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gfsa_experiments.results.statistics import PairedDifference
+    from gfsa_experiments.results.contrasts import Contrast
+    from gfsa_experiments.results.statistics import Interval
     from gfsa_experiments.results.tables import ResultTable
 
 SHARES = {
@@ -44,12 +45,21 @@ class Scale:
     def signed(self, value: float | None) -> str:
         return NONE if value is None else signed(self.factor * value, self.decimals)
 
-    def difference(self, difference: PairedDifference) -> str:
-        """``+0.70 (+0.41 … +0.99)``, with the interval if there is one."""
-        mean = self.signed(difference.mean)
-        if difference.low is None:
-            return mean
-        return f"{mean} ({self.signed(difference.low)} … {self.signed(difference.high)})"
+    def interval(self, found: Interval | None) -> str:
+        """``+0.70 (+0.41 … +0.99)``, with the ends if they are known.
+
+        An end that would be rounded to 0 has more digits: whether 0 is inside must be seen.
+        """
+        if found is None:
+            return NONE
+        if found.low is None or found.high is None:
+            return self.signed(found.mean)
+        decimals = self.decimals
+        for end in (found.low, found.high):
+            while end and not round(self.factor * end, decimals) and decimals < 6:
+                decimals += 1
+        ends = (signed(self.factor * end, decimals) for end in (found.low, found.high))
+        return f"{self.signed(found.mean)} ({' … '.join(ends)})"
 
 
 def scale_of(table: ResultTable) -> Scale:
@@ -57,6 +67,34 @@ def scale_of(table: ResultTable) -> Scale:
     spreads = [line.std for line in table.lines if line.std]
     size = table.rows.test.abs().mean() if len(table.rows) else 0.0
     return Scale(1, decimals_for(median(spreads) if spreads else None, size))
+
+
+def contrast_cells(found: Contrast | None, scale: Scale) -> dict[str, str]:
+    """The cells of a comparison by the names of their columns, in all kinds of tables."""
+    names = (
+        "difference",
+        "error reduction",
+        "better",
+        "p",
+        "reading",
+        "on valid",
+        "at",
+        "one commit",
+    )
+    if found is None:
+        return dict.fromkeys(names, NONE)
+    test, pairs = found.test, len(found.test.seeds)
+    cells = (
+        scale.interval(test.interval),
+        percent(found.reduction),
+        f"{test.seeds_better}/{pairs}",
+        p_value(test.p),
+        test.reading or NONE,
+        scale.interval(found.valid.interval if found.valid else None),
+        found.budget,
+        f"{found.one_commit}/{pairs}",
+    )
+    return dict(zip(names, cells, strict=True))
 
 
 def percent_factor(metric: str, values: Iterable[float]) -> int:
@@ -113,6 +151,14 @@ def count(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.0f}"
+
+
+def percent(found: Interval | None) -> str:
+    """``+4.3 % (+1.2 … +7.4)``"""
+    if found is None:
+        return NONE
+    mean, space, ends = Scale(1, 1).interval(found).partition(" ")
+    return f"{mean} %{space}{ends}"
 
 
 def p_value(value: float | None) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 from gfsa_experiments.results.number_format import NONE
 
 if TYPE_CHECKING:
-    from rich.console import Console, JustifyMethod
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -83,47 +82,28 @@ def _cell(text: str) -> str:
 
 
 def show(blocks: Sequence[Block], console: Console) -> None:
-    """Print to a terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text as RichText
+    """Print to a terminal, without commands, pictures and columns that have no value."""
+    from rich.markdown import Markdown
 
-    for block in blocks:
-        match block:
-            case Heading(text, level):
-                console.print(RichText(text, style="bold underline" if level < 3 else "bold"))
-            case Text(text):
-                console.print(RichText(_unmarked(text)))
-            case Bullets(items):
-                for item in items:
-                    console.print(RichText(f"• {_unmarked(item)}", style="dim"))
-            case Grid(columns, rows, words):
-                # to save width, columns without any value are left out
-                kept = [at for at in range(len(columns)) if {row[at] for row in rows} != {NONE}]
-                shown = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-                for at in kept:
-                    side: JustifyMethod = "left" if columns[at] in words else "right"
-                    shown.add_column(columns[at], justify=side)
-                for row in rows:
-                    shown.add_row(*(RichText(row[at]) for at in kept))
-                console.print(shown)
-            case Commands() | Picture():
-                continue
-        console.print()
+    kept = [_narrowed(block) for block in blocks if not isinstance(block, Commands | Picture)]
+    console.print(Markdown(to_markdown(kept)))
 
 
-def _unmarked(text: str) -> str:
-    """Text without Markdown's marks for emphasis and code."""
-    return re.sub(r"\*+|`", "", text)
+def _narrowed(block: Block) -> Block:
+    if not isinstance(block, Grid):
+        return block
+    kept = [at for at in range(len(block.columns)) if {row[at] for row in block.rows} != {NONE}]
+    rows = [[row[at] for at in kept] for row in block.rows]
+    return Grid([block.columns[at] for at in kept], rows, block.words)
 
 
 BEGIN = "<!-- gfsa results: begin -->"
 END = "<!-- gfsa results: end -->"
 
 
-def update_page(path: Path, generated: str) -> None:
-    """Replace the part of ``path`` between two marks; a page that does not exist is created."""
-    page = path.read_text(encoding="utf-8") if path.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+def updated_page(path: Path, title: str, blocks: Sequence[Block]) -> str:
+    """The page ``path`` with a new part between its two marks; without a page, a new one."""
+    page = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n\n{BEGIN}\n{END}\n"
     counts = page.count(BEGIN), page.count(END)
     if counts != (1, 1) or page.index(BEGIN) > page.index(END):
         raise ValueError(
@@ -132,7 +112,12 @@ def update_page(path: Path, generated: str) -> None:
         )
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    # an interrupted write leaves the old page
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(f"{before}{BEGIN}\n\n{generated.strip()}\n\n{END}{after}", encoding="utf-8")
-    draft.replace(path)
+    return f"{before}{BEGIN}\n\n{to_markdown(blocks).strip()}\n\n{END}{after}"
+
+
+def write_pages(pages: Mapping[Path, str]) -> None:
+    for path, page in pages.items():
+        # an interrupted write leaves the old page
+        draft = path.with_name(path.name + ".new")
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(path)

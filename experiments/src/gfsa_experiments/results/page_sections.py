@@ -1,21 +1,20 @@
-"""The sections of the page: a summary, the tables by recipe, and how to read them."""
+"""The tables of a recipe as sections of a page, with their notes and commands."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
 
 import pandas as pd
 
-from gfsa_experiments.results.notes import footnotes, notes_of
+from gfsa_experiments.results.notes import FOOTNOTES, notes_of
 from gfsa_experiments.results.number_format import (
     NONE,
     Scale,
     amount,
+    contrast_cells,
     count,
     number,
-    p_value,
     ratio,
     scale_of,
     span,
@@ -23,27 +22,23 @@ from gfsa_experiments.results.number_format import (
 from gfsa_experiments.results.page_blocks import Block, Bullets, Commands, Grid, Heading, Text
 from gfsa_experiments.results.paper import SOURCE, Counterpart, counterpart
 from gfsa_experiments.results.paper_sections import paper_blocks, paper_difference
-from gfsa_experiments.results.summary import summary, titles
-from gfsa_experiments.results.tables import Line, ResultTable, peak_memory, seconds_per_step
+from gfsa_experiments.results.tables import (
+    Line,
+    ResultTable,
+    peak_memory,
+    seconds_per_step,
+    titles,
+)
 
 _SEEDS = "--seeds …"
 
 
-def page(shown: Sequence[ResultTable], every: list[ResultTable], paper: bool) -> list[Block]:
-    """The blocks of the page.
-
-    Args:
-        shown: the tables that are shown.
-        every: the tables of the whole folder, for the statistics of all comparisons.
-        paper: show the paper's figures beside ours.
-    """
-    blocks: list[Block] = [Heading("Summary"), summary(shown, paper)]
-    names = titles(shown)
-    for recipe, tables in groupby(zip(shown, names, strict=True), key=lambda pair: pair[0].recipe):
-        blocks.append(Heading(recipe))
-        for table, title in tables:
-            blocks.extend(section(table, title, paper))
-    blocks += [Heading("How to read the tables"), Bullets(footnotes(every))]
+def sections(tables: Sequence[ResultTable], paper: bool) -> list[Block]:
+    """Every table with its notes, and how to read them; ``paper``: its figures beside ours."""
+    blocks: list[Block] = []
+    for table, title in zip(tables, titles(tables), strict=True):
+        blocks.extend(section(table, title, paper))
+    blocks += [Heading("How to read the tables", 3), Bullets(FOOTNOTES)]
     if paper:
         blocks.append(
             Text(
@@ -58,9 +53,10 @@ def section(table: ResultTable, title: str, paper: bool) -> list[Block]:
     """One table with its notes and commands."""
     match = _counterpart(table) if paper else None
     blocks: list[Block] = [
-        Heading(title, 3),
+        Heading(f"{table.recipe}: {title}", 3),
         Text(describe(table)),
-        _grid(table, match),
+        _comparisons(table, match),
+        _filters_and_costs(table),
     ]
     notes = notes_of(table)
     if notes:
@@ -77,10 +73,9 @@ def section(table: ResultTable, title: str, paper: bool) -> list[Block]:
 
 def describe(table: ResultTable) -> str:
     """Metric, size and machine in a sentence."""
-    percent = " in percent" if scale_of(table).factor == 100 else ""
     better = "higher" if table.higher_is_better else "lower"
     rows = table.rows
-    parts = [f"{table.metric}{percent} on the test split, {better} is better"]
+    parts = [f"{table.metric} on the test split, {better} is better"]
     if len(rows):
         parts.append(f"{count(rows.parameters.median())} parameters")
         parts.append(amount(rows.epochs, "epoch"))
@@ -90,45 +85,54 @@ def describe(table: ResultTable) -> str:
     return f"{', '.join(parts)}. Settings: {settings} by default."
 
 
-def _grid(table: ResultTable, match: Counterpart | None) -> Grid:
-    scale = scale_of(table)
-    has_valid = any(line.valid is not None for line in table.lines)
-    rows = []
+def _comparisons(table: ResultTable, match: Counterpart | None) -> Grid:
+    scale, rows = scale_of(table), []
     for line in table.lines:
         spread = "" if line.std is None else f" ± {scale.number(line.std)}"
         cells = {
             "method": line.name,
             "seeds": str(len(line.rows)),
             table.metric: scale.number(line.mean) + spread,
+            **_differences(line, scale),
         }
-        if has_valid:
-            cells["valid"] = scale.number(line.valid)
-        cells |= _difference(line, scale)
-        cells |= _filter(line)
-        cells |= _costs_of_plain(line) if line is table.plain else _costs(line)
         if match is not None:
             cells["paper"] = paper_difference(match, line.method, line.options)
         rows.append(cells)
-    return Grid(list(rows[0]), [list(row.values()) for row in rows], ("method", "verdict"))
+    return Grid(list(rows[0]), [list(row.values()) for row in rows], ("method", "exploratory"))
 
 
-def _difference(line: Line, scale: Scale) -> dict[str, str]:
-    found = line.difference
+def _differences(line: Line, scale: Scale) -> dict[str, str]:
+    found = contrast_cells(line.to_plain, scale)
     return {
-        "difference to plain": NONE if found is None else scale.difference(found),
-        "seeds better": NONE if found is None else f"{found.seeds_better}/{len(found.seeds)}",
-        "p (Holm)": p_value(line.adjusted_p),
-        "verdict": (found and found.verdict) or NONE,
+        "difference to plain": found["difference"],
+        "seeds better": found["better"],
+        "p": found["p"],
+        "exploratory": found["reading"],
+        "on valid": found["on valid"],
+        "to degree 1": contrast_cells(line.to_degree1, scale)["difference"],
+        "one commit": found["one commit"],
     }
 
 
-def _filter(line: Line) -> dict[str, str]:
-    coefficients = line.coefficients
-    return {
-        "added": span(line.added),
-        "moved": NONE if line.moved is None else f"{line.moved:.2g}",
-        "c0 c1 …": NONE if coefficients is None else " ".join(number(c, 3) for c in coefficients),
-    }
+def _filters_and_costs(table: ResultTable) -> Grid:
+    scale, rows = scale_of(table), []
+    for line in table.lines:
+        coefficients, seconds = line.coefficients, line.gpu_seconds
+        cells = {
+            "method": line.name,
+            "valid": scale.number(line.valid),
+            "added": span(line.added),
+            "moved": NONE if line.moved is None else f"{line.moved:.2g}",
+            "c0 c1 …": NONE,
+            "sum": NONE,
+        }
+        if coefficients is not None:
+            cells["c0 c1 …"] = " ".join(number(c, 3) for c in coefficients)
+            cells["sum"] = number(sum(coefficients), 3)
+        cells |= _costs_of_plain(line) if line is table.plain else _costs(line)
+        cells["GPU seconds"] = NONE if seconds is None else f"{seconds:.3g}"
+        rows.append(cells)
+    return Grid(list(rows[0]), [list(row.values()) for row in rows], ("method",))
 
 
 def _costs(line: Line) -> dict[str, str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
+from gfsa_experiments.results.contrasts import Contrast, contrast, finite
 from gfsa_experiments.results.load_rows import TABLE, Runs
-from gfsa_experiments.results.statistics import PairedDifference, holm, paired_difference
+from gfsa_experiments.results.statistics import PairedDifference, holm
 
 PLAIN = ("plain", "")
+DEGREE_1 = "degree1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,22 +28,29 @@ class Line:
     """The rows with a finite result, by seed."""
     failed: tuple[int, ...]
     """The seeds without a finite result."""
-    difference: PairedDifference | None
-    """To plain; None for plain itself, without plain and without common seeds."""
+    to_plain: Contrast | None
+    """None for plain itself, without plain and without common seeds."""
+    to_degree1: Contrast | None
+    """None without a single line of degree 1 to compare with, and for that line."""
     times: tuple[float, ...]
     """Seconds per step relative to plain, for each device on which both ran alone."""
     memories: tuple[float, ...]
     """Peak memory relative to plain, for each device on which both ran."""
     adjusted_p: float | None = None
-    """Holm's, over every comparison of the folder."""
+    """Holm's, over every comparison of the folder with plain."""
 
     @property
     def name(self) -> str:
         return f"{self.method} {self.options}".strip()
 
     @property
+    def difference(self) -> PairedDifference | None:
+        """To plain, on the test split."""
+        return None if self.to_plain is None else self.to_plain.test
+
+    @property
     def values(self) -> dict[int, float]:
-        return values_by_seed(self.rows)
+        return dict(zip(self.rows.seed.tolist(), self.rows.test.tolist(), strict=True))
 
     @property
     def mean(self) -> float | None:
@@ -68,10 +78,17 @@ class Line:
     @property
     def coefficients(self) -> tuple[float, ...] | None:
         """Final c0, c1, … averaged over seeds; None without filters or if degrees differ."""
-        known = [_coefficients_of(r) for r in self.rows.itertuples() if r.coefficients]
+        known = [coefficients_of(r) for r in self.rows.itertuples() if r.coefficients]
         if not known or len({len(coefficients) for coefficients in known}) > 1:
             return None
         return tuple(pd.DataFrame(known).mean())
+
+    @property
+    def gpu_seconds(self) -> float | None:
+        """Training time of a run, its share of a GPU that runs shared; None for a CPU."""
+        # the name of a CPU ends with its threads
+        used = self.rows[~self.rows.device.str.endswith("threads") & (self.rows.seconds > 0)]
+        return _none_if_missing((used.seconds / used.jobs).mean())
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,36 +132,34 @@ def _make_table(rows: pd.DataFrame, replaced: pd.DataFrame) -> ResultTable:
             "they cannot share a table; remove the rows that are wrong"
         )
     ((metric, higher_is_better),) = measures
-    by_seed = rows.sort_values("seed", kind="stable")
-    variants = dict(iter(by_seed.groupby(["method", "options"])))
+    variants = dict(iter(rows.sort_values("seed", kind="stable").groupby(["method", "options"])))
     order = sorted(variants, key=lambda key: (key != PLAIN, key[0] != "plain", _natural(key)))
-    plain = variants.get(PLAIN, rows[:0])
-    lines = tuple(
-        _make_line(key, variants[key], rows[:0] if key == PLAIN else plain) for key in order
-    )
+    of_degree_1 = [key for key in order if key[0] == DEGREE_1]
+    single = of_degree_1[0] if len(of_degree_1) == 1 else None
+    lines = tuple(_make_line(key, variants, single) for key in order)
     return ResultTable(
         recipe, task, settings, metric, bool(higher_is_better), lines, replaced, data
     )
 
 
-def _make_line(key: tuple[str, str], rows: pd.DataFrame, plain: pd.DataFrame) -> Line:
-    finite = rows[rows.test.abs() < float("inf")]
+def _make_line(
+    key: tuple[str, str],
+    variants: dict[tuple[str, str], pd.DataFrame],
+    degree_1: tuple[str, str] | None,
+) -> Line:
+    rows = variants[key]
+    none = rows[:0]
+    plain = none if key == PLAIN else variants.get(PLAIN, none)
+    by = None if degree_1 is None or key in (PLAIN, degree_1) else variants[degree_1]
     return Line(
         *key,
-        rows=finite,
-        failed=tuple(rows.seed.drop(finite.index)),
-        difference=paired_difference(
-            values_by_seed(plain[plain.test.abs() < float("inf")]),
-            values_by_seed(finite),
-            bool(rows.higher_is_better.iloc[0]),
-        ),
+        rows=finite(rows),
+        failed=tuple(rows.seed.drop(finite(rows).index)),
+        to_plain=contrast(rows, plain),
+        to_degree1=None if by is None else contrast(rows, by),
         times=_ratios(seconds_per_step(rows), seconds_per_step(plain)),
         memories=_ratios(peak_memory(rows), peak_memory(plain)),
     )
-
-
-def values_by_seed(rows: pd.DataFrame) -> dict[int, float]:
-    return dict(zip(rows.seed.tolist(), rows.test.tolist(), strict=True))
 
 
 def seconds_per_step(rows: pd.DataFrame) -> pd.Series:
@@ -177,7 +192,24 @@ def _adjusted(tables: Sequence[ResultTable]) -> list[ResultTable]:
     ]
 
 
-def _coefficients_of(row: Any) -> tuple[float, ...]:
+def titles(tables: Sequence[ResultTable]) -> list[str]:
+    """The task of each table, with what distinguishes it from other tables of that task."""
+    settings: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for table in tables:
+        settings[table.recipe, table.task].add(table.settings)
+    named = []
+    for table in tables:
+        of_task = settings[table.recipe, table.task]
+        shared = set.intersection(*(set(text.split()) for text in of_task))
+        own = " ".join(word for word in table.settings.split() if word not in shared)
+        apart = [own or "otherwise"] if len(of_task) > 1 else []
+        if table.data is not None:
+            apart.append(f"data {table.data or 'not noted'}")
+        named.append(f"{table.task} ({', '.join(apart)})" if apart else table.task)
+    return named
+
+
+def coefficients_of(row: Any) -> tuple[float, ...]:
     """``0.1 0.9 0.02``, also as ``c0=0.1 c1=0.9 c2=0.02``, as numbers."""
     try:
         return tuple(float(part.rpartition("=")[2]) for part in row.coefficients.split())

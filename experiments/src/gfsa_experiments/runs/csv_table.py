@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+
+from gfsa_experiments.engine.whole_files import write_text
 
 
 def check_table(path: Path, columns: Sequence[str], added: Sequence[str] = ()) -> None:
@@ -77,38 +79,38 @@ def append_lines(
             writer.writerows(lines)
 
 
-def _header(path: Path) -> list[str]:
+def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each line of a table, the header first, with its place for messages: ``runs.csv, line 3``."""
     with path.open(newline="") as file:
+        reader = csv.reader(file, strict=True)
+        header: list[str] = []
         try:
-            return next(csv.reader(file))
+            for cells in reader:
+                header = header or cells
+                where = f"{path}, line {reader.line_num}"
+                if len(cells) != len(header):
+                    raise ValueError(
+                        f"{where}: expected {len(header)} columns, got {len(cells)}; the file is "
+                        "damaged (an interrupted write, or an edit): repair or remove the line"
+                    )
+                yield where, cells
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not CSV: {error}; move it away first") from error
+            raise ValueError(
+                f"{path}, after line {reader.line_num}: not CSV: {error}; repair it or move it away"
+            ) from error
+
+
+def _header(path: Path) -> list[str]:
+    return next(read_table(path))[1]
 
 
 def _add_columns(path: Path, columns: Sequence[str], end: str) -> None:
     """Add the missing columns, empty, to the whole table or not at all."""
-    with path.open(newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            header = next(reader)
-            lines = list(reader)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not CSV: {error}; repair it first") from error
-    for number, line in enumerate(lines, start=2):
-        if len(line) != len(header):
-            raise ValueError(
-                f"{path}, row {number}: expected {len(header)} columns, got {len(line)}; the file "
-                "is damaged (an interrupted write, or an edit): repair or remove the row"
-            )
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="", lineterminator=end)
-            writer.writeheader()
-            writer.writerows(dict(zip(header, line, strict=True)) for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(path, unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    (_, header), *lines = read_table(path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator=end)
+    writer.writeheader()
+    writer.writerows(dict(zip(header, cells, strict=True)) for _, cells in lines)
+    mode = path.stat().st_mode
+    write_text(path, text.getvalue())
+    path.chmod(mode)

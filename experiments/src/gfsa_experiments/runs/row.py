@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gfsa_experiments.runs.csv_table import append_lines, check_table, fits, has_header
+from gfsa_experiments.runs.csv_table import append_lines, check_table, fits, has_header, read_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,31 +92,17 @@ def read_rows_if_any(path: Path) -> list[Row]:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a table, typed; a ValueError names the file, the line and the column."""
-    names = COLUMNS
-    rows = []
-    with path.open(newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            header = next(reader, [])
-            if not fits(header, names, _ADDED):
-                missing = [name for name in names if name not in header]
-                unknown = [name for name in header if name not in names]
-                raise ValueError(
-                    f"{path} has other columns than a table of runs, {', '.join(names)}; "
-                    f"missing: {', '.join(missing) or 'none'}; "
-                    f"unknown: {', '.join(unknown) or 'none'}"
-                )
-            for line in reader:
-                where = f"{path}, line {reader.line_num}"
-                if len(line) != len(header):
-                    raise ValueError(
-                        f"{where}: expected {len(header)} columns, got {len(line)}; the file is "
-                        "damaged (an interrupted write, or an edit): repair or remove the line"
-                    )
-                rows.append(Row(**_typed(dict(zip(header, line, strict=True)), where)))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, after line {reader.line_num}: not CSV: {error}") from error
-    return rows
+    lines = read_table(path)
+    _, header = next(lines, ("", []))
+    if not fits(header, COLUMNS, _ADDED):
+        missing = [name for name in COLUMNS if name not in header]
+        unknown = [name for name in header if name not in COLUMNS]
+        raise ValueError(
+            f"{path} has other columns than a table of runs, {', '.join(COLUMNS)}; "
+            f"missing: {', '.join(missing) or 'none'}; "
+            f"unknown: {', '.join(unknown) or 'none'}"
+        )
+    return [Row(**_typed(dict(zip(header, cells, strict=True)), where)) for where, cells in lines]
 
 
 def _typed(line: dict[str, str], where: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import os
 import shlex
 import shutil
@@ -33,6 +34,7 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.randomness import seed_everything
+from gfsa_experiments.engine.sharding import is_sharded, refuse_with_sharding, whole_weights
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.trainer import Outcome, Progress, Trainer
 from gfsa_experiments.runs.fingerprint import fingerprint
@@ -165,12 +167,14 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
 
 def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) -> Row:
     folder, config = run.folder, run.config
+    if is_sharded(accelerator):
+        refuse_with_sharding(config)
     if accelerator.is_main_process:
         settings = _as_data(run, accelerator.num_processes)
         write_config(folder, settings, _defaults(run), run.resume)
         write_environment(folder, accelerator.device)
     accelerator.wait_for_everyone()
-    with _determinism(config.deterministic), _tensor_cores(config.precision == "tf32"):
+    with _arithmetic(config):
         task = _build(run)
         data = _record_data(run, task, accelerator)
         added = find_method(run.method).apply(task.model, run.options)
@@ -186,9 +190,19 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
             if accelerator.is_main_process:
                 write_row(folder, row)
             raise DivergedError(str(error), row) from error
+        model = trainer.bare_model
+        if is_sharded(accelerator):
+            # _row and _keep read whole weights, which only the first process has
+            weights = whole_weights(model)
+            task = _build(run)
+            find_method(run.method).apply(task.model, run.options)
+            model = task.model
+            if accelerator.is_main_process:
+                model.load_state_dict(weights)
+                model.to(accelerator.device)
         row = _row(run, task, data, added, outcome, accelerator)
         if accelerator.is_main_process:
-            _keep(task, trainer.bare_model, folder, config, run)
+            _keep(task, model, folder, config, run)
             write_row(folder, row)
             # a finished run is not resumed
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -200,15 +214,11 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
 def _exclusive(folder: Path) -> Iterator[None]:
     """A lock on the run's folder; the system releases it when the process ends in any way."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        with FileLock(folder / ".lock", timeout=0):
+            yield
     except Timeout as error:
         raise FileExistsError(f"another process is running the run in {folder}") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _check_finished(run: Run, processes: int) -> None:
@@ -276,30 +286,20 @@ def _accelerator(run: Run) -> Accelerator:
 
 
 @contextlib.contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
+def _arithmetic(config: TrainConfig) -> Iterator[None]:
+    """Torch's deterministic algorithms and TF32, if the settings want them, for one run."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    if config.deterministic:
         # cuBLAS reads this when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted or before)
+        torch.use_deterministic_algorithms(True)
+    if config.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
-
-
-@contextlib.contextmanager
-def _tensor_cores(wanted: bool) -> Iterator[None]:
-    """Allow TF32 in matrix products; if not wanted, torch's setting stays."""
-    if not wanted:
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
 
 
 def _as_data(run: Run, processes: int) -> dict[str, Any]:
@@ -372,11 +372,14 @@ def _coefficients(model: nn.Module) -> str:
 
 
 def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: Run) -> None:
-    """Save filters, and if wanted the weights and a lens page, in the run's folder."""
+    """Save filters, and if wanted weights, probes and a lens page, in the run's folder."""
     if _polynomials(model):
         gfsa.save(model, folder / "filters")
     if config.save_model:
         torch.save(model.state_dict(), folder / "model.pt")
+    probes = task.probes(model)
+    if probes is not None:
+        (folder / "probes.json").write_text(json.dumps(probes, indent=1) + "\n")
     if config.lens:
         example = task.example()
         if example is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import platform
 import re
 import sys
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 from gfsa.environment import commit, device_name, version_of
 from gfsa_experiments.engine.checkpoints import checkpoints
+from gfsa_experiments.engine.whole_files import write_text
 from gfsa_experiments.runs.row import Row
 
 Record = TypeVar("Record")
@@ -122,10 +122,7 @@ def now() -> str:
 
 def write_json(path: Path, data: Any) -> None:
     """Write a whole file, or nothing if interrupted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(data, indent=1) + "\n")
-    unfinished.replace(path)
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:

@@ -122,12 +122,12 @@ class Request:
     def _combinations(self) -> list[Request]:
         """A request for each combination of the values in ``each``."""
         names = [name for name, _ in self.each]
-        given = [*names, *dict(self.settings)]
+        given = [*names, *(name for name, _ in self.settings)]
         twice = sorted({name for name in given if given.count(name) > 1})
         if twice:
             raise ValueError(
-                f"{', '.join(twice)} given twice, by --each or by --each and --set: give all "
-                "values to one --each, separated by commas"
+                f"{', '.join(twice)} given twice, by --set, by --each or by both: give one value "
+                "to --set, or all values to one --each, separated by commas"
             )
         combinations = itertools.product(*(text.split(",") for _, text in self.each))
         return [

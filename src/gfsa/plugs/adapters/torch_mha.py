@@ -71,7 +71,9 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
         length, batch = query.shape[:2]
         # one matrix of rows, as torch passes it to its projection
         y = y.permute(2, 0, 1, 3).reshape(length * batch, self.embed_dim)
-        y = F.linear(y, self.out_proj.weight, self.out_proj.bias).view(length, batch, -1)
+        y = F.linear(y, self.out_proj.weight, self.out_proj.bias)
+        # sizes written out: torch cannot infer one of an empty tensor
+        y = y.view(length, batch, self.embed_dim)
         if not batched:
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
         return y.transpose(0, 1) if self.batch_first else y, weights
@@ -131,7 +133,8 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
                     f"expected an attn_mask of shape {per_head[1:]}, or {per_head} with a mask "
                     f"for each head, got {tuple(mask.shape)}"
                 )
-            mask = mask[None, None] if mask.dim() == 2 else mask.view(batch, -1, length, length)
+            per_sample = (batch, self.num_heads, length, length)
+            mask = mask[None, None] if mask.dim() == 2 else mask.view(per_sample)
         if padding is not None:
             if padding.shape != (batch, length):
                 raise ValueError(
@@ -189,6 +192,11 @@ def _refuses(name: str, module: nn.Module) -> str | None:
     if module.bias_k is not None or module.add_zero_attn:
         option = "add_zero_attn" if module.add_zero_attn else "add_bias_kv"
         return f"{option} adds a key without a query: the map is not square"
+    if module.kdim != module.embed_dim:
+        return (
+            f"its keys have {module.kdim} features and its queries {module.embed_dim}, so they are "
+            "different tokens: cross-attention has no powers"
+        )
     return None
 
 

@@ -4,73 +4,61 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from gfsa.plugs.adapter import HEADS, Adapter, heads_of
+from gfsa.plugs.adapter import HEADS, Adapter, heads_of, refusal_of_own_forward
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
-from gfsa.plugs.tracing.trace import Trace, TraceError
+from gfsa.plugs.tracing.candidates import (
+    looks_like_attention,
+    may_be_attention,
+    refusal_by_class_name,
+    refusal_by_code,
+)
+from gfsa.plugs.tracing.trace import NewPathError, Trace, TraceError, TraceMemory
 
-__all__ = ["KNOWN_TRACER", "TRACER", "UNKNOWN", "TraceError", "looks_like_attention"]
-
-_NAMED = re.compile(r"att(entio)?n|mha\b|msa\b|xca\b", re.IGNORECASE)
-_PROJECTIONS = {
-    "qkv", "to_qkv", "qkv_proj", "in_proj", "wqkv", "query_key_value", "c_attn",
-    "q", "query", "q_proj", "query_proj", "to_q", "wq", "w_q", "q_linear",
-}  # fmt: skip
-
-# class names of attention that has no n×n map over tokens, and the refusal for each
-_WITHOUT_MAP = {
-    r"channel|xca|crosscovariance": "its attention is over channels, not tokens",
-    r"class_?att": "class attention has one query: its map is not square",
-    r"pool": "pooling attention has learned queries: its map is not square",
-    r"cross": REASON,
-    r"longformer|ledencoder|blocksparse|lsh": "its map is kept in bands or blocks, not as a square",
-    r"outlook": "its map is predicted from one token, not from pairs of tokens",
-    r"linear|performer|additive|sgformer|polynormer|lite|factor": (
-        "linear attention has no n×n map that could be taken to a power here"
-    ),
-}
-
-
-def looks_like_attention(module: nn.Module) -> bool:
-    """Whether ``module`` seems to compute attention, and no module inside it does."""
-    return _seems_attention(module) and not any(
-        _seems_attention(inner) for inner in module.modules() if inner is not module
-    )
-
-
-def refusal_by_class_name(module: nn.Module) -> str | None:
-    """Why a module cannot be filtered, judging by the name of its class, or None."""
-    name = type(module).__name__.lower()
-    return next((why for pattern, why in _WITHOUT_MAP.items() if re.search(pattern, name)), None)
-
-
-def _seems_attention(module: nn.Module) -> bool:
-    """Two of three signs: a name like attention, projections to q, a number of heads."""
-    named = _NAMED.search(type(module).__name__) is not None
-    projects = any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
-    has_heads = heads_of(module) is not None
-    return (has_heads and (named or projects)) or (named and projects)
+__all__ = [
+    "DOUBTFUL",
+    "KNOWN_TRACER",
+    "TRACER",
+    "UNKNOWN",
+    "TraceError",
+    "looks_like_attention",
+    "may_be_attention",
+]
 
 
 class Traced(nn.Module):
     """Mixed into the class of a traced module: its forward runs under a :class:`Trace`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        memory: TraceMemory = self.__dict__["_gfsa_memory"]
+        given = {**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs}
+        if not (memory.known or memory.paths):
+            if torch.compiler.is_compiling():
+                from gfsa.plugs.tracing.uncompiled import follow
+
+                return follow(self, given, args, kwargs)
+            return self.run_traced(given, True, args, kwargs)
+        try:
+            return self.run_traced(given, False, args, kwargs)
+        except NewPathError:
+            # a path is only known when the forward has taken it, so one that is new is taken again
+            return self.run_traced(given, True, args, kwargs)
+
+    def run_traced(self, given: Any, follow: bool, args: Any, kwargs: Any) -> Any:
+        """The module's own forward under a trace, which follows its inputs or relies on memory."""
         name = self.__dict__.get("_gfsa_name") or type(self).__name__
-        verified = self.__dict__["_gfsa_verified"]
-        trace = Trace(self, name, verified)
-        trace.begin({**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs})
+        adapter: TracerAdapter = self.__dict__["_gfsa_adapter"]
+        wants_maps = adapter.wants_maps(self, given)
+        trace = Trace(self, name, self.__dict__["_gfsa_memory"], follow, wants_maps)
+        trace.begin(given)
         with trace:
             result = super().forward(*args, **kwargs)
-        trace.end()
-        if not verified and not torch.compiler.is_compiling():
-            self.__dict__["_gfsa_verified"] = True
-        return result
+        return trace.end(result)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # the class is created at run time, so copies and pickles refer to the original class
@@ -89,17 +77,17 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 
 
 class TracerAdapter(Adapter):
-    """Follows a module's softmax to its product with v, and verifies itself on the first forward.
+    """Follows a module's softmax to its product with v, and its inputs to queries, keys and values.
 
-    The module's own forward runs. It must contain exactly one attention product, whose map is
-    square and over tokens; otherwise the first forward raises a :class:`TraceError` that names the
-    module. Attention weights that the module returns are A, not H.
+    The module's own forward runs. It must contain exactly one attention product, whose map is over
+    the tokens of one input; otherwise the forward raises a :class:`TraceError` that names the
+    module. Attention weights that the module returns are those of the filter.
     """
 
     how = "tracer"
 
-    #: whether the checks of the first forward are skipped
-    verified = False
+    #: whether tests have verified the class, so that no forward has to
+    known = False
 
     def num_heads(self, module: nn.Module) -> int:
         heads = heads_of(module)
@@ -107,29 +95,35 @@ class TracerAdapter(Adapter):
         return heads
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
-        refusal = refusal_by_class_name(module)
+        refusal = refusal_by_class_name(module) or refusal_of_own_forward(module)
         if refusal is None and heads_of(module) is None:
             return (
                 f"{type(module).__name__} has no attribute with its number of heads "
                 f"({', '.join(HEADS)}); gfsa.register_adapter an adapter that returns it"
             )
-        return refusal
+        return refusal or (None if self.known else refusal_by_code(module))
 
     def refusal_inside(self, owners: Owners) -> str | None:
-        return REASON if crosses_by_design(owners) else None
+        owner = owners[0][0] if owners else None
+        crosses = getattr(owner, "is_cross_attention", False) is True
+        return REASON if crosses or crosses_by_design(owners) else None
+
+    def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
+        """Whether the caller of this forward looks at attention weights that it returns."""
+        return True
 
     def install(self, module: nn.Module) -> None:
         module.__dict__["_gfsa_class"] = type(module)
         traced = _traced(type(module))  # type: ignore[arg-type]
         module.__class__ = traced
-        module.__dict__["_gfsa_verified"] = self.verified
+        module.__dict__["_gfsa_memory"] = TraceMemory(self.known)
         # looked up here, not in a forward that may be compiled
         inputs = inspect.signature(module.__dict__["_gfsa_class"].forward).parameters
         module.__dict__["_gfsa_inputs"] = tuple(inputs)[1:]
 
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop("_gfsa_class")
-        del module.__dict__["_gfsa_verified"], module.__dict__["_gfsa_inputs"]
+        del module.__dict__["_gfsa_memory"], module.__dict__["_gfsa_inputs"]
         module.__dict__.pop("_gfsa_name", None)
 
     def mark(self, model: nn.Module) -> None:
@@ -148,13 +142,26 @@ class UnknownAdapter(TracerAdapter):
         )
 
 
+class DoubtfulAdapter(TracerAdapter):
+    """Refuses modules with heads and a softmax that may be attention or something else."""
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        kind = type(module).__name__
+        return (
+            f"{kind} has heads and a softmax, but neither its name nor its projections show that "
+            f"it is self-attention; if it is, gfsa.register_adapter({kind}, TRACER) with TRACER "
+            "from gfsa.plugs.tracing.adapter traces it"
+        )
+
+
 class KnownTracerAdapter(TracerAdapter):
-    """Traces classes that the tests have verified, so the first forward does not check them."""
+    """Traces classes that the tests have verified, so no forward has to follow their axes."""
 
     how = "tracer, known class"
-    verified = True
+    known = True
 
 
 TRACER = TracerAdapter()
 KNOWN_TRACER = KnownTracerAdapter()
 UNKNOWN = UnknownAdapter()
+DOUBTFUL = DoubtfulAdapter()

@@ -1,73 +1,196 @@
-"""Identify the axes of a tensor by its strides and reshapes, where sizes are ambiguous.
+"""Symbolic axes: which tokens, heads or features the positions of a tensor stand for.
 
-A projection writes tokens, heads and features of a sample to memory in this order. In every view of
-it the strides still show which axis is which; only a copy loses them, so copies are recorded.
+An axis of a tensor is a product of factors, the slowest first. A factor is an atom (an axis of one
+of the module's inputs, or the features of a projection) or a part of one: position i of the factor
+is ``(index in the atom // stride) % size``. So ``view`` and ``reshape`` split and join factors,
+``transpose`` reorders axes, and two axes hold the same tokens in the same order exactly if their
+factors are equal. Nothing is computed: sizes alone are read.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-_RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)
-_COPIES = (Tensor.contiguous, Tensor.clone, torch.clone)
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 
-class Provenance:
-    """The reshapes and copies of one forward."""
+class Atom(NamedTuple):
+    """What a factor is a part of."""
 
-    def __init__(self) -> None:
-        self.reshapes: list[tuple[torch.Size, torch.Size, tuple[int, ...]]] = []
-        self.copies: list[tuple[Tensor, tuple[int, ...]]] = []
+    kind: str
+    """``"input"`` (an axis of an input), ``"features"`` (of a projection), ``"other"`` (what was
+    concatenated with an input), or the operation that changed an axis: a slice, an index …"""
+    key: Any
+    """Hashable; equal for the same axis of an input, and for one operation with equal arguments."""
+    of: tuple[Factor, ...] = ()
+    """What the operation changed."""
 
-    def note(self, func: Any, source: Any, result: Any) -> None:
-        """Record a call of ``func`` that may have changed the strides of ``source``."""
-        if func in _RESHAPES:
-            strides = self.strides(source)
-            self.reshapes.append((source.shape, result.shape, strides))
-            if source.shape[-2:] == result.shape[-2:]:
-                # only leading axes were merged: the last two keep their strides
-                self.copies.append((result, (*result.stride()[:-2], *strides[-2:])))
-        elif func in _COPIES:
-            self.copies.append((result, self.strides(source)))
 
-    def strides(self, x: Tensor) -> tuple[int, ...]:
-        """The strides of ``x`` before it was copied."""
-        return next((before for copy, before in self.copies if copy is x), x.stride())
+class Factor(NamedTuple):
+    """Part of an axis; constant (expanded) along it if ``atom`` is None."""
 
-    def samples_first(self, merged: int, heads: int) -> bool | None:
-        """Whether an axis of B·H entries has samples before heads; None if undecidable."""
-        batch = merged // heads
-        merges = [
-            (old[i:], strides[i:])
-            for old, new, strides in self.reshapes
-            for i in range(min(len(old), len(new)))
-            if old[:i] == new[:i] and new[i] == merged != old[i]
-        ]
-        if batch != heads:
-            answers = {sizes[0] == batch for sizes, _ in merges if sizes[0] in (batch, heads)}
+    atom: Atom | None
+    whole: int
+    stride: int
+    size: int
+
+
+Dim = tuple[Factor, ...]
+"""One axis of a tensor: its factors, the slowest first, none of size 1."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a tensor depends on one of the module's inputs."""
+
+    source: str
+    """The name of the input."""
+    dims: tuple[Dim, ...]
+    """One for each axis of the tensor."""
+    picks: frozenset[tuple[Dim, int]] = frozenset()
+    """Axes that are no longer there, with the index that was taken of each."""
+
+    def with_dims(self, dims: Sequence[Dim]) -> Origin:
+        return replace(self, dims=tuple(dims))
+
+
+def whole(atom: Atom, size: int) -> Dim:
+    """An axis that is one atom."""
+    return () if size == 1 else (Factor(atom, size, 1, size),)
+
+
+def constant(size: int) -> Dim:
+    """An axis along which the tensor does not depend on the input."""
+    return () if size == 1 else (Factor(None, size, 1, size),)
+
+
+def size_of(dim: Dim) -> int:
+    return math.prod(factor.size for factor in dim)
+
+
+def is_constant(dim: Dim) -> bool:
+    return all(factor.atom is None for factor in dim)
+
+
+def atoms_in(dim: Dim) -> Iterator[Atom]:
+    """The atoms of an axis, and those that they were made from."""
+    for factor in dim:
+        if factor.atom is not None:
+            yield factor.atom
+            yield from atoms_in(factor.atom.of)
+
+
+def is_elsewhere(dim: Dim) -> bool:
+    """Whether an axis is a part of a concatenation that has nothing of the input."""
+    return bool(dim) and all(f.atom is not None and f.atom.kind == "other" for f in dim)
+
+
+def is_features(dim: Dim) -> bool:
+    """Whether an axis holds features of a projection, or a part of them, such as heads."""
+    return any(atom.kind == "features" for atom in atoms_in(dim))
+
+
+def changed(dim: Dim, kind: str, key: Hashable, size: int) -> Dim:
+    """The axis after an operation that changed its order or its entries."""
+    if is_constant(dim):
+        return constant(size)
+    return whole(Atom(kind, key, dim), size)
+
+
+def joined(factors: Sequence[Factor]) -> Dim:
+    """Factors as one axis: those that are neighbours in their atom are one factor again."""
+    result: list[Factor] = []
+    for factor in factors:
+        if factor.size == 1:
+            continue
+        last = result[-1] if result else None
+        if last is not None and last.atom is None and factor.atom is None:
+            size = last.size * factor.size
+            result[-1] = Factor(None, size, 1, size)
+        elif (
+            last is not None
+            and last[:2] == factor[:2]
+            and last.stride == factor.stride * factor.size
+        ):
+            result[-1] = factor._replace(size=last.size * factor.size)
         else:
-            # as many samples as heads: in memory, the heads of a sample are adjacent
-            answers = {
-                strides[0] > strides[1]
-                for sizes, strides in merges
-                if sizes[:2] == (batch, heads) and not _without_gaps(sizes, strides)
-            }
-        return answers.pop() if len(answers) == 1 else None
-
-    def features_last(self, values: Tensor) -> bool | None:
-        """Whether the last axes of values are ``(tokens, features)``; None if undecidable."""
-        strides = self.strides(values)[-2:]
-        return None if _without_gaps(values.shape[-2:], strides) else strides[0] > strides[1]
+            result.append(factor)
+    return tuple(result)
 
 
-def _without_gaps(sizes: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether the tensor is contiguous: it may be an unrecorded copy, with new strides."""
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def reshaped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
+    """The axes after a reshape, which keeps the order of the entries in memory."""
+    remaining = [factor for dim in dims for factor in dim][::-1]
+    result = []
+    for size in shape:
+        taken = []
+        while size > 1:
+            if not remaining:
+                return _inseparable(dims, shape)
+            factor = remaining.pop()
+            if size % factor.size == 0:
+                taken.append(factor)
+                size //= factor.size
+            elif factor.size % size == 0:
+                slow, fast = _split(factor, size)
+                taken.append(slow)
+                remaining.append(fast)
+                size = 1
+            else:
+                return _inseparable(dims, shape)
+        result.append(joined(taken))
+    return tuple(result)
+
+
+def _split(factor: Factor, size: int) -> tuple[Factor, Factor]:
+    """A factor as two, of which the slower one has ``size`` entries."""
+    rest = factor.size // size
+    if factor.atom is None:
+        return Factor(None, size, 1, size), Factor(None, rest, 1, rest)
+    slow = factor._replace(stride=factor.stride * rest, size=size)
+    return slow, factor._replace(size=rest)
+
+
+def _inseparable(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
+    """Axes whose factors do not fit the new sizes: each depends on all of them."""
+    everything = tuple(factor for dim in dims for factor in dim)
+    return tuple(
+        changed(everything, "reshape", (tuple(shape), place), size)
+        for place, size in enumerate(shape)
+    )
+
+
+def sliced(dim: Dim, start: int, stop: int, step: int = 1) -> Dim:
+    """The axis after ``[start:stop:step]``, with indices that are not negative."""
+    size = size_of(dim)
+    if (start, stop, step) == (0, size, 1):
+        return dim
+    atom = dim[0].atom if len(dim) == 1 and dim[0].size == dim[0].whole else None
+    if atom is not None and atom.kind == "cat" and step == 1:
+        pieces, sizes = atom.key
+        ends = itertools.accumulate(sizes)
+        for piece, length, end in zip(pieces, sizes, ends, strict=True):
+            if end - length <= start and stop <= end:
+                return sliced(piece, start - end + length, stop - end + length)
+    return changed(dim, "slice", (start, stop, step), len(range(start, stop, step)))
+
+
+def concatenated(pieces: Sequence[Dim], sizes: Sequence[int]) -> Dim:
+    """Axes end to end; slices that add up to an axis are that axis again."""
+    filled = [place for place, size in enumerate(sizes) if size]
+    pieces, sizes = [pieces[place] for place in filled], [sizes[place] for place in filled]
+    if len(pieces) == 1:
+        return pieces[0]
+    parts = [dim[0].atom if len(dim) == 1 else None for dim in pieces]
+    slices = [part for part in parts if part is not None and part.kind == "slice"]
+    if len(slices) == len(pieces) and len({part.of for part in slices}) == 1:
+        ends = list(itertools.accumulate(sizes, initial=0))
+        adjacent = [(start, stop, 1) for start, stop in itertools.pairwise(ends)]
+        if [part.key for part in slices] == adjacent and ends[-1] == size_of(slices[0].of):
+            return slices[0].of
+    everything = tuple(factor for dim in pieces for factor in dim)
+    if all(is_constant(dim) for dim in pieces):
+        return constant(sum(sizes))
+    return whole(Atom("cat", (tuple(pieces), tuple(sizes)), everything), sum(sizes))

@@ -2,28 +2,54 @@
 
 The map is the result of a softmax over the last axis, followed through every operation that keeps
 its size (dropout, casts, masks, mixing of heads) to a product with the values; or a call of torch's
-own attention. Every assumption that can be checked is checked.
+own attention. The axes of queries, keys and values are followed from the module's inputs, so that
+what is filtered is attention of tokens to themselves, head by head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.plugs.cross_attention import require_same_tokens
-from gfsa.plugs.tracing.axes import Provenance
+from gfsa.plugs.tracing.following import AxisFollower, name_of, operands_of
+from gfsa.plugs.tracing.layout import (
+    HeadLayout,
+    SelfAttention,
+    Side,
+    Verified,
+    find_heads,
+    settled,
+    sides_of_map,
+    sides_of_tokens,
+)
+from gfsa.plugs.tracing.maps import MapHistory, Step
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 _DROPOUT = (F.dropout, torch.dropout)
-_MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+_MATMUL = (
+    torch.matmul,
+    torch.linalg.matmul,
+    torch.bmm,
+    torch.mm,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.bmm,
+    Tensor.mm,
+)
+_ADDED_MATMUL = (torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
+
+_PRODUCTS = (*_MATMUL, *_ADDED_MATMUL, torch.einsum)
 
 # names of arguments that may hold the tokens of another sequence
 _OTHER_TOKENS = (
@@ -36,9 +62,29 @@ _OTHER_TOKENS = (
     "q_global",
 )
 
+# a module whose forward takes a new path each time is verified each time
+_PATHS_KEPT = 32
+
+Path = tuple[str, ...]
+"""The operations of a forward up to its attention product, after the names of its inputs."""
+
 
 class TraceError(RuntimeError):
     """A traced module's forward is not the self-attention that a filter needs."""
+
+
+class NewPathError(Exception):
+    """A forward took a path that no earlier forward has verified; it has to be followed."""
+
+
+@dataclasses.dataclass
+class TraceMemory:
+    """What the forwards of one traced module have shown."""
+
+    known: bool = False
+    """Whether tests have verified the module's class: heads are the third axis from the end."""
+    paths: dict[Path, Verified] = dataclasses.field(default_factory=dict)
+    rows_checked: bool = False
 
 
 class Trace(TorchFunctionMode):
@@ -47,116 +93,190 @@ class Trace(TorchFunctionMode):
     Args:
         module: the attention module; its filter is ``module.gfsa``.
         name: what to call it in errors.
-        verified: whether an earlier forward has shown that the map is tokens × tokens.
+        memory: what earlier forwards have shown.
+        follow: whether to follow the axes of the inputs. If not, the forward must take a path that
+            has been verified, or :class:`NewPathError` is raised.
+        wants_maps: whether attention weights that the module returns are looked at.
     """
 
-    def __init__(self, module: nn.Module, name: str, verified: bool) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, memory: TraceMemory, follow: bool, wants_maps: bool
+    ) -> None:
         super().__init__()
         self.module = module
         self.name = name
-        self.verified = verified
+        self.memory = memory
+        self.follower = AxisFollower() if follow else None
+        self.wants_maps = wants_maps
         self.filter: GraphFilter = module.gfsa  # type: ignore[assignment]
-        self.widths: set[int] = set()
-        self.maps: list[Tensor] = []
+        self.inputs: dict[str, Tensor] = {}
+        self.path: list[str] = []
+        self.history = MapHistory()
         self.undropped: Tensor | None = None
         self.dropout_p = 0.0
-        self.provenance = Provenance()
         self.products = 0
-        self.head_axis = -3
+        self.layout: HeadLayout | None = None
+        self.handles: list[RemovableHandle] = []
+        # the map that multiplied the values, with its heads apart, and its shape there
+        self.filtered: tuple[Step, Tensor, torch.Size] | None = None
 
     def begin(self, given: Mapping[str, Any]) -> None:
         """Read the arguments of the forward, by name, before it runs."""
-        tokens = next((x for x in given.values() if _is_tokens(x)), None)
-        if tokens is None:
-            return
-        # which axis of an image holds the channels is not known
-        self.widths = {tokens.shape[-1]} if tokens.dim() < 4 else set()
+        self.inputs = {
+            name: x for key, value in given.items() for name, x in _named_tokens(key, value)
+        }
+        self.path = [f"{name}:{x.dim()}={self._first_name(x)}" for name, x in self.inputs.items()]
+        if self.memory.known:
+            self._require_same_tokens(given)
+        if self.follower is not None:
+            for name, x in self.inputs.items():
+                self.follower.start(name, x)
+            self.handles = [
+                layer.register_forward_hook(self.follower.note_linear)
+                for layer in self.module.modules()
+                if isinstance(layer, nn.Linear)
+            ]
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        super().__exit__(*error)
+
+    def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
+        """Refuse another sequence by the name of its argument, where axes are not followed."""
+        tokens = next(iter(self.inputs.values()), None)
         for name in _OTHER_TOKENS:
             other = given.get(name)
-            if isinstance(other, Tensor):
+            if isinstance(other, Tensor) and tokens is not None:
                 require_same_tokens(self.module, tokens, other)
 
-    def end(self) -> None:
-        """Check the forward after it ran."""
+    def _first_name(self, x: Tensor) -> str:
+        """The name of the first input that is this tensor."""
+        return next(name for name, other in self.inputs.items() if other is x)
+
+    def end(self, result: Any) -> Any:
+        """Check the forward after it ran; returns its result, with H where it has A."""
         if not self.products:
             self._refuse(
                 "its forward has no product of a softmax with values that torch dispatches (a "
                 "softmax written out, a softmax over another axis, or an extension of its own)"
             )
+        return self._with_filtered_maps(result) if self.filtered is not None else result
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not self.products and not torch.compiler.is_compiling():
+            self.path.append(name_of(func))
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         if func in _SOFTMAX:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
             axis = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else None
             if axis in (-1, result.dim() - 1):
-                self.maps.append(result)
+                self.history.start(result)
             return result
-        if not self.maps or not self._is_map(*args, *kwargs.values()):
-            result = func(*args, **kwargs)
-            if args and not self.products:
-                self.provenance.note(func, args[0], result)
-            return result
+        operands = (*args, *kwargs.values())
+        step = self.history.find_map(*operands) if self.history.steps else None
+        if step is None:
+            if func is torch.einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
+                step = self.history.find_map(*args[1])
+            if step is None:
+                if func in _PRODUCTS and any(self.history.find(x) for x in args):
+                    # a sum or a part of the map, as for values that depend on the distance
+                    self._refuse("its map has a part in more than one product")
+                result = self._run(func, args, kwargs)
+                self.history.follow(func, args, kwargs, result)
+                return result
         if func in _DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in _MATMUL:
-            left, right = (*args, *kwargs.values())[:2]
-            return self._product(left, right)
+            return self._written(self._product(*operands_of(args, kwargs)[:2]), kwargs)
+        if func in _ADDED_MATMUL:
+            return self._written(self._added_product(args, kwargs), kwargs)
         if func is torch.einsum:
             return self._einsum(*args)
-        return self._follow(args, func(*args, **kwargs))
+        result = self._run(func, args, kwargs)
+        self.history.follow(func, args, kwargs, result)
+        return result
 
-    def _is_map(self, *candidates: Any) -> bool:
-        return any(x is known for known in self.maps for x in candidates)
-
-    def _follow(self, args: tuple[Any, ...], result: Any) -> Any:
-        """Treat the result of an operation on a map as the map if it has the same size."""
-        source = next((x for x in args if self._is_map(x)), None)
-        if (
-            source is not None
-            and isinstance(result, Tensor)
-            and result.is_floating_point()
-            and result.numel() == source.numel()
-            and not self._is_map(result)
-        ):
-            self.maps.append(result)
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if self.follower is not None and not self.products:
+            self.follower.note(func, args, kwargs, result)
         return result
 
     def _dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **options: Any
+        self,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        train: bool | None = None,
     ) -> Tensor:
         # F.dropout calls the argument training, torch.dropout train
-        if not options.get("train", training) or not p:
+        if not (training if train is None else train) or not p:
             return input
-        self.undropped = input
+        self.undropped = input.clone() if inplace and not self.memory.rows_checked else input
         if self.filter.dropout_after == "filter":
             self.dropout_p = p
             return input
-        dropped: Tensor = F.dropout(input, p)
-        self.maps.append(dropped)
+        dropped: Tensor = self._run(F.dropout, (input, p, True, inplace), {})
+        self.history.follow(F.dropout, (input, p), {}, dropped)
         return dropped
 
     def _product(self, left: Any, right: Any) -> Tensor:
-        if self._is_map(left):
-            return self._filter_map(left, right)
+        step = self.history.find_map(left)
+        if step is not None:
+            return self._filter_map(step, left, right)
+        step = self.history.find_map(right)
+        assert step is not None
         # y = v·Aᵀ with tokens as columns
-        y = self._filter_map(right.transpose(-2, -1), left.transpose(-2, -1))
+        y = self._filter_map(step, self._turned(right), self._turned(left))
         return y.transpose(-2, -1)
 
-    def _einsum(self, equation: str, *operands: Any) -> Tensor:
+    def _turned(self, x: Tensor) -> Tensor:
+        turned: Tensor = self._run(torch.transpose, (x, -2, -1), {})
+        self.history.follow(torch.transpose, (x, -2, -1), {}, turned)
+        return turned
+
+    def _added_product(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """``beta·input + alpha·(left @ right)``."""
+        added, left, right = operands_of(args, kwargs)[:3]
+        if self.history.find_map(left, right) is None:
+            self._refuse("its map is added to a product")
+        y = kwargs.get("alpha", 1) * self._product(left, right)
+        beta = kwargs.get("beta", 1)
+        return y + beta * added if beta else y
+
+    def _written(self, y: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The product, in the tensor that the caller passed as ``out=``, if any."""
+        out = kwargs.get("out")
+        if out is None:
+            return y
+        if out.shape != y.shape:
+            out.resize_(y.shape)
+        out.copy_(y)
+        written: Tensor = out
+        return written
+
+    def _einsum(self, equation: Any, *operands: Any) -> Tensor:
+        given = (equation, *operands)
         if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
             operands = tuple(operands[0])
+        place = next(i for i, x in enumerate(operands) if self.history.find_map(x) is not None)
+        step = self.history.find_map(operands[place])
+        assert step is not None
+        if not isinstance(equation, str):
+            self._refuse("its map is in an einsum without an equation")
         inputs, arrow, out = equation.replace(" ", "").partition("->")
         letters = inputs.split(",")
-        place = next((i for i, x in enumerate(operands) if self._is_map(x)), 0)
         of_map = letters[place]
         if arrow and set(of_map[-2:]) <= set(out):
             # the einsum mixes heads: its result is still a map
-            mixed: Tensor = self._follow((operands[place],), torch.einsum(equation, *operands))
+            mixed: Tensor = self._run(torch.einsum, given, {})
+            self.history.follow(torch.einsum, (equation, *operands), {}, mixed)
             return mixed
         if len(operands) != 2 or not arrow or "." in equation:
             self._refuse(f"its map is in an einsum that is not understood: {equation!r}")
@@ -165,8 +285,9 @@ class Trace(TorchFunctionMode):
         features = [x for x in of_values if x not in of_map]
         if len(features) != 1 or set(of_values) != {*lead, column, *features}:
             self._refuse(f"its map is in an einsum that is not understood: {equation!r}")
-        values = torch.einsum(f"{of_values}->{lead}{column}{features[0]}", operands[1 - place])
-        y = self._filter_map(operands[place], values)
+        ordered = f"{of_values}->{lead}{column}{features[0]}"
+        values = self._run(torch.einsum, (ordered, operands[1 - place]), {})
+        y = self._filter_map(step, operands[place], values)
         return torch.einsum(f"{lead}{row}{features[0]}->{out}", y)
 
     def _sdpa(
@@ -180,14 +301,20 @@ class Trace(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        self._check(query.shape[:-1] + key.shape[-2:-1], value, query)
+        lead = query.shape[:-2]
         if not enable_gqa:
             # torch broadcasts here: multi-query attention has one head of keys and values
-            key, value = (x.expand(*query.shape[:-2], *x.shape[-2:]) for x in (key, value))
+            lead = torch.broadcast_shapes(lead, key.shape[:-2], value.shape[:-2])
+        rows, columns = (sides_of_tokens(self._origins(x)) for x in (query, key))
+        self._check((*lead, query.shape[-2], key.shape[-2]), rows, columns, value)
+        assert self.layout is not None
+        layout, heads = self.layout, self.filter.num_heads
+        if not enable_gqa:
+            query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
         dims, shape = query.dim(), query.shape
-        query, key, value = (self._with_heads(x) for x in (query, key, value))
+        query, key, value = (layout.split(x, heads) for x in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2:
-            attn_mask = self._with_heads(attn_mask[(None,) * (dims - attn_mask.dim())])
+            attn_mask = layout.split(attn_mask[(None,) * (dims - attn_mask.dim())], heads)
         operator = AttentionOperator(
             query,
             key,
@@ -198,115 +325,163 @@ class Trace(TorchFunctionMode):
             enable_gqa,
             dropout_after=self.filter.dropout_after,
         )
-        return self._without_heads(self._filter(operator, value), shape)
+        return layout.join(self._filter(operator, value), heads, shape)
 
-    def _filter_map(self, matrix: Tensor, values: Tensor) -> Tensor:
-        self._check(matrix.shape, values, values)
+    def _filter_map(self, step: Step, matrix: Tensor, values: Tensor) -> Tensor:
+        rows, columns = sides_of_map(self._origins(matrix))
         # a product broadcasts: multi-query attention has one head of values
         lead = torch.broadcast_shapes(matrix.shape[:-2], values.shape[:-2])
+        self._check((*lead, *matrix.shape[-2:]), rows, columns, values)
+        assert self.layout is not None
+        layout, heads = self.layout, self.filter.num_heads
+        if not self.memory.rows_checked:
+            self._check_rows(matrix if self.undropped is None else self.undropped)
+        of_map = matrix
         matrix, values = (x.expand(*lead, *x.shape[-2:]) for x in (matrix, values))
         shape = values.shape
-        if not self.verified:
-            self._check_rows(matrix if self.undropped is None else self.undropped)
-        matrix, values = self._with_heads(matrix), self._with_heads(values)
-        operator = DenseOperator(matrix, self.dropout_p, self.filter.dropout_after)
-        return self._without_heads(self._filter(operator, values), shape)
-
-    def _with_heads(self, x: Tensor) -> Tensor:
-        """The tensor with its heads moved to the third axis from the end."""
-        heads = self.filter.num_heads
-        if heads == 1:
-            return x.unsqueeze(-3)
-        if x.dim() == 3 and x.shape[0] > 1:
-            return x.unflatten(0, (-1, heads))
-        return x.movedim(self.head_axis, -3)
-
-    def _without_heads(self, y: Tensor, shape: torch.Size) -> Tensor:
-        if self.filter.num_heads > 1 and len(shape) > 3:
-            y = y.movedim(-3, self.head_axis)
-        return y.reshape(*shape[:-1], y.shape[-1])
+        split = layout.split(matrix, heads)
+        operator = DenseOperator(split, self.dropout_p, self.filter.dropout_after)
+        y = layout.join(self._filter(operator, layout.split(values, heads)), heads, shape)
+        if self.wants_maps:
+            self.filtered = self.history.find(of_map) or step, split, matrix.shape
+        return y
 
     def _filter(self, operator: Operator, values: Tensor) -> Tensor:
-        self.maps.clear()
         y: Tensor = self.filter(operator, values)
         return y
 
-    def _check(self, scores: tuple[int, ...], values: Tensor, heads_in: Tensor) -> None:
-        """Refuse a map that is not tokens × tokens with a head axis where one is expected."""
+    def _origins(self, x: Tensor) -> Any:
+        return self.follower.of(x) if self.follower is not None else ()
+
+    def _check(
+        self, scores: Sequence[int], rows: list[Side], columns: list[Side], values: Tensor
+    ) -> None:
+        """Refuse a map that is not tokens × tokens, and find its axis of heads."""
         self.products += 1
         if self.products > 1:
             self._refuse("its forward has more than one attention product")
-        rows, columns = scores[-2:]
-        if rows != columns:
+        if scores[-2] != scores[-1]:
             self._refuse(
-                f"its map is {rows}×{columns}, not square: cross-attention, pooling with a few "
-                "queries, or decoding with a cache (pass use_cache=False) has no powers"
+                f"its map is {scores[-2]}×{scores[-1]}, not square: cross-attention, pooling with "
+                "a few queries, or decoding with a cache (pass use_cache=False) has no powers"
             )
-        self._check_heads(scores, heads_in)
-        if not self.verified:
-            self._check_tokens(columns, values)
-
-    def _check_heads(self, scores: tuple[int, ...], laid_out: Tensor) -> None:
-        """Find the axis of the heads, or refuse if it is ambiguous."""
-        heads, lead = self.filter.num_heads, tuple(scores[:-2])
-        if heads == 1 or lead == (heads,):
-            return
-        if len(lead) <= 1:
-            self._check_merged(lead)
-            return
-        places = [axis for axis, size in enumerate(lead) if size == heads]
-        if not places:
-            self._refuse(f"its map has shape {tuple(scores)}, with no axis for its {heads} heads")
-        if len(places) > 1 and not self.verified:
-            # sizes are ambiguous, but in memory the heads of a sample are adjacent
-            strides = [laid_out.stride(axis) for axis in places]
-            if len(lead) > 2 or min(strides) != strides[-1]:
-                self._refuse(
-                    f"its map has shape {tuple(scores)}, where more than one axis could be the "
-                    f"{heads} heads; run the first forward with another batch size"
-                )
-        self.head_axis = places[-1] - len(scores)
-
-    def _check_merged(self, lead: tuple[int, ...]) -> None:
-        """Refuse a map ``(B·H, N, N)`` unless its reshapes show that samples come before heads."""
         heads = self.filter.num_heads
-        if not lead or lead[0] % heads:
-            self._refuse(f"its map has leading sizes {lead}, expected {heads} heads among them")
-        if not (self.provenance.samples_first(lead[0], heads) or self.verified):
-            self._refuse(
-                f"its map merges {lead[0] // heads} samples and {heads} heads into one axis, whose "
-                "order cannot be determined; run the first forward with another batch size, or "
-                "register an adapter"
-            )
+        if self.follower is None:
+            self.layout = self._verified_layout(scores)
+        else:
+            self.layout = self._found_layout(scores, rows, columns, values)
+        assert self.layout is not None
+        if not self.layout.fits(scores, heads):
+            self._refuse(f"its map has shape {tuple(scores)}, with no axis for its {heads} heads")
 
-    def _check_tokens(self, side: int, values: Tensor) -> None:
-        """Refuse attention over channels, whose map is square too, by the module's widths."""
-        heads, features = self.filter.num_heads, values.shape[-1]
-        layers = list(self.module.children())
-        widths = self.widths | {m.in_features for m in layers if isinstance(m, nn.Linear)}
-        widths |= {m.in_channels for m in layers if isinstance(m, (nn.Conv1d, nn.Conv2d))}
-        over_tokens, over_channels = heads * features in widths, heads * side in widths
-        if side == features and over_tokens:
-            features_last = self.provenance.features_last(values)
-            over_tokens, over_channels = features_last is not False, features_last is not True
-        if over_tokens and not over_channels:
-            return
-        if over_tokens:
+    def _found_layout(
+        self, scores: Sequence[int], rows: list[Side], columns: list[Side], values: Tensor
+    ) -> HeadLayout:
+        """The layout that the axes of this forward show; refuses what is no self-attention."""
+        assert self.follower is not None
+        heads = self.filter.num_heads
+        of_values = sides_of_tokens(self._origins(values))
+        if 0 in scores or values.numel() == 0:
+            # nothing is computed, so any layout of these sizes will do
+            return self._layout_by_sizes(scores)
+        if scores[-1] == 1:
+            # the map of one token is the number one, whatever its queries and keys are
+            layout = find_heads([*rows, *columns, *of_values], scores, heads)
+            return self._layout_by_sizes(scores) if isinstance(layout, str) else layout
+        attention = SelfAttention(rows, columns, of_values, self.follower, self._equal)
+        if (refusal := attention.refusal()) is not None:
+            self._refuse(refusal)
+        layout = attention.layout(scores, heads)
+        if isinstance(layout, str):
+            self._refuse(layout)
+        general = settled(layout, scores, heads)
+        if general is not None and len(self.memory.paths) < _PATHS_KEPT:
+            verified = Verified(general, tuple(attention.equal_inputs))
+            self.memory.paths[tuple(self.path)] = verified
+        return layout
+
+    def _verified_layout(self, scores: Sequence[int]) -> HeadLayout:
+        """The layout that an earlier forward on the same path has shown."""
+        if self.memory.known:
+            return HeadLayout(len(scores), -3)
+        if torch.compiler.is_compiling():
+            # operations are not recorded while a graph is compiled, so all paths of these inputs
+            # have to agree
+            count = len(self.path)
+            known = [v for path, v in self.memory.paths.items() if list(path[:count]) == self.path]
+            known = [v for v in known if v.layout.rank == len(scores)]
+            if not known or any(v != known[0] for v in known):
+                self._refuse(
+                    "no forward has verified it with these inputs, which a graph that is compiled "
+                    "cannot do. Run one forward without torch.compile first"
+                )
+            verified = known[0]
+        elif tuple(self.path) in self.memory.paths:
+            verified = self.memory.paths[tuple(self.path)]
+        else:
+            raise NewPathError
+        for first, second in verified.equal_inputs:
+            require_same_tokens(self.module, self.inputs[first], self.inputs[second])
+        return verified.layout
+
+    def _layout_by_sizes(self, scores: Sequence[int]) -> HeadLayout:
+        heads, rank = self.filter.num_heads, len(scores)
+        place = next((i for i, size in enumerate(scores[:-2]) if size == heads), None)
+        if place is not None or heads == 1:
+            return HeadLayout(rank, (place or 0) - rank)
+        for verified in self.memory.paths.values():
+            if verified.layout.rank == rank:
+                return verified.layout
+        return HeadLayout(rank, -3, before=None)
+
+    def _equal(self, first: str, second: str) -> bool:
+        """Whether two inputs hold the same tokens."""
+        one, other = self.inputs[first], self.inputs[second]
+        if one.shape != other.shape:
+            return False
+        try:
+            require_same_tokens(self.module, one, other)
+        except ValueError:
+            return False
+        return True
+
+    def _with_filtered_maps(self, result: Any) -> Any:
+        """The result of the module, with H in place of the attention weights that it returns."""
+        if isinstance(result, Tensor):
+            return self._filtered_map(result)
+        if isinstance(result, tuple) and hasattr(result, "_fields"):
+            return type(result)(*(self._with_filtered_maps(x) for x in result))
+        if isinstance(result, (list, tuple)):
+            return type(result)(self._with_filtered_maps(x) for x in result)
+        if isinstance(result, dict):
+            for key in list(result):
+                result[key] = self._with_filtered_maps(result[key])
+        return result
+
+    def _filtered_map(self, x: Tensor) -> Tensor:
+        assert self.filtered is not None
+        assert self.layout is not None
+        own = self.history.find(x)
+        if own is None:
+            return x
+        # built here, because H costs a product of maps and few modules return them
+        step, split, shape = self.filtered
+        new = self.filter.map(DenseOperator(split)).to(split.dtype)
+        new = self.layout.join(new, self.filter.num_heads, shape)
+        returned = None
+        if new.shape == step.tensor.shape:
+            returned = self.history.transfer(new, step, own)
+        if returned is None:
             self._refuse(
-                f"its map is {side}×{side} and its values have {features} features per head: with "
-                "equal numbers, attention over tokens and over channels cannot be distinguished. "
-                "Run the first forward with another number of tokens"
+                "it returns attention weights that are not the map that multiplies its values, so "
+                "there is no filtered map in their place. Do not ask it for attention weights"
             )
-        if over_channels:
-            self._refuse(f"its map is {side}×{side} over channels, not tokens")
-        self._refuse(
-            f"{heads} heads of {features} features fit none of its widths "
-            f"({', '.join(map(str, sorted(widths)))}), so its map may not be over tokens"
-        )
+        return returned.to(x.dtype)
 
     def _check_rows(self, matrix: Tensor) -> None:
         if torch.compiler.is_compiling() or matrix.is_meta:
             return
+        self.memory.rows_checked = True
         sums = matrix.detach().sum(-1, dtype=torch.float32)
         # a fully masked row may be zeros
         off = torch.where(sums == 0, 0.0, (sums - 1).abs())
@@ -317,13 +492,23 @@ class Trace(TorchFunctionMode):
                 stacklevel=2,
             )
 
+    def _kind(self) -> str:
+        # the class of a traced module is made for it; users know the one that it was
+        kind: type = self.module.__dict__.get("_gfsa_class", type(self.module))
+        return kind.__name__
+
     def _refuse(self, why: str) -> NoReturn:
         raise TraceError(
-            f"cannot filter {self.name} ({type(self.module).__name__}) by tracing: {why}. "
+            f"cannot filter {self.name} ({self._kind()}) by tracing: {why}. "
             "gfsa.unplug(model), and leave the layer out with plug(..., layers=...), or teach "
             "gfsa its class with gfsa.register_adapter"
         )
 
 
-def _is_tokens(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= 2
+def _named_tokens(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of an argument that may hold tokens, each with a name."""
+    if isinstance(value, Tensor):
+        return [(name, value)] if value.is_floating_point() and value.dim() >= 2 else []
+    if isinstance(value, (list, tuple)):
+        return [found for i, x in enumerate(value) for found in _named_tokens(f"{name}[{i}]", x)]
+    return []

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
-from gfsa_experiments.data.tokenizers import GPT2_SOURCE, gpt2_tokenizer, token_ids, train_tokenizer
-from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.causal_lm.data import PARTS, SOURCES, count_words, read_corpus
+from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.tokenizers import gpt2_tokenizer, token_ids, train_tokenizer
+from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig, check_multiple
+from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
+from gfsa_experiments.tasks.causal_lm.data import PARTS, count_words, read_corpus
 
 _IGNORED = -100
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
@@ -54,8 +54,7 @@ class CausalLMConfig(TrainConfig):
         super().check()
         if self.block < 2:
             raise ValueError(f"a block of {self.block} tokens predicts nothing; set 2 or more")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} cannot be split among {self.heads} heads")
+        check_multiple(self, "width", "heads")
         if self.scratch and self.tokenizer == "own":
             raise ValueError("a new model has no tokenizer of its own; set tokenizer=gpt2 or bpe")
         if not self.scratch and self.tokenizer == "bpe":
@@ -101,9 +100,10 @@ class CausalLMTask(Task):
             config.model if config.tokenizer == "own" else "",
             config.vocab_size if config.tokenizer == "bpe" else 0,
         )
-        blocks = {name: Blocks(corpus.parts[name], config.block, name) for name in PARTS}
-        self.splits = {name: Split(blocks[name], as_it_is) for name in PARTS}
-        self._example = blocks["valid"].__getitems__([0])["input_ids"]
+        self.splits = {
+            name: Split(blocks(text, config.block, name), as_it_is)
+            for name, text in corpus.parts.items()
+        }
         model = _new(config, corpus.vocabulary) if config.scratch else _pretrained(config)
         if corpus.vocabulary > model.config.vocab_size:
             raise ValueError(
@@ -113,10 +113,10 @@ class CausalLMTask(Task):
         self.model = model
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._cross_entropy(model, batch["input_ids"], "mean")
+        return self._cross_entropy(model, batch["input_ids"].long(), "mean")
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        ids = batch["input_ids"]
+        ids = batch["input_ids"].long()
         total = self._cross_entropy(model, ids, "sum").double()
         return total, ids.numel() - len(ids), batch["words"].double().sum()
 
@@ -131,7 +131,7 @@ class CausalLMTask(Task):
 
     def example(self) -> Any:
         """The first block of the validation text."""
-        return {"input_ids": self._example}
+        return {"input_ids": self.first_examples(1)["input_ids"].long()}
 
     def _cross_entropy(self, model: nn.Module, ids: Tensor, reduction: str) -> Tensor:
         with causal_by_kernel(self.model):
@@ -244,26 +244,18 @@ def encode_corpus(
     return EncodedCorpus(len(encoder) if own else encoder.get_vocab_size(), parts)
 
 
-class Blocks(Dataset[Any]):
-    """A text cut into blocks of equal length."""
-
-    def __init__(self, text: EncodedText, block: int, name: str) -> None:
-        count = len(text.tokens) // block
-        if not count:
-            raise ValueError(
-                f"the {name} text has {len(text.tokens)} tokens, less than a block of {block}; "
-                "set a smaller block"
-            )
-        self.ids = text.tokens[: count * block].reshape(count, block)
-        # words per block on average; tokens that are not predicted do not count
-        self.words = text.words / len(text.tokens) * (block - 1)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        ids = torch.from_numpy(self.ids[np.asarray(indices)].astype(np.int64))
-        return {"input_ids": ids, "words": torch.full((len(indices),), self.words)}
+def blocks(text: EncodedText, block: int, name: str) -> TensorRows:
+    """A text cut into blocks of equal length, with the number of words of each on average."""
+    count = len(text.tokens) // block
+    if not count:
+        raise ValueError(
+            f"the {name} text has {len(text.tokens)} tokens, less than a block of {block}; "
+            "set a smaller block"
+        )
+    ids = torch.from_numpy(text.tokens[: count * block].reshape(count, block))
+    # tokens that are not predicted do not count
+    words = text.words / len(text.tokens) * (block - 1)
+    return TensorRows(input_ids=ids, words=torch.full((count,), words))
 
 
 RECIPE = Recipe(
@@ -271,5 +263,5 @@ RECIPE = Recipe(
     title="Language modelling: fine-tune GPT-2, or train one from scratch",
     config=CausalLMConfig,
     build=CausalLMTask,
-    sources=(*SOURCES.values(), GPT2_SOURCE),
+    sources=sources_of("causal_lm"),
 )

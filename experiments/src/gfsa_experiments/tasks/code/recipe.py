@@ -10,15 +10,26 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from gfsa_experiments.data.pretrained import load_model, load_tokenizer
-from gfsa_experiments.data.token_batches import TokenMatrix, hold_out
+from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.token_batches import (
+    LabelledTexts,
+    TokenMatrix,
+    hold_out,
+    without_labels,
+)
 from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
-from gfsa_experiments.engine.config import Count, CountOrZero, Fraction, ShareBelowOne, TrainConfig
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.code.data import PARTS, SOURCES, CodePart, CodeSet, read_code_set
+from gfsa_experiments.engine.config import (
+    Count,
+    CountOrZero,
+    Fraction,
+    ShareBelowOne,
+    TrainConfig,
+    check_multiple,
+)
+from gfsa_experiments.engine.task import Classification, Recipe
+from gfsa_experiments.tasks.code.data import CodePart, read_code_set
 
 # RoBERTa's numbers of the special tokens
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -55,8 +66,7 @@ class CodeConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} cannot be split among {self.heads} heads")
+        check_multiple(self, "width", "heads")
         if self.max_length and self.max_length < 3:
             raise ValueError(f"{self.max_length} tokens hold no code between start and end")
 
@@ -121,7 +131,7 @@ class CodeClassifier(nn.Module):
         return states[torch.arange(len(last), device=last.device), last]
 
 
-class CodeTask(Task):
+class CodeTask(Classification):
     """Cross-entropy; accuracy for defects, F1 of the clones for clones, ×100."""
 
     def __init__(self, config: CodeConfig, data_dir: Path) -> None:
@@ -134,33 +144,33 @@ class CodeTask(Task):
         )
         self.metric = "accuracy" if config.dataset == "devign" else "f1"
         functions = encoded.parts["train"].functions.shape[1]
-        body = _new_body(config, encoded.vocabulary) if config.scratch else _pretrained(config)
-        self.model = CodeClassifier(body, functions)
-        self.splits = {}
-        for name in PARTS:
-            part = encoded.parts[name]
-            if name == "train":
-                rows, _ = hold_out(len(part.labels), 0.0, config.fraction)
-                part = CodePart(part.functions[rows], part.labels[rows])
-            examples = CodeExamples(encoded.texts, part, config.pad_to_multiple, config.longest)
-            self.splits[name] = Split(examples, as_it_is, examples.lengths.tolist())
-            if name == "valid":
-                some = list(range(min(_EXAMPLES, len(examples))))
-                self._example = examples.__getitems__(some)
+        if config.scratch:
+            body = _new_body(config, encoded.vocabulary)
+        else:
+            from transformers import AutoModel
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        logits = model(batch["input_ids"], batch["attention_mask"])
-        return F.cross_entropy(logits.float(), batch["labels"])
+            body = load_model(AutoModel, config.model, new=("pooler",))
+        self.model = CodeClassifier(body, functions)
+        train = encoded.parts["train"]
+        rows, _ = hold_out(len(train.labels), 0.0, config.fraction)
+        parts = encoded.parts | {"train": CodePart(train.functions[rows], train.labels[rows])}
+        padding = config.pad_to_multiple, config.longest
+        self.splits = {
+            name: LabelledTexts(encoded.texts, part.labels, *padding, part.functions).split()
+            for name, part in parts.items()
+        }
+
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        logits: Tensor = model(**without_labels(batch))
+        return logits
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        logits = model(batch["input_ids"], batch["attention_mask"])
-        return logits.argmax(-1), batch["labels"]
+        return self.logits(model, batch).argmax(-1), batch["labels"]
 
     def score(self, predictions: list[Any]) -> dict[str, float]:
         from sklearn.metrics import f1_score
 
-        found = torch.cat([pair[0] for pair in predictions]).numpy()
-        labels = torch.cat([pair[1] for pair in predictions]).numpy()
+        found, labels = (torch.cat(part).numpy() for part in zip(*predictions, strict=True))
         return {
             "accuracy": 100 * float((found == labels).mean()),
             "f1": 100 * float(f1_score(labels, found, zero_division=0.0)),
@@ -169,7 +179,7 @@ class CodeTask(Task):
 
     def example(self) -> Any:
         """Some validation functions."""
-        return {name: value for name, value in self._example.items() if name != "labels"}
+        return without_labels(self.first_examples(_EXAMPLES))
 
 
 def _new_body(config: CodeConfig, vocabulary: int) -> Any:
@@ -193,12 +203,6 @@ def _new_body(config: CodeConfig, vocabulary: int) -> Any:
     return RobertaModel(sizes, add_pooling_layer=False)
 
 
-def _pretrained(config: CodeConfig) -> Any:
-    from transformers import AutoModel
-
-    return load_model(AutoModel, config.model, new=("pooler",))
-
-
 @dataclass(frozen=True)
 class EncodedCode:
     """Functions as token ids, and the examples that refer to them."""
@@ -220,30 +224,10 @@ def encode_code(
             found.code, truncation=True, max_length=longest, return_attention_mask=False
         )["input_ids"]
         return EncodedCode(len(tokenizer), TokenMatrix(rows, tokenizer.pad_token_id), found.parts)
-    tokenizer = train_tokenizer(_training_code(found), vocab_size, _SPECIAL)
+    training = [found.code[row] for row in np.unique(found.parts["train"].functions)]
+    tokenizer = train_tokenizer(training, vocab_size, _SPECIAL)
     rows = [[_START, *ids[: longest - 2], _END] for ids in token_ids(tokenizer, found.code)]
     return EncodedCode(tokenizer.get_vocab_size(), TokenMatrix(rows, _PAD), found.parts)
-
-
-def _training_code(found: CodeSet) -> list[str]:
-    return [found.code[row] for row in np.unique(found.parts["train"].functions)]
-
-
-class CodeExamples(Dataset[Any]):
-    """One function or a pair of functions, and a label; a batch is one slice."""
-
-    def __init__(self, texts: TokenMatrix, part: CodePart, multiple: int, most: int) -> None:
-        self.texts, self.part = texts, part
-        self.multiple, self.most = multiple, most
-        self.lengths = texts.lengths[part.functions].max(1)
-
-    def __len__(self) -> int:
-        return len(self.part.labels)
-
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        at = np.asarray(indices)
-        batch = self.texts.batch(self.part.functions[at].reshape(-1), self.multiple, self.most)
-        return {**batch, "labels": torch.from_numpy(self.part.labels[at])}
 
 
 RECIPE = Recipe(
@@ -251,5 +235,5 @@ RECIPE = Recipe(
     title="Code: find defects (Devign) or clones (BigCloneBench)",
     config=CodeConfig,
     build=CodeTask,
-    sources=tuple(SOURCES.values()),
+    sources=sources_of("code"),
 )

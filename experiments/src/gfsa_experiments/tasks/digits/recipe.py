@@ -9,17 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from gfsa.models.attention import Block, SoftmaxAttention
-from gfsa_experiments.engine.config import Schedule, TrainConfig
-from gfsa_experiments.engine.task import DataSource, Recipe, Split, Task, as_it_is
+from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.engine.config import Count, Schedule, TrainConfig, check_multiple
+from gfsa_experiments.engine.task import (
+    Classification,
+    Recipe,
+    Split,
+    TensorRows,
+    as_it_is,
+)
 
 IMAGE_SIDE = 8
 PATCH = 2
 CLASSES = 10
-
-SOURCE = DataSource("digits", "none: scikit-learn bundles the images", "pip install scikit-learn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +32,9 @@ class DigitsConfig(TrainConfig):
 
     in_label = ("depth",)
 
-    depth: int = 12
-    width: int = 48
-    heads: int = 4
+    depth: Count = 12
+    width: Count = 48
+    heads: Count = 4
 
     epochs: float = 8
     batch_size: int = 64
@@ -44,11 +48,7 @@ class DigitsConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("depth", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+        check_multiple(self, "width", "heads")
 
     def unused(self) -> dict[str, str]:
         return super().unused() | {"group_by_length": "every image has the same size"}
@@ -97,63 +97,48 @@ class DigitsViT(nn.Module):
         return logits
 
 
-class DigitImages(Dataset[Any]):
-    """Handwritten digits: ``images (N, 8, 8)`` in [-1, 1] and ``labels (N,)``."""
-
-    def __init__(self, pixels: Any, labels: Any) -> None:
-        # pixels range from 0 to 16
-        values = torch.as_tensor(pixels, dtype=torch.float32)
-        self.images = values.reshape(-1, IMAGE_SIDE, IMAGE_SIDE) / 8 - 1
-        self.labels = torch.as_tensor(labels)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        return {"images": self.images[indices], "labels": self.labels[indices]}
-
-
 @lru_cache(maxsize=1)
-def load_digits() -> dict[str, DigitImages]:
-    """1,797 digits in a fixed stratified split: 60 % train, 15 % valid, 25 % test."""
+def load_digits() -> dict[str, TensorRows]:
+    """1,797 digits in a fixed stratified split: 60 % train, 15 % valid, 25 % test.
+
+    ``images (N, 8, 8)`` in [-1, 1] and ``labels (N,)``.
+    """
     from sklearn.datasets import load_digits as bundled
     from sklearn.model_selection import train_test_split
 
-    images, labels = bundled(return_X_y=True)
-    rest, test, rest_labels, test_labels = train_test_split(
-        images, labels, test_size=0.25, stratify=labels, random_state=0
-    )
-    train, valid, train_labels, valid_labels = train_test_split(
-        rest, rest_labels, test_size=0.20, stratify=rest_labels, random_state=0
-    )
-    return {
-        "train": DigitImages(train, train_labels),
-        "valid": DigitImages(valid, valid_labels),
-        "test": DigitImages(test, test_labels),
+    def split(share: float, images: Any, labels: Any) -> Any:
+        return train_test_split(images, labels, test_size=share, stratify=labels, random_state=0)
+
+    rest, test, rest_labels, test_labels = split(0.25, *bundled(return_X_y=True))
+    train, valid, train_labels, valid_labels = split(0.20, rest, rest_labels)
+    parts = {
+        "train": (train, train_labels),
+        "valid": (valid, valid_labels),
+        "test": (test, test_labels),
     }
+    return {name: _rows(pixels, labels) for name, (pixels, labels) in parts.items()}
 
 
-class DigitsTask(Task):
-    """Cross-entropy; accuracy in percent."""
+def _rows(pixels: Any, labels: Any) -> TensorRows:
+    # pixels range from 0 to 16
+    images = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, IMAGE_SIDE, IMAGE_SIDE)
+    return TensorRows(images=images / 8 - 1, labels=torch.as_tensor(labels))
 
-    metric = "accuracy"
+
+class DigitsTask(Classification):
+    """The digit of an image."""
 
     def __init__(self, config: DigitsConfig, data_dir: Path) -> None:
         self.model = DigitsViT(config.depth, config.width, config.heads)
         self.splits = {name: Split(part, as_it_is) for name, part in load_digits().items()}
 
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(model(batch["images"]), batch["labels"])
-
-    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["images"]).argmax(-1) == batch["labels"]
-
-    def score(self, predictions: list[Tensor]) -> dict[str, float]:
-        return {"accuracy": 100 * torch.cat(predictions).double().mean().item()}
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = model(batch["images"])
+        return logits
 
     def example(self) -> Tensor:
         """The validation images."""
-        return load_digits()["valid"].images
+        return load_digits()["valid"].columns["images"]
 
 
 RECIPE = Recipe(
@@ -161,5 +146,5 @@ RECIPE = Recipe(
     title="Digits: a deep Vision Transformer on scikit-learn's images, without any files",
     config=DigitsConfig,
     build=DigitsTask,
-    sources=(SOURCE,),
+    sources=sources_of("digits"),
 )

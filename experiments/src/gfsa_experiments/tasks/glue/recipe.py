@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.pretrained import load_model, load_tokenizer
-from gfsa_experiments.data.token_batches import LabelledTexts, TokenMatrix, hold_out
+from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.token_batches import LabelledTexts, TokenMatrix, hold_out, without_labels
 from gfsa_experiments.engine.config import Count, Fraction, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Task
-from gfsa_experiments.tasks.glue.data import SOURCE, TASKS, Sentences, read_glue
+from gfsa_experiments.tasks.glue.data import TASKS, Sentences, read_glue, read_stsb_test
 
 _EXAMPLES = 8
 
@@ -41,6 +42,17 @@ class GlueConfig(TrainConfig):
     """Share of the training set held out as ``valid``; the development set is reported."""
     fraction: Fraction = 1.0
     """Share of the rest that is used for training, the same in every run."""
+    report: Literal["dev", "test"] = "dev"
+    """The set that is reported. ``test``, of STS-B alone, has public scores; ``valid`` is then the
+    development set."""
+
+    def check(self) -> None:
+        super().check()
+        if self.report == "test" and (self.task != "stsb" or self.holdout):
+            raise ValueError(
+                "report=test needs task=stsb, whose test set has public scores, and holdout=0: "
+                f"valid is the development set; got task={self.task}, holdout={self.holdout}"
+            )
 
     def label(self) -> str:
         return f"{self.task} {Path(self.model).name}"
@@ -58,6 +70,8 @@ class GlueTask(Task):
         facts = TASKS[config.task]
         self.metric = facts.metric
         self.regression = not facts.labels
+        # first, so that missing data is not noticed after the model has been fetched
+        read_glue(data_dir, config.task)
         self.model = load_model(
             AutoModelForSequenceClassification,
             config.model,
@@ -72,10 +86,9 @@ class GlueTask(Task):
             config.pad_to_multiple,
             config.holdout,
             config.fraction,
+            config.report,
         )
         self.splits = {name: texts.split() for name, texts in encoded.items()}
-        held_out = encoded.get("valid", encoded["test"])
-        self._example = held_out.__getitems__(list(range(min(_EXAMPLES, len(held_out)))))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits = self._logits(model, batch)
@@ -89,17 +102,17 @@ class GlueTask(Task):
         return found, batch["labels"]
 
     def score(self, predictions: list[Any]) -> dict[str, float]:
-        found = torch.cat([pair[0] for pair in predictions]).double().numpy()
-        labels = torch.cat([pair[1] for pair in predictions]).double().numpy()
-        return {name: 100 * value for name, value in _METRICS[self.metric](labels, found).items()}
+        found, labels = (
+            torch.cat(part).double().numpy() for part in zip(*predictions, strict=True)
+        )
+        return {name: 100 * float(v) for name, v in _scores(self.metric, labels, found).items()}
 
     def example(self) -> Any:
         """Some validation texts (test texts, if there are none)."""
-        return {name: value for name, value in self._example.items() if name != "labels"}
+        return without_labels(self.first_examples(_EXAMPLES))
 
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits: Tensor = model(**inputs).logits
+        logits: Tensor = model(**without_labels(batch)).logits
         return logits.float()
 
 
@@ -112,6 +125,7 @@ def encode_task(
     multiple: int,
     holdout: float,
     fraction: float,
+    report: str,
 ) -> dict[str, LabelledTexts]:
     """The splits of a task as token ids, cached for later runs of this process."""
     tokenizer = load_tokenizer(model)
@@ -120,6 +134,8 @@ def encode_task(
     parts = {"train": train.take(kept), "test": dev}
     if held_out:
         parts["valid"] = train.take(held_out)
+    if report == "test":
+        parts |= {"valid": dev, "test": read_stsb_test(data_dir)}
 
     def encoded(part: Sentences) -> LabelledTexts:
         found = tokenizer(
@@ -137,41 +153,29 @@ def encode_task(
     return {name: encoded(part) for name, part in parts.items()}
 
 
-def _accuracy(labels: Any, found: Any) -> dict[str, float]:
-    return {"accuracy": float((labels == found).mean())}
-
-
-def _f1(labels: Any, found: Any) -> dict[str, float]:
-    from sklearn.metrics import f1_score
-
-    f1 = float(f1_score(labels, found, zero_division=0.0))
-    return {"f1": f1, **_accuracy(labels, found)}
-
-
-def _matthews(labels: Any, found: Any) -> dict[str, float]:
-    from sklearn.metrics import matthews_corrcoef
-
-    return {"matthews": float(matthews_corrcoef(labels, found)), **_accuracy(labels, found)}
-
-
-def _spearman(labels: Any, found: Any) -> dict[str, float]:
+def _scores(metric: str, labels: Any, found: Any) -> dict[str, float]:
+    """A metric of GLUE, and the one that is reported beside it."""
     from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import f1_score, matthews_corrcoef
 
-    if len(set(found.tolist())) == 1:
-        # constant predictions have no rank correlation; 0, as Matthews' coefficient has it
-        return {"spearman": 0.0, "pearson": 0.0}
-    return {
-        "spearman": float(spearmanr(labels, found).statistic),
-        "pearson": float(pearsonr(labels, found).statistic),
-    }
+    if metric == "spearman":
+        if len(set(found.tolist())) == 1:
+            # constant predictions have no rank correlation; 0, as Matthews' coefficient has it
+            return {"spearman": 0.0, "pearson": 0.0}
+        both = {"spearman": spearmanr, "pearson": pearsonr}
+        return {name: correlation(labels, found).statistic for name, correlation in both.items()}
+    scores: dict[str, float] = {"accuracy": (labels == found).mean()}
+    if metric == "f1":
+        scores["f1"] = f1_score(labels, found, zero_division=0.0)
+    if metric == "matthews":
+        scores["matthews"] = matthews_corrcoef(labels, found)
+    return scores
 
-
-_METRICS = {"accuracy": _accuracy, "f1": _f1, "matthews": _matthews, "spearman": _spearman}
 
 RECIPE = Recipe(
     name="glue",
     title="GLUE: fine-tune a pretrained encoder on CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE",
     config=GlueConfig,
     build=GlueTask,
-    sources=(SOURCE,),
+    sources=sources_of("glue"),
 )

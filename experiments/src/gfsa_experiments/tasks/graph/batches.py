@@ -38,6 +38,10 @@ class GraphItems(Dataset[Tensors], ABC):
     ) -> None:
         self.graphs, self.features, self.chosen = graphs, features, chosen
         self.multiple = multiple
+        self.index()
+
+    def index(self) -> None:
+        """Find out, once, where the features of each graph are."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -80,10 +84,8 @@ class GraphItems(Dataset[Tensors], ABC):
 class PairItems(GraphItems):
     """For Graphormer: the pairs of nodes that :func:`pair_features` computed."""
 
-    def __init__(
-        self, graphs: GraphSet, features: Tensors, chosen: Tensor, multiple: int = 8
-    ) -> None:
-        super().__init__(graphs, features, chosen, multiple)
+    def index(self) -> None:
+        graphs, features = self.graphs, self.features
         self._pairs = features["pairs"]
         self._first_pair = starts(graphs.nodes**2)
         _, owner = spans(torch.zeros_like(graphs.edges), graphs.edges)
@@ -121,11 +123,8 @@ class PairItems(GraphItems):
 class DenseItems(GraphItems):
     """For GPS: padded nodes, and edges numbered through the batch."""
 
-    def __init__(
-        self, graphs: GraphSet, features: Tensors, chosen: Tensor, multiple: int = 8
-    ) -> None:
-        super().__init__(graphs, features, chosen, multiple)
-        self._most_edges = self.most(graphs.edges)
+    def index(self) -> None:
+        self._most_edges = self.most(self.graphs.edges)
 
     def cut(self, graphs: Tensor) -> Tensors:
         size = self.size(graphs)
@@ -157,10 +156,8 @@ class DenseItems(GraphItems):
 class PatchItems(GraphItems):
     """For Graph-ViT: the patches of :func:`patch_features`, as many slots for every graph."""
 
-    def __init__(
-        self, graphs: GraphSet, features: Tensors, chosen: Tensor, multiple: int = 8
-    ) -> None:
-        super().__init__(graphs, features, chosen, multiple)
+    def index(self) -> None:
+        graphs, features = self.graphs, self.features
         self._first = {name: starts(features[name]) for name in ("copies", "joins", "patches")}
         self._first_shared = starts(features["patches"] ** 2)
         self._most = {

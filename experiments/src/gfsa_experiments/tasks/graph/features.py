@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ _CHUNK = 1 << 21
 # a pair takes 8 bytes: beyond this, GPS and Graph-ViT are the right models
 _MOST_PAIRS = 1 << 30
 _MOST_KINDS = 127
+# graphs whose adjacency is one sparse matrix
+_JOINED = 1024
 
 
 def chunks_of_similar_size(nodes: Tensor) -> Iterator[Tensor]:
@@ -125,14 +128,45 @@ def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def walk_encoding(graphs: GraphSet, steps: int) -> Tensors:
-    """``walk``: ``(N, steps)``, the random-walk encoding of each node in its undirected graph."""
-    walk = torch.zeros(len(graphs.x), steps)
-    for chunk in chunks_of_similar_size(graphs.nodes):
-        adjacency = undirected_adjacency(graphs, chunk)
-        node, _ = spans(graphs.first_node[chunk], graphs.nodes[chunk])
-        real = torch.arange(adjacency.shape[1]) < graphs.nodes[chunk][:, None]
-        walk[node] = random_walk_encoding(adjacency, steps)[real]
-    return {"walk": walk}
+    r"""``walk``: ``(N, steps)``, the probability of being back after 1, 2, … random steps.
+
+    .. math:: p_{i,t} = (P^t)_{ii} = \sum_j (S^a)_{ij} (S^{t-a})_{ij},
+              \qquad P = D^{-1} A, \quad S = D^{-1/2} A D^{-1/2}
+
+    P and the symmetric S have the same diagonals of powers, so half of the powers are enough.
+    Graphs are the blocks of one sparse matrix: the powers of a large molecule are mostly zeros.
+    """
+    numbers = torch.arange(len(graphs))
+    walks = [_walk(_joined_adjacency(graphs, chunk), steps) for chunk in numbers.split(_JOINED)]
+    return {"walk": torch.from_numpy(np.concatenate(walks))}
+
+
+def _walk(adjacency: Any, steps: int) -> np.ndarray:
+    from scipy import sparse
+
+    scale = sparse.diags_array(1.0 / np.sqrt(np.maximum(adjacency.sum(1), 1.0)))
+    step = (scale @ adjacency @ scale).tocsr().astype(np.float32)
+    walk = np.zeros((len(adjacency.indptr) - 1, steps), dtype=np.float32)
+    power: Any = sparse.csr_array(sparse.identity(len(walk), dtype=np.float32))
+    for number in range(steps):
+        # S^a times S^a and S^a times S^(a + 1) in turn
+        before, power = power, power @ step if number % 2 == 0 else power
+        walk[:, number] = before.multiply(power).sum(1)
+    return walk
+
+
+def _joined_adjacency(graphs: GraphSet, chunk: Tensor) -> Any:
+    """The blocks of one sparse matrix of zeros and ones; edges count once, in both directions."""
+    from scipy import sparse
+
+    nodes = graphs.nodes[chunk]
+    edge, owner = spans(graphs.first_edge[chunk], graphs.edges[chunk])
+    source, target = (graphs.edge_index[:, edge].long() + starts(nodes)[owner]).numpy()
+    ends = np.concatenate([source, target]), np.concatenate([target, source])
+    ones, size = np.ones(2 * len(edge), dtype=np.float32), int(nodes.sum())
+    adjacency = sparse.csr_array((ones, ends), shape=(size, size))
+    adjacency.data[:] = 1.0
+    return adjacency
 
 
 def laplacian_encoding(graphs: GraphSet, count: int) -> Tensors:

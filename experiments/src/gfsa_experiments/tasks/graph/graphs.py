@@ -16,6 +16,15 @@ from gfsa_experiments.data.files import BadRows, check_count
 
 TRAIN, VALID, TEST = range(3)
 Kind = Literal["regression", "labels", "classes"]
+Metric = Literal["mae", "rmse", "ap", "rocauc", "accuracy"]
+KINDS: dict[Metric, Kind] = {
+    "mae": "regression",
+    "rmse": "regression",
+    "ap": "labels",
+    "rocauc": "labels",
+    "accuracy": "classes",
+}
+"""What the labels are that a metric measures."""
 Features = int | tuple[int, ...]
 """The sizes of the vocabularies, one per integer column, or the number of real columns."""
 
@@ -107,7 +116,7 @@ def spans(first: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 def usable(
     graphs: GraphSet,
     path: Path,
-    sizes: tuple[int, int, int] | None = None,
+    sizes: tuple[int, ...] = (),
     unused: int | None = None,
 ) -> GraphSet:
     """The graphs without invalid ones, which are counted and reported.
@@ -115,7 +124,8 @@ def usable(
     Args:
         graphs: as read.
         path: the file they come from, for messages.
-        sizes: the official numbers of graphs in train, valid and test; a warning names others.
+        sizes: the official numbers of graphs in train, valid and test, if there are some; a
+            warning names others.
         unused: a split to leave out.
     """
     _check_totals(graphs, path)
@@ -132,7 +142,7 @@ def usable(
     found = tuple(len(graphs.part(which)) for which in (TRAIN, VALID, TEST))
     if not all(found):
         raise ValueError(f"{path}: expected graphs to train, validate and test on, got {found}")
-    if sizes is not None:
+    if sizes:
         check_count(path, found, sizes, "graphs to train, validate and test on")
     return graphs
 

@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
     """A model for these graphs' features and labels; torch's global generator initialises it."""
     ends = graphs.node_features, graphs.edge_features, graphs.outputs
+    sizes = {"dim": config.width, "depth": config.depth, "num_heads": config.heads}
     if config.model.startswith("graphormer"):
         from gfsa.models import Graphormer
 
         make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
         return make(
             *ends,
-            dim=config.width,
-            depth=config.depth,
-            num_heads=config.heads,
+            **sizes,
             ffn_dim=config.ffn_width,
             max_hops=MAX_HOPS,
             dropout=config.dropout,
@@ -36,9 +35,7 @@ def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
 
         return GPS(
             *ends,
-            dim=config.width,
-            depth=config.depth,
-            num_heads=config.heads,
+            **sizes,
             local=config.local,
             encoding=config.encoding,
             encoding_size=config.encoding_size,
@@ -51,10 +48,8 @@ def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
 
     return PaddedGraphViT(
         *ends,
-        dim=config.width,
+        **sizes,
         gnn_depth=config.gnn_depth,
-        depth=config.depth,
-        num_heads=config.heads,
         walk_steps=0 if config.encoding == "none" else config.encoding_size,
         patch_walk_steps=config.patch_walk_steps,
         gnn_dropout=config.dropout,

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import read_npz
-from gfsa_experiments.tasks.graph.graphs import TEST, Features, GraphSet, Kind, usable
+from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.tasks.graph.graphs import KINDS, TEST, Features, GraphSet, Metric, usable
 
 # OGB's vocabularies of atoms (element, chirality, degree, charge, hydrogens, radicals,
 # hybridisation, aromatic, in a ring) and bonds (type, stereo, conjugated)
@@ -48,34 +50,28 @@ class PygFiles:
         """The folder that PyG leaves once it has read the data set."""
         return f"{self.root}/{self.inner}/processed"
 
-    @property
-    def call(self) -> str:
-        """The Python expression that downloads the data set."""
-        given = "".join(f", {name}={value!r}" for name, value in self.arguments.items())
-        return f"torch_geometric.datasets.{self.loader}(root='DATA_DIR/{self.root}'{given})"
-
 
 @dataclass(frozen=True)
 class Facts:
     """One data set: what its labels mean, and which files it may come in."""
 
     name: str
-    kind: Kind
-    sizes: tuple[int, int, int] | None
-    """The official numbers of graphs to train, validate and test on."""
-    folders: tuple[str, ...] = ()
-    """Folders under ``data_dir`` that may hold the npz file or OGB's tables."""
+    metric: Metric
     npz: str = ""
-    ogb: str = ""
-    """The address of OGB's archive; empty if OGB does not have this set."""
+    ogb: bool = False
+    """Whether OGB has this set."""
     pyg: PygFiles | None = None
     node_features: Features = field(default=ATOMS)
     edge_features: Features = field(default=BONDS)
 
+    @property
+    def source(self) -> DataSource:
+        return source_of(f"graph {self.name}")
+
     def graph_set(self, **tensors: Tensor) -> GraphSet:
         return GraphSet(
             name=self.name,
-            kind=self.kind,
+            kind=KINDS[self.metric],
             node_features=self.node_features,
             edge_features=self.edge_features,
             **tensors,
@@ -83,8 +79,8 @@ class Facts:
 
 
 def find_folder(data_dir: Path, folders: Iterable[str], file: str) -> Path | None:
-    """``data_dir`` or the first of its ``folders`` that has the file, if any has."""
-    for folder in (".", *folders):
+    """The first of the folders in ``data_dir`` that has the file, if any has."""
+    for folder in folders:
         if (data_dir / folder / file).is_file():
             return data_dir / folder
     return None
@@ -96,7 +92,7 @@ def read_molecules(facts: Facts, path: Path) -> GraphSet:
     atoms, bonds = ("atom_type", "bond_type") if zinc else ("node_feat", "edge_feat")
     arrays = _tensors(path, (atoms, "edge", bonds, "n_node", "n_edge", "y", "split"))
     y = _columns(arrays["y"].float())
-    if facts.kind == "labels":
+    if KINDS[facts.metric] == "labels":
         y = torch.where(y == -1, torch.nan, y)
     if facts.name == "qm8":
         # the first excitation energy is the closest to PCQM4M's gap
@@ -112,7 +108,7 @@ def read_molecules(facts: Facts, path: Path) -> GraphSet:
         split=arrays["split"],
     )
     # the fourth split of zinc12k has molecules that the official 12,000 lack
-    return usable(graphs, path, facts.sizes, unused=TEST + 1 if zinc else None)
+    return usable(graphs, path, facts.source.sizes, unused=TEST + 1 if zinc else None)
 
 
 def read_ogb(facts: Facts, folder: Path) -> GraphSet:
@@ -137,7 +133,7 @@ def read_ogb(facts: Facts, folder: Path) -> GraphSet:
         y=tables["graph-label"].float(),
         split=split,
     )
-    return usable(graphs, folder / "raw", facts.sizes)
+    return usable(graphs, folder / "raw", facts.source.sizes)
 
 
 def read_pyg(facts: Facts, data_dir: Path) -> GraphSet:
@@ -161,7 +157,7 @@ def read_pyg(facts: Facts, data_dir: Path) -> GraphSet:
         y=torch.stack([graph.y.float().reshape(-1) for graph in graphs]),
         split=torch.repeat_interleave(torch.arange(len(parts)), sizes).to(torch.uint8),
     )
-    return usable(joined, root, facts.sizes)
+    return usable(joined, root, facts.source.sizes)
 
 
 def _from_bonds(

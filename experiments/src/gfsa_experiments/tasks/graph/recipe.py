@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.files import Tensors, cached_arrays
-from gfsa_experiments.engine.config import Count, CountOrZero, Schedule, ShareBelowOne, TrainConfig
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.graph.batches import (
-    DenseItems,
-    GraphItems,
-    PairItems,
-    PatchItems,
+from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.engine.config import (
+    Count,
+    CountOrZero,
+    Schedule,
+    ShareBelowOne,
+    TrainConfig,
+    check_multiple,
 )
-from gfsa_experiments.tasks.graph.data_sets import METRICS, SOURCES, DataName, read_graphs
+from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.tasks.graph.batches import DenseItems, GraphItems, PairItems, PatchItems
+from gfsa_experiments.tasks.graph.data_sets import METRICS, DataName, read_graphs
 from gfsa_experiments.tasks.graph.features import (
     laplacian_encoding,
     pair_features,
@@ -123,8 +126,7 @@ class GraphConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+        check_multiple(self, "width", "heads")
         if self.model == "gps" and self.encoding != "none":
             if not self.encoding_size:
                 raise ValueError(f"encoding={self.encoding} needs an encoding_size above 0")
@@ -190,9 +192,7 @@ class GraphTask(Task):
 
     def example(self) -> Any:
         """Some validation graphs, for the lens."""
-        chosen = range(min(_LENS_GRAPHS, len(self.splits["valid"])))
-        batch = self.splits["valid"].dataset.__getitems__(list(chosen))  # type: ignore[attr-defined]
-        return (self.inputs(batch),)
+        return (self.inputs(self.first_examples(_LENS_GRAPHS)),)
 
     def identity(self, split: str, index: int) -> Any:
         """The graph as it was read: eigenvectors and walks are computed on each machine."""
@@ -244,18 +244,19 @@ def _in_order(graphs: GraphSet, which: int) -> Tensor:
 
 def _features(config: GraphConfig, data_dir: Path) -> Tensors:
     """The features that the model needs, cached for later runs of this process."""
+    wanted: dict[str, tuple[int, ...]] = {}
     if config.model.startswith("graphormer"):
-        return _cached_features(config.data, data_dir, "pairs", ())
-    size = 0 if config.encoding == "none" else config.encoding_size
-    features: Tensors = {}
-    if config.encoding != "none":
-        features |= _cached_features(config.data, data_dir, config.encoding, (size,))
+        wanted["pairs"] = ()
+    elif config.encoding != "none":
+        wanted[config.encoding] = (config.encoding_size,)
+    elif config.model == "graph-vit":
+        # a walk of no steps: each node has an encoding, which is empty
+        wanted["walk"] = (0,)
     if config.model == "graph-vit":
-        steps = (config.patches, config.patch_hops, config.patch_walk_steps)
-        features |= _cached_features(config.data, data_dir, "patches", steps)
-        if config.encoding == "none":
-            graphs = read_graphs(config.data, data_dir)
-            features["walk"] = torch.zeros(len(graphs.x), 0)
+        wanted["patches"] = (config.patches, config.patch_hops, config.patch_walk_steps)
+    features: Tensors = {}
+    for what, sizes in wanted.items():
+        features |= _cached_features(config.data, data_dir, what, sizes)
     return features
 
 
@@ -279,7 +280,7 @@ RECIPE = Recipe(
     title="Graphormer, GPS and Graph-ViT on molecules, peptides and superpixels",
     config=GraphConfig,
     build=build,
-    sources=SOURCES,
+    sources=sources_of("graph"),
     extra="graph",
 )
 assert {field.name for field in dataclasses.fields(GraphConfig)} >= set(FOLLOWING)

@@ -52,7 +52,7 @@ def read_superpixels(facts: Facts, path: Path) -> GraphSet:
         y=torch.cat([arrays["y_train"], arrays["y_test"]]).float()[:, None],
         split=split,
     )
-    return usable(graphs, path, facts.sizes)
+    return usable(graphs, path, facts.source.sizes)
 
 
 def nearest(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,97 +11,66 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.tasks.image.cifar import Images
 
-_ENDINGS = {".jpeg", ".jpg", ".png", ".bmp", ".webp"}
+_ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 
-SOURCE = DataSource(
-    "folder",
-    "train/CLASS/*.JPEG, val/CLASS/*.JPEG and, if there, test/CLASS/*.JPEG",
-    "https://www.image-net.org (ILSVRC 2012), or images of your own",
-)
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The image files of one part, and their classes."""
-
-    paths: tuple[Path, ...]
-    labels: tuple[int, ...]
-    classes: tuple[str, ...]
-
-    def take(self, rows: Sequence[int]) -> Listing:
-        """Some of the files."""
-        return replace(
-            self,
-            paths=tuple(self.paths[row] for row in rows),
-            labels=tuple(self.labels[row] for row in rows),
-        )
+File = tuple[str, int]
+"""The path and the class of an image."""
 
 
 @functools.lru_cache(maxsize=4)
-def list_images(data_dir: Path) -> dict[str, Listing]:
-    """``train``, ``val`` and, if it exists, ``test``; classes are numbered by name."""
-    train, val = data_dir / "train", data_dir / "val"
-    if not train.is_dir() or not val.is_dir():
+def list_images(data_dir: Path) -> tuple[dict[str, list[File]], list[str]]:
+    """The files of ``train``, ``val`` and, if it exists, ``test``; and the classes, by name."""
+    from torchvision.datasets.folder import find_classes, make_dataset
+
+    folders = {name: data_dir / name for name in ("train", "val", "test")}
+    if not folders["test"].is_dir():
+        del folders["test"]
+    if not all(folder.is_dir() for folder in folders.values()):
         raise FileNotFoundError(
             f"expected the folders train and val in {data_dir}, each with one folder of images "
-            f"per class; get them from {SOURCE.where}"
+            f"per class; get them from {source_of('folder').where}"
         )
-    classes = tuple(sorted(path.name for path in train.iterdir() if path.is_dir()))
+    classes, numbers = find_classes(folders["train"])
     if len(classes) < 2:
-        raise ValueError(f"{train} has {len(classes)} folders, expected one for each class")
-    parts = {"train": _list(train, classes), "val": _list(val, classes)}
-    if (data_dir / "test").is_dir():
-        parts["test"] = _list(data_dir / "test", classes)
-    return parts
-
-
-def _list(folder: Path, classes: tuple[str, ...]) -> Listing:
-    unknown = sorted(
-        path.name for path in folder.iterdir() if path.is_dir() and path.name not in set(classes)
-    )
-    if unknown:
-        raise ValueError(f"{folder} has classes that train lacks: {', '.join(unknown[:5])}")
-    paths, labels = [], []
-    for label, name in enumerate(classes):
-        inside = folder / name
-        files = sorted(inside.iterdir()) if inside.is_dir() else []
-        images = [path for path in files if path.suffix.lower() in _ENDINGS]
-        if folder.name == "train" and not images:
-            raise ValueError(f"{inside} has no images ({', '.join(sorted(_ENDINGS))})")
-        paths += images
-        labels += [label] * len(images)
-    if not paths:
-        raise ValueError(f"{folder} has no images in folders named like those of train")
-    return Listing(tuple(paths), tuple(labels), classes)
+        raise ValueError(f"{folders['train']} has {len(classes)} folder, expected one per class")
+    files = {}
+    for name, folder in folders.items():
+        unknown = sorted(set(find_classes(folder)[0]) - set(classes))
+        if unknown:
+            raise ValueError(f"{folder} has classes that train lacks: {', '.join(unknown[:5])}")
+        files[name] = make_dataset(folder, numbers, _ENDINGS, allow_empty=name != "train")
+        if not files[name]:
+            raise ValueError(f"{folder} has no images in folders named like those of train")
+    return files, classes
 
 
 class FolderImages(Dataset[Any]):
     """Pairs of an RGB image (PIL) and its label, read on demand."""
 
-    def __init__(self, listing: Listing) -> None:
-        self.listing = listing
+    def __init__(self, files: Sequence[File]) -> None:
+        self.files = files
 
     def __len__(self) -> int:
-        return len(self.listing.paths)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        from PIL import Image, UnidentifiedImageError
+        from torchvision.datasets.folder import pil_loader
 
-        path = self.listing.paths[index]
+        path, label = self.files[index]
         try:
-            with Image.open(path) as image:
-                return image.convert("RGB"), self.listing.labels[index]
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+            return pil_loader(path), label
+        except (OSError, SyntaxError) as error:
             raise ValueError(
                 f"{path} is no readable image: {error}; replace or delete it"
             ) from error
 
     def source(self, index: int) -> tuple[bytes, int]:
         """File and label: the decoded pixels depend on the machine's libraries."""
-        return self.listing.paths[index].read_bytes(), self.listing.labels[index]
+        path, label = self.files[index]
+        return Path(path).read_bytes(), label
 
 
 class MemoryImages(Dataset[Any]):
@@ -123,7 +91,6 @@ class MemoryImages(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         at = self.indices[indices]
-        # index_select copies whole rows, advanced indexing would copy byte by byte
         return {
             "images": self.images.pixels.index_select(0, at),
             "labels": self.images.labels.index_select(0, at),

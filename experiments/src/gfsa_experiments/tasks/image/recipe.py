@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.batches import SeededItems
 from gfsa_experiments.engine.config import (
@@ -212,12 +213,7 @@ class ImageTask(Task):
 
     def example(self) -> Tensor:
         """Some validation images (test images, if there are none), as the model takes them."""
-        split = self.splits.get("valid", self.splits["test"])
-        indices = list(range(min(32, len(split))))
-        fetch = getattr(
-            split.dataset, "__getitems__", lambda some: [split.dataset[i] for i in some]
-        )
-        images: Tensor = self.pipeline.inputs(split.collate(fetch(indices))["images"])
+        images: Tensor = self.pipeline.inputs(self.first_examples(32)["images"])
         return images
 
     def identity(self, split: str, index: int) -> Any:
@@ -286,14 +282,15 @@ def _checked_model(config: ImageConfig, device: str) -> nn.Module:
 
 
 def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
-    files = image_items.list_images(data_dir.absolute())
+    files, classes = image_items.list_images(data_dir.absolute())
     parts = {"train": files["train"], "test": files["val"]}
     if "test" in files:
         parts |= {"valid": files["val"], "test": files["test"]}
     elif config.holdout:
-        train, valid = hold_out(len(files["train"].paths), config.holdout)
-        parts |= {"train": files["train"].take(train), "valid": files["train"].take(valid)}
-    return {name: FolderImages(part) for name, part in parts.items()}, len(files["train"].classes)
+        train, valid = hold_out(len(files["train"]), config.holdout)
+        parts["train"] = [files["train"][row] for row in train]
+        parts["valid"] = [files["train"][row] for row in valid]
+    return {name: FolderImages(part) for name, part in parts.items()}, len(classes)
 
 
 def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
@@ -304,7 +301,7 @@ def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], i
         "train": MemoryImages(both["train"], train),
         "valid": MemoryImages(both["train"], valid),
         "test": MemoryImages(both["test"], range(len(both["test"]))),
-    }, both["train"].num_classes
+    }, cifar.CLASSES[config.dataset]
 
 
 def _split(config: ImageConfig, part: str, dataset: Any) -> Split:
@@ -377,7 +374,7 @@ RECIPE = Recipe(
     title="Image classification from scratch: DeiT, CaiT, Swin",
     config=ImageConfig,
     build=build,
-    sources=(image_items.SOURCE, *cifar.SOURCES),
+    sources=sources_of("image"),
     extra="image",
     label=label,
 )

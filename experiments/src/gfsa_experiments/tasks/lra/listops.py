@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from gfsa_experiments.data.files import write_whole
+from gfsa_experiments.engine.whole_files import write_whole
 
 COUNTS = {"train": 96_000, "val": 2_000, "test": 2_000}
 SHORTEST, LONGEST = 501, 1_999
@@ -58,36 +58,24 @@ class Sequences:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def part(self, start: int, end: int) -> Sequences:
-        """Sequences ``start`` to ``end``."""
-        offsets = self.offsets[start : end + 1]
-        tokens = self.tokens[offsets[0] : offsets[-1]]
-        return Sequences(tokens, offsets - offsets[0], self.labels[start:end])
+    @classmethod
+    def of(cls, lists: Iterable[tuple[bytes, int]]) -> Sequences:
+        """Sequences from the tokens and the label of each."""
+        tokens, labels = zip(*lists, strict=True)
+        offsets = np.cumsum([0, *map(len, tokens)])
+        return cls(np.frombuffer(b"".join(tokens), np.uint8), offsets, np.array(labels, np.uint8))
 
 
 def make_listops(seed: int = 0, counts: dict[str, int] | None = None) -> dict[str, Sequences]:
     """The parts of the data set of this ``seed``."""
     counts = COUNTS if counts is None else counts
-    wanted = sum(counts.values())
-    tokens, lengths, labels, seen = [], [], [], set()
+    found: dict[bytes, int] = {}
     for sequence, label in _draw(np.random.default_rng(seed)):
-        mark = hashlib.blake2b(sequence.tobytes(), digest_size=16).digest()
-        if mark in seen:
-            continue
-        seen.add(mark)
-        tokens.append(sequence)
-        lengths.append(len(sequence))
-        labels.append(label)
-        if len(seen) == wanted:
+        found.setdefault(sequence.tobytes(), label)
+        if len(found) == sum(counts.values()):
             break
-    every = Sequences(
-        np.concatenate(tokens), np.cumsum([0, *lengths]), np.array(labels, dtype=np.uint8)
-    )
-    ends = np.cumsum(list(counts.values())).tolist()
-    return {
-        name: every.part(end - count, end)
-        for (name, count), end in zip(counts.items(), ends, strict=True)
-    }
+    lists = iter(found.items())
+    return {name: Sequences.of(itertools.islice(lists, count)) for name, count in counts.items()}
 
 
 @dataclass

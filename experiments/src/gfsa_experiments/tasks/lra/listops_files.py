@@ -9,16 +9,11 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from gfsa_experiments.data.files import BadRows, check_count, read_npz, write_whole
-from gfsa_experiments.engine.task import DataSource
+from gfsa_experiments.data.files import read_npz, usable_rows
+from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.engine.whole_files import write_whole
 from gfsa_experiments.tasks.lra.listops import COUNTS, LONGEST, TOKENS, Sequences, make_listops
 
-SOURCE = DataSource(
-    "listops",
-    "listops/basic_{train,val,test}.tsv; generated (seed 0, listops/listops_seed0.npz) if missing",
-    "https://storage.googleapis.com/long-range-arena/lra_release.gz, listops-1000",
-)
-_FOLDERS = ("", "listops", "listops-1000", "lra_release/listops-1000")
 _GENERATED = "listops_seed0.npz"
 _ARRAYS = ("tokens", "offsets", "labels")
 # only words and brackets count: parentheses repeat the structure
@@ -30,7 +25,7 @@ _CLOSING = _CODES["]"]
 @functools.lru_cache(maxsize=2)
 def read_listops(data_dir: Path) -> dict[str, Sequences]:
     """``train``, ``val`` and ``test``; generated and stored if they do not exist."""
-    for folder in (data_dir / name for name in _FOLDERS):
+    for folder in (data_dir / name for name in source_of("listops").folders):
         paths = {part: folder / f"basic_{part}.tsv" for part in COUNTS}
         present = [path for path in paths.values() if path.is_file()]
         if present and len(present) < len(paths):
@@ -38,35 +33,22 @@ def read_listops(data_dir: Path) -> dict[str, Sequences]:
             raise FileNotFoundError(f"{folder} lacks {', '.join(absent)} beside {present[0].name}")
         if present:
             return {part: _read_tsv(path, COUNTS[part]) for part, path in paths.items()}
-    for folder in (data_dir, data_dir / "listops"):
-        if (folder / _GENERATED).is_file():
-            return _open(folder / _GENERATED)
-    return _generate(data_dir / "listops" / _GENERATED)
+    stored = [folder / _GENERATED for folder in (data_dir, data_dir / "listops")]
+    path = next((path for path in stored if path.is_file()), stored[-1])
+    if not path.is_file():
+        _generate(path)
+    return _open(path)
 
 
 def _read_tsv(path: Path, official: int) -> Sequences:
     """Columns Source and Target."""
-    bad = BadRows(path)
-    tokens, lengths, labels = [], [0], []
     with path.open(encoding="utf-8", errors="replace") as file:
         header = file.readline().split()
         if header != ["Source", "Target"]:
             raise ValueError(
                 f"{path} should begin with the columns Source and Target, got {header}"
             )
-        for number, line in enumerate(file, start=2):
-            try:
-                sequence, label = _parse(line)
-            except ValueError as error:
-                bad.add(number, str(error))
-                continue
-            tokens.append(sequence)
-            lengths.append(len(sequence))
-            labels.append(label)
-    bad.report(len(labels))
-    check_count(path, len(labels), official)
-    joined = np.frombuffer(b"".join(tokens), np.uint8)
-    return Sequences(joined, np.cumsum(lengths), np.array(labels, np.uint8))
+        return Sequences.of(usable_rows(path, file, _parse, official, first=2))
 
 
 def _parse(line: str) -> tuple[bytes, int]:
@@ -85,7 +67,7 @@ def _parse(line: str) -> tuple[bytes, int]:
     return sequence, int(target)
 
 
-def _generate(path: Path) -> dict[str, Sequences]:
+def _generate(path: Path) -> None:
     """Draw the data set and store it; of several processes, one does and the others wait."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,18 +85,12 @@ def _generate(path: Path) -> dict[str, Sequences]:
             f"found no ListOps under {path.parents[1]}, and cannot write one there ({error}); "
             "give a --data-dir that can be written to"
         ) from error
-    return _open(path)
 
 
 def _open(path: Path) -> dict[str, Sequences]:
     try:
+        # the npz format has a checksum for each array
         arrays = read_npz(path, [f"{name}_{part}" for part in COUNTS for name in _ARRAYS])
     except ValueError as error:
         raise ValueError(f"{error}, or delete it to generate it again") from error
-    parts = {part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS}
-    for part, sequences in parts.items():
-        ends = sequences.offsets[-1] == len(sequences.tokens)
-        if len(sequences.offsets) != len(sequences) + 1 or not ends:
-            raise ValueError(f"{path} is damaged ({part}); delete it to generate it again")
-        check_count(path, len(sequences), COUNTS[part])
-    return parts
+    return {part: Sequences(*(arrays[f"{name}_{part}"] for name in _ARRAYS)) for part in COUNTS}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gfsa.models.encoder import Attention, Encoder
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.config import (
     Count,
@@ -20,11 +21,12 @@ from gfsa_experiments.engine.config import (
     InnerShare,
     ShareBelowOne,
     TrainConfig,
+    check_multiple,
 )
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.task import Classification, Recipe, Split, TensorRows, as_it_is
 from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.lra import listops
-from gfsa_experiments.tasks.lra.listops_files import SOURCE, read_listops
+from gfsa_experiments.tasks.lra.listops_files import read_listops
 
 _PIXELS = cifar.SIDE**2
 
@@ -63,8 +65,7 @@ class LraConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.dim % self.num_heads:
-            raise ValueError(f"dim {self.dim} must be a multiple of num_heads {self.num_heads}")
+        check_multiple(self, "dim", "num_heads")
         if self.attention == "efficient" and self.attention_dropout:
             raise ValueError(
                 "attention=efficient never builds the map whose entries attention_dropout="
@@ -94,8 +95,8 @@ class LraConfig(TrainConfig):
         return f"{self.task} {self.attention}"
 
 
-class LraTask(Task):
-    """Cross-entropy; accuracy in percent.
+class LraTask(Classification):
+    """The class of a sequence.
 
     Args:
         model: the encoder.
@@ -103,29 +104,18 @@ class LraTask(Task):
         pad: the token that is padding; None if there is none.
     """
 
-    metric = "accuracy"
-
     def __init__(self, model: Encoder, splits: dict[str, Split], pad: int | None) -> None:
         self.model, self.splits, self.pad = model, splits, pad
 
-    def logits(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        padding = None if self.pad is None else tokens == self.pad
-        logits: Tensor = model(tokens.int(), padding)
+    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        tokens = batch["tokens"]
+        logits: Tensor = model(tokens.int(), None if self.pad is None else tokens == self.pad)
         return logits
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(self.logits(model, batch["tokens"]), batch["labels"])
-
-    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return self.logits(model, batch["tokens"]).argmax(-1) == batch["labels"]
-
-    def score(self, predictions: list[Tensor]) -> dict[str, float]:
-        return {"accuracy": 100 * torch.cat(predictions).double().mean().item()}
 
     def example(self) -> Tensor:
         """One sequence without padding."""
-        tokens = self.splits["valid"].dataset.__getitems__([0])["tokens"]  # type: ignore[attr-defined]
-        return tokens.int() if self.pad is None else tokens[:, tokens[0] != self.pad].int()
+        tokens: Tensor = self.first_examples(1)["tokens"].int()
+        return tokens if self.pad is None else tokens[:, tokens[0] != self.pad]
 
 
 class Lists(Dataset[Any]):
@@ -157,20 +147,6 @@ class Lists(Dataset[Any]):
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
 
-class Pixels(Dataset[Any]):
-    """Grey images as sequences of 1,024 values."""
-
-    def __init__(self, grey: Tensor, labels: Tensor) -> None:
-        self.grey, self.labels = grey, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        at = torch.tensor(indices)
-        return {"tokens": self.grey.index_select(0, at), "labels": self.labels[at]}
-
-
 def to_grey(pixels: Tensor) -> Tensor:
     """``(N, 32, 32, 3)`` to ``(N, 1024)``: integer luma as in Pillow's mode L."""
     weights = torch.tensor([19595, 38470, 7471])
@@ -181,9 +157,10 @@ def to_grey(pixels: Tensor) -> Tensor:
 
 def build(config: LraConfig, data_dir: Path) -> LraTask:
     """Read (or generate) the sequences and build the encoder."""
-    is_lists = config.task == "listops"
-    splits = _lists(config, data_dir) if is_lists else _images(config, data_dir)
-    return LraTask(make_encoder(config), splits, listops.PAD if is_lists else None)
+    data_dir = Path(data_dir).absolute()
+    if config.task == "listops":
+        return LraTask(make_encoder(config), _lists(config, data_dir), listops.PAD)
+    return LraTask(make_encoder(config), _images(data_dir, config.holdout), None)
 
 
 def make_encoder(config: LraConfig) -> Encoder:
@@ -204,33 +181,27 @@ def make_encoder(config: LraConfig) -> Encoder:
 
 
 def _lists(config: LraConfig, data_dir: Path) -> dict[str, Split]:
-    parts = read_listops(Path(data_dir).absolute())
+    parts = read_listops(data_dir)
     named = {"train": parts["train"], "valid": parts["val"], "test": parts["test"]}
+    longest, multiple = config.length - 1, config.pad_to_multiple
     return {
-        name: Split(
-            Lists(sequences, config.length - 1, config.pad_to_multiple),
-            as_it_is,
-            sequences.lengths.tolist(),
-        )
+        name: Split(Lists(sequences, longest, multiple), as_it_is, sequences.lengths.tolist())
         for name, sequences in named.items()
     }
 
 
-def _images(config: LraConfig, data_dir: Path) -> dict[str, Split]:
-    parts = _grey_images(Path(data_dir).absolute(), config.holdout)
-    return {name: Split(pixels, as_it_is) for name, pixels in parts.items()}
-
-
 @lru_cache(maxsize=2)
-def _grey_images(data_dir: Path, holdout: float) -> dict[str, Pixels]:
+def _images(data_dir: Path, holdout: float) -> dict[str, Split]:
+    """Grey images as sequences of 1,024 values."""
     both = cifar.read_cifar(data_dir, "cifar10")
     grey, labels = to_grey(both["train"].pixels), both["train"].labels
     train, valid = hold_out(len(labels), holdout)
-    return {
-        "train": Pixels(grey[train], labels[train]),
-        "valid": Pixels(grey[valid], labels[valid]),
-        "test": Pixels(to_grey(both["test"].pixels), both["test"].labels),
+    parts = {
+        "train": TensorRows(tokens=grey[train], labels=labels[train]),
+        "valid": TensorRows(tokens=grey[valid], labels=labels[valid]),
+        "test": TensorRows(tokens=to_grey(both["test"].pixels), labels=both["test"].labels),
     }
+    return {name: Split(rows, as_it_is) for name, rows in parts.items()}
 
 
 RECIPE = Recipe(
@@ -238,5 +209,5 @@ RECIPE = Recipe(
     title="Long Range Arena: ListOps and Image, softmax or Efficient Attention",
     config=LraConfig,
     build=build,
-    sources=(SOURCE, cifar.SOURCES[0]),
+    sources=sources_of("lra"),
 )

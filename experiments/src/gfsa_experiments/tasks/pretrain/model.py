@@ -112,11 +112,11 @@ class GatedAttention(nn.Module):
         attention: a decoder's attention; its output projection moves into this module.
     """
 
-    def __init__(self, attention: nn.Module, sizes: Sizes, init_std: float) -> None:
+    def __init__(self, attention: Any, sizes: Sizes, init_std: float) -> None:
         super().__init__()
-        self.o_proj = attention.o_proj
+        self.o_proj: nn.Module = attention.o_proj
         attention.o_proj = nn.Identity()
-        self.attention = attention
+        self.attention: nn.Module = attention
         self.gate = nn.Linear(sizes.width, sizes.heads, bias=False)
         nn.init.normal_(self.gate.weight, std=init_std)
 

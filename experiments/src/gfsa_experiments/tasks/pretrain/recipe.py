@@ -10,13 +10,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gfsa_experiments.engine.config import Compile, Positive, Precision, Schedule, TrainConfig
+from gfsa_experiments.engine.config import (
+    Compile,
+    CountOrZero,
+    Positive,
+    Precision,
+    Schedule,
+    TrainConfig,
+)
 from gfsa_experiments.engine.speed import Work
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.corpus import SOURCE
 from gfsa_experiments.tasks.pretrain.loss import IGNORED, NextTokenLoss
 from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_decoder
 from gfsa_experiments.tasks.pretrain.packing import positions_in_documents, within_documents
+from gfsa_experiments.tasks.pretrain.probes import probe
 from gfsa_experiments.tasks.pretrain.rows import TokenRows
 from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, cache_folder, token_files
 
@@ -72,6 +80,8 @@ class PretrainConfig(TrainConfig):
     """How often ``valid`` is measured."""
     eval_rows: int = 256
     """Rows of ``valid`` that are measured, evenly spaced; 0 for all."""
+    probes: CountOrZero = 0
+    """Rows and random sequences on which the trained model is probed (``probes.json``)."""
 
     epochs: float = 1
     batch_size: int = 64
@@ -182,6 +192,7 @@ class PretrainTask(Task):
         self.splits = {part: Split(rows, as_it_is) for part, rows in self.rows.items()}
         self._end = found.meta.end
         self._boundaries = config.boundaries
+        self._probes, self._in_bf16 = config.probes, config.precision == "bf16"
         self._eval_batch = config.eval_batch_size or config.batch_size
         test = found.meta.parts["test"]
         self._bytes_per_token = test.bytes / test.tokens
@@ -223,6 +234,12 @@ class PretrainTask(Task):
         """The first row of the validation text."""
         ids = self.rows["valid"].ids(self.rows["valid"].__getitems__([0]))
         return {"input_ids": ids[:, :-1]}
+
+    def probes(self, model: nn.Module) -> dict[str, Any] | None:
+        if not self._probes:
+            return None
+        precision = torch.bfloat16 if self._in_bf16 else None
+        return probe(model, self.rows["valid"], self.rows["train"], precision, self._probes)
 
     def identity(self, split: str, index: int) -> Any:
         """The tokens themselves; those of ``train`` are never augmented, so they count too."""

@@ -37,6 +37,7 @@ class TokenRows(Dataset[Any]):
         self.block, self.name = block, name
         # torch knows few operations of unsigned numbers; the bits are the same
         self._host = torch.from_numpy(tokens).view(_SIGNED[tokens.dtype.name])
+        self._unsigned = tokens.dtype
         self._mask = 0xFFFF if tokens.dtype == np.uint16 else 0xFFFFFFFF
         self._on_device: dict[torch.device, Tensor] = {}
         self._by_host = tokens.nbytes > _MOST_ON_DEVICE
@@ -61,6 +62,11 @@ class TokenRows(Dataset[Any]):
         if rows.device not in self._on_device:
             self._on_device[rows.device] = self._host.to(rows.device)
         return self._cut(self._on_device[rows.device], rows)
+
+    def counts(self, vocabulary: int) -> Tensor:
+        """How often each token is in the text, ``(vocabulary,)``."""
+        counts = np.bincount(self._host.numpy().view(self._unsigned), minlength=vocabulary)
+        return torch.from_numpy(counts)
 
     def _cut(self, tokens: Tensor, rows: Tensor) -> Tensor:
         every = tokens.unfold(0, self.block + 1, self.block)

@@ -6,35 +6,30 @@ the counts ``n_frame_*``, ``text_*`` and ``utt_*``.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from gfsa_experiments.data.files import BadRows, check_count, find_file, read_npz
-from gfsa_experiments.engine.task import DataSource
-from gfsa_experiments.tasks.speech.utterances import Utterances, normalised, refusal_of_text
+from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.tasks.speech.utterances import Utterance, normalised, refusal_of_text
 
 FILE = "an4_mfcc.npz"
-_OFFICIAL = {"train": 948, "test": 130}
-
-SOURCE = DataSource(
-    "an4",
-    f"{FILE} or an4/{FILE}: the 13-dimensional MFCC that CMU distributes, with transcripts",
-    "audio and transcripts: http://www.speech.cs.cmu.edu/databases/an4",
-)
+Stored = TypeVar("Stored")
 
 
 @lru_cache(maxsize=2)
-def read_an4(data_dir: Path) -> tuple[Utterances, Utterances]:
+def read_an4(data_dir: Path) -> tuple[list[Utterance], list[Utterance]]:
     """The training and the test utterances, of different speakers."""
-    path = find_file(data_dir, [FILE], SOURCE, ("", "an4"))
+    path = find_file(data_dir, [FILE], source_of("an4"))
     return _part(path, "train"), _part(path, "test")
 
 
-def _part(path: Path, part: str) -> Utterances:
+def _part(path: Path, part: str) -> list[Utterance]:
     names = [f"{kind}_{part}" for kind in ("feat", "n_frame", "text", "utt")]
     features, frames, texts, ids = read_npz(path, names).values()
     frames = frames.astype(np.int64)
@@ -48,28 +43,33 @@ def _part(path: Path, part: str) -> Utterances:
             f"{path}: n_frame_{part}, text_{part} and utt_{part} must be of one length, "
             f"got {len(frames)}, {len(texts)} and {len(ids)}"
         )
+    bad, found = BadRows(f"{path}, {part}", "utterances", "utterance"), []
     spoken = np.split(features, np.cumsum(frames)[:-1])
-    bad, kept = BadRows(f"{path}, {part}", "utterances", "utterance"), []
-    for i, (text, of_one) in enumerate(zip(texts, spoken, strict=True)):
+    for name, text, of_one in zip(map(str, ids), map(str, texts), spoken, strict=True):
         reason = refusal_of_text(text) or _refusal_of_features(of_one)
-        if reason is None:
-            kept.append(i)
-        else:
-            bad.add(str(ids[i]), reason)
-    bad.report(len(kept))
-    check_count(f"AN4 {part}", len(texts), _OFFICIAL[part], "utterances")
-    names = [str(ids[i]) for i in kept]
-    return Utterances(
-        name=part,
-        ids=names,
-        # an251-fash-b: number, speaker, microphone
-        speakers=[name.split("-")[-2] if "-" in name else name for name in names],
-        texts=[" ".join(str(texts[i]).split()) for i in kept],
-        frames=frames[kept],
-        features=[normalised(torch.from_numpy(spoken[i]).float()) for i in kept].__getitem__,
-        size=features.shape[1],
-        source=[sha256(spoken[i].tobytes()).digest() for i in kept].__getitem__,
-    )
+        if reason is not None:
+            bad.add(name, reason)
+            continue
+        found.append(
+            Utterance(
+                part=part,
+                name=name,
+                # an251-fash-b: number, speaker, microphone
+                speaker=name.split("-")[-2] if "-" in name else name,
+                text=" ".join(text.split()),
+                frames=len(of_one),
+                features=partial(_as_it_is, normalised(torch.from_numpy(of_one).float())),
+                source=partial(_as_it_is, sha256(of_one.tobytes()).digest()),
+            )
+        )
+    bad.report(len(found))
+    official = source_of("an4").sizes[("train", "valid", "test").index(part)]
+    check_count(f"AN4 {part}", len(texts), official, "utterances")
+    return found
+
+
+def _as_it_is(value: Stored) -> Stored:
+    return value
 
 
 def _refusal_of_features(features: np.ndarray) -> str | None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import BadRows, check_count
-from gfsa_experiments.engine.task import DataSource
-from gfsa_experiments.tasks.speech.utterances import Utterances, normalised, refusal_of_text
+from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.tasks.speech.utterances import Utterance, normalised, refusal_of_text
 
 SAMPLE_RATE = 16_000
 _WINDOW, _HOP = 400, 160
@@ -31,21 +30,14 @@ UTTERANCES = {
     "test-other": 2_939,
 }
 
-SOURCE = DataSource(
-    "librispeech",
-    "LibriSpeech/<set>/<speaker>/<chapter>/*.flac and *.trans.txt, e.g. train-clean-100, "
-    "dev-clean, test-clean and test-other",
-    "https://www.openslr.org/12",
-)
-
 
 @lru_cache(maxsize=8)
-def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> Utterances:
+def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> list[Utterance]:
     """One of the sets, e.g. ``train-clean-100``; the audio stays on the disk."""
     if name not in UTTERANCES:
         raise ValueError(f"LibriSpeech has no set {name!r}; it has {', '.join(UTTERANCES)}")
     folder = _find(data_dir, name)
-    entries, bad = [], BadRows(folder, "utterances", "utterance")
+    found, bad = [], BadRows(folder, "utterances", "utterance")
     transcribed: set[Path] = set()
     for transcript in sorted(folder.glob("*/*/*.trans.txt")):
         for line in transcript.read_text(encoding="utf-8").splitlines():
@@ -54,27 +46,27 @@ def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> Utterances:
             transcribed.add(path)
             samples, reason = _samples(path)
             reason = reason or refusal_of_text(text)
-            if reason is None:
-                entries.append((utterance, path, " ".join(text.split()), samples))
-            else:
+            if reason is not None:
                 bad.add(f"{utterance} in {transcript.name}", reason)
+                continue
+            found.append(
+                Utterance(
+                    part=name,
+                    name=utterance,
+                    speaker=utterance.split("-")[0],
+                    text=" ".join(text.split()),
+                    frames=samples // _HOP + 1,
+                    features=partial(_features, path, mels),
+                    source=path.read_bytes,
+                )
+            )
     if not transcribed:
         raise ValueError(f"{folder} has no <speaker>/<chapter>/*.trans.txt; get {name} again")
     for path in sorted(set(folder.glob("*/*/*.flac")) - transcribed):
         bad.add(path.name, "it has no transcript")
-    bad.report(len(entries))
-    check_count(f"LibriSpeech {name}", len(entries), UTTERANCES[name], "utterances")
-    paths = [path for _, path, _, _ in entries]
-    return Utterances(
-        name=name,
-        ids=[utterance for utterance, *_ in entries],
-        speakers=[utterance.split("-")[0] for utterance, *_ in entries],
-        texts=[text for _, _, text, _ in entries],
-        frames=np.array([samples // _HOP + 1 for *_, samples in entries]),
-        features=partial(_features, paths, mels),
-        size=mels,
-        source=partial(_file, paths),
-    )
+    bad.report(len(found))
+    check_count(f"LibriSpeech {name}", len(found), UTTERANCES[name], "utterances")
+    return found
 
 
 def log_mel(wave: Tensor, mels: int) -> Tensor:
@@ -92,25 +84,22 @@ def _mel_filters(mels: int) -> torch.nn.Module:
 
 
 def _find(data_dir: Path, name: str) -> Path:
-    candidates = [data_dir / name, data_dir / "LibriSpeech" / name]
+    source = source_of("librispeech")
+    candidates = [data_dir / folder / name for folder in source.folders]
     for folder in candidates:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
         f"LibriSpeech {name} was not found: there is neither of the folders "
-        f"{' and '.join(map(str, candidates))}; get it from {SOURCE.where}"
+        f"{' and '.join(map(str, candidates))}; get it from {source.where}"
     )
 
 
-def _file(paths: list[Path], i: int) -> bytes:
-    return paths[i].read_bytes()
-
-
-def _features(paths: list[Path], mels: int, i: int) -> Tensor:
+def _features(path: Path, mels: int) -> Tensor:
     # torchaudio.load needs torchcodec since 2.9
     import soundfile
 
-    wave, _ = soundfile.read(str(paths[i]), dtype="float32")
+    wave, _ = soundfile.read(str(path), dtype="float32")
     return normalised(log_mel(torch.from_numpy(wave), mels))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.task import Recipe, Task
 from gfsa_experiments.tasks.speech import an4, librispeech
 from gfsa_experiments.tasks.speech.augment import masks, warp_time
@@ -16,7 +17,7 @@ from gfsa_experiments.tasks.speech.ctc import ctc_loss as capturable_ctc_loss
 from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
 from gfsa_experiments.tasks.speech.models import SUBSAMPLING, Recognition, TorchRecogniser
 from gfsa_experiments.tasks.speech.text import BEGIN, BLANK, END, Vocabulary, learn_vocabulary
-from gfsa_experiments.tasks.speech.utterances import SpeechBatches, Utterances, hold_out
+from gfsa_experiments.tasks.speech.utterances import SpeechBatches, Utterance, hold_out
 
 
 class SpeechTask(Task):
@@ -132,9 +133,7 @@ class SpeechTask(Task):
 
     def example(self) -> dict[str, Tensor]:
         """A few validation utterances (test utterances, if there are none)."""
-        split = self.splits.get("valid", self.splits["test"])
-        count = min(8, len(split))
-        batch = split.dataset.__getitems__(list(range(count)))  # type: ignore[attr-defined]
+        batch = self.first_examples(8)
         inputs = {name: batch[name] for name in ("features", "frames")}
         if self.config.decoder_layers:
             inputs["tokens"] = F.pad(batch["tokens"], (1, 0), value=BEGIN)
@@ -148,38 +147,38 @@ class SpeechTask(Task):
 def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
     """Read the data and build the model."""
     sets = _read(config, data_dir)
-    texts = tuple(text for part in sets["train"] for text in part.texts)
+    texts = tuple(utterance.text for utterance in sets["train"])
     vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary)
     batches = {
         name: SpeechBatches(
-            parts,
+            utterances,
             vocabulary.encode,
             config.pad_to_multiple,
             config.pad_tokens_to_multiple,
             search=name == "test" and config.decode == "beam",
         )
-        for name, parts in sets.items()
+        for name, utterances in sets.items()
     }
     batches["train"].warn_of_unalignable(SUBSAMPLING)
-    model = _model(config, sets["train"][0].size, len(vocabulary))
+    model = _model(config, sets["train"][0].features().shape[1], len(vocabulary))
     return SpeechTask(config, model, vocabulary, batches)
 
 
-def _read(config: SpeechConfig, data_dir: Path) -> dict[str, list[Utterances]]:
+def _read(config: SpeechConfig, data_dir: Path) -> dict[str, list[Utterance]]:
     if config.dataset == "librispeech":
         sets = {
             "train": config.train_sets, "valid": config.valid_sets, "test": config.test_sets
         }  # fmt: skip
         return {
-            split: [librispeech.read_librispeech(data_dir, name) for name in names]
+            split: [one for name in names for one in librispeech.read_librispeech(data_dir, name)]
             for split, names in sets.items()
             if names
         }
     train, test = an4.read_an4(data_dir)
     if not config.holdout:
-        return {"train": [train], "test": [test]}
+        return {"train": train, "test": test}
     train, valid = hold_out(train, config.holdout)
-    return {"train": [train], "valid": [valid], "test": [test]}
+    return {"train": train, "valid": valid, "test": test}
 
 
 def _model(config: SpeechConfig, features: int, vocabulary: int) -> nn.Module:
@@ -209,6 +208,6 @@ RECIPE = Recipe(
     title="Speech recognition: LibriSpeech or AN4, Transformer or Branchformer",
     config=SpeechConfig,
     build=build,
-    sources=(librispeech.SOURCE, an4.SOURCE),
+    sources=sources_of("speech"),
     extra="speech",
 )

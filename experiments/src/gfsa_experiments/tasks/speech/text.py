@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
@@ -16,23 +15,8 @@ _SPECIAL = 3
 Tokens = Literal["char", "unigram", "bpe"]
 
 
-class Vocabulary(ABC):
-    """Converts transcripts to tokens and back."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """The number of tokens, with the three special ones."""
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]: ...
-
-    @abstractmethod
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-
-
-class Characters(Vocabulary):
-    """A–Z, apostrophe and space."""
+class Characters:
+    """A–Z, apostrophe and space as tokens; its length counts the three special ones too."""
 
     def __init__(self) -> None:
         self._token = {letter: _SPECIAL + i for i, letter in enumerate(LETTERS)}
@@ -44,12 +28,13 @@ class Characters(Vocabulary):
         return [self._token[letter] for letter in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
         text = "".join(LETTERS[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
         return " ".join(text.split())
 
 
-class Pieces(Vocabulary):
-    """Parts of words learned from the training transcripts by SentencePiece."""
+class Pieces:
+    """Parts of words as tokens, learned from the training transcripts by SentencePiece."""
 
     def __init__(self, texts: Sequence[str], kind: Literal["unigram", "bpe"], size: int) -> None:
         import sentencepiece
@@ -84,7 +69,12 @@ class Pieces(Vocabulary):
         return list(self._model.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
         return str(self._model.decode([int(token) for token in tokens if token >= _SPECIAL]))
+
+
+Vocabulary = Characters | Pieces
+"""Converts transcripts to tokens and back."""
 
 
 @lru_cache(maxsize=2)

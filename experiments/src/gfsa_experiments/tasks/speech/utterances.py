@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,49 +24,27 @@ _HOLDOUT_SEED = 20240
 
 
 @dataclass(frozen=True)
-class Utterances:
-    """Spoken sentences with their transcripts.
+class Utterance:
+    """A spoken sentence with its transcript.
 
     Args:
-        name: of the set, for example ``train-clean-100``.
-        ids: a name for each utterance.
-        speakers: the speaker of each.
-        texts: upper-case words separated by single spaces.
-        frames: the number of feature vectors of each.
-        features: returns the features of the i-th, ``(frames, size)``, with mean 0 and variance 1;
-            can be pickled, for worker processes.
-        size: of a feature vector.
-        source: returns what the features of the i-th were computed from, or a hash of it.
+        part: the set it belongs to, for example ``train-clean-100``.
+        name: of the utterance.
+        speaker: who speaks.
+        text: upper-case words separated by single spaces.
+        frames: the number of feature vectors.
+        features: returns them, ``(frames, size)``, with mean 0 and variance 1; can be pickled, for
+            worker processes.
+        source: returns what the features were computed from, or a hash of it.
     """
 
+    part: str
     name: str
-    ids: Sequence[str]
-    speakers: Sequence[str]
-    texts: Sequence[str]
-    frames: np.ndarray
-    features: Callable[[int], Tensor]
-    size: int
-    source: Callable[[int], bytes]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def take(self, indices: Iterable[int]) -> Utterances:
-        """Some of them, in the given order."""
-        chosen = [int(index) for index in indices]
-        return replace(
-            self,
-            ids=[self.ids[i] for i in chosen],
-            speakers=[self.speakers[i] for i in chosen],
-            texts=[self.texts[i] for i in chosen],
-            frames=self.frames[chosen],
-            features=partial(_chosen, self.features, chosen),
-            source=partial(_chosen, self.source, chosen),
-        )
-
-
-def _chosen(of_all: Callable[[int], Any], chosen: Sequence[int], i: int) -> Any:
-    return of_all(chosen[i])
+    speaker: str
+    text: str
+    frames: int
+    features: Callable[[], Tensor]
+    source: Callable[[], bytes]
 
 
 def normalised(features: Tensor) -> Tensor:
@@ -74,29 +52,27 @@ def normalised(features: Tensor) -> Tensor:
     return (features - features.mean(0)) / features.std(0, correction=0).clamp_min(1e-5)
 
 
-def hold_out(utterances: Utterances, share: float) -> tuple[Utterances, Utterances]:
+def hold_out(
+    utterances: Sequence[Utterance], share: float
+) -> tuple[list[Utterance], list[Utterance]]:
     """Split into (kept, held out) with no speaker in both.
 
     Speakers are held out in a fixed random order until they have spoken ``share`` of all
     utterances.
     """
-    speakers = sorted(set(utterances.speakers))
-    if len(speakers) < 2:
+    spoken = Counter(utterance.speaker for utterance in utterances)
+    if len(spoken) < 2:
         raise ValueError(
-            f"{utterances.name} has {len(speakers)} speaker: at least 2 are needed to hold out "
+            f"{utterances[0].part} has {len(spoken)} speaker: at least 2 are needed to hold out "
             "speakers for validation; set holdout=0 to train without"
         )
-    spoken = np.array(utterances.speakers)
-    wanted = share * len(utterances)
     held: set[str] = set()
-    count = 0
-    for speaker in np.random.default_rng(_HOLDOUT_SEED).permutation(speakers)[:-1]:
+    for speaker in np.random.default_rng(_HOLDOUT_SEED).permutation(sorted(spoken))[:-1]:
         held.add(str(speaker))
-        count += int((spoken == speaker).sum())
-        if count >= wanted:
+        if sum(spoken[name] for name in held) >= share * len(utterances):
             break
-    inside = np.isin(spoken, list(held))
-    return utterances.take(np.flatnonzero(~inside)), utterances.take(np.flatnonzero(inside))
+    kept = [utterance for utterance in utterances if utterance.speaker not in held]
+    return kept, [utterance for utterance in utterances if utterance.speaker in held]
 
 
 def refusal_of_text(text: str) -> str | None:
@@ -115,7 +91,7 @@ class SpeechBatches(Dataset[dict[str, Any]]):
     beam.
 
     Args:
-        parts: one or several sets.
+        utterances: of one or several sets.
         encode: returns the tokens of a transcript.
         frames_multiple, tokens_multiple: T and L are multiples of these.
         search: decode these with a beam.
@@ -123,50 +99,47 @@ class SpeechBatches(Dataset[dict[str, Any]]):
 
     def __init__(
         self,
-        parts: Sequence[Utterances],
+        utterances: Sequence[Utterance],
         encode: Callable[[str], list[int]],
         frames_multiple: int,
         tokens_multiple: int,
         search: bool = False,
     ) -> None:
-        self._parts = list(parts)
-        self._places = [(p, i) for p, part in enumerate(parts) for i in range(len(part))]
-        self._tokens = [torch.tensor(encode(text)) for part in parts for text in part.texts]
-        self.frames = [int(n) for part in parts for n in part.frames]
+        self.utterances = utterances
+        self._tokens = [torch.tensor(encode(utterance.text)) for utterance in utterances]
         self._multiples = frames_multiple, tokens_multiple
         self._search = search
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.utterances)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.__getitems__([index])
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
-        places = [(self._parts[p], i) for p, i in (self._places[index] for index in indices)]
+        chosen = [self.utterances[index] for index in indices]
         tokens = [self._tokens[index] for index in indices]
         return {
-            "features": _padded([part.features(i) for part, i in places], self._multiples[0]),
-            "frames": torch.tensor([self.frames[index] for index in indices]),
+            "features": _padded([one.features() for one in chosen], self._multiples[0]),
+            "frames": torch.tensor([one.frames for one in chosen]),
             "tokens": _padded(tokens, self._multiples[1]),
             "lengths": torch.tensor([len(row) for row in tokens]),
-            "text": [part.texts[i] for part, i in places],
-            "part": [part.name for part, _ in places],
+            "text": [one.text for one in chosen],
+            "part": [one.part for one in chosen],
             "search": self._search,
         }
 
     def source(self, index: int) -> Any:
         """Set, name, transcript and length of an utterance, and the source of its features."""
-        number, i = self._places[index]
-        part = self._parts[number]
-        return part.name, part.ids[i], part.texts[i], self.frames[index], part.source(i)
+        one = self.utterances[index]
+        return one.part, one.name, one.text, one.frames, one.source()
 
     def split(self) -> Split:
-        return Split(self, collate=as_it_is, lengths=self.frames)
+        return Split(self, as_it_is, [utterance.frames for utterance in self.utterances])
 
     def warn_of_unalignable(self, subsampling: int) -> None:
         """CTC needs a frame for each token and another one between two equal tokens."""
-        frames = -(-torch.tensor(self.frames) // subsampling)
+        frames = -(-torch.tensor([one.frames for one in self.utterances]) // subsampling)
         needed = [len(row) + int((row[1:] == row[:-1]).sum()) for row in self._tokens]
         short = int((torch.tensor(needed) > frames).sum())
         if short:

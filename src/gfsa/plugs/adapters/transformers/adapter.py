@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,14 +22,35 @@ from transformers.utils.output_capturing import _active_collector
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
-from gfsa.plugs.adapters.transformers.operators import OperatorMaker, eager_function, operator_maker
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
-from gfsa.plugs.tracing.adapter import TRACER, looks_like_attention
+from gfsa.plugs.adapters.transformers.continuous_batching import refuse_where_plugged
+from gfsa.plugs.adapters.transformers.operators import (
+    OperatorMaker,
+    eager_function,
+    eager_function_of,
+    functions_of,
+    operator_maker,
+)
+from gfsa.plugs.adapters.transformers.product_check import (
+    forget_check,
+    name_of,
+    refusal_by_trial,
+)
+from gfsa.plugs.adapters.transformers.refusals import (
+    OTHER_TOKENS,
+    QUERY_AND_KEY,
+    refusal_by_owner,
+    refusal_of_interface,
+    refusal_of_traced,
+)
+from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.tracing.adapter import TracerAdapter
+from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
 
 PREFIX = "gfsa|"
 _CACHE = "gfsa_cache"
 _CACHES = ("past_key_values", "layer_past")
-_CROSS_INPUTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
+# arguments that say which layer of the cache is meant, where a module serves several of them
+_CACHE_INDEX = ("layer_idx", "cycle_offset")
 
 
 class InterfaceAdapter(Adapter):
@@ -46,38 +68,71 @@ class InterfaceAdapter(Adapter):
         )
 
     def refusal(self, name: str, module: Any) -> str | None:
-        kind = type(module).__name__.lower()
-        if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
-            return REASON
-        if "channel" in kind:
-            return "its attention is over channels, not tokens"
-        if hasattr(module, "sequence_reduction"):
-            return "its keys are a shorter summary of its tokens: the map is not square"
+        refusal = refusal_of_interface(module)
+        if refusal is not None:
+            return refusal
         if not hasattr(module, "config"):
             return f"{type(module).__name__} keeps no config, so its attention cannot be redirected"
         if getattr(module, "reorder_and_upcast_attn", False):
             return "reorder_and_upcast_attn computes attention outside the interface"
-        return None
+        heads = heads_of(module, module.config)
+        function = eager_function_of(module)
+        if module.config._attn_implementation not in (None, "eager") or not (heads and function):
+            return None
+        return refusal_by_trial(module, function, heads)
 
     def refusal_inside(self, owners: Owners) -> str | None:
-        return REASON if crosses_by_design(owners) else None
+        if crosses_by_design(owners):
+            return REASON
+        return refusal_by_owner(owners[0][0]) if owners else None
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
-        handle = module.register_forward_pre_hook(_PassCache(module), with_kwargs=True)
+        handle = module.register_forward_pre_hook(_InputHook(module), with_kwargs=True)
         module.__dict__["_gfsa_handle"] = handle
         # looked up and registered here, not in a forward that may be compiled: a side effect in a
         # compiled call would make the next call compile again
         module.__dict__["_gfsa_eager"] = eager_function(type(module))
+        functions_of(type(module))
         _filtered_name(module.config.real._attn_implementation)
 
     def remove(self, module: Any) -> None:
         module.__dict__.pop("_gfsa_handle").remove()
         del module.__dict__["_gfsa_eager"]
+        module.__dict__.pop("_gfsa_name", None)
+        forget_check(module)
         module.config = module.config.real
+
+    def mark(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if "_gfsa_handle" in module.__dict__:
+                module.__dict__["_gfsa_name"] = name
+        refuse_where_plugged(model)
 
 
 INTERFACE = InterfaceAdapter()
+
+
+class ModelTracerAdapter(TracerAdapter):
+    """Traces modules of transformers outside the interface, except where there is no map."""
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        return refusal_of_traced(module) or super().refusal(name, module)
+
+    def mark(self, model: nn.Module) -> None:
+        super().mark(model)
+        refuse_where_plugged(model)
+
+    def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
+        if _wants_maps(module, given):
+            return True
+        if "output_attentions" in given or torch.compiler.is_compiling():
+            return False
+        # neither the caller nor a recorder decides: the block around the module does (MPT)
+        return _active_collector.get() is None
+
+
+TRACED = ModelTracerAdapter()
 
 
 def find(module: nn.Module) -> Adapter | None:
@@ -91,16 +146,9 @@ def find(module: nn.Module) -> Adapter | None:
     if not type(module).__module__.startswith("transformers."):
         return None
     inside = any(_uses_interface(type(inner)) for inner in module.modules())
-    if inside or not looks_like_attention(module) or not _takes_a_softmax(type(module)):
+    if inside or not looks_like_attention(module) or not computes_softmax(module):
         return None
-    return TRACER
-
-
-def _takes_a_softmax(kind: type[nn.Module]) -> bool:
-    """Whether a class has code that could be attention; a state-space mixer has heads, too."""
-    methods = [inspect.unwrap(m) for cls in kind.__mro__ for m in vars(cls).values() if callable(m)]
-    codes = [m.__code__ for m in methods if inspect.isfunction(m)]
-    return any({"softmax", "scaled_dot_product_attention"} & set(code.co_names) for code in codes)
+    return TRACED
 
 
 def _uses_interface(kind: type[nn.Module]) -> bool:
@@ -151,13 +199,20 @@ def _register(implementation: str | None) -> str:
     return name
 
 
-class _PassCache:
-    """A hook that adds the cache to the keywords, which transformers passes on to the function."""
+class _InputHook:
+    """A hook that looks at the arguments of a plugged module before its forward.
+
+    It raises if the keys are those of another sequence, and adds the cache, with the index of its
+    layer, to the keywords, which transformers passes on to the attention function.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        names = set(self.positional)
+        self.pair = next((pair for pair in QUERY_AND_KEY if names.issuperset(pair)), None)
+        self.index = tuple(name for name in _CACHE_INDEX if name in names)
         # how many positional arguments come before the first that this hook looks for
-        wanted = _CROSS_INPUTS.union(_CACHES).intersection(self.positional)
+        wanted = OTHER_TOKENS.union(_CACHES, self.pair or (), self.index).intersection(names)
         self.others_first = min(map(self.positional.index, wanted), default=len(self.positional))
 
     def __call__(
@@ -166,16 +221,24 @@ class _PassCache:
         given = kwargs
         if len(args) > self.others_first:
             given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-        for name in _CROSS_INPUTS.intersection(given):
+        for name in OTHER_TOKENS.intersection(given):
             if given[name] is not None:
                 raise ValueError(
-                    f"a {type(module).__name__} was plugged as self-attention but is given {name}: "
+                    f"{name_of(module)} was plugged as self-attention but is given {name}: "
                     "cross-attention has no powers. Leave it out with plug(..., layers=...)"
                 )
+        if self.pair is not None:
+            query, key = (given.get(name) for name in self.pair)
+            if isinstance(query, Tensor) and isinstance(key, Tensor):
+                require_same_tokens(module, query, key)
         for name in _CACHES:
             cache = given.get(name)
             if cache is not None:
-                return args, {**kwargs, _CACHE: cache}
+                index: int | None = getattr(module, "layer_idx", None)
+                if self.index:
+                    index = given.get("layer_idx", index)
+                    index = None if index is None else index + given.get("cycle_offset", 0)
+                return args, {**kwargs, _CACHE: (cache, index)}
         return None
 
 
@@ -209,7 +272,7 @@ def _with_past(
     if cache is None:
         if new != keys:
             raise ValueError(
-                f"{new} queries of a {type(module).__name__} attend to {keys} keys without a "
+                f"{new} queries of {name_of(module)} attend to {keys} keys without a "
                 "cache: that is cross-attention or a prefix, which has no powers. Leave it out "
                 "with plug(..., layers=...)"
             )
@@ -223,13 +286,16 @@ def _with_past(
             "another dropout mask (or is the prefix of prefix tuning, which cannot be combined "
             "with a filter: it has keys but no queries). Call model.eval(), or pass use_cache=False"
         )
-    place = place_in(cache, module)
+    held, index = cache
+    place = place_in(held, index, module)
     return CachedOperator(operator, place, new, query.shape[1], keys)
 
 
-def _wants_maps(module: Any, kwargs: dict[str, Any]) -> bool:
+def _wants_maps(module: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the caller asked for attention maps: by keyword, by config, or by a recorder."""
-    if kwargs.get("output_attentions") or getattr(module.config.real, "output_attentions", False):
+    config = getattr(module, "config", None)
+    config = getattr(config, "real", config)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
         return True
     if torch.compiler.is_compiling():
         # the collector cannot be read while a graph is traced; transformers' recording hooks are

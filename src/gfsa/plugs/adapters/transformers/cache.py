@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 
 from gfsa.operators import Coefficients, Operator, Visibility
 from gfsa.operators.base import combine, value_of
+from gfsa.plugs.adapters.transformers.product_check import name_of
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (
@@ -120,8 +121,14 @@ class _FurtherPowers(Operator):
         return tokens
 
 
-def place_in(cache: Any, module: Any) -> Place:
-    """The cache layer that a module attends to; raises for caches that cannot hold powers."""
+def place_in(cache: Any, index: int | None, module: Any) -> Place:
+    """The cache layer that a module attends to; raises for caches that cannot hold powers.
+
+    Args:
+        cache: as the module got it.
+        index: the layer of the cache that the module fills.
+        module: the attention module.
+    """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache):
@@ -129,12 +136,16 @@ def place_in(cache: Any, module: Any) -> Place:
             f"a plugged model decodes with a transformers Cache, got {type(cache).__name__}; "
             "pass use_cache=False, or a DynamicCache or StaticCache"
         )
-    index: int = module.layer_idx
+    if index is None:
+        raise ValueError(
+            f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
+            "None), so the powers of past tokens have no place. Pass use_cache=False"
+        )
     source = _source_of(module) if getattr(module, "is_kv_shared_layer", False) else index
     if source is None or source >= len(cache.layers):
         raise ValueError(
-            f"layer {index} has no layer of its own in the cache: it uses the keys and values of "
-            "another layer. Pass use_cache=False"
+            f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
+            "keys and values of another layer. Pass use_cache=False"
         )
     return Place(cache.layers[source], index)
 
@@ -210,9 +221,22 @@ class _GrowingPowers(DynamicLayer):
         return all_tokens
 
 
+# layers that keep something beside keys and values: the state of a recurrent mixer in the same
+# block (Falcon-H1, Zamba), or the keys of an indexer (DeepSeek-V3.2); by name, because older
+# versions of transformers lack some of them
+_ATTENTION_PART: dict[str, type[Any]] = {
+    "DynamicIndexedLayer": DynamicLayer,
+    "LinearAttentionAndFullAttentionLayer": DynamicLayer,
+    "LinearAttentionAndSlidingWindowAttentionLayer": DynamicSlidingWindowLayer,
+    "LinearAttentionAndStaticFullAttentionLayer": StaticLayer,
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": StaticSlidingWindowLayer,
+    "StaticIndexedLayer": StaticLayer,
+}
+
+
 def _empty_like(layer: Any) -> Any:
-    """An empty cache layer of the same kind."""
-    kind = type(layer)
+    """An empty cache layer of the same kind, for the keys and values of attention alone."""
+    kind = _ATTENTION_PART.get(type(layer).__name__, type(layer))
     if kind is DynamicLayer:
         return _GrowingPowers()
     if kind is DynamicSlidingWindowLayer:
@@ -225,8 +249,8 @@ def _empty_like(layer: Any) -> Any:
         # max_cache_len is already the smaller of the window and the length
         return StaticSlidingWindowLayer(layer.max_cache_len, sliding_window=layer.max_cache_len)
     raise TypeError(
-        f"a plugged model cannot decode with a {kind.__name__}; use a dynamic or static cache "
-        "(with or without a sliding window), or use_cache=False"
+        f"a plugged model cannot decode with a {kind.__name__} in its cache; use a dynamic or "
+        "static cache (with or without a sliding window), or use_cache=False"
     )
 
 
@@ -276,5 +300,7 @@ class _RepeatedMethod:
         result = getattr(type(self.layer), self.name)(self.layer, *args, **kwargs)
         for companions in self.layer.gfsa_powers.values():
             for companion in companions:
-                getattr(companion, self.name)(*args, **kwargs)
+                # what only the state beside keys and values needs, a companion does not have
+                if hasattr(companion, self.name):
+                    getattr(companion, self.name)(*args, **kwargs)
         return result

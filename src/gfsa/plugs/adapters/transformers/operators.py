@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from gfsa.operators import (
     AttentionCall,
@@ -26,8 +27,13 @@ from gfsa.operators import (
 from gfsa.operators.base import take_heads
 from gfsa.operators.dense import DropoutPlace, repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
+from gfsa.plugs.adapters.transformers.continuous_batching import REASON as PAGED_CACHE
+from gfsa.plugs.adapters.transformers.product_check import check_product, needs_check
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
+
+# attention class → the registry in which it looks its function up
+_REGISTRIES: dict[type, AttentionInterface] = {}
 
 
 def operator_maker(implementation: str) -> OperatorMaker:
@@ -42,10 +48,7 @@ def operator_maker(implementation: str) -> OperatorMaker:
 
 
 def _refuse_paged(*args: Any, **kwargs: Any) -> tuple[Operator, Tensor]:
-    raise NotImplementedError(
-        "a plugged model cannot run with a paged cache (continuous batching): the base "
-        "function fills the cache itself. Use generate() with a dynamic or static cache"
-    )
+    raise NotImplementedError(PAGED_CACHE)
 
 
 def _sdpa_operator(
@@ -61,6 +64,26 @@ def _sdpa_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map of transformers' own sdpa function; gfsa chooses the kernel."""
+    registry = _REGISTRIES.get(type(module))
+    registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
+    if registered is not sdpa_attention_forward:
+        # somebody registered another function under this name: it is what the model would call
+        if position_bias is not None:
+            kwargs["position_bias"] = position_bias
+        if is_causal is not None:
+            kwargs["is_causal"] = is_causal
+        return _function_rows(
+            registered,
+            "sdpa",
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
+        )
     new = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = new > 1 and attention_mask is None and causal
@@ -112,26 +135,28 @@ def _eager_operator(
 ) -> tuple[Operator, Tensor]:
     """The map that the model's own eager code computes, including its dropout."""
     later = dropout if module.gfsa.dropout_after == "filter" else 0.0
-    if module._gfsa_eager is None:
+    function = eager_function_of(module)
+    if function is None:
         raise ValueError(
             f"cannot find the eager attention of {type(module).__name__}; "
             "use attn_implementation='sdpa'"
         )
-    product, weights = module._gfsa_eager(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=0.0 if later else dropout,
-        scaling=scaling,
-        **kwargs,
-    )
+
+    def attend(dropout: float) -> tuple[Tensor, Tensor]:
+        product, weights = function(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return product, weights
+
+    dropout = 0.0 if later else dropout
+    product, weights = attend(dropout)
     if weights is None:
         raise ValueError(
             f"the eager attention of {type(module).__name__} returns no attention map; "
             "use attn_implementation='sdpa'"
         )
+    if needs_check(module, function):
+        check_product(module, function, attend, dropout, product, weights, value)
     if later:
         return DenseOperator(weights, later, "filter"), value
     return _EagerOperator(weights, value, product.transpose(1, 2)), value
@@ -162,6 +187,31 @@ class _EagerOperator(Operator):
         return self.weights
 
 
+def functions_of(kind: type[nn.Module]) -> AttentionInterface:
+    """The registry in which a class looks its attention function up.
+
+    A model file may have a registry of its own, which overrides entries of the common one.
+    """
+    registry = _REGISTRIES.get(kind)
+    if registry is None:
+        if torch.compiler.is_compiling():
+            return ALL_ATTENTION_FUNCTIONS
+        found = inspect.unwrap(kind.forward).__globals__.get("ALL_ATTENTION_FUNCTIONS")
+        registry = found if isinstance(found, AttentionInterface) else ALL_ATTENTION_FUNCTIONS
+        _REGISTRIES[kind] = registry
+    return registry
+
+
+def eager_function_of(module: Any) -> Callable[..., Any] | None:
+    """The function that a module calls for eager attention: one that was registered, or its own."""
+    registered: Callable[..., Any] | None = functions_of(type(module)).get("eager")
+    if registered is not None:
+        return registered
+    # looked up once, when the module is plugged
+    known = module.__dict__
+    return known["_gfsa_eager"] if "_gfsa_eager" in known else eager_function(type(module))
+
+
 def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
     """The eager attention function that a class's forward names, from the forward's globals."""
     forward = inspect.unwrap(kind.forward)
@@ -182,12 +232,27 @@ def _any_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
+    function = functions_of(type(module))[implementation]
+    return _function_rows(
+        function, implementation, module, query, key, value, attention_mask, **kwargs
+    )
+
+
+def _function_rows(
+    function: Callable[..., Any],
+    implementation: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Operator, Tensor]:
     if module.gfsa.dropout_after == "filter" and kwargs["dropout"]:
         raise ValueError(
             f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
             "use attn_implementation 'sdpa' or 'eager' for training"
         )
-    function = ALL_ATTENTION_FUNCTIONS[implementation]
     return _FunctionRows(function, module, query, key, attention_mask, kwargs), value
 
 

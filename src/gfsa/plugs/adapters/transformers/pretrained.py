@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from gfsa.filters.base import read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.checkpoint import EXTRA, FORMAT, canonical_name, restore
+from gfsa.plugs.backbone import canonical_name
+from gfsa.plugs.checkpoint import EXTRA, FORMAT, restore
+from gfsa.plugs.filter_files import MOST_TENSORS
 from gfsa.plugs.sites import sites
 
 # arguments that say where on the hub the files of a checkpoint are
@@ -100,10 +103,18 @@ def _filter_tensors(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
     from safetensors import safe_open
 
     found = {}
+    room = MOST_TENSORS
     for file in _files(path, hub):
         with safe_open(file, framework="pt") as checkpoint:
             for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
                 if f".{CHILD}." in key:
+                    # at most 8 bytes a number
+                    room -= 8 * math.prod(checkpoint.get_slice(key).get_shape())
+                    if room < 0:
+                        raise ValueError(
+                            f"the filters of {path} have more than {MOST_TENSORS} bytes, which is "
+                            "refused: filters are a few numbers per head"
+                        )
                     found[key] = checkpoint.get_tensor(key)
     return found
 
@@ -119,10 +130,7 @@ def _files(path: str | Path, hub: dict[str, Any]) -> list[str]:
         return file
 
     index = locate(SAFE_WEIGHTS_INDEX_NAME)
-    if index is not None:
-        shards = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-    else:
-        shards = {SAFE_WEIGHTS_NAME}
+    shards = {SAFE_WEIGHTS_NAME} if index is None else _shards(Path(index))
     outside = [shard for shard in shards if Path(str(shard)).name != shard]
     if outside:
         raise ValueError(f"the index of {path} names a file outside of it: {outside[0]!r:.80}")
@@ -134,6 +142,13 @@ def _files(path: str | Path, hub: dict[str, Any]) -> list[str]:
             "model again with save_pretrained"
         )
     return [file for file in files if file is not None]
+
+
+def _shards(index: Path) -> set[Any]:
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is damaged: {error!r:.200}") from error
 
 
 class _LoadReportFilter(logging.Filter):

@@ -1,0 +1,89 @@
+"""Pairs of lines named by a text such as ``gfsa filter_lr=0.01 - degree1``, and their contrasts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from gfsa_experiments.results.contrasts import Contrast, contrast
+from gfsa_experiments.results.number_format import contrast_cells, scale_of
+from gfsa_experiments.results.page_blocks import Grid
+from gfsa_experiments.results.tables import Line, ResultTable
+
+Place = tuple[ResultTable, Line]
+
+
+def contrast_grid(tables: Sequence[ResultTable], texts: Sequence[str]) -> Grid:
+    """Every contrast that the texts ask for; all of them are exploratory."""
+    rows = []
+    for table, a, b, found in (pair for text in texts for pair in find_pairs(tables, text)):
+        arrow = "" if table.higher_is_better else " ↓"
+        task = f"{table.recipe}: {table.task}, {table.metric}{arrow}"
+        line = {"task": task, "a": a.name, "b": b.name, "pairs": str(len(found.test.seeds))}
+        rows.append(line | contrast_cells(found, scale_of(table)))
+    words = ("task", "a", "b", "reading", "at")
+    return Grid(list(rows[0]), [list(row.values()) for row in rows], words)
+
+
+def find_pairs(
+    tables: Sequence[ResultTable], text: str
+) -> list[tuple[ResultTable, Line, Line, Contrast]]:
+    """The contrast ``A - B`` of every task that has both lines.
+
+    A line is a method and some of its options or settings. Where one table has both, they are
+    compared in it; otherwise each must be a single line of the task, with settings of its own.
+    """
+    parts = re.split(r"\s[-−]\s", text)
+    if len(parts) != 2 or not all(part.strip() for part in parts):
+        raise ValueError(f"--contrast takes 'A - B', two lines of a table, got {text!r}")
+    found = []
+
+    def task(table: ResultTable) -> tuple[str, str, str]:
+        return table.recipe, table.task, table.data or ""
+
+    for _, group in groupby(sorted(tables, key=task), key=task):
+        own = list(group)
+        a, b = (_matching(own, part.split()) for part in parts)
+        pairs = [(x, y) for x in a for y in b if x[0] is y[0]]
+        if not pairs and a and b:
+            pairs = [(_single(a, parts[0]), _single(b, parts[1]))]
+        for (table, line), (_, other) in pairs:
+            compared = contrast(line.rows, other.rows)
+            if line is not other and compared is not None:
+                found.append((table, line, other, compared))
+    if not found:
+        names = sorted({line.name for table in tables for line in table.lines})
+        raise ValueError(f"no task has both lines of {text!r} over common seeds; {_list(names)}")
+    return found
+
+
+def _matching(tables: Sequence[ResultTable], words: Sequence[str]) -> list[Place]:
+    """The lines that have these words; in a table those with the fewest other options."""
+    method, *wanted = words
+    found = []
+    for table in tables:
+        settings = set(table.settings.split())
+        lines = [
+            line
+            for line in table.lines
+            if line.method == method and set(wanted) <= settings | set(line.options.split())
+        ]
+        fewest = min((len(line.options.split()) for line in lines), default=0)
+        found += [(table, line) for line in lines if len(line.options.split()) == fewest]
+    return found
+
+
+def _single(places: Sequence[Place], text: str) -> Place:
+    """The line with the fewest settings that were not asked for, if there is one such."""
+    sizes = [len(f"{line.options} {table.settings}".split()) for table, line in places]
+    if sizes.count(min(sizes)) > 1:
+        names = [f"{line.name} ({table.settings})" for table, line in places]
+        raise ValueError(
+            f"{text.strip()!r} is more than one line; name more settings; {_list(names)}"
+        )
+    return places[sizes.index(min(sizes))]
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"there are {', '.join(names[:20])}{', …' if len(names) > 20 else ''}"

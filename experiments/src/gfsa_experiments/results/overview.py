@@ -1,0 +1,211 @@
+"""The first page: what is confirmed, a row per domain, and what filters cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import pandas as pd
+
+from gfsa_experiments.results.contrasts import Contrast, pooled_reduction
+from gfsa_experiments.results.families import Family
+from gfsa_experiments.results.number_format import (
+    Scale,
+    contrast_cells,
+    decimals_for,
+    p_value,
+    percent,
+    ratio,
+    span,
+)
+from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Text
+from gfsa_experiments.results.statistics import LEVEL
+from gfsa_experiments.results.tables import DEGREE_1, Line, ResultTable, coefficients_of
+from gfsa_experiments.results.verdicts import Outcome
+
+DOMAINS = {
+    "pretrain": "pretraining",
+    "causal_lm": "language modelling",
+    "image": "images",
+    "graph": "graphs",
+    "speech": "speech",
+    "lra": "long sequences",
+    "code": "code clones",
+    "glue": "GLUE, fine-tuned",
+    "digits": "digits",
+}
+FILTERS = {DEGREE_1: "degree 1", "gfsa": "GFSA"}
+# where a method ran with several options, the first page shows this choice, whatever its outcome
+OWN_RATE = "filter_lr=0.01"
+Judged = tuple[Family, list[Outcome]]
+_FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "digits")
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The tables of one recipe; each task counts the same, and none is chosen."""
+
+    name: str
+    to_plain: dict[str, list[Contrast]]
+    """By method, one contrast per table."""
+    second_pass: list[Contrast]
+    """GFSA to degree 1."""
+
+
+def domains(tables: Sequence[ResultTable]) -> list[Domain]:
+    """Every domain in which a filter (without filters: any method) can be compared with plain."""
+    every = dict.fromkeys(line.method for table in tables for line in table.lines)
+    methods = [name for name in FILTERS if name in every] or [n for n in every if n != "plain"]
+    order = list(DOMAINS)
+    by_recipe = {recipe: list(own) for recipe, own in groupby(tables, key=lambda t: t.recipe)}
+    recipes = sorted(by_recipe, key=lambda r: (order.index(r) if r in order else len(order), r))
+    found = []
+    for recipe in recipes:
+        lines = [(name, headline(table, name)) for table in by_recipe[recipe] for name in methods]
+        to_plain: dict[str, list[Contrast]] = {name: [] for name in methods}
+        for name, line in lines:
+            if line is not None and line.to_plain is not None:
+                to_plain[name].append(line.to_plain)
+        second = [
+            line.to_degree1 for name, line in lines if name == "gfsa" and line and line.to_degree1
+        ]
+        if any(to_plain.values()):
+            found.append(Domain(DOMAINS.get(recipe, recipe), to_plain, second))
+    return found
+
+
+def headline(table: ResultTable, method: str) -> Line | None:
+    """A method's only line; of several that with :data:`OWN_RATE`, never the best."""
+    lines = [line for line in table.lines if line.method == method]
+    return next((line for line in lines if len(lines) == 1 or line.options == OWN_RATE), None)
+
+
+def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Block]:
+    """What is confirmed, and the domains; ``every`` has the tables of the whole folder."""
+    blocks: list[Block] = [Heading("Confirmatory comparisons")]
+    for family, outcomes in judged:
+        blocks += family_blocks(family, outcomes)
+    if not any(all(outcome.missing == 0 for outcome in outcomes) for _, outcomes in judged):
+        blocks.insert(1, Text("No family is complete yet, so nothing is called better or worse."))
+    found = domains(every)
+    if found:
+        methods = [FILTERS.get(name, name) for name in found[0].to_plain]
+        columns = ["domain", "tasks", "pairs", *methods, "GFSA to degree 1"]
+        rows = [_domain_cells(domain) for domain in found]
+        text = (
+            "Relative reduction of the error compared with plain, 95 % interval, mean over the "
+            "tasks of the domain; positive is better. Not corrected for the number of comparisons: "
+            "an interval that excludes 0 is *suggestive* and no more."
+        )
+        blocks += [Heading("Exploratory, by domain"), Text(text), Grid(columns, rows, ("domain",))]
+    notes = [*_coefficient_note(every), *_chance_note(every)]
+    return [*blocks, Bullets(notes)] if notes else blocks
+
+
+def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
+    """The table of one family; a family without any row takes one sentence."""
+    count = f"{len(outcomes)} comparison{'s' if len(outcomes) > 1 else ''}"
+    link = f"[{family.name}](families/{family.path.name})"
+    if all(outcome.missing == len(outcome.comparison.seeds) for outcome in outcomes):
+        state = "planned" if family.registered is None else f"registered {family.registered}"
+        names = "; ".join(outcome.comparison.name for outcome in outcomes)
+        seeds = span(len(outcome.comparison.seeds) for outcome in outcomes)
+        return [
+            Text(f"{link}: {family.title}, {count} ({names}), {seeds} seeds, {state}, not run.")
+        ]
+    rows = []
+    for outcome in outcomes:
+        spread = None if outcome.contrast is None else pd.Series(outcome.contrast.test.values).std()
+        scale = Scale(1, decimals_for(spread, outcome.contrast.error if outcome.contrast else 0.0))
+        cells = contrast_cells(outcome.contrast, scale)
+        row = {
+            "comparison": outcome.comparison.name,
+            "metric": outcome.comparison.metric,
+            "pairs": str(len(outcome.comparison.seeds) - outcome.missing),
+            **{name: cells[name] for name in ("difference", "error reduction", "p")},
+            "p (Holm)": p_value(outcome.p_holm),
+            "verdict": outcome.verdict,
+            "at": cells["at"],
+        }
+        rows.append(row)
+    words = ("comparison", "metric", "verdict", "at")
+    grid = Grid(list(rows[0]), [list(row.values()) for row in rows], words)
+    return [Text(f"{link}: {family.title}, registered {family.registered}."), grid]
+
+
+def _domain_cells(domain: Domain) -> list[str]:
+    compared = [*domain.to_plain.values(), domain.second_pass]
+    pairs = [len(contrast.test.seeds) for contrasts in compared for contrast in contrasts]
+    cells = [domain.name, span(len(contrasts) for contrasts in compared if contrasts), span(pairs)]
+    for contrasts in compared:
+        found = pooled_reduction(contrasts)
+        word = ", suggestive" if found is not None and found.excludes_zero else ""
+        cells.append(percent(found) + word)
+    return cells
+
+
+def _coefficient_note(tables: Sequence[ResultTable]) -> list[str]:
+    rows = [row for table in tables for row in table.rows.itertuples() if _learns_c0(row)]
+    scratch = [coefficients_of(row)[0] for row in rows if _from_scratch(row)]
+    tuned = [coefficients_of(row)[0] for row in rows if not _from_scratch(row)]
+    notes = []
+    if scratch:
+        negative = sum(c0 < 0 for c0 in scratch)
+        notes.append(
+            f"The mean of c0 is negative in {negative} of {len(scratch)} runs that learned it from "
+            "scratch: what a token gathers has some of the token itself taken out."
+        )
+    if tuned:
+        low, high = pd.Series(tuned).quantile([0.05, 0.95])
+        notes.append(
+            f"In {len(tuned)} fine-tuned runs it stays near 0 (nine in ten from {low:.2f} to "
+            f"{high:.2f}).".replace("-", "−").replace("fine−", "fine-")
+        )
+    return notes
+
+
+def _learns_c0(row: Any) -> bool:
+    learned = [word for word in row.options.split() if word.startswith("learn=")]
+    named = row.method in ("gfsa", "gfsa-even", DEGREE_1, "polynomial")
+    return bool(row.coefficients) and named and all("w0" in word for word in learned)
+
+
+def _from_scratch(row: Any) -> bool:
+    return row.recipe in _FROM_SCRATCH or "model=scratch" in row.command
+
+
+def _chance_note(tables: Sequence[ResultTable]) -> list[str]:
+    lines = [line for table in tables for line in table.lines]
+    readings = [line.difference.reading for line in lines if line.difference is not None]
+    known = [reading for reading in readings if reading is not None]
+    if not known:
+        return []
+    excluding = sum(reading != "not shown" for reading in known)
+    kept = sum(line.adjusted_p is not None and line.adjusted_p < 1 - LEVEL for line in lines)
+    return [
+        f"The folder has {len(known)} exploratory comparisons with plain, of which {excluding} "
+        f"exclude 0; if no method did anything, about {(1 - LEVEL) * len(known):.1f} would by "
+        f"chance. Holm's correction over all of them leaves {kept}."
+    ]
+
+
+def costs(times: Sequence[ResultTable]) -> list[Block]:
+    """The time of a training step and its memory, from runs that had the machine to themselves."""
+    rows = []
+    for recipe, tables in groupby(times, key=lambda table: table.recipe):
+        own = list(tables)
+        cells = [DOMAINS.get(recipe, recipe)]
+        for method in FILTERS:
+            lines = [line for table in own for line in table.lines if line.method == method]
+            cells += [
+                ratio(time for line in lines for time in line.times),
+                ratio(memory for line in lines for memory in line.memories),
+            ]
+        rows.append(cells)
+    if not rows:
+        return []
+    names = [f"{name}: {what}" for name in FILTERS.values() for what in ("time", "memory")]
+    text = "Of a training step, relative to plain, alone on the GPU (rows in [times](times))."
+    return [Heading("What it costs"), Text(text), Grid(["domain", *names], rows, ("domain",))]

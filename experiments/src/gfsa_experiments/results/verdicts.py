@@ -1,0 +1,64 @@
+"""The verdicts of a family: none before its last run, then Holm's over all its comparisons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from gfsa_experiments.results.contrasts import Contrast, contrast, finite
+from gfsa_experiments.results.families import Comparison, Family, is_of
+from gfsa_experiments.results.statistics import LEVEL, holm
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One comparison of a family; while runs of the family are missing, nothing is compared."""
+
+    comparison: Comparison
+    missing: int
+    """Pairs that lack a row, or whose rows are not of one clean commit and one data set."""
+    failed: int = 0
+    """Pairs of which a run ended without a finite number."""
+    contrast: Contrast | None = None
+    p_holm: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """*better* or *worse* where Holm's p is below 0.05; that of ``a``, compared with ``b``."""
+        if self.missing:
+            return f"{self.missing} of {len(self.comparison.seeds)} pairs missing: no verdict"
+        if self.failed:
+            return f"not finite in {self.failed} of {len(self.comparison.seeds)} pairs: no verdict"
+        if self.contrast is None:
+            return "other pairs of the family missing: no verdict"
+        found = self.contrast.test
+        if self.p_holm is not None and found.verdict is not None and self.p_holm < 1 - LEVEL:
+            # adjusted p values are never below the unadjusted: the interval excludes 0 as well
+            return found.verdict
+        return found.reading or "not shown"
+
+
+def outcomes(family: Family, rows: pd.DataFrame) -> list[Outcome]:
+    """Every comparison of a family; ``rows`` has one row per run."""
+    found = [_outcome(comparison, rows) for comparison in family.comparisons]
+    if any(outcome.missing for outcome in found):
+        # no peeking: a family is read when it is complete
+        return [replace(outcome, failed=0, contrast=None) for outcome in found]
+    # a comparison without a p value still counts among those that are corrected for
+    tests = [outcome.contrast.test.p if outcome.contrast is not None else None for outcome in found]
+    adjusted = holm([1.0 if p is None else p for p in tests])
+    return [replace(outcome, p_holm=p) for outcome, p in zip(found, adjusted, strict=True)]
+
+
+def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
+    a, b = (rows[is_of(rows, set(comparison.keys(line)))] for line in (comparison.a, comparison.b))
+    if a.seed.duplicated().any() or b.seed.duplicated().any():
+        raise ValueError(f"{comparison.name}: runs of a family must all be on the same data")
+    pairs = a.merge(b, on="seed", suffixes=("_a", "_b"))
+    clean = ~pairs.commit_a.str.endswith("-dirty") & (pairs.commit_a != "")
+    same = (pairs.commit_a == pairs.commit_b) & (pairs.data_a == pairs.data_b)
+    pairs = pairs[clean & same]
+    failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
+    missing = len(comparison.seeds) - len(pairs)
+    return Outcome(comparison, missing, failed, None if failed else contrast(a, b))

@@ -1,0 +1,99 @@
+"""Names and fingerprints by which saved filters find their layers in a model again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from gfsa.plugs.partitioned import shape_of
+
+_WRAPPERS_ANYWHERE = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+)
+_WRAPPERS_IN_FRONT = ("module.", "base_model.model.")
+
+
+def canonical_name(model: nn.Module, name: str) -> str:
+    """A layer's name without the prefixes of wrappers and of task models.
+
+    transformers calls the same layer ``bert.encoder…`` in a classifier and ``encoder…`` in the
+    bare backbone; wrappers (compiled, distributed, peft) add prefixes of their own.
+    """
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS_ANYWHERE)
+    for wrapper in _WRAPPERS_IN_FRONT:
+        name = name.removeprefix(wrapper)
+    prefix = getattr(getattr(model, "module", model), "base_model_prefix", "")
+    return name.removeprefix(f"{prefix}.") if prefix else name
+
+
+def fingerprint_of(module: nn.Module) -> dict[str, str]:
+    """A layer's class and a digest of its parameters' shapes, without those of its filter."""
+    kind = module.__dict__.get("_gfsa_class", type(module))
+    # peft keeps a layer that it adapts as base_layer, beside parameters of its own
+    adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
+    shapes = sorted(
+        (name.replace(".base_layer.", "."), shape_of(p))
+        for name, p in module.named_parameters()
+        if not name.startswith("gfsa.") and (".base_layer." in name or not name.startswith(adapted))
+    )
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+    return {"class": kind.__name__, "shapes": digest}
+
+
+def depths_of(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
+    """How many layers each stack with a filter has, filtered or not: ``{"h.*.attn": 12}``."""
+    patterns = {_pattern(name) for name in plugged}
+    # a block that is shared by all depths has one name per depth
+    modules = model.named_modules(remove_duplicate=False)
+    names = {canonical_name(model, name) for name, _ in modules}
+    counts = Counter(_stack(name) for name in names if _pattern(name) in patterns)
+    return dict(sorted(counts.items()))
+
+
+def _pattern(name: str) -> str:
+    """A name with all its numbers replaced by ``*``."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _stack(name: str) -> str:
+    """A name with its last number replaced: in a hierarchy every stage has a depth of its own."""
+    return re.sub(r"\b\d+\b(?!.*\b\d+\b)", "*", name)
+
+
+def check_depths(
+    model: nn.Module, description: Mapping[str, Any], plugged: Iterable[str], source: str
+) -> None:
+    """Refuse a model of another depth, which may have all the layers that were saved."""
+    found = depths_of(model, plugged)
+    # files of older versions do not contain it
+    saved = description.get("layers", found)
+    if saved != found:
+        raise ValueError(
+            f"{source} belongs to another backbone: {type(model).__name__} has "
+            f"{_counted(found, saved)}, the filters were saved from a "
+            f"{description.get('model')!s:.80} "
+            f"with {_counted(saved, found)}"
+        )
+
+
+def _counted(stacks: Any, others: Any) -> str:
+    """The stacks whose depth differs from ``others``, with their depth."""
+    if not (isinstance(stacks, dict) and isinstance(others, dict)):
+        return repr(stacks)[:80]
+    differing = [stack for stack in stacks if stacks[stack] != others.get(stack)]
+    return some_of(f"{stacks[stack]!s:.20} layers {stack:.80}" for stack in differing)
+
+
+def some_of(names: Any) -> str:
+    names = sorted(f"{name:.120}" for name in names)
+    shown = ", ".join(names[:3]) or "nothing"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

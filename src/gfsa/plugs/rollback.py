@@ -1,0 +1,78 @@
+"""Restore a model if a change of it fails: plugging, unplugging and loading are all or nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gfsa.plugs.call_check import checks_of
+
+# parameters, buffers, children and hooks: what torch keeps in containers of a module
+_CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
+
+
+@contextmanager
+def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[None]:
+    """If the block raises, by Ctrl-C too, every module of ``model`` is as it was before.
+
+    Restored are classes, attributes, parameters, buffers, children and hooks of the modules, the
+    state of the check for uncalled filters, and the numbers in ``values``.
+    """
+    before = _Snapshot(model, values)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
+
+
+class _Snapshot:
+    """The modules of a model as they are now; tensors are not copied, except ``values``."""
+
+    def __init__(self, model: nn.Module, values: Iterable[Tensor]) -> None:
+        self.modules = [_ModuleSnapshot(module) for module in model.modules()]
+        self.checks = [(check, check.state()) for check in checks_of(model)]
+        self.values = [(tensor, tensor.detach().clone()) for tensor in values]
+
+    def restore(self) -> None:
+        while True:
+            try:
+                for module in self.modules:
+                    module.restore()
+                for check, state in self.checks:
+                    check.set_state(state)
+                with torch.no_grad():
+                    for tensor, value in self.values:
+                        tensor.copy_(value)
+            except KeyboardInterrupt:
+                # a second Ctrl-C must not leave a model half restored; the first one is raised
+                continue
+            return
+
+
+class _ModuleSnapshot:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kind = type(module)
+        self.attributes = dict(vars(module))
+        self.containers = [
+            (container, copy.copy(container))
+            for container in map(self.attributes.get, _CONTAINERS)
+            if isinstance(container, (dict, set))
+        ]
+
+    def restore(self) -> None:
+        if type(self.module) is not self.kind:
+            self.module.__class__ = self.kind
+        attributes = vars(self.module)
+        for name in attributes.keys() - self.attributes.keys():
+            del attributes[name]
+        attributes.update(self.attributes)
+        # in place: the handles of hooks refer to these containers
+        for container, content in self.containers:
+            container.clear()
+            container.update(content)

@@ -1,0 +1,211 @@
+"""Which modules seem to be attention, and which of them cannot be traced, by their code alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gfsa.plugs.adapter import heads_of
+from gfsa.plugs.cross_attention import REASON
+
+_NAMED = re.compile(r"att(entio)?n|mha\b|mh?sa\b|gpsa\b|xca\b", re.IGNORECASE)
+_PROJECTIONS = {
+    "qkv", "to_qkv", "qkv_proj", "in_proj", "wqkv", "query_key_value", "c_attn", "qk", "kv",
+    "q", "query", "q_proj", "query_proj", "to_q", "wq", "w_q", "q_linear",
+}  # fmt: skip
+_KEYS = {"k", "key", "keys", "key_states"}
+_VALUES = {"v", "value", "values", "value_states"}
+# by how much some attention has fewer queries or keys than tokens
+_REDUCTIONS = (
+    "q_stride",
+    "query_stride",
+    "sr_ratio",
+    "sequence_reduction_ratio",
+    "sequences_reduction_ratio",
+    "spatial_reduction_ratio",
+)
+_POOLS = ("pool_q", "pool_k", "pool_v", "sr")
+_ATTENTION_CALLS = {"softmax", "Softmax", "scaled_dot_product_attention"}
+
+# class names of attention that has no n×n map over tokens, and the refusal for each
+_WITHOUT_MAP = {
+    r"channel|xca|crosscovariance": "its attention is over channels, not tokens",
+    r"class_?att": "class attention has one query: its map is not square",
+    r"downsample|attentionsubsample": "its queries are fewer than its tokens",
+    r"deformable": "its keys are sampled between tokens: it has no map of tokens × tokens",
+    r"neighborhood": "its map is kept by neighbourhood, not as a square",
+    r"probsparse": "its queries are a choice of its tokens, in another order than its keys",
+    r"autoformer": "auto-correlation has no map of tokens × tokens",
+    r"ngram": "it has several streams of queries, whose maps are not square",
+    r"attentionmap": "it returns a map and multiplies no values by it",
+    r"bimultihead|assign": REASON,
+    r"pool": "pooling attention has learned queries: its map is not square",
+    r"cross": REASON,
+    r"longformer|ledencoder|blocksparse|lsh|longt5(local|transient)|globallocal": (
+        "its map is kept in bands or blocks, not as a square"
+    ),
+    r"outlook": "its map is predicted from one token, not from pairs of tokens",
+    r"linear|performer|additive|sgformer|polynormer|lite|factor": (
+        "linear attention has no n×n map that could be taken to a power here"
+    ),
+}
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether ``module`` seems to compute attention, and no module inside it does."""
+    return _seems_attention(module) and not any(
+        _seems_attention(inner) for inner in module.modules() if inner is not module
+    )
+
+
+def may_be_attention(module: nn.Module) -> bool:
+    """Whether ``module`` has heads and a softmax, but nothing else that shows what it computes."""
+    return (
+        heads_of(module) is not None
+        and _has_softmax(type(module))
+        and not any(_seems_attention(inner) for inner in module.modules())
+    )
+
+
+def _seems_attention(module: nn.Module) -> bool:
+    """Two of three signs: a name like attention, projections to q, a number of heads.
+
+    Without heads and projections, a softmax shows that a module named after attention is one.
+    """
+    named = _NAMED.search(type(module).__name__) is not None
+    projects = any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
+    has_heads = heads_of(module) is not None
+    if named:
+        # reading code takes longer than looking names up
+        return projects or has_heads or _has_softmax(type(module))
+    return projects and has_heads
+
+
+def refusal_by_class_name(module: nn.Module) -> str | None:
+    """Why a module cannot be filtered, judging by the name of its class, or None."""
+    name = type(module).__name__.lower()
+    return next((why for pattern, why in _WITHOUT_MAP.items() if re.search(pattern, name)), None)
+
+
+def refusal_by_code(module: nn.Module) -> str | None:
+    """Why a module cannot be traced, judging by its code, or None."""
+    kind = type(module).__name__
+    if not computes_softmax(module):
+        return (
+            f"{kind} computes no softmax and calls no attention of torch: it has no attention map "
+            "that could be followed to its product with v"
+        )
+    if (reduction := _reduction(module)) is not None:
+        return (
+            f"{kind} has {reduction}: its queries or keys are fewer than its tokens, so its map is "
+            "not square"
+        )
+    if getattr(module, "use_global", False) is True:
+        return f"the queries of {kind} are given to it, and are other tokens than its keys"
+    inputs = {name.lower() for name in _inputs_of(module)}
+    if inputs & _KEYS and inputs & _VALUES and not _projects_tokens(module):
+        return (
+            f"{kind} is given queries, keys and values that were projected outside it, so whether "
+            "they come from the same tokens cannot be followed"
+        )
+    return None
+
+
+def _reduction(module: nn.Module) -> str | None:
+    """By what a module has fewer queries or keys than tokens, or None."""
+    strides = {name: getattr(module, name, 1) for name in _REDUCTIONS}
+    strides |= {f"{name}.stride": getattr(getattr(module, name, 1), "stride", 1) for name in _POOLS}
+    for name, stride in strides.items():
+        sizes = stride if isinstance(stride, (tuple, list)) else (stride,)
+        if any(isinstance(size, int) and size > 1 for size in sizes):
+            return f"{name} = {stride}"
+    return None
+
+
+def computes_softmax(module: nn.Module) -> bool:
+    """Whether the code of a module, or of what it calls, has a softmax or torch's attention.
+
+    Mixers of other kinds (state spaces, Fourier transforms, linear attention) have heads, too.
+    """
+    return any(
+        isinstance(inner, nn.Softmax)
+        or _has_softmax(type(inner))
+        # a function that the module keeps, or a forward that replaces the class's
+        or any(_calls_attention(value) for value in vars(inner).values() if callable(value))
+        for inner in module.modules()
+    )
+
+
+def _has_softmax(cls: type[nn.Module]) -> bool:
+    """Whether the methods of a class have a softmax, or call functions that do."""
+    overridden: set[str] = set()
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        methods = {name: m for name, m in vars(base).items() if name not in overridden}
+        if any(_calls_attention(method) for method in methods.values()):
+            return True
+        # a method that calls super() runs the one that it overrides, too
+        overridden |= {name for name, method in methods.items() if not _calls_super(method)}
+    return False
+
+
+def _calls_super(method: Any) -> bool:
+    method = inspect.unwrap(getattr(method, "__func__", method))
+    return isinstance(method, FunctionType) and "super" in method.__code__.co_names
+
+
+def _calls_attention(function: Any) -> bool:
+    if getattr(function, "__name__", None) in _ATTENTION_CALLS:
+        return True
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    return isinstance(function, FunctionType) and any(
+        _ATTENTION_CALLS & set(code.co_names) for code in _codes(function, set())
+    )
+
+
+def _inputs_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
+
+
+def _projects_tokens(module: nn.Module) -> bool:
+    """Whether a module has weights that could make queries or keys: more than an output layer."""
+    own = [child for child in module.children() if any(True for _ in child.parameters())]
+    return len(own) > 1 or any(True for _ in module.parameters(recurse=False))
+
+
+def _codes(function: FunctionType, seen: set[CodeType], depth: int = 3) -> Iterator[CodeType]:
+    """The code of a function, of functions inside it, and of those that it calls by name."""
+    pending: list[CodeType] = [function.__code__]
+    while pending:
+        code = pending.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        yield code
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        named = [function.__globals__.get(name) for name in code.co_names]
+        for called in (*named, *_enclosed(function)) if depth else ():
+            for inner in _functions(called):
+                yield from _codes(inner, seen, depth - 1)
+
+
+def _enclosed(function: FunctionType) -> list[Any]:
+    """What a function takes from the function around it, such as the method that it replaces."""
+    cells = function.__closure__ or ()
+    return [cell.cell_contents for cell in cells if cell != CellType()]
+
+
+def _functions(called: Any) -> list[FunctionType]:
+    """What may run if a name is called: a function, or the methods of an autograd function."""
+    if isinstance(called, type) and issubclass(called, torch.autograd.Function):
+        methods = [getattr(method, "__func__", None) for method in vars(called).values()]
+        return [method for method in methods if isinstance(method, FunctionType)]
+    called = inspect.unwrap(called) if callable(called) else called
+    if isinstance(called, FunctionType) and not called.__module__.startswith("torch."):
+        return [called]
+    return []

@@ -1,0 +1,179 @@
+"""Any two lines against each other: values by hand and by scipy, and what may be compared."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+from scipy.stats import ttest_ind, ttest_rel
+
+from gfsa_experiments.results.contrasts import contrast, pooled_reduction
+from gfsa_experiments.results.line_pairs import contrast_grid, find_pairs
+from gfsa_experiments.results.load_rows import latest
+from gfsa_experiments.results.statistics import Interval, mean_of_groups
+from gfsa_experiments.results.tables import make_tables
+from gfsa_experiments.runs.row import Row
+from support.result_rows import row, rows
+
+DEGREE_1 = [50.0, 51.5, 52.0]
+GFSA = [51.0, 52.0, 54.5]
+
+
+def frame(recorded: list[Row]) -> pd.DataFrame:
+    return latest(recorded).rows
+
+
+def test_two_filters_are_compared_as_scipy_does() -> None:
+    found = contrast(frame(rows("gfsa", GFSA)), frame(rows("degree1", DEGREE_1)))
+    assert found is not None
+    assert found.reduction is not None
+    theirs = ttest_rel(GFSA, DEGREE_1)
+    low, high = theirs.confidence_interval(0.95)
+    assert (found.test.low, found.test.high) == pytest.approx((low, high))
+    assert found.test.p == pytest.approx(theirs.pvalue)
+    # differences 1, 0.5, 2.5 of an error of 100 − 51.1667
+    assert found.reduction.mean == pytest.approx(100 * (4 / 3) / (100 - 153.5 / 3))
+    assert found.reductions == pytest.approx([100 * d / (100 - 153.5 / 3) for d in (1, 0.5, 2.5)])
+    assert found.reduction.excludes_zero == found.test.interval.excludes_zero
+
+
+def test_a_lower_error_is_a_positive_reduction() -> None:
+    mae = {"metric": "mae", "higher_is_better": False}
+    found = contrast(
+        frame(rows("gfsa", [0.4, 0.3], **mae)), frame(rows("plain", [0.5, 0.5], **mae))
+    )
+    assert found is not None
+    assert found.reductions == pytest.approx([20, 40])
+    assert found.reduction is not None
+    low, high = found.reduction.low, found.reduction.high
+    assert low is not None
+    assert high is not None
+    assert low < found.reduction.mean < high
+
+
+def test_what_makes_no_error_cannot_be_reduced() -> None:
+    perfect = contrast(frame(rows("gfsa", [99.0, 98.0])), frame(rows("plain", [100.0, 100.0])))
+    assert perfect is not None
+    assert (perfect.reduction, perfect.reductions) == (None, [])
+    assert perfect.test.mean == -1.5
+    other = contrast(frame(rows("gfsa", GFSA)), frame(rows("plain", DEGREE_1)))
+    assert other is not None
+    assert pooled_reduction([perfect, other]) == other.reduction
+    assert pooled_reduction([perfect]) is None
+
+
+def test_valid_is_compared_where_every_run_has_it() -> None:
+    plain = frame(rows("plain", DEGREE_1, valid=40.0))
+    found = contrast(frame([row("gfsa", s, v, valid=41.0 + s) for s, v in enumerate(GFSA)]), plain)
+    assert found is not None
+    assert found.valid is not None
+    assert found.valid.values == (1, 2, 3)
+    partly = contrast(frame([row("gfsa", 0, 50.0, valid=41.0), row("gfsa", 1, 50.0)]), plain)
+    assert partly is not None
+    assert partly.valid is None
+
+
+def test_pairs_of_one_commit_are_counted() -> None:
+    a = [row("gfsa", seed, commit=commit) for seed, commit in enumerate(["x", "y", "", "z"])]
+    b = [row("plain", seed, commit=commit) for seed, commit in enumerate(["x", "z", "", "z"])]
+    found = contrast(frame(a), frame(b))
+    assert found is not None
+    assert found.one_commit == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget"),
+    [
+        ({}, "equal epochs, equal time"),
+        ({"seconds": 12.0}, "equal epochs, 1.20× time"),
+        ({"epochs": 4.25}, "0.85× epochs, equal time"),
+        # runs with others beside them, or on another machine, have no comparable time
+        ({"jobs": 3}, "equal epochs"),
+        ({"device": "another"}, "equal epochs"),
+    ],
+)
+def test_what_both_had_the_same_amount_of(changes: dict[str, float], budget: str) -> None:
+    plain = frame(rows("plain", DEGREE_1, seconds=10.0))
+    found = contrast(frame(rows("gfsa", GFSA, **({"seconds": 10.0} | changes))), plain)
+    assert found is not None
+    assert found.budget == budget
+
+
+def test_times_of_runs_that_all_shared_the_machine_are_rough() -> None:
+    plain = frame(rows("plain", DEGREE_1, seconds=10.0, jobs=5, epochs=5.75))
+    found = contrast(frame(rows("gfsa", GFSA, seconds=10.2, jobs=5)), plain)
+    assert found is not None
+    assert found.budget == "0.87× epochs, equal time (5 runs at once)"
+
+
+def test_a_failed_run_is_no_pair() -> None:
+    found = contrast(frame(rows("gfsa", [51.0, math.nan, 53.0])), frame(rows("plain", DEGREE_1)))
+    assert found is not None
+    assert found.test.seeds == (0, 2)
+    assert contrast(frame([row("gfsa", 7)]), frame([row("plain", 0)])) is None
+
+
+def test_the_mean_over_tasks_is_welchs() -> None:
+    first, second = [1.0, 2.0, 4.0, 3.5], [-1.0, 5.0, 0.5]
+    found = mean_of_groups([first, second])
+    # mean(first) − mean(−second) is twice the mean of both means
+    theirs = ttest_ind(first, [-value for value in second], equal_var=False)
+    low, high = theirs.confidence_interval(0.95)
+    assert found.mean == pytest.approx((2.625 + 1.5) / 2)
+    assert (found.low, found.high) == pytest.approx((low / 2, high / 2))
+    assert mean_of_groups([first, [1.0]]) == Interval((2.625 + 1) / 2)
+    assert mean_of_groups([[1.0, 1.0], [2.0, 2.0]]) == Interval(1.5)
+
+
+def test_one_task_alone_keeps_its_own_interval() -> None:
+    found = contrast(frame(rows("gfsa", GFSA)), frame(rows("plain", DEGREE_1)))
+    assert found is not None
+    assert pooled_reduction([found]) == found.reduction
+    assert pooled_reduction([]) is None
+
+
+MADE = [
+    *rows("plain", DEGREE_1),
+    *rows("degree1", DEGREE_1, options="filter_lr=0.01"),
+    *rows("gfsa", GFSA, options="filter_lr=0.01"),
+    *rows("gfsa", [1.0, 2.0, 3.5], options="K=2 filter_lr=0.01"),
+    *rows("plain", [40.0, 41.0, 42.5], settings="epochs=6 lr=1"),
+    *rows("plain", [10.0, 11.0, 12.5], settings="lr=1"),
+]
+
+
+def test_lines_are_named_by_some_of_their_words() -> None:
+    tables = make_tables(latest(MADE))
+    ((table, a, b, found),) = find_pairs(tables, "gfsa filter_lr=0.01 - degree1")
+    assert (table.settings, a.name, b.name) == ("", "gfsa filter_lr=0.01", "degree1 filter_lr=0.01")
+    assert found.test.values == pytest.approx((1, 0.5, 2.5))
+    ((_, a, _, _),) = find_pairs(tables, "gfsa K=2 − degree1")
+    assert a.name == "gfsa K=2 filter_lr=0.01"
+
+
+def test_lines_with_settings_of_their_own_are_compared_too() -> None:
+    """Equal time: a plain model that trains for longer has other settings."""
+    tables = make_tables(latest(MADE))
+    ((_, a, b, found),) = find_pairs(tables, "gfsa filter_lr=0.01 - plain epochs=6")
+    assert (a.method, b.mean) == ("gfsa", pytest.approx(123.5 / 3))
+    assert found.test.values == pytest.approx((11, 11, 12))
+    # of two lines that have the word, the one with fewer other settings
+    ((_, _, b, _),) = find_pairs(tables, "gfsa filter_lr=0.01 - plain lr=1")
+    assert b.mean == pytest.approx(33.5 / 3)
+
+
+def test_a_name_that_two_lines_have_is_refused() -> None:
+    recorded = [*MADE, *rows("plain", [1.0, 2.0, 3.0], settings="lr=1 clip=2")]
+    with pytest.raises(ValueError, match="no task has both lines"):
+        find_pairs(make_tables(latest(recorded)), "gfsa filter_lr=0.5 - plain clip=2")
+    recorded += rows("plain", [1.0, 2.0, 3.0], settings="epochs=6 clip=2")
+    with pytest.raises(ValueError, match="'plain clip=2' is more than one line; name more"):
+        find_pairs(make_tables(latest(recorded)), "degree1 - plain clip=2")
+
+
+def test_the_grid_says_what_was_equal() -> None:
+    grid = contrast_grid(make_tables(latest(MADE)), ["gfsa filter_lr=0.01 - degree1"])
+    line = dict(zip(grid.columns, grid.rows[0], strict=True))
+    assert line["difference"] == "+1.3 (−1.3 … +3.9)"
+    assert (line["reading"], line["at"]) == ("not shown", "equal epochs")

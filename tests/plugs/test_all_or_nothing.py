@@ -1,0 +1,277 @@
+"""Plugging, unplugging, loading and pruning that fail anywhere leave the model as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.plugs import FilterNotCalledError, SwapClass, register_adapter, registry
+from support.interrupting import interrupted_everywhere
+from support.tiny import FilteredTinyAttention, TinyAttention, TinyEncoder
+from support.zoo import ZOO
+
+X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Plain(nn.Module):
+    """Attention that no adapter knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+        return y.transpose(1, 2).flatten(-2)
+
+
+class PlainAttention(Plain):
+    pass
+
+
+def traced() -> nn.Module:
+    return nn.Sequential(PlainAttention(), nn.LayerNorm(16), PlainAttention())
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 4, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def bert() -> nn.Module:
+    return ZOO["bert"].model("sdpa")
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "class": lambda: TinyEncoder(depth=2),
+    "torch": encoder,
+    "interface": bert,
+    "traced": traced,
+}
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Whatever plugging could change: by identity, so that an equal copy would be noticed."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[name] = type(module)
+        for key, value in vars(module).items():
+            is_container = isinstance(value, (dict, set))
+            found[f"{name}:{key}"] = list(value) if is_container else id(value)
+            if isinstance(value, dict):
+                found[f"{name}:{key}:values"] = [id(inner) for inner in value.values()]
+    for name, tensor in model.state_dict().items():
+        found[f"{name}=values"] = tensor.tolist()
+    return found
+
+
+def hooks_and_keys(model: nn.Module) -> dict[str, Any]:
+    hooks = {
+        name: (len(module._forward_pre_hooks), len(module._forward_hooks), type(module))
+        for name, module in model.named_modules()
+    }
+    return {"keys": list(model.state_dict()), **hooks}
+
+
+def plug(model: nn.Module) -> None:
+    gfsa.plug(model, K=3, w0=0.2, wK=0.3, unknown="trace")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_interrupted_plug(name: str) -> None:
+    model = MODELS[name]()
+    before = state_of(model)
+
+    def check(finished: bool) -> None:
+        if gfsa.filters_of(model):
+            # the interrupt came after the last change
+            assert finished
+            gfsa.unplug(model)
+        assert state_of(model) == before
+
+    interrupted_everywhere(lambda: plug(model), check, inside=["plugs/attach.py", "plugs/adapter"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_interrupted_unplug(name: str) -> None:
+    model = MODELS[name]()
+    plain = state_of(model)
+    plug(model)
+    before = state_of(model)
+
+    def check(finished: bool) -> None:
+        nonlocal before
+        if gfsa.filters_of(model):
+            assert state_of(model) == before
+        else:
+            assert state_of(model) == plain
+            plug(model)
+            before = state_of(model)
+
+    interrupted_everywhere(
+        lambda: gfsa.unplug(model), check, inside=["plugs/attach.py", "plugs/adapter"]
+    )
+
+
+@pytest.mark.parametrize("plugged", [False, True], ids=["plain", "plugged"])
+def test_an_interrupted_load(plugged: bool, tmp_path: Path) -> None:
+    other = TinyEncoder(depth=3)
+    gfsa.plug(other, w0=0.2, dropout_after="filter")
+    gfsa.save(other, tmp_path)
+    model = TinyEncoder(depth=3)
+    if plugged:
+        gfsa.plug(model)
+    start = copy.deepcopy(model.state_dict())
+    before = state_of(model)
+    thetas = [f.theta.tolist() for f in gfsa.filters_of(other).values()]
+
+    def check(finished: bool) -> None:
+        nonlocal before
+        found = gfsa.filters_of(model)
+        if found and [f.theta.tolist() for f in found.values()] == thetas:
+            assert {f.dropout_after for f in found.values()} == {"filter"}
+            if plugged:
+                model.load_state_dict(start)
+                before = state_of(model)
+            else:
+                gfsa.unplug(model)
+        assert state_of(model) == before
+
+    interrupted_everywhere(
+        lambda: gfsa.load(model, tmp_path), check, inside=["checkpoint.py", "attach.py"]
+    )
+
+
+def test_an_interrupted_prune() -> None:
+    model = TinyEncoder(depth=3)
+    gfsa.plug(model)
+    before = state_of(model)
+    reports: list[Any] = []
+
+    def check(finished: bool) -> None:
+        nonlocal before
+        if state_of(model) != before:
+            assert finished or not gfsa.filters_of(model)
+            for filter in gfsa.filters_of(model).values():
+                assert filter.degree < 2
+            gfsa.plug(model)
+            before = state_of(model)
+
+    interrupted_everywhere(
+        lambda: reports.append(gfsa.prune(model)), check, inside=["plugs/prune.py"]
+    )
+
+
+class Failing(SwapClass):
+    """An adapter that fails in the middle of the second layer."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(FilteredTinyAttention, lambda module: module.heads)
+        self.where = where
+        self.count = 0
+
+    def install(self, module: nn.Module) -> None:
+        self.count += 1
+        module.note = "half installed"
+        module.register_forward_hook(lambda *args: None)
+        if self.where == "install" and self.count == 2:
+            raise RuntimeError("no")
+        super().install(module)
+
+    def remove(self, module: nn.Module) -> None:
+        self.count -= 1
+        super().remove(module)
+        if self.where == "remove" and self.count == 0:
+            raise RuntimeError("no")
+
+    def mark(self, model: nn.Module) -> None:
+        if self.where == "mark":
+            raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("where", ["install", "mark"])
+def test_an_adapter_that_cannot_install(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    register_adapter(TinyAttention, Failing(where))
+    model = TinyEncoder(depth=3).eval()
+    before, expected = state_of(model), model(X)
+    with pytest.raises(RuntimeError, match="no"):
+        gfsa.plug(model)
+    assert state_of(model) == before
+    assert torch.equal(model(X), expected)
+    register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, "heads"))
+    gfsa.plug(model)
+    gfsa.unplug(model)
+    assert state_of(model) == before
+
+
+def test_an_adapter_that_cannot_remove(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    register_adapter(TinyAttention, Failing("remove"))
+    model = TinyEncoder(depth=2).eval()
+    gfsa.plug(model, w0=0.3)
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match="no"):
+        gfsa.unplug(model)
+    assert state_of(model) == before
+    model(X)
+
+
+def test_diagnose_that_is_interrupted_unplugs_what_it_plugged() -> None:
+    model = TinyEncoder(depth=2).eval()
+    before = state_of(model)
+
+    def check(finished: bool) -> None:
+        assert not gfsa.filters_of(model)
+        assert state_of(model) == before
+
+    interrupted_everywhere(
+        lambda: gfsa.diagnose(model, X), check, inside=["lens/sites.py", "plugs/attach.py"]
+    )
+
+
+@pytest.mark.parametrize("method", ["attnscale", "neutreno", "layerscale"])
+def test_an_interrupted_comparison_method(method: str) -> None:
+    model = encoder()
+    before = state_of(model)
+    gfsa.baselines.apply(model, method)
+    applied = hooks_and_keys(model)
+    gfsa.baselines.remove(model)
+
+    def check(finished: bool) -> None:
+        if state_of(model) != before:
+            assert hooks_and_keys(model) == applied
+            gfsa.baselines.remove(model)
+        assert state_of(model) == before
+
+    interrupted_everywhere(
+        lambda: gfsa.baselines.apply(model, method), check, inside=["baselines/apply.py"]
+    )
+
+
+def test_the_check_for_uncalled_filters_survives_a_failed_unplug() -> None:
+    model = TinyEncoder(depth=2).eval()
+    gfsa.plug(model)
+    silent = model.blocks[1].attention
+
+    def check(finished: bool) -> None:
+        if not gfsa.filters_of(model):
+            gfsa.plug(model)
+        silent.forward = lambda x, mask=None: x
+        with pytest.raises(FilterNotCalledError, match=r"blocks\.1\.attention"):
+            model(X)
+        del silent.forward
+        # only what the check needs to know next time is left
+        gfsa.unplug(model)
+        gfsa.plug(model)
+
+    interrupted_everywhere(lambda: gfsa.unplug(model), check, inside=["attach.py", "call_check.py"])

@@ -1,0 +1,454 @@
+"""plug, forward, save, load, unplug, copies, .to, compile, wrap and Ctrl-C, in any order.
+
+Hypothesis runs sequences of them on small models. After every step the model is plugged and
+computes ``Σ c_k·A^k·v``, by a dense formula in the tests, or it is as it was before it was plugged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.filters.partial import PartialPolynomial
+from gfsa.plugs import sites
+from support.interrupting import InterruptAt
+from support.plugging import filtered_softmax, slow_path
+from support.tiny import TinyEncoder
+
+LENGTHY = int(os.environ.get("GFSA_FUZZ", "0")) > 1000
+DIM, HEADS = 8, 2
+
+
+class HomeMadeAttention(nn.Module):
+    """Attention that no adapter knows: it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = torch.softmax(q @ k.transpose(-2, -1) * 0.5, -1)
+        return self.out((weights @ v).transpose(1, 2).flatten(-2))
+
+
+def tiny() -> nn.Module:
+    return TinyEncoder(depth=2, dim=DIM, heads=HEADS)
+
+
+def torch_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, DIM, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def traced() -> nn.Module:
+    return nn.Sequential(HomeMadeAttention(), nn.LayerNorm(DIM), HomeMadeAttention())
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": DIM, "intermediate_size": DIM, "num_attention_heads": HEADS}
+    config = BertConfig(**sizes, num_hidden_layers=2, vocab_size=3, max_position_embeddings=8)
+    return Embedded(BertModel(config, add_pooling_layer=False))
+
+
+class Embedded(nn.Module):
+    """A model of transformers, tokens in and out."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(inputs_embeds=x)[0]
+
+
+class Container(nn.Module):
+    """A model of which the first one is a part."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.module = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+FILTERS: dict[str, Callable[[int], gfsa.GraphFilter]] = {
+    "gfsa": gfsa.GFSA,
+    "K=5": lambda heads: gfsa.GFSA(heads, K=5, learn=("wK",), w0=0.1, lr_multiplier=3.0),
+    "exact": lambda heads: gfsa.GFSA(heads, K=3, power="exact", w0=[0.1, -0.2]),
+    "degree 1": lambda heads: gfsa.GFSA(heads, K=None, w0=0.3),
+    "polynomial": lambda heads: gfsa.Polynomial(heads, degree=3),
+    "twicing": gfsa.Twicing,
+    "pruned": lambda heads: PartialPolynomial(heads, 2, [1]),
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a filter is."""
+
+    settings: tuple[str, str]
+    """Its kind and its arguments."""
+    dropout_after: str
+    coefficients: Tensor
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A folder, and the filters that were saved into it."""
+
+    folder: Path
+    filters: dict[str, Fact]
+
+
+def facts_of(model: nn.Module) -> dict[str, Fact]:
+    """Every filter of a model, under names without the prefixes of wrappers."""
+    return {
+        short(name): Fact(
+            (filter.describe()["kind"], repr(filter.config())),
+            filter.dropout_after,
+            filter.coefficients().detach().double().clone(),
+        )
+        for name, filter in gfsa.filters_of(model).items()
+    }
+
+
+def equal_facts(found: dict[str, Fact], expected: dict[str, Fact]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].settings == expected[name].settings
+        and found[name].dropout_after == expected[name].dropout_after
+        # the precision of the model may have changed in between
+        and torch.allclose(
+            found[name].coefficients, expected[name].coefficients, rtol=1e-5, atol=1e-6
+        )
+        for name in found
+    )
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """The names of all layers that can have a filter, without the prefixes of wrappers."""
+    found = sites(model, unknown="trace")
+    return [short(name) for name, site in found.items() if site.refusal is None]
+
+
+def short(name: str) -> str:
+    return name.replace("module.", "").replace("_orig_mod.", "")
+
+
+kinds = st.sampled_from(sorted(FILTERS))
+choices = st.sampled_from(["all", "odd", "even"])
+# the files that change a model
+CHANGING = ["plugs/attach.py", "plugs/call_check.py", "plugs/adapter.py", "plugs/adapters/"]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """The model, the filters that it should have, and a twin that is never plugged."""
+
+    build: Callable[[], nn.Module]
+
+    saves = Bundle("saves")
+
+    @initialize(seed=st.integers(0, 3), kind=st.none() | kinds)
+    def start(self, seed: int, kind: str | None) -> None:
+        torch.manual_seed(seed)
+        self.inner = type(self).build().eval()
+        self.model = self.inner
+        self.plain = copy.deepcopy(self.inner)
+        self.expected: dict[str, Fact] = {}
+        self.x = torch.randn(2, 4, DIM)
+        self.folder = Path(tempfile.mkdtemp(prefix="gfsa-any-order-"))
+        self.last_saved: dict[str, Fact] = {}
+        self.steps = 0
+        self.may_compile = seed == 0
+        if kind is not None:
+            gfsa.plug(self.model, filter=FILTERS[kind], unknown="trace")
+            self.expected = facts_of(self.model)
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # what changes filters
+
+    @rule(kind=kinds, layers=choices, dropout=st.sampled_from(["attention", "filter"]))
+    @precondition(lambda self: len(self.expected) < 2)
+    def plug(self, kind: str, layers: str, dropout: str) -> None:
+        self._plug(kind, layers, dropout, None)
+
+    @rule(kind=kinds, layers=choices, line=st.integers(0, 70))
+    @precondition(lambda self: len(self.expected) < 2)
+    def plug_interrupted(self, kind: str, layers: str, line: int) -> None:
+        self._plug(kind, layers, "attention", line)
+
+    @rule()
+    @precondition(lambda self: self.expected)
+    def plug_twice(self) -> None:
+        self._plug("gfsa", "all", "attention", None)
+
+    def _plug(self, kind: str, layers: str, dropout: str, line: int | None) -> None:
+        plugged = set(self.expected)
+        names = layer_names(self.model)
+        start, step = {"all": (0, 1), "odd": (0, 2), "even": (1, 2)}[layers]
+        selected = set(names[start::step])
+        self._attempt(
+            lambda: gfsa.plug(
+                self.model,
+                filter=FILTERS[kind],
+                layers=layers,
+                dropout_after=dropout,
+                unknown="trace",
+            ),
+            InterruptAt(line, CHANGING),
+            # a layer that is plugged already is refused, and with it the others
+            allowed=not plugged & selected,
+            done=lambda found: found.keys() == plugged | selected,
+        )
+
+    @rule()
+    @precondition(lambda self: self.expected)
+    def unplug(self) -> None:
+        self._unplug(None)
+
+    @rule(line=st.integers(0, 70))
+    @precondition(lambda self: self.expected)
+    def unplug_interrupted(self, line: int) -> None:
+        self._unplug(line)
+
+    def _unplug(self, line: int | None) -> None:
+        self._attempt(
+            lambda: gfsa.unplug(self.model),
+            InterruptAt(line, CHANGING),
+            allowed=True,
+            done=lambda found: not found,
+        )
+
+    @rule(target=saves)
+    @precondition(lambda self: self.expected)
+    def save(self) -> Saved:
+        gfsa.save(self.model, self.folder / "filters")
+        return self._copy_of_save(self.expected)
+
+    @rule(target=saves, line=st.integers(0, 130))
+    @precondition(lambda self: self.expected)
+    def save_interrupted(self, line: int) -> Saved:
+        """The folder has the last save, or this one."""
+        folder = self.folder / "filters"
+        with contextlib.suppress(KeyboardInterrupt), InterruptAt(line, ["plugs/filter_files.py"]):
+            gfsa.save(self.model, folder)
+        if not (folder / "filters.json").exists():
+            assert not self.last_saved
+            return self.save()
+        found = copy.deepcopy(self.plain)
+        gfsa.load(found, folder)
+        facts = facts_of(found)
+        assert equal_facts(facts, self.last_saved) or equal_facts(facts, self.expected)
+        return self._copy_of_save(facts)
+
+    def _copy_of_save(self, facts: dict[str, Fact]) -> Saved:
+        self.last_saved = dict(facts)
+        copied = Path(tempfile.mkdtemp(dir=self.folder))
+        shutil.copytree(self.folder / "filters", copied, dirs_exist_ok=True)
+        return Saved(copied, dict(facts))
+
+    @rule(saved=saves)
+    def load(self, saved: Saved) -> None:
+        self._load(saved, None)
+
+    @rule(saved=saves, line=st.integers(0, 150))
+    def load_interrupted(self, saved: Saved, line: int) -> None:
+        self._load(saved, line)
+
+    def _load(self, saved: Saved, line: int | None) -> None:
+        fits = self.expected.keys() == saved.filters.keys() and all(
+            self.expected[name].settings == saved.filters[name].settings for name in saved.filters
+        )
+        self._attempt(
+            lambda: gfsa.load(self.model, saved.folder),
+            InterruptAt(line, [*CHANGING, "plugs/checkpoint.py"]),
+            allowed=fits or not self.expected,
+            done=lambda found: equal_facts(found, saved.filters),
+        )
+
+    @rule(seed=st.integers(0, 9))
+    @precondition(lambda self: self.expected)
+    def train(self, seed: int) -> None:
+        """What an optimiser does to the filters, without one."""
+        generator = torch.Generator().manual_seed(seed)
+        for filter in gfsa.filters_of(self.model).values():
+            if filter.theta is not None:
+                step = 0.2 * torch.randn(filter.theta.shape, generator=generator)
+                with torch.no_grad():
+                    filter.theta.copy_(step)
+        self.expected = facts_of(self.model)
+
+    def _attempt(
+        self,
+        action: Callable[[], Any],
+        interrupt: InterruptAt,
+        allowed: bool,
+        done: Callable[[dict[str, Fact]], bool],
+    ) -> None:
+        """Done, or refused or interrupted and everything as it was."""
+        refused = False
+        try:
+            with interrupt:
+                action()
+        except KeyboardInterrupt:
+            assert interrupt.came
+        except ValueError:
+            refused = True
+        found = facts_of(self.model)
+        if equal_facts(found, self.expected) and (interrupt.came or refused):
+            assert interrupt.came or not allowed
+            return
+        # an interrupt that comes after the last change does not undo it
+        assert allowed
+        assert not refused
+        assert done(found)
+        self.expected = found
+
+    # what leaves filters alone
+
+    @rule()
+    def deepcopy(self) -> None:
+        self._replace(copy.deepcopy(self.inner))
+
+    @rule()
+    def pickle(self) -> None:
+        self._replace(pickle.loads(pickle.dumps(self.inner)))
+
+    def _replace(self, inner: nn.Module) -> None:
+        self.inner = self.model = inner
+
+    @rule(dtype=st.sampled_from([torch.float32, torch.float64]))
+    def to(self, dtype: torch.dtype) -> None:
+        self.model.to(dtype)
+        self.plain.to(dtype)
+        self.x = self.x.to(dtype)
+
+    @rule()
+    @precondition(lambda self: self.model is self.inner)
+    def wrap(self) -> None:
+        self.model = Container(self.inner)
+
+    @rule()
+    @precondition(lambda self: self.may_compile and self.model is self.inner)
+    def compile(self) -> None:
+        # compiling takes longer than all other steps together: once in some of the sequences
+        self.may_compile = False
+        torch._dynamo.reset()
+        self.model = torch.compile(self.inner, backend="eager")
+
+    @rule()
+    @precondition(lambda self: self.model is not self.inner)
+    def unwrap(self) -> None:
+        self.model = self.inner
+
+    @rule()
+    def forward_that_raises(self) -> None:
+        # the model's own error, or one of torch's
+        with pytest.raises((RuntimeError, ValueError, AssertionError)):
+            self.model(torch.zeros(1, 2, DIM + 1, dtype=self.x.dtype))
+
+    # what must hold after every step
+
+    @invariant()
+    def plugged_and_right_or_as_it_was(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        assert equal_facts(facts_of(self.model), self.expected)
+        state = {name: t for name, t in self.inner.state_dict().items() if ".gfsa." not in name}
+        plain = self.plain.state_dict()
+        assert list(state) == list(plain)
+        assert all(torch.equal(state[name], plain[name]) for name in plain)
+        if not self.expected:
+            modules = dict(self.plain.named_modules())
+            for name, module in self.inner.named_modules():
+                assert type(module) is type(modules[name])
+                assert not [key for key in vars(module) if "gfsa" in key]
+                assert module._forward_hooks.keys() == modules[name]._forward_hooks.keys()
+                assert len(module._forward_pre_hooks) == len(modules[name]._forward_pre_hooks)
+
+        # not after every step: a plugged model that has not run yet is under check
+        if self.steps % 2:
+            self._forward(self.inner)
+        self.steps += 1
+
+    @rule()
+    def forward(self) -> None:
+        self._forward(self.model)
+
+    def _forward(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            found, expected = model(self.x), self._by_the_formula()
+        scale = max(1.0, float(expected.abs().max()))
+        assert (found - expected).abs().max() <= 2e-5 * scale
+
+    def _by_the_formula(self) -> Tensor:
+        ordinary = torch.tensor([0.0, 1.0], dtype=self.x.dtype).expand(HEADS, 2)
+        coefficients = [
+            self.expected[name].coefficients.to(self.x.dtype) if name in self.expected else ordinary
+            for name in layer_names(self.plain)
+        ]
+        with slow_path(), filtered_softmax(self.plain, coefficients):
+            return self.plain(self.x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tiny": tiny,
+    "torch": torch_encoder,
+    "traced": traced,
+    "bert": bert,
+}
+
+
+def run(name: str) -> None:
+    machine = type(f"AnyOrder_{name}", (AnyOrder,), {"build": staticmethod(MODELS[name])})
+    examples, steps = (300, 50) if LENGTHY else (30, 20)
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples, stateful_step_count=steps)
+    )
+
+
+def test_an_adapter_of_ones_own() -> None:
+    run("tiny")
+
+
+def test_torchs_attention() -> None:
+    run("torch")
+
+
+def test_traced_attention() -> None:
+    run("traced")
+
+
+def test_attention_of_transformers() -> None:
+    run("bert")

@@ -1,0 +1,44 @@
+"""A training run whose model is sharded over two processes ends as the run of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import gfsa
+from gfsa_experiments.runs.run import carry_out
+from scale.workers.pretraining import SETTINGS
+from support.launching import WORKERS, launch
+from support.tiny_pretraining import a_run, built, write_corpus
+
+
+def test_interrupted_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
+    data = write_corpus(tmp_path)
+    alone = a_run(data, tmp_path / "one", "gfsa", **SETTINGS)
+    row = carry_out(alone)
+    launch(
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(WORKERS / "pretraining.py"),
+        str(data),
+        str(tmp_path / "two"),
+    )
+    (file,) = (tmp_path / "two").glob("**/row.json")
+    two = json.loads(file.read_text())
+    for name in ("test", "valid", "moved"):
+        assert two[name] == pytest.approx(getattr(row, name), rel=1e-5), name
+    assert two["coefficients"] == row.coefficients
+    weights = torch.load(file.parent / "model.pt")
+    expected = torch.load(alone.folder / "model.pt")
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
+    model = built(data).model
+    gfsa.load(model, file.parent / "filters")
+    assert len(gfsa.filters_of(model)) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 
 import pytest
 import timm
@@ -418,6 +419,49 @@ def test_another_path_through_the_forward_is_verified_too():
         model(X)
         with pytest.raises(TraceError, match="the same tokens in another order"):
             model(X[:, 1:])
+
+
+class Remembers(WrittenAttention):
+    """Counts its forwards in an object of the caller's and by batch norm, on one of two paths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x, calls=None):
+        if calls is not None:
+            calls["forward"] += 1
+        x = self.norm(x.mT).mT
+        return super().forward(x * 1.0 if len(x) > 2 else x)
+
+
+def test_no_forward_that_changes_something_is_run_twice():
+    attention, calls = Remembers(), Counter()
+    model = nn.ModuleDict({"attention": attention})
+    gfsa.plug(model, unknown="trace")
+    for batch in (3, 2, 3, 1):
+        # the second batch takes a new path
+        attention(torch.randn(batch, N, DIM))
+    assert attention.norm.num_batches_tracked == 4
+    attention.eval()
+    for batch in (3, 2, 5):
+        attention(torch.randn(batch, N, DIM), calls)
+    assert calls["forward"] == 3
+
+
+def test_a_cache_has_the_keys_once_on_a_new_path():
+    """MPT: forwards without a cache, then one with a cache, which takes a path of its own."""
+    config = hf.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=64, expansion_ratio=2)
+    torch.manual_seed(0)
+    model = hf.MptForCausalLM(config).eval().double()
+    gfsa.plug(model)
+    disturb(model)
+    ids = torch.randint(3, 64, (2, 9))
+    with torch.no_grad():
+        without = model(ids, use_cache=False)
+        cached = model(ids, use_cache=True)
+    assert cached.past_key_values.get_seq_length() == ids.shape[1]
+    torch.testing.assert_close(cached.logits, without.logits)
 
 
 @pytest.mark.parametrize("place", ["attention", "filter"])

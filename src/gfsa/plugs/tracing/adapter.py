@@ -43,11 +43,22 @@ class Traced(nn.Module):
 
                 return follow(self, given, args, kwargs)
             return self.run_traced(given, True, args, kwargs)
+        if not torch.compiler.is_compiling() and self._changes_something(given):
+            return self.run_traced(given, True, args, kwargs)
         try:
             return self.run_traced(given, False, args, kwargs)
         except NewPathError:
             # a path is only known when the forward has taken it, so one that is new is taken again
             return self.run_traced(given, True, args, kwargs)
+
+    def _changes_something(self, given: Mapping[str, Any]) -> bool:
+        """Whether a forward that is begun and then run again would leave two traces.
+
+        A cache would have the keys twice, batch norm would count the batch twice.
+        """
+        if self.training and any(hasattr(m, "num_batches_tracked") for m in self.modules()):
+            return True
+        return not all(map(_is_plain, given.values()))
 
     def run_traced(self, given: Any, follow: bool, args: Any, kwargs: Any) -> Any:
         """The module's own forward under a trace, which follows its inputs or relies on memory."""
@@ -64,6 +75,14 @@ class Traced(nn.Module):
         # the class is created at run time, so copies and pickles refer to the original class
         reduced: Any = super().__reduce_ex__(2)
         return _new, (self.__dict__["_gfsa_class"],), *reduced[2:]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is data that a forward reads, and no object that it may change."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    plain = (torch.Tensor, str, int, float, torch.dtype, torch.device)
+    return value is None or isinstance(value, plain)
 
 
 @functools.cache

@@ -102,6 +102,13 @@ class WrittenAttention(nn.Module):
         attention = torch.baddbmm(torch.zeros_like(q @ k.mT), q, k.mT).softmax(-1)
         return torch.baddbmm(v, attention, v, beta=0.5, alpha=2.0).unflatten(0, (-1, HEADS))
 
+    def by_names_of_arguments(self, q, k, v):
+        d = k.shape[-1]
+        merged = k.flatten(0, 1).mT
+        k = F.conv1d(input=merged, weight=torch.ones(d, 1, 1).to(k), groups=d).mT.view_as(k)
+        attention = F.softmax(input=torch.matmul(input=q, other=k.mT), dim=-1)
+        return torch.matmul(input=attention, other=v)
+
     def by_softmax_module(self, q, k, v):
         return nn.Dropout(0.0)(nn.Softmax(dim=-1)(q @ k.mT)) @ v
 

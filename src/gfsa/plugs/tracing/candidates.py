@@ -14,7 +14,7 @@ from torch import nn
 from gfsa.plugs.adapter import heads_of
 from gfsa.plugs.cross_attention import REASON
 
-_NAMED = re.compile(r"att(entio)?n|mha\b|mh?sa\b|gpsa\b|xca\b", re.IGNORECASE)
+_NAMED = re.compile(r"att(entio)?n|mha\b|[ms]h?sa\b|gpsa\b|xca\b", re.IGNORECASE)
 _PROJECTIONS = {
     "qkv", "to_qkv", "qkv_proj", "in_proj", "wqkv", "query_key_value", "c_attn", "qk", "kv",
     "q", "query", "q_proj", "query_proj", "to_q", "wq", "w_q", "q_linear",

@@ -92,6 +92,7 @@ class AxisFollower:
         if not given:
             return
         name = name_of(func)
+        args, kwargs = _named_first(args, kwargs)
         if name in _WRITES:
             self._write(name, args, given)
             return
@@ -517,6 +518,17 @@ _RULES: dict[str, Callable[..., Origins]] = {
     "view_as_complex": AxisFollower._as_complex,
     "view_as_real": AxisFollower._as_real,
 }
+
+
+def _named_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first two arguments by position, where the caller gave them by name."""
+    for place, name in enumerate(("input", "weight")):
+        if len(args) == place and name in kwargs:
+            args = (*args, kwargs[name])
+            kwargs = {key: value for key, value in kwargs.items() if key != name}
+    return args, kwargs
 
 
 def _broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:

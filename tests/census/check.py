@@ -29,7 +29,14 @@ from census.differences import (
     loss_of,
 )
 from census.inputs import Batch
-from census.reference import DenseReference, Layout, NoReferenceError, NotSquareError, layout_of
+from census.reference import (
+    DenseReference,
+    Layout,
+    NoReferenceError,
+    NotReachedError,
+    NotSquareError,
+    layout_of,
+)
 from census.refusals import AnotherShapeError, CacheRefusalError, LateRefusalError, is_refusal
 from census.subject import (
     MOST_ROUNDING,
@@ -118,7 +125,7 @@ def _guarded(subject: Subject, mode: Mode) -> Finding:
             return Finding("wrong", f"{error}, and yet it was filtered", how=check.how)
         except WrongError as error:
             return Finding("wrong", str(error), how=check.how)
-        except NoReferenceError as error:
+        except (NoReferenceError, NotReachedError) as error:
             return Finding("no reference", str(error), how=check.how)
         except Exception as error:
             return Finding("crash", one_line(error), how=check.how)
@@ -147,14 +154,21 @@ class _Check:
         if self.mode == "default":
             # even if these lengths are refused, equal ones may not be
             self.refuse_without_powers(set(report.plugged))
+        status: Any = "refused" if self.mode == "traced" else "raises later"
+        reason = ""
         while True:
             try:
                 return self.compared()
             except LateRefusalError as late:
                 self.left_out.update(late.modules)
+                reason = late.reason
                 if all(name in self.left_out for name in report.plugged):
-                    status: Any = "refused" if self.mode == "traced" else "raises later"
-                    return Finding(status, late.reason, how=self.how)
+                    return Finding(status, reason, how=self.how)
+            except NotReachedError:
+                if not reason:
+                    raise
+                # what the inputs reach has refused; the rest is a tower that they do not reach
+                return Finding(status, reason, how=self.how)
 
     def plug(self, model: nn.Module) -> tuple[nn.Module, Any]:
         report = gfsa.plug(
@@ -235,7 +249,7 @@ class _Check:
         if len(self.shapes) + len(refusals) < 2:
             raise NoReferenceError(f"the model takes only (samples, length) of {self.shapes}")
         if not reached:
-            raise NoReferenceError("the inputs of the census reach none of the plugged layers")
+            raise NotReachedError("the inputs of the census reach none of the plugged layers")
         if set(gfsa.filters_of(plugged)) != set(thetas):
             raise WrongError("the model has replaced modules that were plugged, filters included")
         if "tracer" in _hows(report):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -69,6 +70,8 @@ def _decoding(finding: Finding) -> str:
 
 def _short(text: str) -> str:
     """One cell's worth of a reason: without the error's type, and without what to do about it."""
+    # files of the machine that ran it
+    text = re.sub(r"(/[^\s/:]+)+/site-packages/", "", text)
     text = text.replace("|", "/").replace("ValueError: ", "").replace("TraceError: ", "")
     for end in (". gfsa.unplug", "; plug(..., unknown", " gfsa.register_adapter"):
         text = text.partition(end)[0]

@@ -40,6 +40,10 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
+class NotReachedError(Exception):
+    """The inputs of the census reach no layer that has a filter."""
+
+
 class NoReferenceError(Exception):
     """The reference does not understand an attention module, so it cannot judge the filter."""
 

@@ -131,6 +131,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 1},
     "patchtst": {"context_length": 32, "patch_length": 4, "patch_stride": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    # the last stage, which is not reduced, has more than one token
+    "pvt_v2": {"image_size": 128},
     "reformer": {
         "is_decoder": True,
         "axial_pos_embds": False,
@@ -149,6 +151,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "table-transformer": _DETR,
     "time_series_transformer": _SERIES,
     "vitpose_backbone": {"image_size": [32, 32], "patch_size": [8, 8]},
+    "vjepa2": {
+        "crop_size": 16,
+        "patch_size": 8,
+        "frames_per_clip": 4,
+        "pred_hidden_size": 32,
+        "pred_num_attention_heads": 4,
+        "pred_num_hidden_layers": 2,
+    },
 }
 
 

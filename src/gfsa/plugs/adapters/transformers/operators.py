@@ -67,7 +67,7 @@ def _sdpa_operator(
     registry = _REGISTRIES.get(type(module))
     registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
     if registered is not sdpa_attention_forward:
-        # somebody registered another function under this name: it is what the model would call
+        # the user registered another function under this name: it is what the model would call
         if position_bias is not None:
             kwargs["position_bias"] = position_bias
         if is_causal is not None:

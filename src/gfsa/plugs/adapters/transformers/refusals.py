@@ -51,6 +51,8 @@ def refusal_of_interface(module: Any) -> str | None:
     kind = type(module).__name__.lower()
     if "crossattention" in kind or getattr(module, "is_cross_attention", False) is True:
         return REASON
+    if "pooling" in kind:
+        return "pooling attention has learned queries: its map is not square"
     if "channel" in kind:
         return "its attention is over channels, not tokens"
     if hasattr(module, "sequence_reduction"):

@@ -528,6 +528,14 @@ REFUSED = {
     ),
     "values in a matrix": (lambda: GFSA(2, w1=[[1.0, 1.0]]), r"w1 must be.*shape \(1, 2\)"),
     "values not finite": (lambda: GFSA(2, wK=float("nan")), "wK must be finite, got nan"),
+    "coefficients not finite": (
+        lambda: GFSA(2, wK=3e38, K=100),
+        r"base \+ θ·basis, must be finite in float32, got 2\.97e\+40",
+    ),
+    "coefficients of one head not finite": (
+        lambda: GFSA(2, wK=[0.0, -3e38], K=100),
+        r"base \+ θ·basis, must be finite in float32",
+    ),
     "learning rate": (
         lambda: GFSA(2, lr_multiplier=0.0),
         "lr_multiplier must be a positive number, got 0.0",
@@ -546,6 +554,13 @@ REFUSED = {
 def test_refuses(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_large_coefficients_are_accepted_under_autocast() -> None:
+    """Finite in float32, whatever the precision of matrix products is."""
+    with torch.autocast("cpu", torch.float16):
+        filter = GFSA(2, wK=1e5, K=100)
+    assert filter.coefficients()[0, 2].item() == pytest.approx(99e5)
 
 
 @pytest.mark.parametrize(

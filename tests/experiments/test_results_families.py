@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import subprocess
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from typer.testing import CliRunner
 
 from gfsa import cli
 from gfsa_experiments.commands.train import runs_of_plan
+from gfsa_experiments.engine.task import Task
 from gfsa_experiments.results.families import (
+    METRICS,
     read_families,
     read_family,
     refusal_of_history,
@@ -143,6 +146,10 @@ def test_a_file_is_read_and_its_plan_gives_its_runs(folder: Path) -> None:
         ('b = "plain"', 'b = "plain"\nalpha = 0.1', r"a \[\[comparison\]\] has no alpha"),
         ("2026-11-16T00:00:00Z", "2026-11-16", "registered is a time with its zone"),
         ("[[comparison]]", "[[other]]", "the file has no other"),
+        ("epochs=3 lens=true", "epochs=3 epochs=5", "settings has epochs more than once"),
+        ("K=2 filter_lr=1e-2", "K=2 K=3", "the line 'gfsa' has K more than once"),
+        ('"100-103"', '"100-103,100"', "seeds has 100 more than once"),
+        ('"support.toy_recipe"\nmetric = "accuracy"', '"image"\nmetric = "acuracy"', "'acuracy'"),
         ('title = "A toy"', "title = ", "toy.toml: .*[Ii]nvalid"),
     ],
 )
@@ -164,6 +171,9 @@ def test_seeds_that_were_seen_are_refused(folder: Path) -> None:
     refuse_unregistered([family], latest(good).every, NONE)
     early = [*good[1:], dataclasses.replace(good[0], date="2026-11-15T23:00:00+00:00")]
     assert "seed 100 was recorded at 2026-11-15T23:00:00+00:00" in refusal(family, early)
+    # recorded after the registration, begun before it
+    begun = [*good[1:], dataclasses.replace(good[0], seconds=3601.0)]
+    assert "at 2026-11-16T01:00:00+00:00 after 3601 s of training" in refusal(family, begun)
     # also where a later run replaced it, and whatever the method was
     assert "was recorded at" in refusal(family, [*good, early[-1]])
     other = dataclasses.replace(early[-1], method="twicing", options="", settings="lr=1")
@@ -215,7 +225,7 @@ def test_history_shows_that_the_family_was_there_first(folder: Path) -> None:
     assert refusal_of_history(family, rows) is None
     git(folder, "init")
     assert refusal_of_history(family, NONE) is None
-    assert "was not committed before its first row" in str(refusal_of_history(family, rows))
+    assert "was not committed before its first run" in str(refusal_of_history(family, rows))
     git(folder, "add", ".")
     git(folder, "commit", "-m", "a family")
     assert refusal_of_history(family, rows) is None
@@ -231,7 +241,7 @@ def test_history_shows_that_the_family_was_there_first(folder: Path) -> None:
     )
     changed = written(folder, TEXT.replace("epochs=4", "epochs=3"))
     git(folder, "commit", "-am", "later", date="2026-11-16T02:00:00Z")
-    assert "was changed after its first row" in str(refusal_of_history(changed, rows))
+    assert "was changed after its first run" in str(refusal_of_history(changed, rows))
 
 
 def test_a_family_that_came_too_late_is_refused(folder: Path) -> None:
@@ -240,7 +250,7 @@ def test_a_family_that_came_too_late_is_refused(folder: Path) -> None:
     git(folder, "add", ".")
     git(folder, "commit", "-m", "a family", date="2026-11-16T03:00:00Z")
     rows = latest(rows_of(family)).every
-    with pytest.raises(ValueError, match=r"toy\.toml: it was not committed before its first row"):
+    with pytest.raises(ValueError, match=r"toy\.toml: it was not committed before its first run"):
         refuse_unregistered([family], rows, NONE)
 
 
@@ -284,7 +294,7 @@ def test_no_peeking(folder: Path) -> None:
     assert [(outcome.contrast, outcome.p_holm) for outcome in found] == [(None, None)] * 2
     assert found[1].verdict == "1 of 4 pairs missing: no verdict"
     assert marks([], [(family, found)]) == []
-    assert found[0].verdict == "other pairs of the family missing: no verdict"
+    assert found[0].verdict == "other pairs of the family missing or unusable: no verdict"
 
 
 @pytest.mark.parametrize("commit", ["def5678", "abc1234-dirty", ""])
@@ -296,19 +306,47 @@ def test_a_pair_is_of_one_clean_commit(folder: Path, commit: str) -> None:
         first if first.method == "gfsa" else second
         for first, second in zip(rows_of(family), rows, strict=True)
     ]
-    assert [outcome.missing for outcome in judged(family, mixed)] == [1, 1]
+    why = {"def5678": "of two commits", "": "without a commit"}.get(commit, "with local changes")
+    found = judged(family, mixed)
+    assert [(outcome.missing, outcome.unusable) for outcome in found] == [(0, {why: 1})] * 2
+    assert found[0].contrast is None
+    assert found[0].verdict.startswith(f"1 {why}, of 4 pairs: no verdict. A run of a family is not")
     # another commit for both runs of a pair is one commit
-    same = [outcome.missing for outcome in judged(family, rows)]
-    assert same == ([0, 0] if commit == "def5678" else [1, 1])
+    same = [outcome.unusable for outcome in judged(family, rows)]
+    assert same == [{} if commit == "def5678" else {why: 1}] * 2
 
 
 def test_runs_on_other_data_are_no_pair(folder: Path) -> None:
     family = written(folder)
     rows = [dataclasses.replace(r, data=f"1+1+1 {r.method[:5]}") for r in rows_of(family)]
-    assert [outcome.missing for outcome in judged(family, rows)] == [4, 4]
+    assert [outcome.unusable for outcome in judged(family, rows)] == [{"on two data sets": 4}] * 2
     twice = rows_of(family, data="1+1+1 a") + rows_of(family, data="1+1+1 b")
     with pytest.raises(ValueError, match="must all be on the same data"):
         judged(family, twice)
+
+
+def test_a_family_with_unusable_pairs_is_neither_complete_nor_not_run(folder: Path) -> None:
+    written(folder)
+    append_rows(folder / "toy.csv", rows_of(written(folder), commit="abc1234-dirty"))
+    text = text_of(folder)
+    assert "No family is complete yet" in text
+    assert "not run" not in text
+    assert "| gfsa − plain | accuracy | 0 | – | – | – | – | 4 with local changes, of 4" in text
+
+
+def test_the_metrics_of_the_recipes() -> None:
+    from gfsa_experiments.tasks import RECIPES
+    from gfsa_experiments.tasks.glue.data import TASKS
+    from gfsa_experiments.tasks.graph import data_sets
+
+    assert METRICS.keys() == RECIPES.keys()
+    assert METRICS["glue"] == {facts.metric for facts in TASKS.values()}
+    assert METRICS["graph"] == set(data_sets.METRICS.values())
+    for name in ("causal_lm", "image", "speech", "lra", "pretrain", "digits"):
+        module = import_module(RECIPES[name])
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+        tasks = [k for k in kinds if issubclass(k, Task) and k.__module__ == module.__name__]
+        assert {kind.metric for kind in tasks} == METRICS[name], name
 
 
 def test_a_run_that_broke_down_leaves_no_verdict(folder: Path) -> None:

@@ -172,20 +172,79 @@ def save_and_die(K: int, folder: Path, where: str) -> None:
     gfsa.save(model_of(K), folder)
 
 
-@pytest.mark.parametrize("where", ["fsync 1", "fsync 2", "replace 1", "replace 2", "fsync 3"])
-def test_a_killed_save(where: str, tmp_path: Path) -> None:
-    """The last save loads, or the new one; between the two renames an error says what happened."""
-    gfsa.save(model_of(3), tmp_path)
-    _, status = os.waitpid(forked(lambda: save_and_die(5, tmp_path, where)), 0)
+def killed_save(K: int, folder: Path, where: str) -> None:
+    _, status = os.waitpid(forked(lambda: save_and_die(K, folder, where)), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    if where == "replace 2":
-        with pytest.raises(ValueError, match="interrupted between its two files"):
-            loaded(tmp_path)
-    else:
-        assert loaded(tmp_path) == ((5, 5.0) if where == "fsync 3" else (3, 3.0))
+
+
+def drop_digest(folder: Path) -> None:
+    """Make a save one of an older version."""
+    file = folder / "filters.json"
+    description = json.loads(file.read_text())
+    del description["sha256"]
+    file.write_text(json.dumps(description))
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("where", ["fsync 1", "fsync 2", "replace 1", "replace 2", "fsync 3"])
+def test_a_killed_save(where: str, older: bool, tmp_path: Path) -> None:
+    """The last save loads, or the new one."""
+    gfsa.save(model_of(3), tmp_path)
+    if older:
+        drop_digest(tmp_path)
+    killed_save(5, tmp_path, where)
+    found = files(tmp_path)
+    assert loaded(tmp_path) == ((5, 5.0) if where in ("replace 2", "fsync 3") else (3, 3.0))
+    # loading changes nothing
+    assert files(tmp_path) == found
     gfsa.save(model_of(4), tmp_path)
     assert loaded(tmp_path) == (4, 4.0)
     # what the killed one left is gone
+    assert files(tmp_path) == BOTH
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_save_that_was_killed_between_its_renames_stays_until_the_next(
+    before: bool, tmp_path: Path
+) -> None:
+    if before:
+        gfsa.save(model_of(3), tmp_path)
+    killed_save(5, tmp_path, "replace 2")
+    assert loaded(tmp_path) == (5, 5.0)
+    killed_save(7, tmp_path, "replace 1")
+    assert loaded(tmp_path) == (5, 5.0)
+    # without its tensors nothing loads: those of the other saves belong to another description
+    for file in tmp_path.glob(".filters.safetensors.*.tmp"):
+        file.unlink()
+    error, message = (
+        (ValueError, "interrupted between its two files")
+        if before
+        else (FileNotFoundError, "does not exist")
+    )
+    with pytest.raises(error, match=message):
+        loaded(tmp_path)
+
+
+def test_tensors_of_another_killed_save_are_not_taken(tmp_path: Path) -> None:
+    killed_save(5, tmp_path, "replace 2")
+    (left,) = tmp_path.glob(".filters.safetensors.*.tmp")
+    gfsa.save(model_of(3), tmp_path / "other")
+    left.write_bytes((tmp_path / "other" / "filters.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="no file that a killed save left beside it"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(("call", "expected"), [(1, (3, 3.0)), (2, (5, 5.0))])
+def test_a_rename_that_fails_leaves_a_save_that_loads(
+    call: int, expected: tuple[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gfsa.save(model_of(3), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails_at(call, os.replace, PermissionError("not now")))
+        with pytest.raises(PermissionError, match="not now"):
+            gfsa.save(model_of(5), tmp_path)
+    assert loaded(tmp_path) == expected
+    gfsa.save(model_of(4), tmp_path)
     assert files(tmp_path) == BOTH
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -60,6 +61,7 @@ WRAPPED: dict[str, Callable[[TinyEncoder], nn.Module]] = {
         model, device_id=torch.device("cpu")
     ),
     "fully_shard": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
+    "replicate": replicate,
     "sharded blocks": sharded_blocks,
     "a part of a sharded model": sharded_attention,
     "tensor parallel": tensor_parallel,
@@ -86,15 +88,79 @@ def test_plug_first_then_wrap(how: str, tmp_path: Path) -> None:
     assert not gfsa.filters_of(model)
 
 
-def test_the_model_inside_of_a_wrapper_is_refused_while_the_wrapper_exists() -> None:
+AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "FullyShardedDataParallel": lambda model: FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True
+    ),
+    "replicate": lambda model: replicate(nn.Sequential(model)),
+}
+
+
+@pytest.mark.parametrize("how", AROUND)
+def test_the_model_inside_of_a_wrapper_is_refused_while_the_wrapper_exists(how: str) -> None:
     model = TinyEncoder()
-    wrapper = DistributedDataParallel(model)
+    wrapper = AROUND[how](model)
     for part in (model, model.blocks[0]):
-        with pytest.raises(ValueError, match="inside of a DistributedDataParallel already"):
+        with pytest.raises(ValueError, match=f"part of a model that is wrapped by {how} already"):
             gfsa.plug(part)
+    wrapper(X)
+    with pytest.raises(ValueError, match=f"wrapped by {how} already"):
+        gfsa.plug(model)
     del wrapper
     gc.collect()
+    # FullyShardedDataParallel leaves views of its own parameter in the model
+    if how != "FullyShardedDataParallel":
+        gfsa.plug(model)
+
+
+def test_a_class_that_only_has_the_name_of_a_wrapper_is_none() -> None:
+    class DDP(nn.Sequential):
+        """A model of a user's."""
+
+    model = DDP(TinyEncoder())
     gfsa.plug(model)
+    assert len(gfsa.filters_of(model)) == 3
+
+
+def prunable() -> TinyEncoder:
+    """Two heads of a layer need their second pass: pruning makes new parameters."""
+    model = TinyEncoder()
+    gfsa.plug(model, w0=0.3)
+    with torch.no_grad():
+        for filter in gfsa.filters_of(model).values():
+            filter.theta[:2, 2] = 0.5
+    return model
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_prune_first_then_wrap(inside: bool) -> None:
+    model = prunable()
+    parameters = list(model.parameters())
+    wrapper = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"gfsa\.prune it, and wrap it afterwards"):
+        gfsa.prune(model if inside else wrapper)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+def test_a_distributed_model_is_not_given_its_old_filters_back() -> None:
+    model = prunable()
+    report = gfsa.prune(model)
+    pruned = list(model.parameters())
+    wrapper = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match="Plug first, then wrap"):
+        report.undo()
+    assert all(a is b for a, b in zip(model.parameters(), pruned, strict=True))
+    del wrapper
+    gc.collect()
+    report.undo()
+    assert all(type(filter) is gfsa.GFSA for filter in gfsa.filters_of(model).values())
+
+
+def test_pruning_that_changes_nothing_is_accepted() -> None:
+    model = TinyEncoder()
+    gfsa.plug(model, wK=0.5)
+    assert gfsa.prune(DistributedDataParallel(model)).passes_after == 3 * 4 * 2
 
 
 @pytest.mark.parametrize("method", ["layerscale", "featscale"])

@@ -314,12 +314,21 @@ def read_description(state: Tensor) -> dict[str, Any]:
 
 def _check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:
     """Refuse numbers that are finite, but not in the precision that a filter computes in."""
+    # each of them first: a sum of infinite numbers would not tell which of them was wrong
     for name, tensor in {"coefficients": base, "learned polynomials": basis, "θ": theta}.items():
         if not bool(tensor.float().isfinite().all()):
             largest = tensor.abs().max().item()
             raise ValueError(
                 f"the initial {name} of a filter must be finite in float32, got {largest:g}"
             )
+    # in float64, where nothing overflows and autocast does not act; of absolute values, because no
+    # part of the sum may overflow in float32 either
+    largest = (base.abs() + theta.abs() @ basis.abs()).max().item()
+    if largest > torch.finfo(torch.float32).max:
+        raise ValueError(
+            "the initial coefficients of a filter, base + θ·basis, must be finite in float32, got "
+            f"{largest:g}; choose smaller initial values, or a smaller K"
+        )
 
 
 def _is_diagonal(basis: Tensor) -> bool:

@@ -124,8 +124,8 @@ def _terms(K: int | None, power: Power) -> dict[str, Tensor]:
         return {"w0": monomial(0, 1), "w1": monomial(1, 1)}
     if power == "exact":
         return {"w0": monomial(0, K), "w1": monomial(1, K), "wK": monomial(K, K)}
-    one, a, a_squared = (monomial(k, 2) for k in range(3))
-    return {"w0": one, "w1": a, "wK": a + (K - 1) * (a_squared - a)}
+    identity, a, a_squared = (monomial(k, 2) for k in range(3))
+    return {"w0": identity, "w1": a, "wK": a + (K - 1) * (a_squared - a)}
 
 
 def _per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tensor:

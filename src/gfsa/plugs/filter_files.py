@@ -2,7 +2,9 @@
 
 ``filters.safetensors`` holds the numbers, ``filters.json`` the description with a digest of both.
 Each file is written under a temporary name, synchronised to the disk and renamed; a lock on the
-folder keeps writers apart, and readers from seeing the files of two saves.
+folder keeps writers apart, and readers from seeing the files of two saves. The description is
+renamed first: a program that is killed before the second rename leaves the digest of its tensors,
+and the reader finds them under their temporary name.
 """
 
 from __future__ import annotations
@@ -44,18 +46,19 @@ def write_files(folder: Path, description: Mapping[str, Any], tensors: bytes) ->
     """
     digest = _digest(description, tensors)
     text = json.dumps({**description, DIGEST: digest}, indent=2) + "\n"
-    made = _make(folder)
+    new_folders = _make(folder)
     try:
         with _Lock(folder, exclusive=True) as lock:
+            # the description first: it has a digest, which files of older versions have not
+            _replace(folder, {DESCRIPTION: text.encode(), TENSORS: tensors})
             if lock.held:
-                # of saves that were killed
+                # of saves that were killed; until now they may have been the last complete save
                 _unlink(folder.glob(".filters.*.tmp"))
-            _replace(folder, {TENSORS: tensors, DESCRIPTION: text.encode()})
     except BaseException:
         # of folders that were made for this save none stays empty
-        for new in made:
+        for new_folder in new_folders:
             with contextlib.suppress(OSError):
-                new.rmdir()
+                new_folder.rmdir()
         raise
 
 
@@ -68,11 +71,13 @@ class FilterFiles:
         self._description: dict[str, Any] | None = None
 
     def __enter__(self) -> FilterFiles:
-        for name in (DESCRIPTION, TENSORS):
-            _check_exists(self.folder / name)
+        _check_exists(self.folder / DESCRIPTION)
         with _Lock(self.folder, exclusive=False):
+            if not self._unfinished():
+                _check_exists(self.folder / TENSORS)
             self._json = self._open(DESCRIPTION)
-            self._numbers = self._open(TENSORS)
+            # a first save that was killed between its renames has none
+            self._numbers = self._open(TENSORS) if (self.folder / TENSORS).is_file() else None
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -80,6 +85,10 @@ class FilterFiles:
 
     def _open(self, name: str) -> BinaryIO:
         return self._files.enter_context((self.folder / name).open("rb"))
+
+    def _unfinished(self) -> list[Path]:
+        """The tensors of saves that were killed, or are being written now."""
+        return [file for file in self.folder.glob(f".{TENSORS}.*.tmp") if file.is_file()]
 
     def description(self) -> dict[str, Any]:
         """The description, as a JSON object of any content."""
@@ -102,11 +111,18 @@ class FilterFiles:
         Args:
             most_bytes: what the file of the described filters can have at most.
         """
-        assert self._description is not None
+        most = min(most_bytes, MOST_TENSORS)
+        finished = self._finished(most)
+        if finished is not None:
+            return _parse(*finished)
         file = self.folder / TENSORS
-        content = _read(self._numbers, file, min(most_bytes, MOST_TENSORS))
-        own = {key: value for key, value in self._description.items() if key != DIGEST}
-        if DIGEST in self._description and self._description[DIGEST] != _digest(own, content):
+        if self._numbers is None:
+            raise ValueError(
+                f"{file} does not exist, and no file that a killed save left beside it is what "
+                f"{DESCRIPTION} was saved with; save the filters again"
+            )
+        content = _read(self._numbers, file, most)
+        if not self._belongs(content):
             raise ValueError(
                 f"{file} is damaged, or is not what {DESCRIPTION} was saved with: their digest is "
                 "another. A save may have been interrupted between its two files, or one file "
@@ -114,6 +130,24 @@ class FilterFiles:
                 f"description that you changed yourself, delete its {DIGEST!r})"
             )
         return _parse(content, file)
+
+    def _finished(self, most: int) -> tuple[bytes, Path] | None:
+        """The tensors of a save that was killed after its description was renamed; reads only."""
+        assert self._description is not None
+        if DIGEST in self._description:
+            for file in self._unfinished():
+                # another process may remove it
+                with contextlib.suppress(OSError), file.open("rb") as opened:
+                    content = opened.read(most + 1)
+                    if len(content) <= most and self._belongs(content):
+                        return content, file
+        return None
+
+    def _belongs(self, content: bytes) -> bool:
+        """Whether the description was saved with these tensors, as far as it says."""
+        assert self._description is not None
+        own = {key: value for key, value in self._description.items() if key != DIGEST}
+        return DIGEST not in self._description or self._description[DIGEST] == _digest(own, content)
 
 
 def _digest(description: Mapping[str, Any], tensors: bytes) -> str:
@@ -183,11 +217,14 @@ def _replace(folder: Path, contents: Mapping[str, bytes]) -> None:
     except BaseException:
         _unlink(temporary.values())
         raise
+    first = next(iter(temporary.values()))
     try:
         for file, new in temporary.items():
             os.replace(new, file)
     except Exception:
-        _unlink(temporary.values())
+        # after the first rename, what is left under its temporary name belongs to it
+        if first.exists():
+            _unlink(temporary.values())
         raise
     except BaseException:
         # Ctrl-C: both files are complete, so the save is finished before the program ends

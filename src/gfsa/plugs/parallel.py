@@ -13,16 +13,18 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-# by name along the class hierarchy, because most of these classes are not imported with torch
-_WRAPPERS = frozenset(
-    (
-        "DistributedDataParallel",
-        "FullyShardedDataParallel",
-        # fully_shard and replicate give a module a subclass of it
-        "FSDPModule",
-        "DeepSpeedEngine",
-    )
-)
+# by name along the class hierarchy, because most of these classes are not imported with torch, and
+# other libraries have classes of their own with these names; with what a message calls them
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    # fully_shard gives a module a subclass of it, and so does replicate where it is built on it
+    "FSDPModule": "fully_shard",
+    "DeepSpeedEngine": "DeepSpeedEngine",
+}
+
+# what replicate gives a module a subclass of; the name alone is not enough
+_REPLICATE = ("torch.distributed._composable.replicate", "DDP")
 
 
 def refuse_distributed(model: nn.Module, changed: Iterable[nn.Module]) -> None:
@@ -32,18 +34,27 @@ def refuse_distributed(model: nn.Module, changed: Iterable[nn.Module]) -> None:
         raise ValueError(
             f"{reason}, so the gradients of parameters that are added now would not be "
             "synchronised and the processes would drift apart. Plug first, then wrap: take the "
-            "original model, gfsa.plug or gfsa.load it, and wrap it afterwards (filters without "
-            "parameters, such as gfsa.Twicing, can be plugged at any time)"
+            "original model, gfsa.plug, gfsa.load or gfsa.prune it, and wrap it afterwards "
+            "(filters without parameters, such as gfsa.Twicing, can be plugged at any time)"
         )
+
+
+def _wrapper_kind(kind: type) -> str | None:
+    """Which wrapper a class is; None if it is none."""
+    for base in kind.__mro__:
+        if base.__name__ in _WRAPPERS:
+            return _WRAPPERS[base.__name__]
+        if (base.__module__, base.__name__) == _REPLICATE:
+            return "replicate"
+    return None
 
 
 def _wrapper_inside(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPERS:
-                where = f"{name} of {type(model).__name__}" if name else "the model"
-                wrapper = "fully_shard" if kind.__name__ == "FSDPModule" else kind.__name__
-                return f"{where} is wrapped by {wrapper} already"
+        wrapper = _wrapper_kind(type(module))
+        if wrapper is not None:
+            where = f"{name} of {type(model).__name__}" if name else "the model"
+            return f"{where} is wrapped by {wrapper} already"
     return None
 
 
@@ -66,14 +77,22 @@ def _wrapper_around(model: nn.Module) -> str | None:
     # a wrapper that is no longer in use may still wait for the garbage collector
     gc.collect()
     wrapper = _wrapper_of(model)
-    return wrapper and f"{type(model).__name__} is inside of a {wrapper} already"
+    return wrapper and (
+        f"{type(model).__name__} is part of a model that is wrapped by {wrapper} already"
+    )
 
 
 def _wrapper_of(model: nn.Module) -> str | None:
-    # by type(), because objects of other libraries may raise when their class is asked for
-    for candidate in gc.get_objects():
-        kinds = {kind.__name__ for kind in type(candidate).__mro__}
-        found = kinds & {"DistributedDataParallel", "DeepSpeedEngine"}
-        if found and any(module is model for module in candidate.modules()):
-            return found.pop()
+    # every wrapper is a module, and there are far fewer classes of modules than objects; by id of
+    # type(), because objects of other libraries may raise when their class is asked for or compared
+    kinds = {id(kind): _wrapper_kind(kind) for kind in _subclasses(nn.Module)}
+    wrappers = {kind: wrapper for kind, wrapper in kinds.items() if wrapper is not None}
+    for candidate in [found for found in gc.get_objects() if id(type(found)) in wrappers]:
+        if any(module is model for module in candidate.modules()):
+            return wrappers[id(type(candidate))]
     return None
+
+
+def _subclasses(kind: type) -> set[type]:
+    direct: set[type] = set(type.__subclasses__(kind))
+    return direct.union(*(_subclasses(subclass) for subclass in direct))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_replaced_forward
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
+from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
 
@@ -48,8 +49,11 @@ class PruneReport:
     def undo(self) -> None:
         """Put the old filters back into the model."""
         assert self._model is not None
+        sites = self._sites.values()
+        returning = [site for site in sites if getattr(site.module, CHILD, None) is not site.filter]
+        _refuse_distributed(self._model, [(site.module, site.filter) for site in returning])
         with all_or_nothing(self._model):
-            for site in self._sites.values():
+            for site in sites:
                 if hasattr(site.module, CHILD):
                     site.module.add_module(CHILD, site.filter)
                 else:
@@ -86,7 +90,8 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     polynomial of degree 1, or is unplugged if that is ordinary attention within the tolerance.
 
     The pruned filters are polynomials with new parameters (an optimiser built before still holds
-    the old ones): prune after training and before sharding. Saving and loading work as before.
+    the old ones): prune after training, and before the model is distributed
+    over processes. Saving and loading work as before.
 
     Args:
         model: a plugged model.
@@ -105,25 +110,37 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
     refuse_wrapped(plugged)
     refuse_sharded(plugged, "prune")
     refuse_replaced_forward(plugged.values())
+    # filters that are created in inference mode could never be trained
+    with torch.inference_mode(False):
+        pruned = {name: _pruned(site.filter, tolerance) for name, site in plugged.items()}
+    changed = {name: new for name, new in pruned.items() if new is not plugged[name].filter}
+    _refuse_distributed(model, [(plugged[name].module, new) for name, new in changed.items()])
     expected = None if inputs is None else _outputs(model, inputs)
     report = PruneReport(float(tolerance), _model=model, _sites=plugged)
     with all_or_nothing(model):
-        # filters that are created in inference mode could never be trained
         with torch.inference_mode(False):
             for name, site in plugged.items():
-                old = site.filter
+                old, new = site.filter, pruned[name]
                 report.before[name] = _degrees(old)
-                pruned = _pruned(old, tolerance)
-                report.after[name] = [1] * old.num_heads if pruned is None else _degrees(pruned)
-                if pruned is None:
+                report.after[name] = [1] * old.num_heads if new is None else _degrees(new)
+                if new is None:
                     report.unplugged.append(name)
                     detach(site)
-                elif pruned is not old:
-                    site.module.add_module(CHILD, pruned)
+                elif new is not old:
+                    site.module.add_module(CHILD, new)
             _finish(model, plugged)
         if expected is not None:
             report.largest_change = _largest_difference(expected, _outputs(model, inputs))
     return report
+
+
+def _refuse_distributed(
+    model: nn.Module, coming: Iterable[tuple[nn.Module, GraphFilter | None]]
+) -> None:
+    """Raise if ``model`` is distributed and would get filters with parameters in these modules."""
+    changed = [module for module, new in coming if new is not None and new.theta is not None]
+    if changed:
+        refuse_distributed(model, changed)
 
 
 def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:

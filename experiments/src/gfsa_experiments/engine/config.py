@@ -87,9 +87,9 @@ def check_bounds(config: Any) -> None:
 
 def check_multiple(config: Any, whole: str, part: str) -> None:
     """Raise ValueError unless the setting ``whole`` is a multiple of the setting ``part``."""
-    total, each = getattr(config, whole), getattr(config, part)
-    if total % each:
-        raise ValueError(f"{whole} {total} must be a multiple of {part} {each}")
+    total, size = getattr(config, whole), getattr(config, part)
+    if total % size:
+        raise ValueError(f"{whole} {total} must be a multiple of {part} {size}")
 
 
 def _bounds_of(hint: Any) -> list[Bounds]:

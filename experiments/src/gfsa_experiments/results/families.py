@@ -23,9 +23,10 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,19 @@ tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "toml
 FOLDER = "families"
 FIRST_SEED = 100
 """Lower seeds are for tuning and exploration."""
+
+METRICS = {
+    "glue": {"accuracy", "f1", "matthews", "spearman"},
+    "causal_lm": {"perplexity"},
+    "code": {"accuracy", "f1"},
+    "image": {"accuracy"},
+    "graph": {"mae", "rmse", "ap", "rocauc", "accuracy"},
+    "speech": {"wer"},
+    "lra": {"accuracy"},
+    "pretrain": {"loss"},
+    "digits": {"accuracy"},
+}
+"""What rows of each recipe report; a recipe of the user's own may report anything."""
 
 _KEY = ["recipe", "task", "method", "options", "settings", "seed"]
 _SHARED = ("recipe", "metric", "seeds", "settings")
@@ -137,7 +151,15 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
     lacking = [name for name in (*_SHARED, "a", "b") if name not in given]
     if lacking:
         raise ValueError(f"a [[comparison]] lacks {', '.join(lacking)}")
+    metrics = METRICS.get(given["recipe"], {given["metric"]})
+    if given["metric"] not in metrics:
+        raise ValueError(
+            f"the metric of {given['recipe']} is {' or '.join(sorted(metrics))}, "
+            f"got {given['metric']!r}"
+        )
     seeds = numbers_of("seeds", str(given["seeds"]))
+    listed = [seed for part in str(given["seeds"]).split(",") for seed in numbers_of("seeds", part)]
+    _refuse_repeated("seeds", map(str, listed))
     if min(seeds) < FIRST_SEED or len(seeds) < 2:
         raise ValueError(
             f"seeds must be two or more fresh ones from {FIRST_SEED} on, got {given['seeds']}: "
@@ -151,15 +173,26 @@ def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
         if name not in lines:
             raise ValueError(f"there is no line {name!r} in [lines]; there are {', '.join(lines)}")
         method, *words = lines[name].split()
-        pairs = [word.partition("=") for word in (*given["settings"].split(), *words)]
         # a line's own settings come last and count
-        settings = {key: value for key, _, value in pairs}
+        settings = _settings("settings", given["settings"].split())
+        settings |= _settings(f"the line {name!r}", words)
         request = Request(given["recipe"], (method,), (), seeds, tuple(settings.items()))
         runs[name] = tuple(request.runs())
         flags = "".join(f" --set {shlex.quote(f'{k}={v}')}" for k, v in settings.items())
-        recipe, listed = given["recipe"], given["seeds"]
-        arguments[name] = f"{recipe} --method {method} --seeds {listed}{flags}"
+        arguments[name] = f"{given['recipe']} --method {method} --seeds {given['seeds']}{flags}"
     return Comparison(a, b, given["metric"], runs, arguments)
+
+
+def _settings(where: str, words: Sequence[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    _refuse_repeated(where, [key for key, _, _ in pairs])
+    return {key: value for key, _, value in pairs}
+
+
+def _refuse_repeated(where: str, given: Iterable[str]) -> None:
+    repeated = [value for value, count in Counter(given).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{where} has {', '.join(repeated)} more than once; leave one")
 
 
 def _refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:
@@ -196,13 +229,22 @@ def _refusal_of_seeds(
     seen = _of_task(rows, comparison)
     if len(set(seen.metric) - {comparison.metric}):
         return f"its metric is {comparison.metric}, but its rows report {seen.metric.iloc[0]}"
-    for row in seen.itertuples():
-        if family.registered is None or datetime.fromisoformat(row.date) < family.registered:
+    for row, began in zip(seen.itertuples(), _began(seen), strict=True):
+        if family.registered is None or began < family.registered:
             return (
-                f"seed {row.seed} was recorded at {row.date}, and the family is "
-                f"{_state(family)}; register and commit it first, and take fresh seeds"
+                f"seed {row.seed} was recorded at {row.date} after {row.seconds:g} s of training, "
+                f"and the family is {_state(family)}; register and commit it first, and take "
+                "fresh seeds"
             )
     return None
+
+
+def _began(rows: pd.DataFrame) -> list[datetime]:
+    """When the run of each row had begun at the latest: its date is that of its end."""
+    return [
+        datetime.fromisoformat(date) - timedelta(seconds=seconds)
+        for date, seconds in zip(rows.date, rows.seconds, strict=True)
+    ]
 
 
 def _state(family: Family) -> str:
@@ -230,23 +272,26 @@ def _refusal_of_repeats(family: Family, rows: pd.DataFrame) -> str | None:
 
 
 def refusal_of_history(family: Family, rows: pd.DataFrame) -> str | None:
-    """Why git does not show that the family, as it is, was committed before its first row.
+    """Why git does not show that the family, as it is, was committed before its first run.
 
     None if git shows it, if no run is recorded, and where the history is not there.
     """
     own = rows[is_of(rows, family.keys)]
     if own.empty or not has_history(family.path):
         return None
-    first = min(map(datetime.fromisoformat, own.date))
+    first = min(_began(own))
     commits = _git(family.path, "log", "--format=%H %cI", "--", family.path.name)
     dated = [line.split() for line in (commits or "").splitlines()]
     before = [commit for commit, date in dated if datetime.fromisoformat(date) <= first]
     if not before:
-        return f"it was not committed before its first row, of {first}"
+        return f"it was not committed before its first run, begun at {first}"
     then = _git(family.path, "show", f"{before[0]}:./{family.path.name}")
     # comments may change, what is compared may not
     if then is None or tomllib.loads(then) != family.content:
-        return f"it was changed after its first row, of {first}; restore it as at {before[0][:7]}"
+        return (
+            f"it was changed after its first run, begun at {first}; "
+            f"restore it as at {before[0][:7]}"
+        )
     return None
 
 

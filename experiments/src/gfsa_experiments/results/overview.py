@@ -87,7 +87,7 @@ def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Blo
     blocks: list[Block] = [Heading("Confirmatory comparisons")]
     for family, outcomes in judged:
         blocks += family_blocks(family, outcomes)
-    if not any(all(outcome.missing == 0 for outcome in outcomes) for _, outcomes in judged):
+    if not any(all(outcome.is_complete for outcome in outcomes) for _, outcomes in judged):
         blocks.insert(1, Text("No family is complete yet, so nothing is called better or worse."))
     found = domains(every)
     if found:
@@ -123,7 +123,7 @@ def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
         row = {
             "comparison": outcome.comparison.name,
             "metric": outcome.comparison.metric,
-            "pairs": str(len(outcome.comparison.seeds) - outcome.missing),
+            "pairs": str(outcome.pairs),
             **{name: cells[name] for name in ("difference", "error reduction", "p")},
             "p (Holm)": p_value(outcome.p_holm),
             "verdict": outcome.verdict,

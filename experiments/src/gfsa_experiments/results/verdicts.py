@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
@@ -13,25 +14,43 @@ from gfsa_experiments.results.statistics import LEVEL, holm
 
 @dataclass(frozen=True)
 class Outcome:
-    """One comparison of a family; while runs of the family are missing, nothing is compared."""
+    """One comparison of a family; until all its pairs count, nothing is compared."""
 
     comparison: Comparison
     missing: int
-    """Pairs that lack a row, or whose rows are not of one clean commit and one data set."""
+    """Pairs that lack a row."""
+    unusable: dict[str, int] = field(default_factory=dict)
+    """Why pairs that have both rows do not count → how many; no further run can change that."""
     failed: int = 0
     """Pairs of which a run ended without a finite number."""
     contrast: Contrast | None = None
     p_holm: float | None = None
 
     @property
+    def pairs(self) -> int:
+        """The pairs that count."""
+        return len(self.comparison.seeds) - self.missing - sum(self.unusable.values())
+
+    @property
+    def is_complete(self) -> bool:
+        return self.pairs == len(self.comparison.seeds)
+
+    @property
     def verdict(self) -> str:
         """*better* or *worse* where Holm's p is below 0.05; that of ``a``, compared with ``b``."""
+        if self.unusable:
+            reasons = ", ".join(f"{count} {why}" for why, count in self.unusable.items())
+            return (
+                f"{reasons}, of {len(self.comparison.seeds)} pairs: no verdict. A run of a family "
+                "is not repeated: register another family with fresh seeds, and run it at one "
+                "commit without local changes"
+            )
         if self.missing:
             return f"{self.missing} of {len(self.comparison.seeds)} pairs missing: no verdict"
         if self.failed:
             return f"not finite in {self.failed} of {len(self.comparison.seeds)} pairs: no verdict"
         if self.contrast is None:
-            return "other pairs of the family missing: no verdict"
+            return "other pairs of the family missing or unusable: no verdict"
         found = self.contrast.test
         if self.p_holm is not None and found.verdict is not None and self.p_holm < 1 - LEVEL:
             # adjusted p values are never below the unadjusted: the interval excludes 0 as well
@@ -42,7 +61,7 @@ class Outcome:
 def outcomes(family: Family, rows: pd.DataFrame) -> list[Outcome]:
     """Every comparison of a family; ``rows`` has one row per run."""
     found = [_outcome(comparison, rows) for comparison in family.comparisons]
-    if any(outcome.missing for outcome in found):
+    if not all(outcome.is_complete for outcome in found):
         # no peeking: a family is read when it is complete
         return [replace(outcome, failed=0, contrast=None) for outcome in found]
     # a comparison without a p value still counts among those that are corrected for
@@ -56,9 +75,23 @@ def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
     if a.seed.duplicated().any() or b.seed.duplicated().any():
         raise ValueError(f"{comparison.name}: runs of a family must all be on the same data")
     pairs = a.merge(b, on="seed", suffixes=("_a", "_b"))
-    clean = ~pairs.commit_a.str.endswith("-dirty") & (pairs.commit_a != "")
-    same = (pairs.commit_a == pairs.commit_b) & (pairs.data_a == pairs.data_b)
-    pairs = pairs[clean & same]
-    failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
+    reasons = pd.Series([_refusal_of(*pair) for pair in _facts(pairs)], pairs.index, dtype=object)
     missing = len(comparison.seeds) - len(pairs)
-    return Outcome(comparison, missing, failed, None if failed else contrast(a, b))
+    unusable = reasons.dropna().value_counts(sort=False).to_dict()
+    failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
+    return Outcome(comparison, missing, unusable, failed, None if failed else contrast(a, b))
+
+
+def _facts(pairs: pd.DataFrame) -> Iterable[tuple[str, str, str, str]]:
+    return zip(pairs.commit_a, pairs.commit_b, pairs.data_a, pairs.data_b, strict=True)
+
+
+def _refusal_of(commit_a: str, commit_b: str, data_a: str, data_b: str) -> str | None:
+    """Why the two rows of a seed are not compared: something else may differ than their lines."""
+    if not (commit_a and commit_b):
+        return "without a commit"
+    if any(commit.endswith("-dirty") for commit in (commit_a, commit_b)):
+        return "with local changes"
+    if commit_a != commit_b:
+        return "of two commits"
+    return "on two data sets" if data_a != data_b else None

@@ -120,26 +120,27 @@ class SpeechBatches(Dataset[dict[str, Any]]):
         chosen = [self.utterances[index] for index in indices]
         tokens = [self._tokens[index] for index in indices]
         return {
-            "features": _padded([one.features() for one in chosen], self._multiples[0]),
-            "frames": torch.tensor([one.frames for one in chosen]),
+            "features": _padded([utterance.features() for utterance in chosen], self._multiples[0]),
+            "frames": torch.tensor([utterance.frames for utterance in chosen]),
             "tokens": _padded(tokens, self._multiples[1]),
             "lengths": torch.tensor([len(row) for row in tokens]),
-            "text": [one.text for one in chosen],
-            "part": [one.part for one in chosen],
+            "text": [utterance.text for utterance in chosen],
+            "part": [utterance.part for utterance in chosen],
             "search": self._search,
         }
 
     def source(self, index: int) -> Any:
         """Set, name, transcript and length of an utterance, and the source of its features."""
-        one = self.utterances[index]
-        return one.part, one.name, one.text, one.frames, one.source()
+        utterance = self.utterances[index]
+        return utterance.part, utterance.name, utterance.text, utterance.frames, utterance.source()
 
     def split(self) -> Split:
         return Split(self, as_it_is, [utterance.frames for utterance in self.utterances])
 
     def warn_of_unalignable(self, subsampling: int) -> None:
         """CTC needs a frame for each token and another one between two equal tokens."""
-        frames = -(-torch.tensor([one.frames for one in self.utterances]) // subsampling)
+        lengths = torch.tensor([utterance.frames for utterance in self.utterances])
+        frames = -(-lengths // subsampling)
         needed = [len(row) + int((row[1:] == row[:-1]).sum()) for row in self._tokens]
         short = int((torch.tensor(needed) > frames).sum())
         if short:

@@ -881,3 +881,73 @@ def test_decoding_with_a_cache_is_refused():
     first = model(input_ids=torch.arange(5)[None], use_cache=True)
     with pytest.raises(TraceError, match="decoding with a cache"):
         model(input_ids=torch.tensor([[5]]), past_key_values=first.past_key_values)
+
+
+class Choosing(TwoInputs):
+    """One list of operations; an argument or an attribute chooses what they are applied to."""
+
+    memory: Tensor | None = None
+    positions_of_keys = None
+
+    def forward(self, x, y=None, use_y=False, start=0, order=(0, 2, 1, 3), back=(0, 2, 1, 3)):
+        n = len(x[0]) // 2
+        keys = y if use_y else x if self.memory is None else self.memory
+        keys = keys[:, start : start + n]
+        queries = x[:, :n]
+        if self.positions_of_keys is not None:
+            queries, keys = queries[:, self.positions], keys[:, self.positions_of_keys]
+        given = ((self.q, queries), (self.k, keys), (self.v, keys))
+        q, k, v = (
+            project(tokens).unflatten(-1, (HEADS, -1)).permute(order) for project, tokens in given
+        )
+        return ((q @ k.mT).softmax(-1) @ v).permute(back).flatten(2)
+
+
+def test_the_same_operations_on_another_tensor_are_another_path():
+    x, y = torch.randn(2, B, 2 * N, DIM)
+
+    def verified() -> Choosing:
+        module = Choosing().eval()
+        gfsa.plug(module, unknown="trace")
+        module(x, y)
+        return module
+
+    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
+        verified()(x, y, use_y=True)
+    module = verified()
+    module.memory = y.clone()
+    with pytest.raises(TraceError, match="could not be followed"):
+        module(x, y)
+    with pytest.raises(TraceError, match="different parts of x"):
+        verified()(x, y, start=N)
+
+
+def test_another_index_of_the_same_size_is_another_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    module.positions = module.positions_of_keys = torch.randperm(N)
+    x = torch.randn(B, 2 * N, DIM)
+    for _ in range(2):
+        module(x)
+    module.positions_of_keys = module.positions.flip(0)
+    with pytest.raises(TraceError, match="the same tokens in another order"):
+        module(x)
+
+
+def test_another_order_of_axes_is_another_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    disturb(module)
+    x = torch.randn(HEADS, 2 * N, DIM)
+    heads_first = {"order": (2, 0, 1, 3), "back": (1, 2, 0, 3)}
+    expected = module(x)
+    module(x[1:])
+    torch.testing.assert_close(module(x, **heads_first), expected)
+
+
+def test_other_sizes_are_the_same_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    for batch, tokens in ((3, 2 * N), (3, 4 * N), (5, 2 * N), (2, 6)):
+        module(torch.randn(batch, tokens, DIM))
+    assert len(module.__dict__["_gfsa_memory"].paths) == 1

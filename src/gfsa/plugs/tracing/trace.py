@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.plugs.cross_attention import require_same_tokens
-from gfsa.plugs.tracing.following import AxisFollower, name_of, operands_of
+from gfsa.plugs.tracing.following import AxisFollower, operands_of
 from gfsa.plugs.tracing.layout import (
     HeadLayout,
     SelfAttention,
@@ -34,6 +34,7 @@ from gfsa.plugs.tracing.layout import (
     sides_of_tokens,
 )
 from gfsa.plugs.tracing.maps import MapHistory, Step
+from gfsa.plugs.tracing.path import Path, PathRecorder
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 _DROPOUT = (F.dropout, torch.dropout)
@@ -64,9 +65,6 @@ _OTHER_TOKENS = (
 
 # a module whose forward takes a new path each time is verified each time
 _PATHS_KEPT = 32
-
-Path = tuple[str, ...]
-"""The operations of a forward up to its attention product, after the names of its inputs."""
 
 
 class TraceError(RuntimeError):
@@ -110,7 +108,7 @@ class Trace(TorchFunctionMode):
         self.wants_maps = wants_maps
         self.filter: GraphFilter = module.gfsa  # type: ignore[assignment]
         self.inputs: dict[str, Tensor] = {}
-        self.path: list[str] = []
+        self.recorder = PathRecorder()
         self.history = MapHistory()
         self.undropped: Tensor | None = None
         self.dropout_p = 0.0
@@ -125,7 +123,7 @@ class Trace(TorchFunctionMode):
         self.inputs = {
             name: x for key, value in given.items() for name, x in _named_tokens(key, value)
         }
-        self.path = [f"{name}:{x.dim()}={self._first_name(x)}" for name, x in self.inputs.items()]
+        self.recorder.start(self.inputs)
         if self.memory.known:
             self._require_same_tokens(given)
         if self.follower is not None:
@@ -150,10 +148,6 @@ class Trace(TorchFunctionMode):
             if isinstance(other, Tensor) and tokens is not None:
                 require_same_tokens(self.module, tokens, other)
 
-    def _first_name(self, x: Tensor) -> str:
-        """The name of the first input that is this tensor."""
-        return next(name for name, other in self.inputs.items() if other is x)
-
     def end(self, result: Any) -> Any:
         """Check the forward after it ran; returns its result, with H where it has A."""
         if not self.products:
@@ -167,8 +161,14 @@ class Trace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.products and not torch.compiler.is_compiling():
-            self.path.append(name_of(func))
+        if self.products or self.memory.known or torch.compiler.is_compiling():
+            return self._dispatch(func, args, kwargs)
+        self.recorder.note(func, args, kwargs)
+        result = self._dispatch(func, args, kwargs)
+        self.recorder.number_results(result)
+        return result
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         if func in _SOFTMAX:
@@ -397,7 +397,7 @@ class Trace(TorchFunctionMode):
         general = settled(layout, scores, heads)
         if general is not None and len(self.memory.paths) < _PATHS_KEPT:
             verified = Verified(general, tuple(attention.equal_inputs))
-            self.memory.paths[tuple(self.path)] = verified
+            self.memory.paths[self.recorder.path()] = verified
         return layout
 
     def _verified_layout(self, scores: Sequence[int]) -> HeadLayout:
@@ -407,8 +407,8 @@ class Trace(TorchFunctionMode):
         if torch.compiler.is_compiling():
             # operations are not recorded while a graph is compiled, so all paths of these inputs
             # have to agree
-            count = len(self.path)
-            known = [v for path, v in self.memory.paths.items() if list(path[:count]) == self.path]
+            inputs = self.recorder.path()
+            known = [v for path, v in self.memory.paths.items() if path[: len(inputs)] == inputs]
             known = [v for v in known if v.layout.rank == len(scores)]
             if not known or any(v != known[0] for v in known):
                 self._refuse(
@@ -416,8 +416,8 @@ class Trace(TorchFunctionMode):
                     "cannot do. Run one forward without torch.compile first"
                 )
             verified = known[0]
-        elif tuple(self.path) in self.memory.paths:
-            verified = self.memory.paths[tuple(self.path)]
+        elif self.recorder.path() in self.memory.paths:
+            verified = self.memory.paths[self.recorder.path()]
         else:
             raise NewPathError
         for first, second in verified.equal_inputs:
@@ -436,11 +436,11 @@ class Trace(TorchFunctionMode):
 
     def _equal(self, first: str, second: str) -> bool:
         """Whether two inputs hold the same tokens."""
-        one, other = self.inputs[first], self.inputs[second]
-        if one.shape != other.shape:
+        tokens, others = self.inputs[first], self.inputs[second]
+        if tokens.shape != others.shape:
             return False
         try:
-            require_same_tokens(self.module, one, other)
+            require_same_tokens(self.module, tokens, others)
         except ValueError:
             return False
         return True

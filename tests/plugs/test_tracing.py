@@ -204,6 +204,10 @@ class WrittenAttention(nn.Module):
         near = F.pad(attention, (0, 1))[..., :2]
         return attention @ v + near @ self.mix[:2]
 
+    def by_sink(self, q, k, v):
+        sink = torch.zeros_like(q[..., :1])
+        return torch.cat([q @ k.mT, sink], -1).softmax(-1)[..., :-1] @ v
+
     def by_another_product(self, q, k, v):
         turned = torch.tensordot(torch.eye(N).flip(0).to(q), q, dims=([1], [2])).movedim(0, 2)
         return (turned @ k.mT).softmax(-1) @ v
@@ -293,7 +297,8 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
         ("shifted_keys", "the same tokens in another order"),
         ("written_keys", "the same tokens in another order"),
         ("the_same_map_twice", "more than one attention product"),
-        ("values_of_distances", "its map has a part in more than one product"),
+        ("values_of_distances", "a product takes a part or a sum of its map"),
+        ("sink", "a product takes a part or a sum of its map"),
         ("another_product", "queries.*could not be followed .*not understood is tensordot"),
         ("unbatched_heads", r"shape \(3, 2, 2, 7, 7\), with no axis for its 4 heads"),
         ("einsum_with_dots", "einsum that is not understood"),
@@ -951,3 +956,50 @@ def test_other_sizes_are_the_same_path():
     for batch, tokens in ((3, 2 * N), (3, 4 * N), (5, 2 * N), (2, 6)):
         module(torch.randn(batch, tokens, DIM))
     assert len(module.__dict__["_gfsa_memory"].paths) == 1
+
+
+class Catching(WrittenAttention):
+    """Returns its input where its attention raises."""
+
+    caught: type[BaseException] = Exception
+    scale = None
+
+    def forward(self, x):
+        try:
+            return super().forward(x if self.scale is None else x * self.scale)
+        except self.caught:
+            return x
+
+
+@pytest.mark.parametrize("caught", [Exception, BaseException])
+def test_a_new_path_is_verified_in_a_module_that_catches_errors(caught):
+    module = Catching().eval()
+    module.caught = caught
+    gfsa.plug(module, unknown="trace")
+    expected = module(X)
+    module.scale = 1.0
+    assert torch.equal(module(X), expected)
+
+
+def test_a_refusal_is_raised_though_the_module_catches_it():
+    module = Catching().eval()
+    module.way = "reordered_keys"
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        with pytest.raises(TraceError, match="the same tokens in another order"):
+            module(X)
+
+
+def test_another_sequence_is_refused_though_the_module_catches_it():
+    class CatchingTwo(TwoInputs):
+        def forward(self, x, y):
+            try:
+                return super().forward(x, y)
+            except ValueError:
+                return x
+
+    module = CatchingTwo()
+    gfsa.plug(module, unknown="trace")
+    module(X, X.clone())
+    with pytest.raises(ValueError, match="its key has other values than its query"):
+        module(X, X + 1)

@@ -71,8 +71,11 @@ class TraceError(RuntimeError):
     """A traced module's forward is not the self-attention that a filter needs."""
 
 
-class NewPathError(Exception):
-    """A forward took a path that no earlier forward has verified; it has to be followed."""
+class NewPathError(BaseException):
+    """A forward took a path that no earlier forward has verified; it has to be followed.
+
+    No Exception, so that a module that catches those does not take it for an error of its own.
+    """
 
 
 @dataclasses.dataclass
@@ -113,6 +116,7 @@ class Trace(TorchFunctionMode):
         self.undropped: Tensor | None = None
         self.dropout_p = 0.0
         self.products = 0
+        self.error: BaseException | None = None
         self.layout: HeadLayout | None = None
         self.handles: list[RemovableHandle] = []
         # the map that multiplied the values, with its heads apart, and its shape there
@@ -138,6 +142,9 @@ class Trace(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         for handle in self.handles:
             handle.remove()
+        if error[0] is not None:
+            # on its way to the caller; kept here, it would keep the tensors of the forward
+            self.error = None
         super().__exit__(*error)
 
     def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
@@ -150,6 +157,9 @@ class Trace(TorchFunctionMode):
 
     def end(self, result: Any) -> Any:
         """Check the forward after it ran; returns its result, with H where it has A."""
+        if self.error is not None:
+            # the module caught it
+            raise self.error
         if not self.products:
             self._refuse(
                 "its forward has no product of a softmax with values that torch dispatches (a "
@@ -184,8 +194,10 @@ class Trace(TorchFunctionMode):
                 step = self.history.find_map(*args[1])
             if step is None:
                 if func in _PRODUCTS and any(self.history.find(x) for x in args):
-                    # a sum or a part of the map, as for values that depend on the distance
-                    self._refuse("its map has a part in more than one product")
+                    # as for values that depend on the distance, or for a column that is a sink
+                    self._refuse(
+                        "a product takes a part or a sum of its map, and the filter needs all of it"
+                    )
                 result = self._run(func, args, kwargs)
                 self.history.follow(func, args, kwargs, result)
                 return result
@@ -419,9 +431,14 @@ class Trace(TorchFunctionMode):
         elif self.recorder.path() in self.memory.paths:
             verified = self.memory.paths[self.recorder.path()]
         else:
-            raise NewPathError
+            self.error = NewPathError()
+            raise self.error
         for first, second in verified.equal_inputs:
-            require_same_tokens(self.module, self.inputs[first], self.inputs[second])
+            try:
+                require_same_tokens(self.module, self.inputs[first], self.inputs[second])
+            except ValueError as error:
+                self.error = error
+                raise
         return verified.layout
 
     def _layout_by_sizes(self, scores: Sequence[int]) -> HeadLayout:
@@ -498,11 +515,12 @@ class Trace(TorchFunctionMode):
         return kind.__name__
 
     def _refuse(self, why: str) -> NoReturn:
-        raise TraceError(
+        self.error = TraceError(
             f"cannot filter {self.name} ({self._kind()}) by tracing: {why}. "
             "gfsa.unplug(model), and leave the layer out with plug(..., layers=...), or teach "
             "gfsa its class with gfsa.register_adapter"
         )
+        raise self.error
 
 
 def _named_tokens(name: str, value: Any) -> list[tuple[str, Tensor]]:

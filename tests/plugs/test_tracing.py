@@ -1003,3 +1003,75 @@ def test_another_sequence_is_refused_though_the_module_catches_it():
     module(X, X.clone())
     with pytest.raises(ValueError, match="its key has other values than its query"):
         module(X, X + 1)
+
+
+class OwnState(WrittenAttention):
+    """Counts its forwards, and keeps a running mean of its inputs in training."""
+
+    def __init__(self, buffer: bool = True) -> None:
+        super().__init__()
+        self.calls = 0
+        if buffer:
+            self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x, scale=None, chunk=None):
+        self.calls += 1
+        if self.training and hasattr(self, "mean"):
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        if self.training:
+            x = F.dropout(x, 0.1)
+        if scale is not None:
+            x = x * scale
+        return super().forward(x if chunk is None else torch.cat(x.split(chunk, 1), 1))
+
+
+def test_a_running_mean_is_updated_once_on_a_new_path():
+    module = OwnState()
+    gfsa.plug(module, unknown="trace")
+    for scale in (None, None, 2.0, None):
+        before = module.mean.clone()
+        module(X, scale)
+        torch.testing.assert_close(module.mean, 0.9 * before + 0.1 * X.mean((0, 1)))
+    assert module.calls == 4
+
+
+def test_training_after_evaluation_draws_random_numbers_once():
+    module = OwnState(buffer=False).eval()
+    gfsa.plug(module, unknown="trace")
+    plain = OwnState(buffer=False)
+    drawn = []
+    module(X)
+    for attention in (plain, module):
+        torch.manual_seed(0)
+        attention.train()(X)
+        drawn.append(torch.rand(1))
+    assert torch.equal(*drawn)
+    assert module.calls == 2
+
+
+@pytest.mark.parametrize("batch", [1, HEADS])
+def test_a_batch_that_shows_no_layout_runs_once(batch):
+    module = OwnState().eval()
+    gfsa.plug(module, unknown="trace")
+    module(X)
+    module.calls = 0
+    x = torch.randn(batch, N, DIM)
+    for scale in (2.0, 2.0, 2.0):
+        module(x, scale)
+    assert module.calls == 3
+    for _ in range(4):
+        module(x, None, 4)
+    assert module.calls == 7
+
+
+def test_a_module_of_many_paths_runs_once():
+    module = OwnState().eval()
+    gfsa.plug(module, unknown="trace")
+    lengths = range(10, 200, 5)
+    for n in lengths:
+        module(torch.randn(B, n, DIM), None, 5)
+    assert len(module.__dict__["_gfsa_memory"].paths) == 32
+    module.calls = 0
+    for n in range(205, 305, 10):
+        module(torch.randn(B, n, DIM), None, 5)
+    assert module.calls == 10

@@ -8,7 +8,6 @@ what is filtered is attention of tokens to themselves, head by head.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -34,7 +33,8 @@ from gfsa.plugs.tracing.layout import (
     sides_of_tokens,
 )
 from gfsa.plugs.tracing.maps import MapHistory, Step
-from gfsa.plugs.tracing.path import Path, PathRecorder
+from gfsa.plugs.tracing.memory import TraceMemory
+from gfsa.plugs.tracing.path import PathRecorder
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 _DROPOUT = (F.dropout, torch.dropout)
@@ -63,9 +63,6 @@ _OTHER_TOKENS = (
     "q_global",
 )
 
-# a module whose forward takes a new path each time is verified each time
-_PATHS_KEPT = 32
-
 
 class TraceError(RuntimeError):
     """A traced module's forward is not the self-attention that a filter needs."""
@@ -76,16 +73,6 @@ class NewPathError(BaseException):
 
     No Exception, so that a module that catches those does not take it for an error of its own.
     """
-
-
-@dataclasses.dataclass
-class TraceMemory:
-    """What the forwards of one traced module have shown."""
-
-    known: bool = False
-    """Whether tests have verified the module's class: heads are the third axis from the end."""
-    paths: dict[Path, Verified] = dataclasses.field(default_factory=dict)
-    rows_checked: bool = False
 
 
 class Trace(TorchFunctionMode):
@@ -407,9 +394,9 @@ class Trace(TorchFunctionMode):
         if isinstance(layout, str):
             self._refuse(layout)
         general = settled(layout, scores, heads)
-        if general is not None and len(self.memory.paths) < _PATHS_KEPT:
+        if general is not None:
             verified = Verified(general, tuple(attention.equal_inputs))
-            self.memory.paths[self.recorder.path()] = verified
+            self.memory.keep(self.recorder.path(), verified)
         return layout
 
     def _verified_layout(self, scores: Sequence[int]) -> HeadLayout:

@@ -175,10 +175,16 @@ class UnknownAdapter(TracerAdapter):
 
 
 class DoubtfulAdapter(TracerAdapter):
-    """Refuses modules with heads and a softmax that may be attention or something else."""
+    """Refuses modules with a softmax that may be attention or something else."""
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         kind = type(module).__name__
+        if heads_of(module) is None:
+            return (
+                f"{kind} has a projection and a softmax, but neither its name nor a number of "
+                "heads shows that it is self-attention; if it is, set the number "
+                "(module.num_heads = 1) and plug(..., unknown='trace')"
+            )
         return (
             f"{kind} has heads and a softmax, but neither its name nor its projections show that "
             f"it is self-attention; if it is, gfsa.register_adapter({kind}, TRACER) with TRACER "

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import gfsa
-from gfsa.plugs import sites
+from gfsa.plugs import registry, sites
 from gfsa.plugs.sites import accepting_sites, plugged_sites
+from gfsa.plugs.tracing.adapter import TracerAdapter
 from support.tiny import TinyEncoder
 
 
@@ -151,6 +152,17 @@ def test_attention_without_a_number_of_heads_is_traced_once_it_is_set() -> None:
     gfsa.plug(model, unknown="trace")
     torch.testing.assert_close(model(x), expected)
     assert model[0].gfsa.num_heads == 1
+
+
+def test_an_adapter_may_state_the_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfOneHead(TracerAdapter):
+        def num_heads(self, module: nn.Module) -> int:
+            return 1
+
+    monkeypatch.setitem(registry._registered, OneHead, OfOneHead())
+    assert sites(nn.Sequential(OneHead()))["0"].refusal is None
+    monkeypatch.setitem(registry._registered, OneHead, TracerAdapter())
+    assert "whose num_heads returns it" in sites(nn.Sequential(OneHead()))["0"].refusal
 
 
 def _attend(scores: torch.Tensor) -> torch.Tensor:

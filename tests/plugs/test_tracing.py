@@ -753,6 +753,32 @@ def test_linear_layers_that_compute_outside_torch():
     assert not model.attn.qkv._forward_hooks
 
 
+class Extension(nn.Linear):
+    """A layer none of whose operations is dispatched, as with a compiled extension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return F.linear(x, self.weight, self.bias)
+
+
+def test_another_tensor_in_a_layer_that_computes_outside_torch_is_another_path():
+    class Chosen(TwoInputs):
+        def forward(self, x, y):
+            return self.attend(x, *([y] * 2 if self.way == "cross" else [x] * 2))
+
+    module = Chosen().eval()
+    module.q, module.k, module.v = (Extension(DIM, DIM) for _ in range(3))
+    module.way = "unused"
+    gfsa.plug(module, unknown="trace")
+    y = torch.randn(B, N, DIM)
+    for _ in range(2):
+        module(X, y)
+    module.way = "cross"
+    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
+        module(X, y)
+    assert not module.q._forward_hooks
+
+
 def test_what_looks_like_attention():
     model = Block("matmul")
     assert looks_like_attention(model.attn)

@@ -128,10 +128,12 @@ class TracerAdapter(Adapter):
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         refusal = refusal_by_class_name(module) or refusal_of_own_forward(module)
-        if refusal is None and heads_of(module) is None:
+        counts = type(self).num_heads is not TracerAdapter.num_heads
+        if refusal is None and not counts and heads_of(module) is None:
             return (
                 f"{type(module).__name__} has no attribute with its number of heads "
-                f"({', '.join(HEADS)}); gfsa.register_adapter an adapter that returns it"
+                f"({', '.join(HEADS)}); set one, or gfsa.register_adapter a TracerAdapter whose "
+                "num_heads returns it"
             )
         return refusal or (None if self.known else refusal_by_code(module))
 

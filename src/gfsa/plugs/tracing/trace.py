@@ -117,14 +117,23 @@ class Trace(TorchFunctionMode):
         self.recorder.start(self.inputs)
         if self.memory.known:
             self._require_same_tokens(given)
+        if self.memory.known or torch.compiler.is_compiling():
+            return
+        linear = [layer for layer in self.module.modules() if isinstance(layer, nn.Linear)]
+        # quantised layers may compute out of torch's sight
+        own = [layer for layer in linear if type(layer).forward is not nn.Linear.forward]
+        self.handles = [layer.register_forward_hook(self._note_layer) for layer in own]
         if self.follower is not None:
             for name, x in self.inputs.items():
                 self.follower.start(name, x)
-            self.handles = [
-                layer.register_forward_hook(self.follower.note_linear)
-                for layer in self.module.modules()
-                if isinstance(layer, nn.Linear)
+            self.handles += [
+                layer.register_forward_hook(self.follower.note_linear) for layer in linear
             ]
+
+    def _note_layer(self, layer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if not self.products:
+            self.recorder.note(type(layer), args, {})
+            self.recorder.number_results(result)
 
     def __exit__(self, *error: Any) -> None:
         for handle in self.handles:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import gfsa
-from gfsa.plugs import sites
+from gfsa.plugs import registry, sites
 from gfsa.plugs.sites import accepting_sites, plugged_sites
+from gfsa.plugs.tracing.adapter import TracerAdapter
 from support.tiny import TinyEncoder
 
 
@@ -96,6 +97,18 @@ class Router(nn.Module):
         return self.score(x).softmax(-1)
 
 
+class OneHead(nn.Module):
+    """Attention of one head, which neither its name nor a number of heads shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.mT).softmax(-1) @ v
+
+
 class Projected(nn.Module):
     """Attention of queries, keys and values that another module projects."""
 
@@ -116,6 +129,7 @@ class Reduced(Unseen):
 REFUSED = {
     Mixer: "Mixer computes no softmax and calls no attention of torch",
     Router: "Router has heads and a softmax, but neither its name nor its projections show",
+    OneHead: "OneHead has a projection and a softmax, but neither its name nor a number of heads",
     type("ProjectedAttention", (Projected,), {}): "keys and values that were projected outside it",
     Reduced: "Reduced has sr_ratio = 2: its queries or keys are fewer than its tokens",
 }
@@ -128,6 +142,27 @@ def test_what_cannot_be_traced_is_listed_with_its_reason(kind: type, unknown: st
     assert list(found) == ["0"]
     assert REFUSED[kind] in found["0"].refusal
     assert "follows its softmax" not in found["0"].refusal
+
+
+def test_attention_without_a_number_of_heads_is_traced_once_it_is_set() -> None:
+    model = nn.Sequential(OneHead())
+    x = torch.randn(3, 5, 8)
+    expected = model(x)
+    model[0].num_heads = 1
+    gfsa.plug(model, unknown="trace")
+    torch.testing.assert_close(model(x), expected)
+    assert model[0].gfsa.num_heads == 1
+
+
+def test_an_adapter_may_state_the_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfOneHead(TracerAdapter):
+        def num_heads(self, module: nn.Module) -> int:
+            return 1
+
+    monkeypatch.setitem(registry._registered, OneHead, OfOneHead())
+    assert sites(nn.Sequential(OneHead()))["0"].refusal is None
+    monkeypatch.setitem(registry._registered, OneHead, TracerAdapter())
+    assert "whose num_heads returns it" in sites(nn.Sequential(OneHead()))["0"].refusal
 
 
 def _attend(scores: torch.Tensor) -> torch.Tensor:

@@ -204,6 +204,10 @@ class WrittenAttention(nn.Module):
         near = F.pad(attention, (0, 1))[..., :2]
         return attention @ v + near @ self.mix[:2]
 
+    def by_sink(self, q, k, v):
+        sink = torch.zeros_like(q[..., :1])
+        return torch.cat([q @ k.mT, sink], -1).softmax(-1)[..., :-1] @ v
+
     def by_another_product(self, q, k, v):
         turned = torch.tensordot(torch.eye(N).flip(0).to(q), q, dims=([1], [2])).movedim(0, 2)
         return (turned @ k.mT).softmax(-1) @ v
@@ -293,7 +297,8 @@ def test_mixed_heads_are_followed_and_their_rows_reported():
         ("shifted_keys", "the same tokens in another order"),
         ("written_keys", "the same tokens in another order"),
         ("the_same_map_twice", "more than one attention product"),
-        ("values_of_distances", "its map has a part in more than one product"),
+        ("values_of_distances", "a product takes a part or a sum of its map"),
+        ("sink", "a product takes a part or a sum of its map"),
         ("another_product", "queries.*could not be followed .*not understood is tensordot"),
         ("unbatched_heads", r"shape \(3, 2, 2, 7, 7\), with no axis for its 4 heads"),
         ("einsum_with_dots", "einsum that is not understood"),
@@ -748,6 +753,32 @@ def test_linear_layers_that_compute_outside_torch():
     assert not model.attn.qkv._forward_hooks
 
 
+class Extension(nn.Linear):
+    """A layer none of whose operations is dispatched, as with a compiled extension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return F.linear(x, self.weight, self.bias)
+
+
+def test_another_tensor_in_a_layer_that_computes_outside_torch_is_another_path():
+    class Chosen(TwoInputs):
+        def forward(self, x, y):
+            return self.attend(x, *([y] * 2 if self.way == "cross" else [x] * 2))
+
+    module = Chosen().eval()
+    module.q, module.k, module.v = (Extension(DIM, DIM) for _ in range(3))
+    module.way = "unused"
+    gfsa.plug(module, unknown="trace")
+    y = torch.randn(B, N, DIM)
+    for _ in range(2):
+        module(X, y)
+    module.way = "cross"
+    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
+        module(X, y)
+    assert not module.q._forward_hooks
+
+
 def test_what_looks_like_attention():
     model = Block("matmul")
     assert looks_like_attention(model.attn)
@@ -881,3 +912,192 @@ def test_decoding_with_a_cache_is_refused():
     first = model(input_ids=torch.arange(5)[None], use_cache=True)
     with pytest.raises(TraceError, match="decoding with a cache"):
         model(input_ids=torch.tensor([[5]]), past_key_values=first.past_key_values)
+
+
+class Choosing(TwoInputs):
+    """One list of operations; an argument or an attribute chooses what they are applied to."""
+
+    memory: Tensor | None = None
+    positions_of_keys = None
+
+    def forward(self, x, y=None, use_y=False, start=0, order=(0, 2, 1, 3), back=(0, 2, 1, 3)):
+        n = len(x[0]) // 2
+        keys = y if use_y else x if self.memory is None else self.memory
+        keys = keys[:, start : start + n]
+        queries = x[:, :n]
+        if self.positions_of_keys is not None:
+            queries, keys = queries[:, self.positions], keys[:, self.positions_of_keys]
+        given = ((self.q, queries), (self.k, keys), (self.v, keys))
+        q, k, v = (
+            project(tokens).unflatten(-1, (HEADS, -1)).permute(order) for project, tokens in given
+        )
+        return ((q @ k.mT).softmax(-1) @ v).permute(back).flatten(2)
+
+
+def test_the_same_operations_on_another_tensor_are_another_path():
+    x, y = torch.randn(2, B, 2 * N, DIM)
+
+    def verified() -> Choosing:
+        module = Choosing().eval()
+        gfsa.plug(module, unknown="trace")
+        module(x, y)
+        return module
+
+    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
+        verified()(x, y, use_y=True)
+    module = verified()
+    module.memory = y.clone()
+    with pytest.raises(TraceError, match="could not be followed"):
+        module(x, y)
+    with pytest.raises(TraceError, match="different parts of x"):
+        verified()(x, y, start=N)
+
+
+def test_another_index_of_the_same_size_is_another_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    module.positions = module.positions_of_keys = torch.randperm(N)
+    x = torch.randn(B, 2 * N, DIM)
+    for _ in range(2):
+        module(x)
+    module.positions_of_keys = module.positions.flip(0)
+    with pytest.raises(TraceError, match="the same tokens in another order"):
+        module(x)
+
+
+def test_another_order_of_axes_is_another_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    disturb(module)
+    x = torch.randn(HEADS, 2 * N, DIM)
+    heads_first = {"order": (2, 0, 1, 3), "back": (1, 2, 0, 3)}
+    expected = module(x)
+    module(x[1:])
+    torch.testing.assert_close(module(x, **heads_first), expected)
+
+
+def test_other_sizes_are_the_same_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    for batch, tokens in ((3, 2 * N), (3, 4 * N), (5, 2 * N), (2, 6)):
+        module(torch.randn(batch, tokens, DIM))
+    assert len(module.__dict__["_gfsa_memory"].paths) == 1
+
+
+class Catching(WrittenAttention):
+    """Returns its input where its attention raises."""
+
+    caught: type[BaseException] = Exception
+    scale = None
+
+    def forward(self, x):
+        try:
+            return super().forward(x if self.scale is None else x * self.scale)
+        except self.caught:
+            return x
+
+
+@pytest.mark.parametrize("caught", [Exception, BaseException])
+def test_a_new_path_is_verified_in_a_module_that_catches_errors(caught):
+    module = Catching().eval()
+    module.caught = caught
+    gfsa.plug(module, unknown="trace")
+    expected = module(X)
+    module.scale = 1.0
+    assert torch.equal(module(X), expected)
+
+
+def test_a_refusal_is_raised_though_the_module_catches_it():
+    module = Catching().eval()
+    module.way = "reordered_keys"
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        with pytest.raises(TraceError, match="the same tokens in another order"):
+            module(X)
+
+
+def test_another_sequence_is_refused_though_the_module_catches_it():
+    class CatchingTwo(TwoInputs):
+        def forward(self, x, y):
+            try:
+                return super().forward(x, y)
+            except ValueError:
+                return x
+
+    module = CatchingTwo()
+    gfsa.plug(module, unknown="trace")
+    module(X, X.clone())
+    with pytest.raises(ValueError, match="its key has other values than its query"):
+        module(X, X + 1)
+
+
+class OwnState(WrittenAttention):
+    """Counts its forwards, and keeps a running mean of its inputs in training."""
+
+    def __init__(self, buffer: bool = True) -> None:
+        super().__init__()
+        self.calls = 0
+        if buffer:
+            self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x, scale=None, chunk=None):
+        self.calls += 1
+        if self.training and hasattr(self, "mean"):
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        if self.training:
+            x = F.dropout(x, 0.1)
+        if scale is not None:
+            x = x * scale
+        return super().forward(x if chunk is None else torch.cat(x.split(chunk, 1), 1))
+
+
+def test_a_running_mean_is_updated_once_on_a_new_path():
+    module = OwnState()
+    gfsa.plug(module, unknown="trace")
+    for scale in (None, None, 2.0, None):
+        before = module.mean.clone()
+        module(X, scale)
+        torch.testing.assert_close(module.mean, 0.9 * before + 0.1 * X.mean((0, 1)))
+    assert module.calls == 4
+
+
+def test_training_after_evaluation_draws_random_numbers_once():
+    module = OwnState(buffer=False).eval()
+    gfsa.plug(module, unknown="trace")
+    plain = OwnState(buffer=False)
+    drawn = []
+    module(X)
+    for attention in (plain, module):
+        torch.manual_seed(0)
+        attention.train()(X)
+        drawn.append(torch.rand(1))
+    assert torch.equal(*drawn)
+    assert module.calls == 2
+
+
+@pytest.mark.parametrize("batch", [1, HEADS])
+def test_a_batch_that_shows_no_layout_runs_once(batch):
+    module = OwnState().eval()
+    gfsa.plug(module, unknown="trace")
+    module(X)
+    module.calls = 0
+    x = torch.randn(batch, N, DIM)
+    for scale in (2.0, 2.0, 2.0):
+        module(x, scale)
+    assert module.calls == 3
+    for _ in range(4):
+        module(x, None, 4)
+    assert module.calls == 7
+
+
+def test_a_module_of_many_paths_runs_once():
+    module = OwnState().eval()
+    gfsa.plug(module, unknown="trace")
+    lengths = range(10, 200, 5)
+    for n in lengths:
+        module(torch.randn(B, n, DIM), None, 5)
+    assert len(module.__dict__["_gfsa_memory"].paths) == 32
+    module.calls = 0
+    for n in range(205, 305, 10):
+        module(torch.randn(B, n, DIM), None, 5)
+    assert module.calls == 10

@@ -65,9 +65,9 @@ def looks_like_attention(module: nn.Module) -> bool:
 
 
 def may_be_attention(module: nn.Module) -> bool:
-    """Whether ``module`` has heads and a softmax, but nothing else that shows what it computes."""
+    """Whether ``module`` has a softmax, and heads or projections, but not both and no name."""
     return (
-        heads_of(module) is not None
+        (heads_of(module) is not None or _projects(module))
         and _has_softmax(type(module))
         and not any(_seems_attention(inner) for inner in module.modules())
     )
@@ -79,12 +79,17 @@ def _seems_attention(module: nn.Module) -> bool:
     Without heads and projections, a softmax shows that a module named after attention is one.
     """
     named = _NAMED.search(type(module).__name__) is not None
-    projects = any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
+    projects = _projects(module)
     has_heads = heads_of(module) is not None
     if named:
         # reading code takes longer than looking names up
         return projects or has_heads or _has_softmax(type(module))
     return projects and has_heads
+
+
+def _projects(module: nn.Module) -> bool:
+    """Whether a module has a child that is named as a projection to queries."""
+    return any(name.lower() in _PROJECTIONS for name, _ in module.named_children())
 
 
 def refusal_by_class_name(module: nn.Module) -> str | None:

@@ -32,16 +32,16 @@ _RESHAPES = {
     "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
     "ravel",
 }  # fmt: skip
-_REORDERS = {
+REORDERS = {
     "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint",
 }  # fmt: skip
-MOVES = _RESHAPES | _REORDERS
+MOVES = _RESHAPES | REORDERS
 """Operations that give every entry another place and change none."""
 
 _OPERANDS = ("input", "self", "batch1", "mat1", "tensor1", "other", "batch2", "mat2", "tensor2")
 _PRODUCTS = {"matmul", "__matmul__", "mm", "bmm"}
 # axis by axis, the argument that names the axis whose entries move
-_ALONG = {"roll": 2, "flip": 1, "index_select": 1, "gather": 1, "take_along_dim": 2}
+ALONG = {"roll": 2, "flip": 1, "index_select": 1, "gather": 1, "take_along_dim": 2}
 # operations whose result may have the shape of their input and yet another order
 _SCRAMBLES = {
     "sort", "msort", "topk", "rot90", "fliplr", "flipud", "take", "as_strided", "channel_shuffle",
@@ -99,7 +99,7 @@ class AxisFollower:
         results = [x for x in _tensors((result,)) if x.is_floating_point() or x.is_complex()]
         if not results or name in _WITHOUT_VALUES:
             return
-        if name in _PIECES:
+        if name in PIECES:
             found = self._pieces(name, args, kwargs, result)
         else:
             found = [self._origins(func, name, args, kwargs, given, results[0])]
@@ -123,7 +123,7 @@ class AxisFollower:
     def _origins(
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Tensor
     ) -> Origins:
-        if name in _REORDERS:
+        if name in REORDERS:
             return self._reorder(func, args, kwargs)
         if name in _RESHAPES:
             return self._each(given[0], lambda dims: reshaped(dims, result.shape))
@@ -134,7 +134,7 @@ class AxisFollower:
             added, left, right = operands_of(args, kwargs)[:3]
             terms = self._elementwise([added], result) if self.of(added) else ()
             return (*terms, *self._product(left, right, result))
-        if name in _ALONG:
+        if name in ALONG:
             return self._along(name, args, kwargs, result)
         if name in _NOT_FOLLOWED:
             return ()
@@ -301,7 +301,7 @@ class AxisFollower:
 
     def _along(self, name: str, args: Any, kwargs: Any, result: Tensor) -> Origins:
         """Entries move along the axes that an argument names."""
-        place = _ALONG[name]
+        place = ALONG[name]
         axes = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("dims"))
         if axes is None or result.dim() != args[0].dim():
             return self._scramble([args[0]], name, self._key(args, kwargs), result.shape)
@@ -493,7 +493,7 @@ class AxisFollower:
         return self._each(args[0], lambda dims: [*dims, constant(2)])
 
 
-_PIECES = {"chunk", "split", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split",
+PIECES = {"chunk", "split", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split",
            "split_with_sizes", "unsafe_split_with_sizes"}  # fmt: skip
 _RULES: dict[str, Callable[..., Origins]] = {
     "expand": AxisFollower._expand,

@@ -8,7 +8,6 @@ what is filtered is attention of tokens to themselves, head by head.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.plugs.cross_attention import require_same_tokens
-from gfsa.plugs.tracing.following import AxisFollower, name_of, operands_of
+from gfsa.plugs.tracing.following import AxisFollower, operands_of
 from gfsa.plugs.tracing.layout import (
     HeadLayout,
     SelfAttention,
@@ -34,6 +33,8 @@ from gfsa.plugs.tracing.layout import (
     sides_of_tokens,
 )
 from gfsa.plugs.tracing.maps import MapHistory, Step
+from gfsa.plugs.tracing.memory import TraceMemory
+from gfsa.plugs.tracing.path import PathRecorder
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 _DROPOUT = (F.dropout, torch.dropout)
@@ -62,29 +63,16 @@ _OTHER_TOKENS = (
     "q_global",
 )
 
-# a module whose forward takes a new path each time is verified each time
-_PATHS_KEPT = 32
-
-Path = tuple[str, ...]
-"""The operations of a forward up to its attention product, after the names of its inputs."""
-
 
 class TraceError(RuntimeError):
     """A traced module's forward is not the self-attention that a filter needs."""
 
 
-class NewPathError(Exception):
-    """A forward took a path that no earlier forward has verified; it has to be followed."""
+class NewPathError(BaseException):
+    """A forward took a path that no earlier forward has verified; it has to be followed.
 
-
-@dataclasses.dataclass
-class TraceMemory:
-    """What the forwards of one traced module have shown."""
-
-    known: bool = False
-    """Whether tests have verified the module's class: heads are the third axis from the end."""
-    paths: dict[Path, Verified] = dataclasses.field(default_factory=dict)
-    rows_checked: bool = False
+    No Exception, so that a module that catches those does not take it for an error of its own.
+    """
 
 
 class Trace(TorchFunctionMode):
@@ -110,11 +98,12 @@ class Trace(TorchFunctionMode):
         self.wants_maps = wants_maps
         self.filter: GraphFilter = module.gfsa  # type: ignore[assignment]
         self.inputs: dict[str, Tensor] = {}
-        self.path: list[str] = []
+        self.recorder = PathRecorder()
         self.history = MapHistory()
         self.undropped: Tensor | None = None
         self.dropout_p = 0.0
         self.products = 0
+        self.error: BaseException | None = None
         self.layout: HeadLayout | None = None
         self.handles: list[RemovableHandle] = []
         # the map that multiplied the values, with its heads apart, and its shape there
@@ -125,21 +114,33 @@ class Trace(TorchFunctionMode):
         self.inputs = {
             name: x for key, value in given.items() for name, x in _named_tokens(key, value)
         }
-        self.path = [f"{name}:{x.dim()}={self._first_name(x)}" for name, x in self.inputs.items()]
+        self.recorder.start(self.inputs)
         if self.memory.known:
             self._require_same_tokens(given)
+        if self.memory.known or torch.compiler.is_compiling():
+            return
+        linear = [layer for layer in self.module.modules() if isinstance(layer, nn.Linear)]
+        # quantised layers may compute out of torch's sight
+        own = [layer for layer in linear if type(layer).forward is not nn.Linear.forward]
+        self.handles = [layer.register_forward_hook(self._note_layer) for layer in own]
         if self.follower is not None:
             for name, x in self.inputs.items():
                 self.follower.start(name, x)
-            self.handles = [
-                layer.register_forward_hook(self.follower.note_linear)
-                for layer in self.module.modules()
-                if isinstance(layer, nn.Linear)
+            self.handles += [
+                layer.register_forward_hook(self.follower.note_linear) for layer in linear
             ]
+
+    def _note_layer(self, layer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if not self.products:
+            self.recorder.note(type(layer), args, {})
+            self.recorder.number_results(result)
 
     def __exit__(self, *error: Any) -> None:
         for handle in self.handles:
             handle.remove()
+        if error[0] is not None:
+            # on its way to the caller; kept here, it would keep the tensors of the forward
+            self.error = None
         super().__exit__(*error)
 
     def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
@@ -150,12 +151,11 @@ class Trace(TorchFunctionMode):
             if isinstance(other, Tensor) and tokens is not None:
                 require_same_tokens(self.module, tokens, other)
 
-    def _first_name(self, x: Tensor) -> str:
-        """The name of the first input that is this tensor."""
-        return next(name for name, other in self.inputs.items() if other is x)
-
     def end(self, result: Any) -> Any:
         """Check the forward after it ran; returns its result, with H where it has A."""
+        if self.error is not None:
+            # the module caught it
+            raise self.error
         if not self.products:
             self._refuse(
                 "its forward has no product of a softmax with values that torch dispatches (a "
@@ -167,8 +167,14 @@ class Trace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.products and not torch.compiler.is_compiling():
-            self.path.append(name_of(func))
+        if self.products or self.memory.known or torch.compiler.is_compiling():
+            return self._dispatch(func, args, kwargs)
+        self.recorder.note(func, args, kwargs)
+        result = self._dispatch(func, args, kwargs)
+        self.recorder.number_results(result)
+        return result
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         if func in _SOFTMAX:
@@ -184,8 +190,10 @@ class Trace(TorchFunctionMode):
                 step = self.history.find_map(*args[1])
             if step is None:
                 if func in _PRODUCTS and any(self.history.find(x) for x in args):
-                    # a sum or a part of the map, as for values that depend on the distance
-                    self._refuse("its map has a part in more than one product")
+                    # as for values that depend on the distance, or for a column that is a sink
+                    self._refuse(
+                        "a product takes a part or a sum of its map, and the filter needs all of it"
+                    )
                 result = self._run(func, args, kwargs)
                 self.history.follow(func, args, kwargs, result)
                 return result
@@ -395,9 +403,9 @@ class Trace(TorchFunctionMode):
         if isinstance(layout, str):
             self._refuse(layout)
         general = settled(layout, scores, heads)
-        if general is not None and len(self.memory.paths) < _PATHS_KEPT:
+        if general is not None:
             verified = Verified(general, tuple(attention.equal_inputs))
-            self.memory.paths[tuple(self.path)] = verified
+            self.memory.keep(self.recorder.path(), verified)
         return layout
 
     def _verified_layout(self, scores: Sequence[int]) -> HeadLayout:
@@ -407,8 +415,8 @@ class Trace(TorchFunctionMode):
         if torch.compiler.is_compiling():
             # operations are not recorded while a graph is compiled, so all paths of these inputs
             # have to agree
-            count = len(self.path)
-            known = [v for path, v in self.memory.paths.items() if list(path[:count]) == self.path]
+            inputs = self.recorder.path()
+            known = [v for path, v in self.memory.paths.items() if path[: len(inputs)] == inputs]
             known = [v for v in known if v.layout.rank == len(scores)]
             if not known or any(v != known[0] for v in known):
                 self._refuse(
@@ -416,12 +424,17 @@ class Trace(TorchFunctionMode):
                     "cannot do. Run one forward without torch.compile first"
                 )
             verified = known[0]
-        elif tuple(self.path) in self.memory.paths:
-            verified = self.memory.paths[tuple(self.path)]
+        elif self.recorder.path() in self.memory.paths:
+            verified = self.memory.paths[self.recorder.path()]
         else:
-            raise NewPathError
+            self.error = NewPathError()
+            raise self.error
         for first, second in verified.equal_inputs:
-            require_same_tokens(self.module, self.inputs[first], self.inputs[second])
+            try:
+                require_same_tokens(self.module, self.inputs[first], self.inputs[second])
+            except ValueError as error:
+                self.error = error
+                raise
         return verified.layout
 
     def _layout_by_sizes(self, scores: Sequence[int]) -> HeadLayout:
@@ -436,11 +449,11 @@ class Trace(TorchFunctionMode):
 
     def _equal(self, first: str, second: str) -> bool:
         """Whether two inputs hold the same tokens."""
-        one, other = self.inputs[first], self.inputs[second]
-        if one.shape != other.shape:
+        tokens, others = self.inputs[first], self.inputs[second]
+        if tokens.shape != others.shape:
             return False
         try:
-            require_same_tokens(self.module, one, other)
+            require_same_tokens(self.module, tokens, others)
         except ValueError:
             return False
         return True
@@ -498,11 +511,12 @@ class Trace(TorchFunctionMode):
         return kind.__name__
 
     def _refuse(self, why: str) -> NoReturn:
-        raise TraceError(
+        self.error = TraceError(
             f"cannot filter {self.name} ({self._kind()}) by tracing: {why}. "
             "gfsa.unplug(model), and leave the layer out with plug(..., layers=...), or teach "
             "gfsa its class with gfsa.register_adapter"
         )
+        raise self.error
 
 
 def _named_tokens(name: str, value: Any) -> list[tuple[str, Tensor]]:

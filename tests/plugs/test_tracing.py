@@ -953,6 +953,27 @@ def test_the_same_operations_on_another_tensor_are_another_path():
         verified()(x, y, start=N)
 
 
+def test_another_flag_is_not_verified_where_a_graph_is_compiled():
+    class Flagged(WrittenAttention):
+        def forward(self, x, y, use_y=False):
+            b, n, _ = x.shape
+            (q, _, _), (_, k, v) = (
+                self.qkv(tokens).reshape(b, n, 3, HEADS, DIM // HEADS).permute(2, 0, 3, 1, 4)
+                for tokens in (x, y if use_y else x)
+            )
+            return torch.matmul(torch.matmul(q, k.transpose(-2, -1)).softmax(-1), v)
+
+    module = Flagged().eval()
+    gfsa.plug(module, unknown="trace", wK=0.2)
+    y = torch.randn(B, N, DIM)
+    expected = module(X, y)
+    compiled = torch.compile(module, backend="eager")
+    torch.testing.assert_close(compiled(X, y), expected)
+    torch.testing.assert_close(compiled(X, y, use_y=False), expected)
+    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
+        compiled(X, y, use_y=True)
+
+
 def test_another_index_of_the_same_size_is_another_path():
     module = Choosing().eval()
     gfsa.plug(module, unknown="trace")

@@ -38,18 +38,21 @@ class Traced(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         memory: TraceMemory = self.__dict__["_gfsa_memory"]
         given = {**dict(zip(self.__dict__["_gfsa_inputs"], args, strict=False)), **kwargs}
-        if torch.compiler.is_compiling() and not (memory.known or memory.paths):
+        if torch.compiler.is_compiling() and not (memory.known or memory.has_begun(given)):
             from gfsa.plugs.tracing.uncompiled import follow
 
             return follow(self, given, args, kwargs)
-        if memory.known or torch.compiler.is_compiling():
+        if memory.known:
             return self.run_traced(given, False, args, kwargs)
-        if self._changes_something(given) or memory.expects_new_path(Call.of(given, self.training)):
+        if not torch.compiler.is_compiling() and (
+            self._changes_something(given) or memory.expects_new_path(Call.of(given, self.training))
+        ):
             return self.run_traced(given, True, args, kwargs)
         try:
             return self.run_traced(given, False, args, kwargs)
         except NewPathError:
-            # a path is only known when the forward has taken it, so one that is new is taken again
+            # a path is only known when the forward has taken it, so one that is new is taken again;
+            # after a graph break this is reached in compiled code, too
             return self.run_traced(given, True, args, kwargs)
 
     def _changes_something(self, given: Mapping[str, Any]) -> bool:

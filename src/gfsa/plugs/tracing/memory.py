@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gfsa.plugs.tracing.layout import Verified
-from gfsa.plugs.tracing.path import Path
+from gfsa.plugs.tracing.path import Path, beginning, inputs_of
 
 # a module whose forward takes a new path each time is followed each time
 _PATHS_KEPT = 32
@@ -49,6 +49,11 @@ class TraceMemory:
         """Keep what a forward on ``path`` has shown, if there is room."""
         if len(self.paths) < _PATHS_KEPT:
             self.paths[path] = verified
+
+    def has_begun(self, given: Mapping[str, Any]) -> bool:
+        """Whether a path with these inputs and flags is kept, for graphs that are compiled."""
+        first = beginning(inputs_of(given), given)
+        return any(path[0] == first for path in self.paths)
 
     def note(self, call: Call, path: Path) -> None:
         """Remember that a call took a path, which was followed."""

@@ -9,7 +9,7 @@ part of it: the next batch has others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gfsa.plugs.tracing.following import ALONG, PIECES, REORDERS
 
 Path = tuple[Hashable, ...]
-"""The inputs of a forward, then its operations up to the attention product."""
+"""The inputs and flags of a forward, then its operations up to the attention product."""
 
 # operations whose arguments say where entries go, and are no sizes
 _PLACES = {
@@ -40,10 +40,29 @@ _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "data", "grad", "real", "imag"}
 _GETTER = type(Tensor.T.__get__)  # type: ignore[attr-defined]
 
 
+def inputs_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a forward's arguments that may hold tokens, by name."""
+    return {name: x for key, value in given.items() for name, x in _named_tokens(key, value)}
+
+
+def beginning(inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> Hashable:
+    """The first entry of a path: the inputs, and the flags that the caller set."""
+    entry = []
+    for name, x in inputs.items():
+        # a tensor may be two inputs
+        first = next(first for first, other in inputs.items() if other is x)
+        entry.append(f"{name}:{x.dim()}={first}")
+    for name, value in given.items():
+        # a flag that is off is as one that is not given
+        if isinstance(value, (bool, str)) and value:
+            entry.append(f"{name}={value}")
+    return tuple(entry)
+
+
 class PathRecorder:
     """Records the path of one forward, and numbers its tensors as they come.
 
-    While a graph is compiled, the inputs alone are recorded.
+    While a graph is compiled, the inputs and flags alone are recorded.
     """
 
     def __init__(self) -> None:
@@ -55,13 +74,11 @@ class PathRecorder:
     def path(self) -> Path:
         return tuple(self.entries)
 
-    def start(self, inputs: dict[str, Tensor]) -> None:
-        """Record the inputs of the module, by name; a tensor may be two of them."""
-        for name, x in inputs.items():
-            first = next(first for first, other in inputs.items() if other is x)
-            self.entries.append(f"{name}:{x.dim()}={first}")
-            if not torch.compiler.is_compiling():
-                self._number(x)
+    def start(self, inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+        """Record the inputs of the module, by name, and the flags that the caller set."""
+        self.entries.append(beginning(inputs, given))
+        if not torch.compiler.is_compiling():
+            self.number_results(list(inputs.values()))
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record an operation before it runs."""
@@ -129,3 +146,12 @@ class PathRecorder:
         self._count += 1
         self._numbers[id(x)] = weakref.ref(x), self._count
         return self._count
+
+
+def _named_tokens(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of an argument that may hold tokens, each with a name."""
+    if isinstance(value, Tensor):
+        return [(name, value)] if value.is_floating_point() and value.dim() >= 2 else []
+    if isinstance(value, (list, tuple)):
+        return [found for i, x in enumerate(value) for found in _named_tokens(f"{name}[{i}]", x)]
+    return []

@@ -34,7 +34,7 @@ from gfsa.plugs.tracing.layout import (
 )
 from gfsa.plugs.tracing.maps import MapHistory, Step
 from gfsa.plugs.tracing.memory import TraceMemory
-from gfsa.plugs.tracing.path import PathRecorder
+from gfsa.plugs.tracing.path import PathRecorder, inputs_of
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 _DROPOUT = (F.dropout, torch.dropout)
@@ -111,10 +111,8 @@ class Trace(TorchFunctionMode):
 
     def begin(self, given: Mapping[str, Any]) -> None:
         """Read the arguments of the forward, by name, before it runs."""
-        self.inputs = {
-            name: x for key, value in given.items() for name, x in _named_tokens(key, value)
-        }
-        self.recorder.start(self.inputs)
+        self.inputs = inputs_of(given)
+        self.recorder.start(self.inputs, given)
         if self.memory.known:
             self._require_same_tokens(given)
         if self.memory.known or torch.compiler.is_compiling():
@@ -413,10 +411,10 @@ class Trace(TorchFunctionMode):
         if self.memory.known:
             return HeadLayout(len(scores), -3)
         if torch.compiler.is_compiling():
-            # operations are not recorded while a graph is compiled, so all paths of these inputs
-            # have to agree
-            inputs = self.recorder.path()
-            known = [v for path, v in self.memory.paths.items() if path[: len(inputs)] == inputs]
+            # operations are not recorded while a graph is compiled, so all paths of these
+            # inputs and flags have to agree
+            inputs = self.recorder.entries[0]
+            known = [v for path, v in self.memory.paths.items() if path[0] == inputs]
             known = [v for v in known if v.layout.rank == len(scores)]
             if not known or any(v != known[0] for v in known):
                 self._refuse(
@@ -517,12 +515,3 @@ class Trace(TorchFunctionMode):
             "gfsa its class with gfsa.register_adapter"
         )
         raise self.error
-
-
-def _named_tokens(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of an argument that may hold tokens, each with a name."""
-    if isinstance(value, Tensor):
-        return [(name, value)] if value.is_floating_point() and value.dim() >= 2 else []
-    if isinstance(value, (list, tuple)):
-        return [found for i, x in enumerate(value) for found in _named_tokens(f"{name}[{i}]", x)]
-    return []

@@ -15,6 +15,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 
 class Atom(NamedTuple):
     """What a factor is a part of."""
@@ -194,3 +196,23 @@ def concatenated(pieces: Sequence[Dim], sizes: Sequence[int]) -> Dim:
     if all(is_constant(dim) for dim in pieces):
         return constant(sum(sizes))
     return whole(Atom("cat", (tuple(pieces), tuple(sizes)), everything), sum(sizes))
+
+
+def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
+    padded = [()] * (len(shape) - len(dims)) + list(dims)
+    return [dim or constant(size) for dim, size in zip(padded, shape, strict=True)]
+
+
+def taken(dim: Dim, index: Tensor | list[int], key: Hashable, size: int) -> Dim:
+    """The axis after an index by a row of positions."""
+    if isinstance(index, list) and len(index) == 1:
+        return sliced(dim, index[0] % size, index[0] % size + 1)
+    return changed(dim, "index", key, len(index))
+
+
+def beside(origin: Origin, axis: int | None) -> Hashable:
+    """What must be equal for tensors that are joined along ``axis``."""
+    dims = [
+        None if place == axis or is_features(dim) else dim for place, dim in enumerate(origin.dims)
+    ]
+    return origin.source, tuple(dims), origin.picks

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gfsa.plugs.tracing import operations as ops
 from gfsa.plugs.tracing.axes import (
     Atom,
     Dim,
     Origin,
+    beside,
+    broadcast,
     changed,
     concatenated,
     constant,
@@ -21,46 +24,12 @@ from gfsa.plugs.tracing.axes import (
     is_features,
     reshaped,
     sliced,
+    taken,
     whole,
 )
 
 Origins = tuple[Origin, ...]
 """How a tensor depends on each of the module's inputs; empty if it is not followed."""
-
-_TRANSPOSES = [vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH")]
-_RESHAPES = {
-    "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "squeeze", "unsqueeze",
-    "ravel",
-}  # fmt: skip
-REORDERS = {
-    "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint",
-}  # fmt: skip
-MOVES = _RESHAPES | REORDERS
-"""Operations that give every entry another place and change none."""
-
-_OPERANDS = ("input", "self", "batch1", "mat1", "tensor1", "other", "batch2", "mat2", "tensor2")
-_PRODUCTS = {"matmul", "__matmul__", "mm", "bmm"}
-# axis by axis, the argument that names the axis whose entries move
-ALONG = {"roll": 2, "flip": 1, "index_select": 1, "gather": 1, "take_along_dim": 2}
-# operations whose result may have the shape of their input and yet another order
-_SCRAMBLES = {
-    "sort", "msort", "topk", "rot90", "fliplr", "flipud", "take", "as_strided", "channel_shuffle",
-    "pixel_shuffle", "pixel_unshuffle", "grid_sample", "scatter", "scatter_add", "scatter_reduce",
-    "index_put", "index_copy", "index_add", "index_fill", "masked_scatter", "masked_select",
-}  # fmt: skip
-_WRITES = {
-    "__setitem__", "copy_", "scatter_", "scatter_add_", "index_put_", "index_copy_", "index_add_",
-    "masked_scatter_", "set_", "swap_tensors",
-}  # fmt: skip
-# products over axes that no rule above knows
-_NOT_FOLLOWED = {
-    "tensordot", "inner", "bilinear", "kron", "chain_matmul", "multi_dot", "addbmm", "addmv", "mv",
-    "cdist", "inv", "pinv", "solve", "matrix_exp", "matrix_power",
-}  # fmt: skip
-_WITHOUT_VALUES = {
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
-    "new_zeros", "new_ones", "new_full", "new_tensor", "zero_", "fill_", "bernoulli",
-}  # fmt: skip
 
 
 class AxisFollower:
@@ -88,18 +57,18 @@ class AxisFollower:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Find the origins of ``result = func(*args, **kwargs)``."""
-        given = [x for x in _tensors((*args, *kwargs.values())) if self.of(x)]
+        given = [x for x in ops.tensors_in((*args, *kwargs.values())) if self.of(x)]
         if not given:
             return
-        name = name_of(func)
-        args, kwargs = _named_first(args, kwargs)
-        if name in _WRITES:
+        name = ops.name_of(func)
+        args, kwargs = ops.named_first(args, kwargs)
+        if name in ops.WRITES:
             self._write(name, args, given)
             return
-        results = [x for x in _tensors((result,)) if x.is_floating_point() or x.is_complex()]
-        if not results or name in _WITHOUT_VALUES:
+        results = [x for x in ops.tensors_in((result,)) if x.is_floating_point() or x.is_complex()]
+        if not results or name in ops.WITHOUT_VALUES:
             return
-        if name in PIECES:
+        if name in ops.PIECES:
             found = self._pieces(name, args, kwargs, result)
         else:
             found = [self._origins(func, name, args, kwargs, given, results[0])]
@@ -123,22 +92,22 @@ class AxisFollower:
     def _origins(
         self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], result: Tensor
     ) -> Origins:
-        if name in REORDERS:
+        if name in ops.REORDERS:
             return self._reorder(func, args, kwargs)
-        if name in _RESHAPES:
+        if name in ops.RESHAPES:
             return self._each(given[0], lambda dims: reshaped(dims, result.shape))
-        if name in _PRODUCTS:
-            left, right = operands_of(args, kwargs)[:2]
+        if name in ops.PRODUCTS:
+            left, right = ops.operands_of(args, kwargs)[:2]
             return self._product(left, right, result)
         if name in ("addmm", "baddbmm"):
-            added, left, right = operands_of(args, kwargs)[:3]
+            added, left, right = ops.operands_of(args, kwargs)[:3]
             terms = self._elementwise([added], result) if self.of(added) else ()
             return (*terms, *self._product(left, right, result))
-        if name in ALONG:
+        if name in ops.ALONG:
             return self._along(name, args, kwargs, result)
-        if name in _NOT_FOLLOWED:
+        if name in ops.NOT_FOLLOWED:
             return ()
-        if name in _SCRAMBLES:
+        if name in ops.SCRAMBLES:
             return self._scramble(given, name, self._key(args, kwargs), result.shape)
         rule: Callable[..., Origins] | None = _RULES.get(name)
         if rule is not None:
@@ -178,7 +147,7 @@ class AxisFollower:
                 for size, wanted in zip(reversed(x.shape), reversed(result.shape), strict=False)
             ):
                 return ()
-            found += self._each(x, lambda dims: _broadcast(dims, result.shape))
+            found += self._each(x, lambda dims: broadcast(dims, result.shape))
         return tuple(found)
 
     def _reorder(self, func: Any, args: Any, kwargs: Any) -> Origins:
@@ -188,7 +157,7 @@ class AxisFollower:
         return self._each(args[0], lambda dims: [dims[axis] for axis in order])
 
     def _expand(self, args: Any, kwargs: Any, result: Tensor) -> Origins:
-        return self._each(args[0], lambda dims: _broadcast(dims, result.shape))
+        return self._each(args[0], lambda dims: broadcast(dims, result.shape))
 
     def _repeat(self, args: Any, kwargs: Any, result: Tensor) -> Origins:
         def rule(dims: tuple[Dim, ...]) -> list[Dim]:
@@ -267,7 +236,7 @@ class AxisFollower:
         return self._broadcast_lead((*rows, *columns), result)
 
     def _broadcast_lead(self, origins: Origins, result: Tensor) -> Origins:
-        return tuple(o.with_dims(_broadcast(o.dims, result.shape)) for o in origins)
+        return tuple(o.with_dims(broadcast(o.dims, result.shape)) for o in origins)
 
     def _einsum(self, args: Any, kwargs: Any, result: Tensor) -> Origins:
         equation, *operands = args
@@ -301,7 +270,7 @@ class AxisFollower:
 
     def _along(self, name: str, args: Any, kwargs: Any, result: Tensor) -> Origins:
         """Entries move along the axes that an argument names."""
-        place = ALONG[name]
+        place = ops.ALONG[name]
         axes = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("dims"))
         if axes is None or result.dim() != args[0].dim():
             return self._scramble([args[0]], name, self._key(args, kwargs), result.shape)
@@ -418,7 +387,7 @@ class AxisFollower:
                 if isinstance(i, slice):
                     dims.append(sliced(dim, *i.indices(size)))
                 elif isinstance(i, (Tensor, list)):
-                    dims.append(_taken(dim, i, self._key(i), size))
+                    dims.append(taken(dim, i, self._key(i), size))
                 elif dim and not is_features(dim):
                     picks |= {(dim, i % size)}
             found.append(Origin(origin.source, tuple(dims), picks))
@@ -438,7 +407,7 @@ class AxisFollower:
         return found
 
     def _cat(self, args: Any, kwargs: Any, result: Tensor) -> Origins:
-        tensors, axis = _joined_arguments(args, kwargs)
+        tensors, axis = ops.joined_arguments(args, kwargs)
         axis %= result.dim()
         tensors = [x for x in tensors if x.dim() == result.dim()]
 
@@ -456,7 +425,7 @@ class AxisFollower:
         return self._join(tensors, axis, rule)
 
     def _stack(self, args: Any, kwargs: Any, result: Tensor) -> Origins:
-        tensors, axis = _joined_arguments(args, kwargs)
+        tensors, axis = ops.joined_arguments(args, kwargs)
         axis %= result.dim()
 
         def rule(pieces: list[Origin | None]) -> list[Dim]:
@@ -477,7 +446,7 @@ class AxisFollower:
         rule: Callable[[list[Origin | None]], list[Dim]],
     ) -> Origins:
         """Tensors as one: what they have in common beside ``axis`` is one origin again."""
-        alike = [{_beside(origin, axis): origin for origin in self.of(x)} for x in tensors]
+        alike = [{beside(origin, axis): origin for origin in self.of(x)} for x in tensors]
         keys = dict.fromkeys(key for origins in alike for key in origins)
         found = []
         for key in keys:
@@ -493,8 +462,6 @@ class AxisFollower:
         return self._each(args[0], lambda dims: [*dims, constant(2)])
 
 
-PIECES = {"chunk", "split", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split",
-           "split_with_sizes", "unsafe_split_with_sizes"}  # fmt: skip
 _RULES: dict[str, Callable[..., Origins]] = {
     "expand": AxisFollower._expand,
     "expand_as": AxisFollower._expand,
@@ -520,41 +487,6 @@ _RULES: dict[str, Callable[..., Origins]] = {
 }
 
 
-def _named_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first two arguments by position, where the caller gave them by name."""
-    for place, name in enumerate(("input", "weight")):
-        if len(args) == place and name in kwargs:
-            args = (*args, kwargs[name])
-            kwargs = {key: value for key, value in kwargs.items() if key != name}
-    return args, kwargs
-
-
-def _broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
-    padded = [()] * (len(shape) - len(dims)) + list(dims)
-    return [dim or constant(size) for dim, size in zip(padded, shape, strict=True)]
-
-
-def _beside(origin: Origin, axis: int | None) -> Hashable:
-    """What must be equal for tensors that are joined along ``axis``."""
-    dims = [
-        None if place == axis or is_features(dim) else dim for place, dim in enumerate(origin.dims)
-    ]
-    return origin.source, tuple(dims), origin.picks
-
-
-def _joined_arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], int]:
-    tensors = args[0] if args else kwargs["tensors"]
-    axis = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    return list(tensors), axis
-
-
-def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors of a product in their order, by position or by name."""
-    return [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
-
-
 def _is_positions(index: Any, beside: tuple[Any, ...]) -> bool:
     """Whether an index is a row of positions along one axis, and no integer is beside it."""
     if any(isinstance(i, int) for i in beside):
@@ -562,28 +494,3 @@ def _is_positions(index: Any, beside: tuple[Any, ...]) -> bool:
     if isinstance(index, list):
         return all(type(i) is int for i in index)
     return isinstance(index, Tensor) and index.dim() == 1 and index.dtype != torch.bool
-
-
-def _taken(dim: Dim, index: Tensor | list[int], key: Hashable, size: int) -> Dim:
-    """The axis after an index by a row of positions."""
-    if isinstance(index, list) and len(index) == 1:
-        return sliced(dim, index[0] % size, index[0] % size + 1)
-    return changed(dim, "index", key, len(index))
-
-
-def name_of(func: Any) -> str:
-    """The name of a function that torch dispatches; that of a property for its getter."""
-    name = str(getattr(func, "__name__", func))
-    if name == "__get__" and func in _TRANSPOSES:
-        return "transpose"
-    return name
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found

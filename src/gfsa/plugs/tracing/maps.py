@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.plugs.tracing.following import MOVES, name_of
+from gfsa.plugs.tracing.operations import MOVES, name_of
 
 # operations on single entries that a map goes through on its way to the product; the product's map
 # has been through them

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.tracing.following import ALONG, PIECES, REORDERS
+from gfsa.plugs.tracing.operations import ALONG, PIECES, REORDERS
 
 Path = tuple[Hashable, ...]
 """The inputs and flags of a forward, then its operations up to the attention product."""

@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
 from gfsa.plugs.cross_attention import require_same_tokens
-from gfsa.plugs.tracing.following import AxisFollower, operands_of
+from gfsa.plugs.tracing import operations as ops
+from gfsa.plugs.tracing.following import AxisFollower
 from gfsa.plugs.tracing.layout import (
     HeadLayout,
     SelfAttention,
@@ -35,33 +36,6 @@ from gfsa.plugs.tracing.layout import (
 from gfsa.plugs.tracing.maps import MapHistory, Step
 from gfsa.plugs.tracing.memory import TraceMemory
 from gfsa.plugs.tracing.path import PathRecorder, inputs_of
-
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
-_DROPOUT = (F.dropout, torch.dropout)
-_MATMUL = (
-    torch.matmul,
-    torch.linalg.matmul,
-    torch.bmm,
-    torch.mm,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    Tensor.bmm,
-    Tensor.mm,
-)
-_ADDED_MATMUL = (torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
-
-_PRODUCTS = (*_MATMUL, *_ADDED_MATMUL, torch.einsum)
-
-# names of arguments that may hold the tokens of another sequence
-_OTHER_TOKENS = (
-    "key",
-    "key_value_states",
-    "encoder_hidden_states",
-    "cross_attention_states",
-    "context",
-    "memory",
-    "q_global",
-)
 
 
 class TraceError(RuntimeError):
@@ -144,7 +118,7 @@ class Trace(TorchFunctionMode):
     def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
         """Refuse another sequence by the name of its argument, where axes are not followed."""
         tokens = next(iter(self.inputs.values()), None)
-        for name in _OTHER_TOKENS:
+        for name in ops.OTHER_TOKENS:
             other = given.get(name)
             if isinstance(other, Tensor) and tokens is not None:
                 require_same_tokens(self.module, tokens, other)
@@ -175,7 +149,7 @@ class Trace(TorchFunctionMode):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
-        if func in _SOFTMAX:
+        if func in ops.SOFTMAX:
             result = self._run(func, args, kwargs)
             axis = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else None
             if axis in (-1, result.dim() - 1):
@@ -187,7 +161,7 @@ class Trace(TorchFunctionMode):
             if func is torch.einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
                 step = self.history.find_map(*args[1])
             if step is None:
-                if func in _PRODUCTS and any(self.history.find(x) for x in args):
+                if func in ops.MAP_PRODUCTS and any(self.history.find(x) for x in args):
                     # as for values that depend on the distance, or for a column that is a sink
                     self._refuse(
                         "a product takes a part or a sum of its map, and the filter needs all of it"
@@ -195,11 +169,11 @@ class Trace(TorchFunctionMode):
                 result = self._run(func, args, kwargs)
                 self.history.follow(func, args, kwargs, result)
                 return result
-        if func in _DROPOUT:
+        if func in ops.DROPOUT:
             return self._dropout(*args, **kwargs)
-        if func in _MATMUL:
-            return self._written(self._product(*operands_of(args, kwargs)[:2]), kwargs)
-        if func in _ADDED_MATMUL:
+        if func in ops.MATMUL:
+            return self._written(self._product(*ops.operands_of(args, kwargs)[:2]), kwargs)
+        if func in ops.ADDED_MATMUL:
             return self._written(self._added_product(args, kwargs), kwargs)
         if func is torch.einsum:
             return self._einsum(*args)
@@ -249,7 +223,7 @@ class Trace(TorchFunctionMode):
 
     def _added_product(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """``beta·input + alpha·(left @ right)``."""
-        added, left, right = operands_of(args, kwargs)[:3]
+        added, left, right = ops.operands_of(args, kwargs)[:3]
         if self.history.find_map(left, right) is None:
             self._refuse("its map is added to a product")
         y = kwargs.get("alpha", 1) * self._product(left, right)

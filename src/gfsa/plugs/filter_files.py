@@ -222,7 +222,8 @@ def _replace(folder: Path, contents: Mapping[str, bytes]) -> None:
         for file, new in temporary.items():
             os.replace(new, file)
     except Exception:
-        # after the first rename, what is left under its temporary name belongs to it
+        # once the new description is in place, its tensors may still have the temporary name, from
+        # which load reads them
         if first.exists():
             _unlink(temporary.values())
         raise

@@ -232,7 +232,7 @@ class TestWholeModel:
         gfsa.load(backbone, "user/model")
         assert torch.equal(logits(backbone), logits(model))
         card = server.repositories["user/model"].files()["README.md"].decode()
-        assert 'gfsa.from_pretrained(AutoModel, "user/model")' in card
+        assert 'gfsa.from_pretrained(GPT2LMHeadModel, "user/model")' in card
 
     def test_plain_from_pretrained_warns(
         self, server: HubServer, caplog: pytest.LogCaptureFixture
@@ -343,8 +343,22 @@ class TestPeft:
     def test_an_adapter_without_filters(self, tmp_path: Path) -> None:
         config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
         peft.get_peft_model(gpt2(), config).save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match="has no filters in its adapter"):
+        with pytest.raises(ValueError, match="has no filters: its adapter was saved without"):
             gfsa.load_peft(gpt2(), tmp_path)
+
+    def test_filters_beside_an_adapter(self, server: HubServer, tmp_path: Path) -> None:
+        """Of a model that was plugged after get_peft_model: peft does not know its filters."""
+        config = peft.LoraConfig(
+            target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+        )
+        torch.manual_seed(3)
+        model = plugged(peft.get_peft_model(gpt2(), config).eval())
+        model.save_pretrained(tmp_path / "adapter")
+        gfsa.save(model, tmp_path / "adapter")
+        gfsa.push_to_hub(model, "user/adapter", weights=True)
+        for path in (tmp_path / "adapter", "user/adapter"):
+            again = gfsa.load_peft(gpt2(), path).eval()
+            assert torch.equal(logits(again), logits(model))
 
     def test_on_the_hub(self, server: HubServer, recwarn: pytest.WarningsRecorder) -> None:
         model = self.adapter()
@@ -369,6 +383,10 @@ class TestArguments:
     def test_names(self, name: Any) -> None:
         with pytest.raises(ValueError, match="repository must be 'user/name'"):
             gfsa.push_to_hub(plugged(encoder()), name)
+
+    def test_base_model(self) -> None:
+        with pytest.raises(ValueError, match="base_model must be a name on the Hub"):
+            gfsa.push_to_hub(plugged(encoder()), "user/filters", base_model="a\nlicense: mit")
 
     def test_weights_need_save_pretrained(self) -> None:
         with pytest.raises(ValueError, match="TransformerEncoder has no save_pretrained"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from torch import Tensor, nn
 from gfsa.filters.base import read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.backbone import canonical_name
-from gfsa.plugs.checkpoint import EXTRA, FORMAT, check_restorable, restore
-from gfsa.plugs.filter_files import MOST_TENSORS
+from gfsa.plugs.checkpoint import EXTRA, FORMAT, check_restorable, load, restore
+from gfsa.plugs.filter_files import DESCRIPTION, MOST_TENSORS
+from gfsa.plugs.hub.download import filter_folder
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites
 
@@ -42,7 +45,8 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> Any:
         model = gfsa.load_peft(base, "adapter")         # the base, plugged or not
 
     A base model without filters is plugged with those of the adapter; with the adapter disabled
-    they are ordinary attention. A base that has filters must have the same ones.
+    they are ordinary attention. A base that has filters must have the same ones. If the adapter
+    itself has none, those that :func:`gfsa.save` wrote beside it are loaded.
 
     Args:
         model: the base model.
@@ -64,17 +68,47 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> Any:
 
     source = str(path)
     description, tensors = _filters_in(model, _weights_file(path, kwargs), source)
-    with all_or_nothing(model), warnings.catch_warnings():
+    if not description["filters"]:
+        return _load_beside(model, path, kwargs)
+    with all_or_nothing(model), _without_warning():
         if plugged_sites(model):
             check_restorable(model, description, tensors, source)
         else:
             restore(model, description, tensors, source)
             _reset(model)
-        # the entry is there to be read by whoever loads the adapter without this function
-        warnings.filterwarnings("ignore", message=rf".*\['{PEFT_ENTRY}'\]")
         loaded = peft.PeftModel.from_pretrained(model, source, **kwargs)
         check_loaded(loaded, tensors, source)
     return loaded
+
+
+def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> Any:
+    """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
+    import peft
+
+    try:
+        if Path(path).is_dir():
+            folder = Path(path) / (kwargs.get("subfolder") or "")
+        else:
+            folder = filter_folder(str(path), kwargs.get("revision"), kwargs.get("token"))
+    except FileNotFoundError:
+        folder = Path()
+    if not (folder / DESCRIPTION).is_file():
+        raise ValueError(
+            f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and "
+            "gfsa.save wrote none beside it. Load it with peft.PeftModel.from_pretrained"
+        )
+    with all_or_nothing(model), _without_warning():
+        loaded = peft.PeftModel.from_pretrained(model, str(path), **kwargs)
+        load(loaded, folder)
+    return loaded
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """The entry in the config is for whoever loads the adapter without gfsa: no warning here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=rf".*\['{PEFT_ENTRY}'\]")
+        yield
 
 
 def _reset(model: nn.Module) -> None:
@@ -141,12 +175,6 @@ def _filters_in(
                     tensors[f"{layer}.{name}"] = value
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged: {error!s:.200}") from error
-    if not filters:
-        raise ValueError(
-            f"{source} has no filters in its adapter: it was saved without "
-            "modules_to_save=['gfsa']. Load it with peft.PeftModel.from_pretrained; filters that "
-            "gfsa.save wrote are loaded with gfsa.load"
-        )
     return {"format": FORMAT, "filters": filters}, tensors
 
 

@@ -7,15 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from gfsa._version import __version__
+from gfsa.plugs.backbone import canonical_name
 from gfsa.plugs.sites import filters_of
 
 BEGIN, END = "<!-- gfsa: begin -->", "<!-- gfsa: end -->"
 PICTURE = "coefficients.svg"
+
+Weights = Literal["none", "model", "adapter"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -31,8 +34,10 @@ class Card:
     """Layer names with ``coefficients[head][k]``; empty if a filter is no polynomial."""
     base_model: str | None = None
     results: Mapping[str, float | str] | None = None
-    weights: str | None = None
-    """How the uploaded weights are loaded: "transformers", "peft", or None without weights."""
+    weights: Weights = "none"
+    """What was uploaded beside the filters."""
+    model_class: str = "AutoModel"
+    """The class of transformers that loads a whole model."""
 
     def new(self) -> str:
         """The whole file."""
@@ -63,12 +68,10 @@ class Card:
 
     def _introduction(self) -> str:
         filters = self.description["filters"]
-        what = "A model with" if self.weights else "Filters for"
-        of = f" of [{self.base_model}](https://huggingface.co/{self.base_model})" * bool(
-            self.base_model
-        )
+        what = {"none": "Filters for", "model": "A model with", "adapter": "An adapter with"}
+        of = "" if self.base_model is None else f" (backbone: `{self.base_model}`)"
         return (
-            f"{what} graph-filter self-attention in {len(filters)} layers of "
+            f"{what[self.weights]} graph-filter self-attention in {len(filters)} layers of "
             f"`{self.description['model']}`{of}: each head applies a polynomial of its attention "
             f"map, H = c0·I + c1·A + c2·A² + …, with learned coefficients. Written by gfsa "
             f"{__version__}."
@@ -76,17 +79,17 @@ class Card:
 
     def _use(self) -> str:
         name = self.repository
-        if self.weights == "transformers":
+        if self.weights == "model":
             return _code(
                 "import gfsa",
-                "from transformers import AutoModel  # or the AutoModelFor… of your task",
+                f"from transformers import {self.model_class}",
                 "",
-                f'model = gfsa.from_pretrained(AutoModel, "{name}")',
+                f'model = gfsa.from_pretrained({self.model_class}, "{name}")',
             ) + (
-                "\n\n`AutoModel.from_pretrained` alone loads the weights **without the filters**: "
-                "it lists them as UNEXPECTED in its load report."
+                f"\n\n`{self.model_class}.from_pretrained` alone loads the weights **without the "
+                "filters**: it lists them as UNEXPECTED in its load report."
             )
-        if self.weights == "peft":
+        if self.weights == "adapter":
             return _code("import gfsa", "", f'model = gfsa.load_peft(base_model, "{name}")') + (
                 "\n\n`PeftModel.from_pretrained` alone loads the adapter **without the filters** "
                 "if the base model is not plugged."
@@ -117,7 +120,10 @@ def coefficients_of(model: nn.Module) -> list[tuple[str, list[list[float]]]]:
     filters = filters_of(model)
     if not all(filter.is_polynomial for filter in filters.values()):
         return []
-    return [(name, f.coefficients().detach().cpu().tolist()) for name, f in filters.items()]
+    return [
+        (canonical_name(model, name), filter.coefficients().detach().cpu().tolist())
+        for name, filter in filters.items()
+    ]
 
 
 def base_model_of(model: nn.Module) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from gfsa.plugs.checkpoint import describe, save
 from gfsa.plugs.hub.card import (
     PICTURE,
     Card,
+    Weights,
     base_model_of,
     check_results,
     coefficients_of,
@@ -78,6 +80,8 @@ def push_to_hub(
     if not isinstance(repository, str) or not is_hub_name(repository):
         raise ValueError(f"repository must be 'user/name', got {repository!r:.80}")
     check_results(results)
+    if base_model is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model):
+        raise ValueError(f"base_model must be a name on the Hub, got {base_model!r:.80}")
     if not filters_of(model):
         raise ValueError(f"{type(model).__name__} has no filters to upload; gfsa.plug(model) first")
     if any(is_sharded(site) for site in plugged_sites(model).values()):
@@ -93,7 +97,7 @@ def push_to_hub(
     hub = hub_library("gfsa.push_to_hub")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        kind = _save_weights(model, folder) if weights else None
+        kind: Weights = _save_weights(model, folder) if weights else "none"
         save(model, folder)
         card = Card(
             repository,
@@ -102,6 +106,7 @@ def push_to_hub(
             base_model or base_model_of(model),
             results,
             kind,
+            _class_for(model),
         )
         if card.coefficients:
             (folder / PICTURE).write_text(coefficients_svg(card.coefficients), encoding="utf-8")
@@ -121,16 +126,22 @@ def push_to_hub(
     return str(commit.commit_url)
 
 
-def _save_weights(model: Any, folder: Path) -> str:
-    """Write the model with its filters; returns which library loads it."""
+def _class_for(model: nn.Module) -> str:
+    """The class of transformers that loads the model, for the card."""
+    cls = type(model)
+    return cls.__name__ if cls.__module__.startswith("transformers.") else "AutoModel"
+
+
+def _save_weights(model: Any, folder: Path) -> Weights:
+    """Write the model with its filters, and mark it; returns what it is."""
     model.save_pretrained(folder)
     count = len(filters_of(model))
     if (folder / "adapter_config.json").is_file():
         # peft warns about entries that it does not know, by their name
         _add_entry(folder / "adapter_config.json", PEFT_ENTRY, count)
-        return "peft"
+        return "adapter"
     _add_entry(folder / "config.json", CONFIG_ENTRY, count)
-    return "transformers"
+    return "model"
 
 
 def _add_entry(file: Path, key: str, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,18 @@ class TestFilters:
         gfsa.load(again, "user/filters")
         assert torch.equal(again(X), model(X))
         assert len(server.requests) == before
+
+    def test_what_was_never_downloaded_is_not_there_without_a_connection(
+        self, server: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        start = time.monotonic()
+        with pytest.raises(FileNotFoundError, match=r"no answer .* was not downloaded before"):
+            gfsa.load(encoder(), "user/filters")
+        # one attempt, not the client's many
+        assert time.monotonic() - start < 10
 
     def test_revisions(self, server: HubServer) -> None:
         first, second = plugged(encoder()), plugged(encoder(), layers=[1])

@@ -46,6 +46,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 def _can_be_written(tensor: Tensor) -> bool:
     """Whether a forward can write into a tensor: not if it is expanded or an inference tensor."""
+    if tensor.layout is not torch.strided:
+        return False
     expanded = any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
     return not expanded and not tensor.is_inference()
 

@@ -53,11 +53,9 @@ def _download(name: str, revision: str | None, token: str | None) -> Path:
     except ImportError as error:
         raise FileNotFoundError(str(error)) from error
     try:
-        _check_size(hub, name, DESCRIPTION, revision, token)
-        folder = Path(hub.hf_hub_download(name, DESCRIPTION, revision=revision, token=token)).parent
+        folder = _file(hub, name, DESCRIPTION, revision, token).parent
         # the folder is named after the commit: both files are of one save
-        _check_size(hub, name, TENSORS, folder.name, token)
-        hub.hf_hub_download(name, TENSORS, revision=folder.name, token=token)
+        _file(hub, name, TENSORS, folder.name, token)
     # an OSError: no such repository, revision or file, no access, no connection
     except OSError as error:
         where = name if revision is None else f"{name} at {revision!r}"
@@ -69,26 +67,39 @@ def _download(name: str, revision: str | None, token: str | None) -> Path:
     return folder
 
 
-def _check_size(hub: Any, name: str, file: str, revision: str | None, token: str | None) -> None:
-    """Refuse a file that is too large for filters before it is downloaded."""
+def _file(hub: Any, name: str, file: str, revision: str | None, token: str | None) -> Path:
+    """A file of a repository, from the cache if the Hub gives no answer.
+
+    A file that is too large for filters is refused before it is downloaded.
+    """
     try:
         found = hub.get_hf_file_metadata(hub.hf_hub_url(name, file, revision=revision), token=token)
-    except hub.errors.HfHubHTTPError:
-        raise
     except Exception as error:
-        if _is_no_answer(hub, error):
-            # nothing is downloaded: hf_hub_download takes what the cache holds, or raises
-            return
-        raise
+        if not _is_no_answer(hub, error):
+            raise
+        return _cached(hub, name, file, revision, error)
     if found.size is not None and found.size > _MOST[file]:
         raise ValueError(
             f"{file} of {name} has {found.size} bytes; filters are a few numbers per head, more "
             f"than {_MOST[file]} is refused"
         )
+    return Path(hub.hf_hub_download(name, file, revision=revision, token=token))
+
+
+def _cached(hub: Any, name: str, file: str, revision: str | None, silence: Exception) -> Path:
+    """A file that was downloaded before, without another attempt to reach the Hub."""
+    try:
+        return Path(hub.hf_hub_download(name, file, revision=revision, local_files_only=True))
+    except OSError as error:
+        raise ConnectionError(
+            f"no answer ({silence}), and {file} was not downloaded before"
+        ) from error
 
 
 def _is_no_answer(hub: Any, error: Exception) -> bool:
     """Whether the Hub gave no answer: no connection, or the client is set to be offline."""
+    if isinstance(error, hub.errors.HfHubHTTPError):
+        return False
     offline = isinstance(error, (hub.errors.OfflineModeIsEnabled, ConnectionError, TimeoutError))
     # the client library of huggingface_hub is httpx, in older versions requests
     return offline or type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests")

@@ -240,6 +240,7 @@ class TestWholeModel:
         gfsa.push_to_hub(model, "user/model", weights=True)
         again = gfsa.from_pretrained(transformers.AutoModelForCausalLM, "user/model").eval()
         assert torch.equal(logits(again), logits(model))
+        assert not hasattr(again.config, "filters_need_gfsa_from_pretrained")
         # the filters can be had alone
         backbone = gpt2()
         gfsa.load(backbone, "user/model")

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from gfsa._version import __version__
+from gfsa.plugs.adapters.transformers.pretrained import CONFIG_ENTRY
 from gfsa.plugs.checkpoint import describe, save
 from gfsa.plugs.hub.card import (
     PICTURE,
@@ -28,12 +29,6 @@ from gfsa.plugs.peft_adapters import PEFT_ENTRY
 from gfsa.plugs.sites import check_model, filters_of, is_sharded, plugged_sites
 
 CARD = "README.md"
-CONFIG_ENTRY = "filters_need_gfsa_from_pretrained"
-"""The entry of ``config.json`` that says that the model has filters.
-
-transformers keeps entries that it does not know as attributes of the config, without a warning.
-What it warns about without gfsa are the weights of the filters, in its load report.
-"""
 
 
 def push_to_hub(

@@ -14,9 +14,8 @@ _SPELLINGS = {
     "valid": ("valid", "validation", "val", "dev"),
     "test": ("test",),
 }
-SHARES = {"train": 0.8, "valid": 0.1, "test": 0.1}
-"""Of data that comes in one piece."""
-_HELD_OUT = {"train": 0.9, "valid": 0.1}
+_TEST_SHARE = 0.1
+_VALID_SHARE = 0.1
 # a constant, not a setting: every run has the same parts
 _SEED = 2024
 
@@ -46,6 +45,7 @@ def three_parts(
     where: str,
     classes: Sequence[Hashable] | None = None,
     groups: Sequence[Hashable] | None = None,
+    holdout: float = _VALID_SHARE,
 ) -> tuple[Rows, str]:
     """The rows to train, validate and test on, and a sentence on how they were chosen.
 
@@ -53,7 +53,8 @@ def three_parts(
         found: the rows of each part that the data names; ``{"train": all}`` if it names none.
         where: the data, for messages.
         classes: the class of each row, to have every class in each part.
-        groups: the group of each row (its speaker), to have no group in two parts.
+        groups: the speaker of each row, to have no speaker in two parts.
+        holdout: the share to validate on, of data that names no part for it; 0 for no ``valid``.
     """
     parts = {part: list(rows) for part, rows in found.items() if len(rows)}
     named = [part for part in PARTS if part in parts]
@@ -65,20 +66,25 @@ def three_parts(
         )
     if len(named) == len(PARTS):
         return {part: parts[part] for part in PARTS}, "the parts that it names"
-    train = parts["train"]
-    way = "at random, the same in every run"
-    if groups is not None:
-        way = "by speaker, the same in every run"
-    elif classes is not None:
+    way = "by speaker, " if groups is not None else "at random, "
+    way += "the same in every run"
+    if groups is None and classes is not None:
         way += ", every class in the same share"
+    shares = {"train": 1 - holdout, "valid": holdout}
     if len(named) == 1:
-        cut = _cut(train, SHARES, where, classes, groups)
-        return cut, f"80 % train, 10 % valid and 10 % test, {way}"
-    cut = _cut(train, _HELD_OUT, where, classes, groups)
+        shares = {"train": 1 - holdout - _TEST_SHARE, "valid": holdout, "test": _TEST_SHARE}
+    shares = {part: share for part, share in shares.items() if share > 0}
+    if "train" not in shares:
+        raise ValueError(f"holdout={holdout} leaves nothing to train on")
+    cut = _cut(parts["train"], shares, where, classes, groups)
+    percent = ", ".join(f"{100 * share:.3g} % {part}" for part, share in shares.items())
+    if len(named) == 1:
+        return cut, f"{percent}, {way}"
     if "test" in parts:
-        return cut | {"test": parts["test"]}, f"valid is 10 % of the part train, {way}"
+        return cut | {"test": parts["test"]}, f"its train is split: {percent}, {way}"
     return cut | {"test": parts["valid"]}, (
-        f"there is no part test: its valid is reported as test, and valid is 10 % of train, {way}"
+        f"there is no part test: its valid is reported as test, and its train is split: {percent}, "
+        f"{way}"
     )
 
 

@@ -77,6 +77,12 @@ def read_rows(data: str, data_dir: Path, columns: Sequence[str], settings: Seque
     return _rows(str(path), _tables_of(path), columns, settings)
 
 
+def columns_in(path: Path) -> tuple[list[str], str]:
+    """The columns of a table in a file, and its first lines, to follow an error."""
+    table = _open(path)
+    return table.columns, table.begin
+
+
 def texts_of(path: Path, column: str) -> list[str]:
     """One column of a table in a file, empty cells included; the setting ``text`` names it."""
     return _texts(_open(path), column)

@@ -38,7 +38,7 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
     """The images in ``train/CLASS``, ``val/CLASS`` and ``test/CLASS``, or in ``CLASS`` alone.
 
     With ``val`` and no ``test`` it is ``val`` that is reported, and ``valid`` is held out of train.
-    Images without parts are split: 80 % train, 10 % valid, 10 % test.
+    Images without parts are split: 10 % test, ``holdout`` valid, the rest train.
 
     Args:
         root: the folder.
@@ -53,7 +53,7 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
                 "leave one of them"
             )
     if not folders:
-        return _split_for_the_caller(root)
+        return _split_for_the_caller(root, holdout)
     if "train" not in folders or len(folders) == 1:
         raise _without_parts(root)
     classes = _folders_in(folders["train"])
@@ -86,14 +86,14 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
     return ImageFiles(parts, classes, split_by)
 
 
-def _split_for_the_caller(root: Path) -> ImageFiles:
+def _split_for_the_caller(root: Path, holdout: float) -> ImageFiles:
     classes = _folders_in(root)
     files = _images_in(root, classes) if len(classes) > 1 else []
     if not files:
         raise _without_parts(root)
     _refuse_empty(root, classes, files)
     parts, split_by = three_parts(
-        {"train": range(len(files))}, str(root), [label for _, label in files]
+        {"train": range(len(files))}, str(root), [label for _, label in files], holdout=holdout
     )
     listed = {part: [files[row] for row in rows] for part, rows in parts.items()}
     return ImageFiles(listed, classes, split_by)

@@ -72,8 +72,7 @@ class ImageConfig(TrainConfig):
     patch_size: CountOrZero = 0
     """0: the model's own; for CIFAR 4 (2 for Swin, whose windows then have 4×4 tokens)."""
     holdout: Share = 0.1
-    """Share of the training images held out for validation; unused with both val/ and test/, and
-    for folders without these parts, which are split 80 : 10 : 10."""
+    """Share of the training images held out for validation; unused with both val/ and test/."""
     augment: Literal["auto", "device", "workers"] = "auto"
     """CIFAR: crop, flip, erase and mix on the ``device``, or with timm in the ``workers``."""
     auto_augment: str = "rand-m9-mstd0.5-inc1"

@@ -50,7 +50,7 @@ class CodeConfig(TrainConfig):
     short_names = (("label", "label_column"),)
 
     data: str = ""
-    """Code of the caller's own instead of ``dataset``: a file or folder of tables, or ``hub:ID``."""
+    """Code of the caller's own instead of ``dataset``: a file or folder of tables, ``hub:ID``."""
     text: tuple[str, ...] = ("func",)
     """Its column of code; two columns for pairs of functions."""
     label_column: str = "target"
@@ -129,7 +129,7 @@ class CodeClassifier(nn.Module):
         self.out = nn.Linear(width, classes)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits ``(B, classes)`` for ``(B·functions, N)`` tokens; functions of a pair are adjacent."""
+        """Logits ``(B, classes)`` for ``(B·functions, N)`` tokens; those of a pair are adjacent."""
         vectors = self._vectors(input_ids, attention_mask).unflatten(0, (-1, self.functions))
         vectors = vectors.flatten(1)
         if self.between is not None:

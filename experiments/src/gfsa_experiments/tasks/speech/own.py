@@ -1,9 +1,9 @@
 """Recordings of a caller's own: a folder with a table of transcripts, or in LibriSpeech's layout.
 
 ``transcripts.tsv`` (or ``.csv``) has the columns ``path``, relative to it, and ``text``, and
-``speaker`` and ``split`` if they are known. In LibriSpeech's layout a ``*.trans.txt`` has a line for each
-recording beside it: its name, a space, its words. Any rate and number of channels is read: the mean
-of the channels at 16 kHz. Transcripts are made upper-case.
+``speaker`` and ``split`` if they are known. In LibriSpeech's layout a ``*.trans.txt`` has a line
+for each recording beside it: its name, a space, its words. Any rate and number of channels is read:
+the mean of the channels at 16 kHz. Transcripts are made upper-case.
 """
 
 from __future__ import annotations

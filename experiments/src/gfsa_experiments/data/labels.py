@@ -66,7 +66,7 @@ def decide(texts: Sequence[str], column: str, wanted: Wanted = "auto") -> Labels
             "label= to another column"
         )
     place = {name: float(number) for number, name in enumerate(classes)}
-    why = f"{len(classes)} classes, {_some(classes)}"
+    why = f"classification, {len(classes)} classes: {_some(classes)}"
     if wanted == "auto" and whole:
         why += f" (at most {_MOST_NUMBERED_CLASSES} different whole numbers; labels=numbers"
         why += " would make them a quantity)"
@@ -97,7 +97,7 @@ def _number(text: str) -> float | None:
 
 def _numbers(texts: Sequence[str]) -> str:
     values = sorted(float(text) for text in texts)
-    return f"numbers from {values[0]:g} to {values[-1]:g} (labels=classes would make them classes)"
+    return f"regression, numbers from {values[0]:g} to {values[-1]:g} (labels=classes would make them classes)"
 
 
 def _some(values: Sequence[str]) -> str:

@@ -63,7 +63,8 @@ class LraConfig(TrainConfig):
     """ListOps: tokens of a sequence with CLS; its lists have at most 1,999. Longer texts of the
     caller's own are cut."""
     pad_to_multiple: CountOrZero = 0
-    """ListOps and own texts: batches are padded, CLS included, to a multiple of this; 0: to ``length``."""
+    """ListOps and own texts: batches are padded, CLS included, to a multiple of this; 0: to
+    ``length``."""
     holdout: InnerShare = 0.1
     """Image: share of the training images held out for validation."""
 

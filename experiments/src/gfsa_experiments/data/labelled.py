@@ -25,7 +25,12 @@ class LabelledRows:
 
 @lru_cache(maxsize=2)
 def read_labelled(
-    data: str, data_dir: Path, text: tuple[str, ...], label: str, wanted: Wanted = "auto"
+    data: str,
+    data_dir: Path,
+    text: tuple[str, ...],
+    label: str,
+    wanted: Wanted = "auto",
+    only_classes: bool = False,
 ) -> LabelledRows:
     """The examples of a table (:mod:`gfsa_experiments.data.tables`).
 
@@ -35,10 +40,12 @@ def read_labelled(
         text: the column of the text, or the two columns of a pair.
         label: the column of the label.
         wanted: what the labels are, if they are not to decide it.
+        only_classes: the recipe predicts classes alone.
     """
     columns = (*text, label)
     rows = read_rows(data, data_dir, columns, ("text",) * len(text) + ("label",))
-    labels = decide([values[-1] for values in rows.values], label, wanted)
+    texts = [values[-1] for values in rows.values]
+    labels = decide(texts, label, wanted, only_classes=only_classes)
     classes = labels.values if labels.kind == "classes" else None
     parts, split_by = three_parts(rows.parts, rows.where, classes)
     refuse_unseen(labels, parts, rows.where)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +27,14 @@ class Labels:
     """A sentence for the caller."""
 
 
-def decide(texts: Sequence[str], column: str, wanted: Wanted = "auto") -> Labels:
+def decide(
+    texts: Sequence[str],
+    column: str,
+    wanted: Wanted = "auto",
+    *,
+    only_classes: bool = False,
+    advice: str = "set label= to another column",
+) -> Labels:
     """What the labels are.
 
     Words are classes; so are whole numbers of which at most 20 different ones occur. Other numbers
@@ -38,9 +44,10 @@ def decide(texts: Sequence[str], column: str, wanted: Wanted = "auto") -> Labels
         texts: the labels as text.
         column: where they come from, for messages.
         wanted: the caller's own decision, if there is one.
+        only_classes: the recipe predicts classes alone, and has no setting ``labels``.
+        advice: what to do if they are no labels.
     """
     values = [_number(text) for text in texts]
-    different = list(Counter(texts))
     numeric = None not in values
     whole = numeric and all(float(value).is_integer() for value in values if value is not None)
     few = len(set(values)) <= _MOST_NUMBERED_CLASSES
@@ -50,24 +57,32 @@ def decide(texts: Sequence[str], column: str, wanted: Wanted = "auto") -> Labels
             raise ValueError(
                 f"labels=numbers, but the column {column} has {wrong!r}; set labels=classes"
             )
-        return Labels("numbers", (), [float(v) for v in values if v is not None], _numbers(texts))
-    if wanted == "auto" and len(different) > max(2, len(texts) / 2):
-        raise ValueError(
-            f"the column {column} has {len(different)} different values in {len(texts)} rows, such "
-            f"as {_some(different)}: it does not look like labels; set label= to another column, "
-            "or labels=classes if each of them is a class"
-        )
+        numbers = [value for value in values if value is not None]
+        ends = f"numbers from {min(numbers):g} to {max(numbers):g}"
+        if only_classes:
+            raise ValueError(
+                f"this recipe predicts classes, and the column {column} has {ends}; {advice}, or "
+                "use the recipe text, which predicts numbers too"
+            )
+        why = f"regression, {ends} (labels=classes would make them classes)"
+        return Labels("numbers", (), numbers, why)
     # 1 and 1.0 are one class if all are whole numbers
     names = [str(int(v)) for v in values if v is not None] if whole else list(texts)
     classes = sorted(set(names), key=(lambda name: (int(name), name)) if whole else None)
+    if wanted == "auto" and len(classes) > max(2, len(texts) / 2):
+        override = "" if only_classes else ", or labels=classes if each of them is a class"
+        raise ValueError(
+            f"the column {column} has {len(classes)} different values in {len(texts)} rows, such "
+            f"as {_some(classes)}: it does not look like labels; {advice}{override}"
+        )
     if len(classes) < 2:
         raise ValueError(
-            f"every label in the column {column} is {classes[0]!r}: there is nothing to learn; set "
-            "label= to another column"
+            f"every label in the column {column} is {classes[0]!r}: there is nothing to learn; "
+            f"{advice}"
         )
     place = {name: float(number) for number, name in enumerate(classes)}
     why = f"classification, {len(classes)} classes: {_some(classes)}"
-    if wanted == "auto" and whole:
+    if wanted == "auto" and whole and not only_classes:
         why += f" (at most {_MOST_NUMBERED_CLASSES} different whole numbers; labels=numbers"
         why += " would make them a quantity)"
     return Labels("classes", tuple(classes), [place[name] for name in names], why)
@@ -93,11 +108,6 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
-
-
-def _numbers(texts: Sequence[str]) -> str:
-    values = sorted(float(text) for text in texts)
-    return f"regression, numbers from {values[0]:g} to {values[-1]:g} (labels=classes would make them classes)"
 
 
 def _some(values: Sequence[str]) -> str:

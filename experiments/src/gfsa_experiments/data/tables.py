@@ -173,7 +173,8 @@ def _usable(
         if len(cells) < len(columns):
             bad.add(number, f"it has more or fewer fields than the {len(table.columns)} columns")
             continue
-        texts = tuple("" if cell is None else str(cell).strip() for cell in cells)
+        # NaN stands for a missing cell in many tables
+        texts = tuple("" if cell is None or cell != cell else str(cell).strip() for cell in cells)
         empty = [column for column, text in zip(columns, texts, strict=True) if not text]
         if empty:
             bad.add(number, f"nothing in the column {', '.join(empty)}")

@@ -51,12 +51,7 @@ class CodeSet:
 
 def own_code(data: str, data_dir: Path, text: tuple[str, ...], label: str) -> CodeSet:
     """Functions, or pairs of them, with classes, from a table of the caller's own."""
-    rows = read_labelled(data, data_dir, text, label)
-    if rows.labels.kind == "numbers":
-        raise ValueError(
-            f"{rows.own.source}: this recipe predicts classes, and the column {label} has "
-            f"{rows.labels.why.split(' (')[0]}; gfsa train text predicts numbers"
-        )
+    rows = read_labelled(data, data_dir, text, label, only_classes=True)
     place: dict[str, int] = {}
     functions = np.array(
         [[place.setdefault(_one_line(code), len(place)) for code in texts] for texts in rows.texts]

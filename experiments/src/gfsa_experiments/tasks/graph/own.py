@@ -113,7 +113,8 @@ def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, int, str]:
     otherwise numbers.
     """
     if y.shape[1] == 1:
-        found = decide([str(value) for value in y[:, 0].tolist()], "y", wanted)
+        texts = [str(value) for value in y[:, 0].tolist()]
+        found = decide(texts, "y", wanted, advice="give every graph its class or number as y")
         values = torch.tensor(found.values, dtype=torch.float32)[:, None]
         metric: Metric = "accuracy" if found.kind == "classes" else "mae"
         return values, metric, len(found.classes), f"y: {found.why}; measured by {metric}"

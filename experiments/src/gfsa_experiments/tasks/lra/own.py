@@ -27,13 +27,12 @@ class OwnTexts:
 @lru_cache(maxsize=2)
 def read_texts(data: str, data_dir: Path, text: str, label: str, longest: int) -> OwnTexts:
     """Texts with classes from a table; those of more than ``longest`` bytes are cut."""
-    rows = read_labelled(data, data_dir, (text,), label)
+    rows = read_labelled(data, data_dir, (text,), label, only_classes=True)
     classes = len(rows.labels.classes)
-    if rows.labels.kind == "numbers" or classes > _MOST_CLASSES:
+    if classes > _MOST_CLASSES:
         raise ValueError(
             f"{rows.own.source}: this recipe predicts up to {_MOST_CLASSES} classes, and the "
-            f"column {label} has {rows.labels.why.split(' (')[0]}; gfsa train text predicts more "
-            "classes, and numbers"
+            f"column {label} has {classes}; the recipe text predicts any number of them"
         )
     # 0 is the padding
     whole = [row[0].replace("\0", " ").encode() for row in rows.texts]

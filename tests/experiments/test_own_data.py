@@ -239,9 +239,7 @@ class TestLabels:
     def test_a_column_that_is_no_label(self) -> None:
         with pytest.raises(ValueError, match=r"10 different values in 10 rows, such as text 0,"):
             decide([f"text {i}" for i in range(10)], "review")
-        with pytest.raises(
-            ValueError, match=r"predicts classes, .*from 0\.5 to 2; set lab"
-        ):
+        with pytest.raises(ValueError, match=r"predicts classes, .*from 0\.5 to 2; set lab"):
             decide(["0.5", "2"], "stars", only_classes=True)
         with pytest.raises(ValueError, match="every label in the column stars is '5'"):
             decide(["5"] * 4, "stars")

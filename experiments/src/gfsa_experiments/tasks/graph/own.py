@@ -199,7 +199,7 @@ def _processed_files(folder: Path) -> dict[str, Path]:
     files = sorted(inside.glob("*.pt"))
     found = {part: file for file in files if (part := part_named(file.stem)) is not None}
     if found:
-        return found
+        return {part: found[part] for part in PARTS if part in found}
     # beside them PyG leaves pre_transform.pt and pre_filter.pt
     data = [file for file in files if not file.stem.startswith("pre_")]
     if len(data) == 1:

@@ -307,7 +307,17 @@ class TestCorpora:
         parts |= {"validation": HubPart(content=["v"]), "test": HubPart(content=["t"])}
         assert corpus_of("hub:someone/corpus", tmp_path, "content").documents()["valid"] == ["v"]
         del parts["test"]
-        with pytest.raises(ValueError, match="has the parts train, valid: expected train alone"):
+        found = corpus_of("hub:someone/corpus", tmp_path, "content")
+        assert found.split_by.startswith("its valid is reported as test; the last 5 %")
+        documents = found.documents()
+        assert {part: len(some) for part, some in documents.items()} == {
+            "train": 95,
+            "valid": 5,
+            "test": 1,
+        }
+        assert documents["test"] == ["v"]
+        del parts["train"]
+        with pytest.raises(ValueError, match="has the parts valid, but none to train on"):
             corpus_of("hub:someone/corpus", tmp_path)
 
     def test_a_key_of_ones_own(self, tmp_path: Path) -> None:

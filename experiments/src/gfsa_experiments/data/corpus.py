@@ -115,13 +115,27 @@ class HubCorpus(Corpus):
 
     @property
     def has_parts(self) -> bool:
-        return len(self.tables) == len(PARTS)
+        return len(self.tables) > 1
+
+    @property
+    def split_by(self) -> str:
+        if len(self.tables) != 2:
+            return super().split_by
+        (other,) = set(self.tables) - {"train"}
+        held_out = f"the last {round(100 * _HELD_OUT)} % of its documents to train on are valid"
+        return held_out if other == "test" else f"its valid is reported as test; {held_out}"
 
     def read(self) -> dict[str, list[str]]:
-        return {
-            part: texts_of_hub(f"{self.root} {part}", table, self.column)
-            for part, table in self.tables.items()
-        }
+        found = {part: [text for text in self._texts(part) if text.strip()] for part in self.tables}
+        if len(found) != 2:
+            return found
+        (other,) = set(found) - {"train"}
+        train = found["train"]
+        held_out = max(1, round(_HELD_OUT * len(train)))
+        return {"train": train[:-held_out], "valid": train[-held_out:], "test": found[other]}
+
+    def _texts(self, part: str) -> list[str]:
+        return texts_of_hub(f"{self.root} {part}", self.tables[part], self.column)
 
     def identity(self) -> Iterator[str]:
         yield f"{self.root} {self.column}\n"
@@ -166,19 +180,20 @@ def read_corpus(path: Path, column: str = "text") -> FileCorpus:
         return FileCorpus(_stem(path), str(path), column, {"train": tuple(texts)})
     if len(named) < len(PARTS):
         lacking = ", ".join(name for name in PARTS if name not in named)
+        there = ", ".join(f"{name} ({parts[name][0].relative_to(path)})" for name in named)
         raise ValueError(
-            f"{path} has files for {', '.join(named)}, but none for {lacking}: name files or "
-            "folders after all three parts, or after none, to have them split"
+            f"{path} has files for {there}, but none for {lacking}: name files or folders after "
+            "all three parts, or after none, to have them split"
         )
     return FileCorpus(_stem(path), str(path), column, parts)
 
 
 def _hub_corpus(data: str, column: str) -> HubCorpus:
     parts, unused = load_parts(data)
-    if len(parts) not in (1, len(PARTS)) or "train" not in parts:
+    if "train" not in parts:
         raise ValueError(
-            f"{data} has the parts {', '.join((*parts, *unused))}: expected train alone, which is "
-            "then split, or train, validation and test; export what you need to a file"
+            f"{data} has the parts {', '.join((*parts, *unused))}, but none to train on; export "
+            "what you need to a file"
         )
     return HubCorpus(name_of(data), data, column, parts)
 

@@ -61,6 +61,7 @@ class TestNames:
             ("lra", {"data": "image.csv"}, "data=image softmax"),
             ("image", {"data": "a/cifar10", **SMALL_IMAGES}, "folder=cifar10 deit_tiny-d1"),
             ("pretrain", {"data": "hub:someone/wiki:en"}, "wiki-en qwen3-15m"),
+            ("pretrain", {"data": "techdocs.txt"}, "data=techdocs qwen3-15m"),
         ],
     )
     def test_rows_are_never_labelled_like_those_of_our_data(
@@ -182,6 +183,15 @@ class TestTables:
         assert found.own.split_by.endswith("not used: unsupervised")
         with pytest.raises(ValueError, match="no column 'review'; it has text, label"):
             labelled("hub:someone/films", "review", "label")
+
+    def test_hidden_labels_of_the_hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        train = HubPart(text=["a", "b"] * 10, label=["x", "y"] * 10)
+        hidden = HubPart(text=["c"] * 5, label=[None] * 5)
+        shown = HubPart(text=["d"] * 4, label=["x"] * 4)
+        fake_parts(monkeypatch, {"train": train, "validation": shown, "test": hidden})
+        own = labelled("hub:someone/contest", "text", "label").own
+        assert own.splits == {"train": 18, "valid": 2, "test": 4}
+        assert own.split_by.endswith("not used: test, whose label is hidden")
 
     def test_a_hub_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fails(*which: str) -> Any:
@@ -319,6 +329,14 @@ class TestCorpora:
         del parts["train"]
         with pytest.raises(ValueError, match="has the parts valid, but none to train on"):
             corpus_of("hub:someone/corpus", tmp_path)
+
+    def test_tables(self, tmp_path: Path) -> None:
+        lines = ["id,text", *(f'{i},"document {i}, or so"' for i in range(100)), "100,"]
+        (tmp_path / "x.csv").write_text("\n".join(lines))
+        assert corpus_of("x.csv", tmp_path).documents()["test"][-1] == "document 99, or so"
+        (tmp_path / "x.csv").write_text("\n".join([*lines, "101,too,many"]))
+        with pytest.warns(UserWarning, match=r"1 of 102 rows .* line 103: it has more or fewer"):
+            corpus_of("x.csv", tmp_path).documents()
 
     def test_a_key_of_ones_own(self, tmp_path: Path) -> None:
         (tmp_path / "x.jsonl").write_text('{"content": "a"}\n{"text": 1}\n')

@@ -23,7 +23,7 @@ from gfsa_experiments.data.own import (
     text_of,
 )
 from gfsa_experiments.data.splits import PARTS, part_of
-from gfsa_experiments.data.tables import ENDINGS as TABLES
+from gfsa_experiments.data.table_files import ENDINGS as TABLES
 from gfsa_experiments.data.tables import texts_of, texts_of_hub
 
 _TEXT = (".txt", ".md", ".text")

@@ -177,8 +177,12 @@ class PretrainConfig(TrainConfig):
 
     def label(self) -> str:
         size = self.size if "size" not in self.unused() else f"d{self.depth}-w{self.width}"
-        own = self.data.startswith(HUB)
-        name = name_of(self.data) if own else Path(self.data).name.partition(".")[0]
+        hub = self.data.startswith(HUB)
+        name = name_of(self.data) if hub else Path(self.data).name.partition(".")[0]
+        ours = PretrainConfig.data
+        if name == ours and self.data != ours:
+            # the caller's own text is not taken for ours
+            name = f"data={name}"
         return f"{name} qwen3-{size}"
 
 

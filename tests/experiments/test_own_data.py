@@ -361,7 +361,7 @@ def test_a_setting_by_its_short_name() -> None:
         ("causal_lm", {"data": "x.txt", "dataset": "ptb"}, r"dataset \(data= names the text"),
         ("causal_lm", {"text": "content"}, r"text \(it names a column of data="),
         ("graph", {"data": "zincc"}, r"data must be one of zinc, .*\./zincc\), got 'zincc'"),
-        ("image", {"data": "photos", "dataset": "cifar10"}, "leave one of them out"),
+        ("image", {"data": "photos", "dataset": "cifar10"}, r"data \(dataset=cifar10 is ours"),
     ],
 )
 def test_settings_that_make_no_sense(recipe: str, settings: dict[str, str], error: str) -> None:

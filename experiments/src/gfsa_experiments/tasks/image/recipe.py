@@ -102,11 +102,6 @@ class ImageConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
-        if self.data and self.dataset != "folder":
-            raise ValueError(
-                f"data={self.data} is a folder of your own, dataset={self.dataset} is ours; leave "
-                "one of them out"
-            )
         if self.augment == "device" and self.dataset == "folder":
             raise ValueError(
                 "images in folders have different sizes and are augmented by the workers; "
@@ -135,6 +130,10 @@ class ImageConfig(TrainConfig):
         unused["group_by_length"] = "every image has the same size"
         if self.dataset == "folder":
             unused["augment"] = "images in folders are always augmented by the workers"
+        else:
+            unused["data"] = (
+                f"dataset={self.dataset} is ours; leave it out for a folder of your own"
+            )
         if self.on_device:
             unused["auto_augment"] = "only augment=workers applies timm's policies"
         if not (self.mixup and self.cutmix):

@@ -74,7 +74,7 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
             )
     _refuse_empty(folders["train"], classes, files["train"])
     if len(files) == len(PARTS):
-        return ImageFiles({name: files[name] for name in PARTS}, classes, "the folders")
+        return ImageFiles({name: files[name] for name in PARTS}, classes, "the parts that it names")
     reported = "test" if "test" in files else "valid"
     parts = {"train": files["train"], "test": files[reported]}
     split_by = f"{folders[reported].name} is reported as test"

@@ -131,9 +131,7 @@ class ImageConfig(TrainConfig):
         if self.dataset == "folder":
             unused["augment"] = "images in folders are always augmented by the workers"
         else:
-            unused["data"] = (
-                f"dataset={self.dataset} is ours; leave it out for a folder of your own"
-            )
+            unused["data"] = f"dataset={self.dataset} is ours; dataset=folder reads your own"
         if self.on_device:
             unused["auto_augment"] = "only augment=workers applies timm's policies"
         if not (self.mixup and self.cutmix):
@@ -316,7 +314,7 @@ def _own_data(config: ImageConfig, data_dir: Path) -> OwnData:
         source=config.data or str(data_dir),
         splits={name: len(files.parts[name]) for name in PARTS if name in files.parts},
         split_by=files.split_by,
-        labels=f"{len(files.classes)} classes, {some}",
+        labels=f"classification, {len(files.classes)} classes: {some}",
         unit="images",
     )
 

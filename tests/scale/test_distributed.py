@@ -65,6 +65,8 @@ def test_four_processes(tmp_path: Path) -> None:
         check(results, scenario, list(errors))
 
 
+# examples/accelerate_fsdp2.py is launched in every run
+@pytest.mark.slow
 def test_accelerate_launch(tmp_path: Path) -> None:
     launch(
         "accelerate",

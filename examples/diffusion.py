@@ -1,6 +1,6 @@
 """A small diffusion transformer (DiT) on timm's attention, trained as a rectified flow.
 
-pip install 'gfsa[timm]';  python examples/diffusion.py --steps 400
+pip install 'gfsa[timm]';  python examples/diffusion.py --steps 250
 """
 
 import argparse
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gfsa
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--steps", type=int, default=400)
+parser.add_argument("--steps", type=int, default=250)
 parser.add_argument("--filter-lr", type=float, default=1e-2)
 SIZE, PATCH, WIDTH, LAYERS = 16, 4, 64, 3
 

@@ -14,7 +14,9 @@ import gfsa
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--new-tokens", type=int, default=48)
-parser.add_argument("--backend", default="inductor", help="of torch.compile")
+# of torch.compile; on a CPU, inductor's C++ compiler takes more than a minute
+backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+parser.add_argument("--backend", default=backend)
 
 
 def trained_model(folder: str) -> None:

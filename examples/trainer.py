@@ -16,6 +16,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--filter-lr", type=float, default=1e-2)
+parser.add_argument("--logging-steps", type=int, default=20)
 parser.add_argument("--out", default="run")
 
 
@@ -52,9 +53,10 @@ def main() -> None:
         learning_rate=options.lr,
         weight_decay=0.1,
         per_device_train_batch_size=8,
-        logging_steps=20,
+        logging_steps=options.logging_steps,
         save_strategy="no",
         report_to=[],
+        disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
     trainer = FilterTrainer(

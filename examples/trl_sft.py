@@ -51,7 +51,7 @@ def main() -> None:
 
     arguments = trl.SFTConfig(
         options.out, max_steps=options.steps, learning_rate=1e-3, logging_steps=5,
-        per_device_train_batch_size=4, save_strategy="no", report_to=[],
+        per_device_train_batch_size=4, save_strategy="no", report_to=[], disable_tqdm=True,
         # several examples a row, cut at max_length
         packing=True, packing_strategy="wrapped", max_length=64,
         use_cpu=not torch.cuda.is_available(), bf16=False, gradient_checkpointing=False,

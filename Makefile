@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint typecheck pytest coverage slow fuzz census clean
+.PHONY: demo test lint typecheck pytest coverage slow fuzz census examples clean
 
 demo: .venv/.demo
 	$(BIN)/gfsa demo
@@ -30,6 +30,10 @@ fuzz: .venv/.dev
 # every model type of transformers and timm against a dense reference; writes docs/supported.md
 census: .venv/.dev
 	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m census.run --processes 2 --write
+
+# every example and notebook as a reader runs it, with its defaults
+examples: .venv/.dev
+	$(BIN)/pytest tests/examples -m "slow or not slow" --durations=0
 
 coverage: .venv/.dev
 	$(BIN)/pytest -n 2 --cov --cov-report=term-missing

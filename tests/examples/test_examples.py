@@ -124,7 +124,8 @@ def test_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def kinds_of(cell: Any) -> list[str]:
     """What a cell shows: text, pictures."""
-    return [kind for output in cell.get("outputs", []) for kind in output.get("data", {"text": ""})]
+    outputs = cell.get("outputs", [])
+    return [kind for output in outputs for kind in sorted(output.get("data", {"text": ""}))]
 
 
 def test_none_is_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,12 @@ import torch
 
 from support.filter_rate import check_against_one_process, one_process, two_processes
 
-pytest.importorskip("deepspeed")
+LABELS = {
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "zero2-config": "ZeRO-2, optimizer from the config",
+    "zero3-config": "ZeRO-3, optimizer from the config",
+}
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +24,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return one_process(tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("mode", ["zero2", "zero3", "zero2-config", "zero3-config"])
+@pytest.mark.parametrize("mode", list(LABELS))
 def test_two_processes(
-    mode: str, expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    expected: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record: Callable[[str, str], None],
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     found = two_processes(mode, tmp_path)
@@ -30,3 +40,5 @@ def test_two_processes(
     rates = torch.tensor(expected["rates"])
     torch.testing.assert_close(torch.tensor(found["rates"])[: len(rates) - late], rates[late:])
     assert found["resumed theta"] == found["theta"]
+    check = f"Trainer with gfsa.FilterRate, {LABELS[mode]}, 2 processes"
+    record(check, "the run of one process, resumed exactly")

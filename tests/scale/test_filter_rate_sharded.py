@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from support.filter_rate import check_against_one_process, one_process, two_processes
+from support.filter_rate import check_against_one_process, launched, one_process
 
 
 @pytest.mark.slow
 def test_fsdp2(tmp_path: Path) -> None:
     expected = one_process(tmp_path / "one")
-    found = two_processes("fsdp2", tmp_path)
+    found = launched("fsdp2", tmp_path)
     check_against_one_process(found, expected)
     assert found["rates"] == expected["rates"]

@@ -18,9 +18,9 @@ def one_process(folder: Path) -> dict[str, Any]:
     return result_of(run, folder / "filters")
 
 
-def two_processes(mode: str, folder: Path) -> dict[str, Any]:
+def launched(mode: str, folder: Path, processes: int = 2) -> dict[str, Any]:
     worker = str(WORKERS / "filter_rate.py")
-    launch("torchrun", "--standalone", "--nproc-per-node=2", worker, mode, str(folder))
+    launch("torchrun", "--standalone", f"--nproc-per-node={processes}", worker, mode, str(folder))
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
 

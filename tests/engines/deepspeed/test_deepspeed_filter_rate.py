@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.filter_rate import check_against_one_process, one_process, two_processes
+from scale.workers.filter_rate import FILTER_LR, MODEL_LR, alone_in_a_loop
+from support.filter_rate import check_against_one_process, launched, one_process
 
 LABELS = {
     "zero2": "ZeRO-2",
@@ -33,7 +34,8 @@ def test_two_processes(
     record: Callable[[str, str], None],
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    found = two_processes(mode, tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = launched(mode, tmp_path)
     check_against_one_process(found, expected)
     # DeepSpeed moves its own schedule on before Trainer asks for the rate
     late = 1 if mode.endswith("-config") else 0
@@ -42,3 +44,19 @@ def test_two_processes(
     assert found["resumed theta"] == found["theta"]
     check = f"Trainer with gfsa.FilterRate, {LABELS[mode]}, 2 processes"
     record(check, "the run of one process, resumed exactly")
+
+
+def test_accelerate_with_an_optimizer_from_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[[str, str], None]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = launched("accelerate-config", tmp_path, processes=1)
+    assert found["groups"] == [["weights", MODEL_LR], ["biases", MODEL_LR], ["filters", FILTER_LR]]
+    theta, expected = torch.tensor(found["theta"]), torch.tensor(alone_in_a_loop())
+    assert expected.abs().max() > FILTER_LR
+    torch.testing.assert_close(theta, expected, rtol=0, atol=1e-4)
+    record(
+        "accelerate, ZeRO-3, DummyOptim(gfsa.parameter_groups(…))",
+        "the groups and the run of torch alone",
+    )

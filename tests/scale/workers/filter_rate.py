@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -100,9 +101,17 @@ def theta_after(run: Any, folder: Path) -> list[float]:
     """What the run learned, gathered by ``gfsa.save`` and read by every process."""
     gfsa.save(run.model, folder)
     run.accelerator.wait_for_everyone()
+    return saved_theta(folder)
+
+
+def saved_theta(folder: Path) -> list[float]:
     fresh = model()
     gfsa.load(fresh, folder)
-    return torch.cat([f.theta.detach().flatten() for f in gfsa.filters_of(fresh).values()]).tolist()
+    return theta_of(fresh)
+
+
+def theta_of(model: Any) -> list[float]:
+    return torch.cat([f.theta.detach().flatten() for f in gfsa.filters_of(model).values()]).tolist()
 
 
 def result_of(run: Any, folder: Path, **more: Any) -> dict[str, Any]:
@@ -117,9 +126,57 @@ def result_of(run: Any, folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+def one_loop(prepared: Any, backward: Any) -> None:
+    """A pass over the rows in a loop of one's own."""
+    run, optimizer, loader = prepared
+    for batch in loader:
+        backward(run(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accelerate_config(folder: Path) -> dict[str, Any]:
+    """accelerate and the optimizer of DeepSpeed's config, for which ``DummyOptim`` stands.
+
+    One process: without a GPU, accelerate starts DeepSpeed on one only.
+    """
+    from accelerate.utils import DummyOptim
+
+    config = deepspeed_config(stage=3, with_optimizer=True)
+    config["gradient_clipping"] = 1.0
+    config["optimizer"]["params"] = {"lr": MODEL_LR, "weight_decay": 0.0, "torch_adam": True}
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+    built = model()
+    optimizer = DummyOptim(gfsa.parameter_groups(built, lr=MODEL_LR, filter_lr=FILTER_LR))
+    loader = torch.utils.data.DataLoader(rows(), batch_size=BATCH)
+    prepared = accelerator.prepare(built, optimizer, loader)
+    one_loop(prepared, accelerator.backward)
+    gfsa.save(prepared[0], folder / "filters")
+    accelerator.wait_for_everyone()
+    groups = [[group.get("name"), group["lr"]] for group in prepared[1].param_groups]
+    return {"theta": saved_theta(folder / "filters"), "groups": groups}
+
+
+def alone_in_a_loop() -> list[float]:
+    built = model()
+    optimizer = torch.optim.AdamW(gfsa.parameter_groups(built, lr=MODEL_LR, filter_lr=FILTER_LR))
+    loader = torch.utils.data.DataLoader(rows(), batch_size=BATCH)
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(built.parameters(), 1.0)
+
+    one_loop((built, optimizer, loader), backward)
+    return theta_of(built)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     mode, folder = sys.argv[1], Path(sys.argv[2])
+    if mode == "accelerate-config":
+        (folder / "result.json").write_text(json.dumps(accelerate_config(folder)))
+        return
     if mode == "fsdp2":
         run = trainer(ShardedTrainer, folder, processes=2)
         run.train()

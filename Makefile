@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint typecheck pytest coverage slow fuzz census engines clean
+.PHONY: demo test lint typecheck pytest coverage slow fuzz census engines examples clean
 
 demo: .venv/.demo
 	$(BIN)/gfsa demo
@@ -34,6 +34,10 @@ census: .venv/.dev
 # vLLM, torchtitan, DeepSpeed …, each in .venv-engines/NAME; writes docs/engines.md. One: ENGINES=vllm
 engines: .venv/.dev
 	cd tests && ../$(BIN)/python -m engines.run --write $(ENGINES)
+
+# every example and notebook as a reader runs it, with its defaults
+examples: .venv/.dev
+	$(BIN)/pytest tests/examples -m "slow or not slow" --durations=0
 
 coverage: .venv/.dev
 	$(BIN)/pytest -n 2 --cov --cov-report=term-missing

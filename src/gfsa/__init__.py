@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from gfsa import baselines
     from gfsa._public import (
         GFSA,
+        FilterRate,
         GraphFilter,
         Laplacian,
         PageRank,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GFSA",
+    "FilterRate",
     "GraphFilter",
     "Laplacian",
     "PageRank",

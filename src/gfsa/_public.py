@@ -2,7 +2,7 @@
 
 from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention
-from gfsa.plugs import filters_of, parameter_groups, plug, register_adapter, unplug
+from gfsa.plugs import FilterRate, filters_of, parameter_groups, plug, register_adapter, unplug
 from gfsa.plugs.adapters.transformers.pretrained import from_pretrained
 from gfsa.plugs.checkpoint import load, save
 from gfsa.plugs.convert import convert
@@ -12,6 +12,7 @@ from gfsa.plugs.prune import prune
 
 __all__ = [
     "GFSA",
+    "FilterRate",
     "GraphFilter",
     "Laplacian",
     "PageRank",

@@ -10,8 +10,11 @@ from pathlib import Path
 WORKERS = Path(__file__).parents[1] / "scale" / "workers"
 
 
-def launch(*command: str, timeout: float = 240) -> None:
-    """Run a launcher of this environment as a user would type it; one thread a process."""
+def launch(*command: str, timeout: float = 240) -> str:
+    """Run a launcher of this environment as a user would type it; returns what it prints.
+
+    One thread a process.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # a worker of pytest-xdist has a rank of its own in the environment
     environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST")}
@@ -24,3 +27,4 @@ def launch(*command: str, timeout: float = 240) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

@@ -2,6 +2,7 @@
 
 from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.call_check import FilterNotCalledError
+from gfsa.plugs.filter_rate import FilterRate
 from gfsa.plugs.optim import parameter_groups
 from gfsa.plugs.plug import PlugReport, plug, unplug
 from gfsa.plugs.registry import register_adapter
@@ -10,6 +11,7 @@ from gfsa.plugs.sites import Site, filters_of, sites
 __all__ = [
     "Adapter",
     "FilterNotCalledError",
+    "FilterRate",
     "PlugReport",
     "Site",
     "SwapClass",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
 
 from gfsa.plugs.sites import filters_of
+
+FILTERS = "filters"
+"""The ``"name"`` of the filters' group among an optimiser's parameter groups."""
 
 
 def parameter_groups(
@@ -30,15 +34,7 @@ def parameter_groups(
         filter_lr: for the filters; default: as ``lr``.
         weight_decay: for weights of two or more dimensions; biases, norms and filters get none.
     """
-    filters = filters_of(model)
-    if not filters:
-        raise ValueError(f"{type(model).__name__} has no filters; gfsa.plug(model) first")
-    of_filters = [p for f in filters.values() for p in f.parameters() if p.requires_grad]
-    if filter_lr is not None and not of_filters:
-        raise ValueError(
-            f"filter_lr={filter_lr} has no parameters to act on: every filter is frozen (peft "
-            "freezes them unless modules_to_save=['gfsa']), or has no learned numbers"
-        )
+    of_filters = trained_parameters(model, filter_lr)
     known = {id(p) for p in of_filters}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     groups = [
@@ -46,7 +42,37 @@ def parameter_groups(
         | {"weight_decay": weight_decay},
         {"name": "biases", "params": [p for p in rest if p.dim() <= 1], "lr": lr}
         | {"weight_decay": 0.0},
-        {"name": "filters", "params": of_filters, "lr": lr if filter_lr is None else filter_lr}
-        | {"weight_decay": 0.0},
+        filter_group(of_filters, lr if filter_lr is None else filter_lr),
     ]
     return [group for group in groups if group["params"]]
+
+
+def filter_group(of_filters: list[nn.Parameter], lr: float) -> dict[str, Any]:
+    """The group of the filters: their own rate, no weight decay."""
+    return {"name": FILTERS, "params": of_filters, "lr": lr, "weight_decay": 0.0}
+
+
+def trained_parameters(model: nn.Module, filter_lr: float | None) -> list[nn.Parameter]:
+    """The filters' parameters that are not frozen; with a ``filter_lr`` there has to be one."""
+    filters = filters_of(model)
+    if not filters:
+        raise ValueError(f"{type(model).__name__} has no filters; gfsa.plug(model) first")
+    trained = [p for f in filters.values() for p in f.parameters() if p.requires_grad]
+    if filter_lr is not None and not trained:
+        raise ValueError(
+            f"filter_lr={filter_lr} has no parameters to act on: every filter is frozen (peft "
+            "freezes them unless modules_to_save=['gfsa']), has no learned numbers, or was "
+            "flattened by FSDP 1 (use_orig_params=True keeps parameters apart)"
+        )
+    return trained
+
+
+def check_rate(filter_lr: float) -> float:
+    """The rate, if it is one; otherwise a ValueError."""
+    is_number = isinstance(filter_lr, int | float) and not isinstance(filter_lr, bool)
+    if not is_number or not math.isfinite(filter_lr) or filter_lr < 0:
+        raise ValueError(
+            f"filter_lr must be a finite number, zero or more, got {filter_lr!r:.40}; "
+            "try values from 1e-3 to 1e-2 first"
+        )
+    return float(filter_lr)

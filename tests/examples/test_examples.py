@@ -1,0 +1,157 @@
+"""Every script and notebook of ``examples/`` runs, learns, and stands on the page that lists them.
+
+``make test`` runs them with few steps, in one process where that is possible. ``make examples``
+runs them as a reader would, each by itself and with its defaults.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from support import notebooks
+from support.launching import launch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "examples.md"
+
+# the arguments that make each short enough for `make test`
+QUICK = {
+    "diffusion": ["--steps", "30"],
+    "lightning_module": ["--steps", "20"],
+    "nanogpt": ["--steps", "20"],
+    "pyg_gps": ["--epochs", "2"],
+    "serve": ["--new-tokens", "8", "--backend", "eager"],
+    "timm_finetune": ["--steps", "15"],
+    "trainer": ["--steps", "10", "--logging-steps", "5"],
+    "trl_sft": ["--steps", "10"],
+}
+LAUNCHED = "accelerate_fsdp2"
+LAUNCHER = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+LAUNCHER += ["--dynamo_backend=no"]
+NOTEBOOKS = ["does_my_model_oversmooth", "first_look"]
+# what a reader waits at most; their own limit is a minute on a machine that does nothing else
+LONGEST = 240.0
+
+
+def check_output(name: str, printed: str) -> None:
+    """The last line says what was learned; serving compares tokens itself."""
+    if name == "serve":
+        assert "the same" in printed
+        return
+    last = printed.strip().splitlines()[-1]
+    moved = re.search(r"filters moved by up to (\d+\.\d+)$", last)
+    assert moved, last
+    assert float(moved[1]) > 0.01
+    losses = re.search(r"loss (\S+) → (\S+);", last)
+    if losses:
+        assert float(losses[2]) < float(losses[1])
+
+
+@pytest.fixture
+def _accelerate_alone() -> Iterator[None]:
+    """Trainer and Accelerator keep their settings in process-wide singletons."""
+
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("_accelerate_alone")
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_script(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *QUICK[name]])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    check_output(name, capsys.readouterr().out)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    script = str(EXAMPLES / f"{LAUNCHED}.py")
+    printed = launch("accelerate", "launch", *LAUNCHER, script, "--steps=4", f"--out={tmp_path}")
+    check_output(LAUNCHED, printed)
+    assert (tmp_path / "filters" / "filters.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_script_as_a_reader_runs_it(name: str, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_output(name, done.stdout)
+    print(f"{name}: {time.perf_counter() - start:.0f} s")
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # a cell that raises is an error of the client
+    found, kept = notebooks.executed(name, tmp_path), notebooks.read(name)
+    assert [kinds_of(cell) for cell in found.cells] == [kinds_of(cell) for cell in kept.cells], (
+        "a web page shows other outputs than a run: cd tests && python -m support.notebooks"
+    )
+    assert sum("image/png" in kinds_of(cell) for cell in kept.cells) >= 2
+
+
+def kinds_of(cell: Any) -> list[str]:
+    """What a cell shows: text, pictures."""
+    outputs = cell.get("outputs", [])
+    return [kind for output in outputs for kind in sorted(output.get("data", {"text": ""}))]
+
+
+def test_none_is_left_out() -> None:
+    assert {p.stem for p in EXAMPLES.glob("*.py")} == {*QUICK, LAUNCHED}
+    assert {p.stem for p in EXAMPLES.glob("*.ipynb")} == set(NOTEBOOKS)
+    listed = re.findall(r"\.\./examples/([\w.]+)\)", PAGE.read_text(encoding="utf-8"))
+    there = {p.name for p in EXAMPLES.iterdir() if p.suffix in (".py", ".ipynb")}
+    assert set(listed) == there
+
+
+def test_they_stay_short() -> None:
+    lines = {p.name: len(p.read_text(encoding="utf-8").splitlines()) for p in EXAMPLES.glob("*.py")}
+    assert all(count <= 100 for count in lines.values()), lines
+
+
+def test_a_gpt_gets_its_filters_by_three_lines() -> None:
+    code = (EXAMPLES / "nanogpt.py").read_text(encoding="utf-8").splitlines()
+    marked = [line for line in code if line.endswith("# gfsa")]
+    # whatever names gfsa is marked, but for the description and the sentence at the end
+    assert [line for line in code if re.search(r"\bgfsa\.\w|import gfsa", line)] == marked
+    assert len(marked) == 3
+
+
+def test_nothing_of_this_machine_is_kept_in_a_notebook() -> None:
+    for name in NOTEBOOKS:
+        text = (EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
+        assert len(text) < 250_000
+        for place in (str(ROOT), str(Path.home()), os.sep + "tmp" + os.sep, "site-packages"):
+            assert place not in text, place

@@ -1,0 +1,247 @@
+"""A learning rate of the filters' own, in trainers that build their optimiser themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import peft
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from torch import Tensor
+
+import gfsa
+from gfsa.plugs.filter_rate import give_rate, refuse_scheduler_from_config
+from support.training import learned, plugged, same
+from support.zoo import VOCABULARY
+
+MODEL_LR, FILTER_LR = 1e-4, 1e-2
+
+
+class FilterTrainer(gfsa.FilterRate, transformers.Trainer):
+    pass
+
+
+def examples() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(3, VOCABULARY, (16, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def gpt2() -> Any:
+    return plugged("gpt2", dropout=0.1).train()
+
+
+def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
+    options = {"learning_rate": MODEL_LR, "max_steps": 4, "logging_steps": 1} | options
+    return transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        weight_decay=0.1,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=1,
+        **options,
+    )
+
+
+def trainer(model: Any, folder: Path, cls: Any = FilterTrainer, **options: Any) -> Any:
+    extra = {"filter_lr": FILTER_LR} if cls is FilterTrainer else {}
+    return cls(model, arguments(folder, **options), train_dataset=examples(), **extra)
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_alone() -> Iterator[None]:
+    """Trainer and Accelerator keep their settings in process-wide singletons."""
+
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+    forget()
+    yield
+    forget()
+
+
+def filter_ids(model: Any) -> set[int]:
+    return {id(filter.theta) for filter in gfsa.filters_of(model).values()}
+
+
+class TestTrainer:
+    def test_the_filters_have_a_group_of_their_own(self, tmp_path: Path) -> None:
+        model = gpt2()
+        plain = trainer(model, tmp_path, transformers.Trainer).create_optimizer()
+        before = [(group["weight_decay"], len(group["params"])) for group in plain.param_groups]
+        optimizer = trainer(model, tmp_path).create_optimizer()
+        decayed, rest, filters = optimizer.param_groups
+        assert {id(p) for p in filters["params"]} == filter_ids(model)
+        assert (filters["lr"], filters["weight_decay"]) == (FILTER_LR, 0.0)
+        # the other groups are Trainer's own, less the filters
+        taken = len(filters["params"])
+        assert before == [(0.1, len(decayed["params"]) + taken), (0.0, len(rest["params"]))]
+        assert decayed["lr"] == rest["lr"] == MODEL_LR
+        assert {key: filters[key] for key in ("betas", "eps")} == {
+            key: decayed[key] for key in ("betas", "eps")
+        }
+
+    def test_rates_are_scheduled_alike_and_logged(self, tmp_path: Path) -> None:
+        model = gpt2()
+        before = learned(model)
+        run = trainer(model, tmp_path, lr_scheduler_type="linear")
+        run.train()
+        rows = [row for row in run.state.log_history if "learning_rate" in row]
+        falling = torch.tensor([1.0, 0.75, 0.5, 0.25])
+        for name, rate in (("learning_rate", MODEL_LR), ("filter_learning_rate", FILTER_LR)):
+            torch.testing.assert_close(torch.tensor([row[name] for row in rows]), rate * falling)
+        # Adam moves a number by at most about its rate a step
+        moved = max((theta - before[name]).abs().max() for name, theta in learned(model).items())
+        assert 1e-2 < moved <= 2.5e-2 * 1.01
+
+    def test_a_run_that_is_resumed_ends_where_it_would_have(self, tmp_path: Path) -> None:
+        whole = gpt2()
+        trainer(whole, tmp_path / "whole").train()
+        resumed = gpt2()
+        halfway = tmp_path / "whole" / "checkpoint-2"
+        trainer(resumed, tmp_path / "resumed").train(resume_from_checkpoint=str(halfway))
+        assert same(dict(resumed.state_dict()), dict(whole.state_dict()))
+
+    def test_the_rate_alone_changes_nothing_else(self, tmp_path: Path) -> None:
+        # the model's rate for the filters: Trainer's own run, gradient clipping included
+        options = {"max_grad_norm": 1e-3, "max_steps": 2}
+        expected, found = gpt2(), gpt2()
+        plain = trainer(expected, tmp_path / "plain", transformers.Trainer, **options)
+        # Trainer decays the filters, FilterRate does not
+        plain.get_decay_parameter_names = lambda model: [
+            name
+            for name in transformers.Trainer.get_decay_parameter_names(plain, model)
+            if "gfsa" not in name
+        ]
+        plain.train()
+        FilterTrainer(
+            found,
+            arguments(tmp_path / "own", **options),
+            train_dataset=examples(),
+            filter_lr=MODEL_LR,
+        ).train()
+        assert same(dict(found.state_dict()), dict(expected.state_dict()))
+
+    def test_a_second_run_of_one_trainer(self, tmp_path: Path) -> None:
+        run = trainer(gpt2(), tmp_path, max_steps=2)
+        run.train()
+        run.train()
+        assert run.state.log_history[0]["filter_learning_rate"] == FILTER_LR
+
+    @pytest.mark.parametrize("name", ["adafactor", "sgd", "adamw_torch_fused"])
+    def test_other_optimizers(self, name: str, tmp_path: Path) -> None:
+        model = gpt2()
+        run = trainer(model, tmp_path, optim=name)
+        assert [g["lr"] for g in run.create_optimizer().param_groups[1:]] == [MODEL_LR, FILTER_LR]
+
+    def test_lora(self, tmp_path: Path) -> None:
+        config = peft.LoraConfig(
+            target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["gfsa"]
+        )
+        model = peft.get_peft_model(gpt2(), config)
+        run = trainer(model, tmp_path, max_steps=1)
+        run.train()
+        filters = run.optimizer.param_groups[-1]
+        assert {id(p) for p in filters["params"]} == filter_ids(model)
+        assert run.state.log_history[0]["filter_learning_rate"] == FILTER_LR
+
+
+class TestRefusals:
+    def test_filters_that_peft_froze(self, tmp_path: Path) -> None:
+        config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        model = peft.get_peft_model(gpt2(), config)
+        with pytest.raises(ValueError, match=r"no parameters to act on.*modules_to_save"):
+            trainer(model, tmp_path).create_optimizer()
+
+    def test_a_model_without_filters(self, tmp_path: Path) -> None:
+        model = gpt2()
+        gfsa.unplug(model)
+        with pytest.raises(ValueError, match=r"has no filters; gfsa\.plug"):
+            trainer(model, tmp_path).create_optimizer()
+
+    def test_an_optimizer_that_has_not_the_filters(self, tmp_path: Path) -> None:
+        model = gpt2()
+        run = trainer(model, tmp_path)
+        run.optimizer = torch.optim.SGD([model.transformer.wte.weight], lr=0.1)
+        with pytest.raises(ValueError, match=r"SGD does not hold.*lr_multiplier"):
+            run.create_optimizer()
+
+    def test_two_rates(self, tmp_path: Path) -> None:
+        model = gpt2()
+        run = trainer(model, tmp_path)
+        run.optimizer = torch.optim.AdamW(gfsa.parameter_groups(model, lr=1e-4, filter_lr=1e-3))
+        with pytest.raises(ValueError, match=r"group of filters with lr=0\.001"):
+            run.create_optimizer()
+
+    @pytest.mark.parametrize("rate", [-1.0, float("nan"), "0.1", None, True])
+    def test_rates_that_are_none(self, rate: Any) -> None:
+        with pytest.raises(ValueError, match="filter_lr must be a finite number"):
+            FilterTrainer(None, None, filter_lr=rate)
+
+    def test_the_wrong_order_of_bases(self) -> None:
+        with pytest.raises(TypeError, match=r"must stand before.*\(Trainer, FilterRate\)"):
+            type("Wrong", (transformers.Trainer, gfsa.FilterRate), {})
+
+    def test_a_scheduler_from_deepspeeds_config(self) -> None:
+        with pytest.raises(ValueError, match=r"Remove it from the config.*lr_multiplier"):
+            refuse_scheduler_from_config(DummyScheduler(None))
+        refuse_scheduler_from_config(DummyScheduler(None, lr_scheduler_callable=lambda o: o))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_stands_for_an_optimizer_from_deepspeeds_config(grouped: bool) -> None:
+    model = gpt2()
+    parameters = list(model.parameters())
+    optimizer = DummyOptim([{"params": iter(parameters), "lr": 1.0}] if grouped else parameters)
+    for _ in range(2):
+        give_rate(optimizer, model, FILTER_LR)
+        rest, filters = optimizer.params
+        assert {id(p) for p in filters["params"]} == filter_ids(model)
+        assert filters["lr"] == FILTER_LR
+        assert {id(p) for p in rest["params"]} == {id(p) for p in parameters} - filter_ids(model)
+
+
+def test_lightning_names_the_rate_in_its_monitor(tmp_path: Path) -> None:
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2()
+
+        def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            groups = gfsa.parameter_groups(self, lr=MODEL_LR, filter_lr=FILTER_LR)
+            optimizer = torch.optim.AdamW(groups)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    monitor = lightning.pytorch.callbacks.LearningRateMonitor()
+    logged: dict[str, float] = {}
+
+    class Log(lightning.pytorch.loggers.csv_logs.CSVLogger):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.update(metrics)
+
+    lightning.Trainer(
+        max_epochs=2,
+        limit_train_batches=2,
+        accelerator="cpu",
+        callbacks=[monitor],
+        logger=Log(tmp_path),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), torch.utils.data.DataLoader(examples(), batch_size=4))
+    assert logged["lr-AdamW/filters"] == FILTER_LR / 2
+    assert logged["lr-AdamW/weights"] == MODEL_LR / 2

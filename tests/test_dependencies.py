@@ -49,6 +49,7 @@ FRAMEWORK_MODULES = {
     "gfsa.lens.command": {"typer"},
     "gfsa.lens.figures": {"matplotlib"},
     "gfsa.lens.callbacks.transformers": {"transformers"},
+    "gfsa.plugs.adapters.diffusers": {"diffusers"},
     "gfsa.plugs.adapters.speechbrain": {"speechbrain"},
     "gfsa.plugs.adapters.timm": {"timm"},
     "gfsa.plugs.adapters.torchvision": {"torchvision"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -326,3 +327,13 @@ def test_a_backend_that_does_not_call_torch_is_refused(monkeypatch: pytest.Monke
     )
     with pytest.raises(ValueError, match=r"called torch's attention 0 times.*'native'"):
         run(model, "Flux")
+
+
+def test_the_page_on_diffusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[3] / "docs" / "diffusion.md"
+    blocks = re.findall(r"```python no-run\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)

@@ -1,4 +1,7 @@
-"""Continuous batching of plugged models: the tokens that ``generate`` gives, whatever happens."""
+"""Continuous batching of plugged models: the tokens that ``generate`` gives, whatever happens.
+
+More models, degrees and implementations are in ``tests/engines/transformers``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.integrations import flash_paged
 
 import gfsa
-from support.batching import DECODERS, by_batching, by_generate, decoder, greedy, prompts
+from support.batching import by_batching, by_generate, decoder, greedy, prompts
 
 hf.logging.set_verbosity_error()
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -41,55 +44,18 @@ def grouped() -> Any:
     return decoder(GROUPED)
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [(name, "sdpa") for name in FAST]
-    + [
-        pytest.param(name, implementation, marks=pytest.mark.slow)
-        for name in DECODERS
-        for implementation in ("sdpa", "eager")
-        if (name, implementation) not in [(name, "sdpa") for name in FAST]
-    ],
-)
-def test_the_tokens_are_those_of_generate(name: str, implementation: str) -> None:
-    model = decoder(name, implementation)
+@pytest.mark.parametrize("name", FAST)
+def test_the_tokens_are_those_of_generate(name: str) -> None:
+    model = decoder(name)
     inputs = prompts(*LENGTHS)
     expected = by_generate(model, inputs)
     # 8 tokens a batch: prompts come in pieces, beside requests that decode already
     for most in (64, 8):
         assert by_batching(model, inputs, max_batch_tokens=most) == expected
-    assert model.config._attn_implementation == implementation
+    assert model.config._attn_implementation == "sdpa"
     gfsa.unplug(model)
     # the filters change the tokens, so that a filter that is left out would be seen
     assert by_generate(model, inputs) != expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("filter", [gfsa.PageRank, lambda heads: gfsa.Polynomial(heads, degree=1)])
-def test_other_degrees(filter: Any) -> None:
-    for name in FAST:
-        model = decoder(name, filter=filter)
-        inputs = prompts(*LENGTHS)
-        assert by_batching(model, inputs, max_batch_tokens=8) == by_generate(model, inputs)
-
-
-@pytest.mark.slow
-def test_layers_of_different_degrees_and_layers_without_a_filter() -> None:
-    model = decoder(MIXED, filter=gfsa.PageRank, layers=[2])
-    gfsa.plug(model, K=3, layers=[3])
-    next(reversed(gfsa.filters_of(model).values())).theta.data.normal_(std=0.3)
-    inputs = prompts(*LENGTHS)
-    assert by_batching(model, inputs, max_batch_tokens=8) == by_generate(model, inputs)
-
-
-@pytest.mark.slow
-def test_a_pruned_model() -> None:
-    model = decoder(GROUPED)
-    for layer in gfsa.filters_of(model).values():
-        layer.theta.data[:2, 2] = 0.0
-    gfsa.prune(model, tolerance=1e-6)
-    inputs = prompts(*LENGTHS)
-    assert by_batching(model, inputs, max_batch_tokens=8) == by_generate(model, inputs)
 
 
 @pytest.mark.parametrize("name", [GROUPED, pytest.param(MIXED, marks=pytest.mark.slow)])

@@ -21,6 +21,8 @@ import gfsa
 
 diffusers.utils.logging.set_verbosity_error()
 
+Record = Callable[[str, str], None]
+
 _SMALL = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "sample_size": 8}
 _BLOCKS = "transformer_blocks"
 
@@ -212,18 +214,20 @@ def test_at_the_start_nothing_changes_and_unplugged_nothing_is_left(name: str) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_output_is_that_of_the_dense_formula(name: str) -> None:
+def test_the_output_is_that_of_the_dense_formula(name: str, record: Record) -> None:
     plain = build(name)
     filtered = give_filters(copy.deepcopy(plain))
     expected = dense_result(plain, filtered, name)
     found = run(filtered, name)
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
     assert (found - run(plain, name)).abs().max() > 1e-3 * expected.abs().max()
+    error = float((found - expected).abs().max() / expected.abs().max())
+    record(f"{name}: {len(gfsa.filters_of(filtered))} layers", f"within {error:.0e} of the formula")
 
 
 @pytest.mark.parametrize("name", ["PixArt", "SD3", "Flux"])
 @pytest.mark.parametrize("order", ["fuse, then plug", "plug, then fuse"])
-def test_fused_projections(name: str, order: str) -> None:
+def test_fused_projections(name: str, order: str, record: Record) -> None:
     plain = build(name)
     expected = run(give_filters(copy.deepcopy(plain)), name)
     model = copy.deepcopy(plain)
@@ -235,13 +239,14 @@ def test_fused_projections(name: str, order: str) -> None:
         give_filters(model)
     assert any("qkv" in key for key in dict(model.named_modules()))
     torch.testing.assert_close(run(model, name), expected, rtol=0, atol=2e-6)
+    record(f"{name}: {order} the projections", "same output")
     model.unfuse_qkv_projections()
     torch.testing.assert_close(run(model, name), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["SD3", "Flux"])
 @pytest.mark.parametrize("order", ["plug, then LoRA", "LoRA, then plug"])
-def test_lora_beside_filters(name: str, order: str) -> None:
+def test_lora_beside_filters(name: str, order: str, record: Record) -> None:
     config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
     plain = build(name)
     model = copy.deepcopy(plain)
@@ -257,6 +262,7 @@ def test_lora_beside_filters(name: str, order: str) -> None:
     found = run(model, name)
     assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
     assert not torch.allclose(found, run(give_filters(plain), name), atol=1e-4)
+    record(f"{name}: {order}", "that of the formula with the adapted weights")
     # peft freezes everything that is there when it comes
     trained = {key for key, x in model.named_parameters() if x.requires_grad}
     assert any("lora_A" in key for key in trained)

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,12 @@ def complete(address: str, folder: Path, prompt: str) -> str:
     return text
 
 
-def test_the_completions_are_those_of_generate(address: str, folder: Path) -> None:
+def test_the_completions_are_those_of_generate(
+    address: str,
+    folder: Path,
+    record: Callable[[str, str], None],
+    request: pytest.FixtureRequest,
+) -> None:
     model = gfsa.from_pretrained(hf.AutoModelForCausalLM, folder).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     prompts = ["w3 w14 w15 w9 w26", "w5 w35"]
@@ -100,6 +105,8 @@ def test_the_completions_are_those_of_generate(address: str, folder: Path) -> No
     plain = [_by_generate(model, tokenizer, prompt) for prompt in prompts]
     assert filtered != plain
     assert [complete(address, folder, prompt).split() for prompt in prompts] == filtered
+    how = request.node.callspec.id
+    record(f"`gfsa serve`, {how}: 40 greedy tokens of a completion", "identical to `generate`")
 
 
 def _by_generate(model: Any, tokenizer: Any, prompt: str) -> list[str]:

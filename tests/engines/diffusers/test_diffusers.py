@@ -296,6 +296,37 @@ def test_compiled(name: str) -> None:
     torch.testing.assert_close(run(model, name), expected, rtol=0, atol=2e-6)
 
 
+def test_a_unet() -> None:
+    torch.manual_seed(0)
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=2,
+        cross_attention_dim=12,
+    ).eval()
+    inputs = {
+        "sample": torch.randn(2, 4, 8, 8),
+        "timestep": torch.tensor([3, 700]),
+        "encoder_hidden_states": torch.randn(2, 5, 12),
+    }
+    with torch.no_grad():
+        before = model(**inputs).sample
+        report = gfsa.plug(model)
+        assert report.plugged
+        assert len(report.plugged) == len(report.skipped)
+        assert all(name.endswith("attn1") for name in report.plugged)
+        assert all(name.endswith("attn2") for name in report.skipped)
+        assert torch.equal(model(**inputs).sample, before)
+        gfsa.unplug(model)
+        give_filters(model)
+        changed = model(**inputs).sample
+    assert (changed - before).abs().max() > 1e-3
+
+
 def test_an_image_autoencoder() -> None:
     torch.manual_seed(0)
     model = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).eval()

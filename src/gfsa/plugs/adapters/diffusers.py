@@ -111,11 +111,11 @@ class _Filtered(nn.Module):
         return result
 
 
-class FilteredAttention(_Filtered, Attention):  # type: ignore[misc]
+class FilteredAttention(_Filtered, Attention):
     """Attention of DiT, PixArt, Stable Diffusion and Stable Diffusion 3."""
 
 
-class FilteredFluxAttention(_Filtered, FluxAttention):  # type: ignore[misc]
+class FilteredFluxAttention(_Filtered, FluxAttention):
     """Attention of Flux, joint in its first blocks and of one sequence in the others."""
 
 

@@ -28,7 +28,6 @@ logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 LENGTHS = (5, 11, 17)
 MIXED = "gemma 3, both kinds of layers"
 GROUPED = "llama, grouped queries"
-FAST = (GROUPED, MIXED)
 # blocks that do not hold three requests of 31 tokens at a time
 FEW = {GROUPED: 14, MIXED: 20}
 
@@ -44,18 +43,18 @@ def grouped() -> Any:
     return decoder(GROUPED)
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_the_tokens_are_those_of_generate(name: str) -> None:
+@pytest.mark.parametrize(("name", "new"), [(GROUPED, 40), (MIXED, 20)])
+def test_the_tokens_are_those_of_generate(name: str, new: int) -> None:
     model = decoder(name)
     inputs = prompts(*LENGTHS)
-    expected = by_generate(model, inputs)
+    expected = by_generate(model, inputs, new)
     # 8 tokens a batch: prompts come in pieces, beside requests that decode already
     for most in (64, 8):
-        assert by_batching(model, inputs, max_batch_tokens=most) == expected
+        assert by_batching(model, inputs, new, max_batch_tokens=most) == expected
     assert model.config._attn_implementation == "sdpa"
     gfsa.unplug(model)
     # the filters change the tokens, so that a filter that is left out would be seen
-    assert by_generate(model, inputs[:1]) != expected[:1]
+    assert by_generate(model, inputs[:1], new) != expected[:1]
 
 
 @pytest.mark.parametrize("name", [GROUPED, pytest.param(MIXED, marks=pytest.mark.slow)])
@@ -227,6 +226,12 @@ def test_a_model_plugged_by_tracing_is_refused() -> None:
     for start in (lambda: model.generate_batch([[5, 6]]), model.init_continuous_batching):
         with pytest.raises(NotImplementedError, match=r"is plugged by tracing.*Use generate\(\)"):
             start()
+
+
+def test_another_transformers_is_refused(grouped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(OffloadingManager, "_offload_to_cpu")
+    with pytest.raises(NotImplementedError, match=r"has no OffloadingManager._offload_to_cpu"):
+        grouped.generate_batch([[5, 6]])
 
 
 def test_copies_start_themselves_and_unplugged_models_are_as_before() -> None:

@@ -13,6 +13,7 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import (
@@ -28,9 +29,25 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.paged import POWERS, PagedPowers
 
+# what is overridden below: where transformers no longer has it, powers would be left behind
+_OVERRIDDEN = (
+    (ContinuousBatchingManager, "_create_batch_processor"),
+    (PagedAttentionCache, "copy_cache"),
+    (PagedAttentionMemoryHandler, "activation_peak"),
+    (PagedAttentionMemoryHandler, "_equation_coefficients"),
+    (OffloadingManager, "_offload_to_cpu"),
+    (OffloadingManager, "restore_scheduled_requests"),
+)
+
 
 def start(model: Any, generation_config: Any, config: Any, workload_hints: Any) -> Any:
     """``init_continuous_batching`` of a plugged model; arguments and result are the same."""
+    missing = [f"{kind.__name__}.{name}" for kind, name in _OVERRIDDEN if not hasattr(kind, name)]
+    if missing:
+        raise NotImplementedError(
+            f"transformers {transformers.__version__} has no {', '.join(missing)}, which is "
+            "needed for continuous batching of a plugged model. Use generate() or transformers 5.17"
+        )
     if config is None:
         general = model.generation_config if generation_config is None else generation_config
         config = getattr(general, "continuous_batching_config", None) or ContinuousBatchingConfig()

@@ -231,6 +231,8 @@ class TestCompile:
         ):
             assert relative_error(ours, theirs) <= 1e-6
 
+    # a whole model is compiled by it in tests/plugs/test_training_compile.py
+    @pytest.mark.slow
     @pytest.mark.skipif(
         not any(map(shutil.which, ("c++", "g++", "clang++"))),
         reason="torch's own compiler needs a C++ compiler",

@@ -5,6 +5,9 @@ from gfsa.functional import graph_filter_attention, linear_graph_filter_attentio
 from gfsa.plugs import filters_of, parameter_groups, plug, register_adapter, unplug
 from gfsa.plugs.adapters.transformers.pretrained import from_pretrained
 from gfsa.plugs.checkpoint import load, save
+from gfsa.plugs.convert import convert
+from gfsa.plugs.hub.push import push_to_hub
+from gfsa.plugs.peft_adapters import load_peft
 from gfsa.plugs.prune import prune
 
 __all__ = [
@@ -14,14 +17,17 @@ __all__ = [
     "PageRank",
     "Polynomial",
     "Twicing",
+    "convert",
     "filters_of",
     "from_pretrained",
     "graph_filter_attention",
     "linear_graph_filter_attention",
     "load",
+    "load_peft",
     "parameter_groups",
     "plug",
     "prune",
+    "push_to_hub",
     "register_adapter",
     "save",
     "unplug",

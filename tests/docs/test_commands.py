@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.runs.run import Run
+from support.snippets import commands_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -17,20 +17,8 @@ PAGES = [
     *sorted((ROOT / "results").glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-_FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # they say where, not what
 _PLACES = ("--data-dir", "--results", "--out", "--jobs", "--device")
-
-
-def commands_of(page: str) -> list[list[str]]:
-    """The words after ``gfsa train`` of every such line of a page's blocks."""
-    found = []
-    for block in _FENCE.findall(page):
-        for line in block.replace("\\\n", " ").splitlines():
-            if "gfsa train " in line:
-                words = shlex.split(line.partition("gfsa train ")[2], comments=True)
-                found.append(words)
-    return found
 
 
 def runs_of(words: list[str], folder: Path) -> list[Run]:

@@ -12,10 +12,11 @@ from support.tiny_images import write_folder
 
 def test_classes_are_numbered_by_name(tmp_path: Path) -> None:
     write_folder(tmp_path, {"train": 2, "val": 1})
-    files, classes = list_images(tmp_path)
-    assert classes == ["n000", "n001", "n002"]
-    assert [label for _, label in files["train"]] == [0, 0, 1, 1, 2, 2]
-    image, label = FolderImages(files["val"])[2]
+    files = list_images(tmp_path, holdout=0.0)
+    assert files.classes == ["n000", "n001", "n002"]
+    assert set(files.parts) == {"train", "test"}
+    assert [label for _, label in files.parts["train"]] == [0, 0, 1, 1, 2, 2]
+    image, label = FolderImages(files.parts["test"])[2]
     assert image.mode == "RGB"
     assert image.size == (40, 44)
     assert label == 2
@@ -30,7 +31,9 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         list_images(tmp_path)
     (tmp_path / "val" / "n777").rmdir()
     (tmp_path / "train" / "n777").mkdir()
-    with pytest.raises(FileNotFoundError, match="no valid file for the classes n777"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no images .* of the classes n777.*has nothing in it"
+    ):
         list_images(tmp_path)
 
 
@@ -38,6 +41,6 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     write_folder(tmp_path, {"train": 2, "val": 1})
     path = tmp_path / "val" / "n001" / "1.JPEG"
     path.write_bytes(path.read_bytes()[:200])
-    images = FolderImages(list_images(tmp_path)[0]["val"])
+    images = FolderImages(list_images(tmp_path).parts["test"])
     with pytest.raises(ValueError, match=r"n001/1\.JPEG is no readable image"):
         images[1]

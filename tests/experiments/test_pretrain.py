@@ -15,10 +15,23 @@ from torch import nn
 import gfsa
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model
 from gfsa_experiments.runs.row import Row
-from gfsa_experiments.runs.run import carry_out
+from gfsa_experiments.runs.run import DivergedError, carry_out
+from gfsa_experiments.runs.run_folder import read_row
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig, PretrainTask
 from support.interrupting import ends_as_if_never_interrupted
 from support.tiny_pretraining import SMALL, a_batch, a_run, built, document, write_corpus
+
+
+def interrupted_at(call: int, loss: Any) -> Any:
+    """``loss``, interrupted when it is called for the so-many-th time."""
+    calls = iter(range(1, call + 1))
+
+    def counted(*arguments: Any) -> Any:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return loss(*arguments)
+
+    return counted
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -218,6 +231,31 @@ class TestTraining:
         assert tokens == tuple(step * 8 * 16 for step in steps)
         assert list(seconds) == sorted(seconds)
         assert losses[0] > losses[1] > losses[2] == row.valid
+
+    def test_a_loss_that_never_falls_is_recorded_as_diverged(
+        self, data: Path, tmp_path: Path
+    ) -> None:
+        run = a_run(data, tmp_path, lr=30.0, warmup=0.0, max_steps=6, clip=0.0)
+        with pytest.raises(DivergedError, match=r"loss on valid is .* and was 5\.8") as caught:
+            carry_out(run)
+        row = caught.value.row
+        assert math.isnan(row.test)
+        assert row.valid is not None
+        assert math.isnan(row.valid)
+        assert row.steps == 6
+        assert read_row(run.folder) is not None
+        # the curve that shows it is kept
+        assert len((run.folder / "curve.csv").read_text().splitlines()) > 1
+
+    def test_the_start_is_remembered_by_a_checkpoint(self, data: Path, tmp_path: Path) -> None:
+        """A run that had broken down before it was interrupted is recorded as such."""
+        run = a_run(data, tmp_path, lr=30.0, warmup=0.0, max_steps=6, clip=0.0, checkpoint_every=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PretrainTask, "loss", interrupted_at(4, PretrainTask.loss))
+            with pytest.raises(KeyboardInterrupt):
+                carry_out(run)
+        with pytest.raises(DivergedError, match="before the first step"):
+            carry_out(dataclasses.replace(run, resume=True))
 
     @pytest.mark.parametrize("method", ["plain", "gfsa"])
     def test_an_interrupted_run_ends_as_if_never_interrupted(

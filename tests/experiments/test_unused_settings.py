@@ -18,6 +18,14 @@ from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.runs.sweep import Request
 from gfsa_experiments.tasks import RECIPES, find_recipe
 from support.graph_files import write_zinc
+from support.own_data import (
+    reviews,
+    write_functions,
+    write_npz,
+    write_photos,
+    write_recordings,
+    write_table,
+)
 from support.speech import write_an4, write_librispeech
 from support.tiny_images import write_cifar10, write_folder
 from support.tiny_texts import corpus, save_model, write, write_devign, write_glue
@@ -36,6 +44,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "causal_lm": {"block": 16},
     "code": {"max_length": 24, "pad_to_multiple": 8},
     "glue": {"task": "rte"},
+    "text": {"data": "my.csv", "text": ("review",), "label_column": "stars"},
     "digits": {"depth": 1, "width": 16, "heads": 2},
     "pretrain": {"vocab_size": 300, "block": 16, "head_dim": 8, "precision": "fp32"},
 }
@@ -74,6 +83,13 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("code", SCRATCH),
     ("code", {"model": "tiny-roberta"}),
     ("glue", {"model": "tiny-bert"}),
+    ("text", {"model": "tiny-bert"}),
+    ("causal_lm", SCRATCH | {"tokenizer": "bpe", "data": "notes.txt"}),
+    ("code", SCRATCH | {"data": "functions.jsonl", "text": ("code",), "label_column": "kind"}),
+    ("lra", {"data": "my.csv", "text": "review", "label_column": "stars", "length": 32}),
+    ("graph", {"model": "gps", "encoding_width": 4, "data": "my_graphs.npz"}),
+    ("image", {"data": "photos", "image_size": 32}),
+    ("speech", CTC_ALONE | {"data": "recordings"}),
     ("digits", {}),
     ("pretrain", {"depth": 1, "width": 16, "heads": 2, "mlp": 16}),
     ("pretrain", {"depth": 1, "width": 16, "heads": 2}),
@@ -98,6 +114,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in ("train", "valid", "test"):
         write(root / f"wikitext-2/wiki.{part}.tokens", corpus(20))
         write(root / f"techdocs/techdocs.{part}.txt", corpus(20))
+    write_table(root / "my.csv", reviews())
+    (root / "notes.txt").write_text(corpus(400))
+    write_functions(root / "functions.jsonl")
+    write_photos(root / "photos")
+    write_npz(root / "my_graphs.npz")
+    write_recordings(root / "recordings")
     write_devign(root / "devign")
     write_glue(root / "glue", "RTE")
     for kind in ("gpt2", "roberta", "bert"):

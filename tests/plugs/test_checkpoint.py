@@ -417,3 +417,21 @@ def test_an_ordinary_folder_is_not_from_a_plugged_model(tmp_path: Path) -> None:
 def test_loading_info_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="output_loading_info is not supported"):
         gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, output_loading_info=True)
+
+
+def test_weights_of_four_bits_are_the_same_backbone(saved: Path) -> None:
+    """Two numbers in each byte, as bitsandbytes packs them."""
+    model = model_of()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            packed = torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8)
+            module.weight = torch.nn.Parameter(packed, requires_grad=False)
+    gfsa.load(model, saved)
+    assert gfsa.filters_of(model)
+    other = transformers.BertModel(
+        transformers.BertConfig(
+            hidden_size=48, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64
+        )
+    )
+    with pytest.raises(ValueError, match="another backbone"):
+        gfsa.load(other, saved)

@@ -28,3 +28,15 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> list[
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     return asked
+
+
+def fake_parts(monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any]) -> list[tuple[str, ...]]:
+    """All parts of a data set at once, as ``load_dataset`` gives them; what it is asked for."""
+    asked: list[tuple[str, ...]] = []
+
+    def load_dataset(*which: str) -> dict[str, Any]:
+        asked.append(which)
+        return parts
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked

@@ -41,12 +41,23 @@ def fingerprint_of(module: nn.Module) -> dict[str, str]:
     # peft keeps a layer that it adapts as base_layer, beside parameters of its own
     adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
     shapes = sorted(
-        (name.replace(".base_layer.", "."), shape_of(p))
+        (name.replace(".base_layer.", "."), _whole_shape(module, name, p))
         for name, p in module.named_parameters()
         if not name.startswith("gfsa.") and (".base_layer." in name or not name.startswith(adapted))
     )
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
     return {"class": kind.__name__, "shapes": digest}
+
+
+def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of a parameter before it was quantised: weights of four bits are packed bytes."""
+    if parameter.is_floating_point() or not name.endswith("weight"):
+        return shape_of(parameter)
+    owner = module.get_submodule(name.rpartition(".")[0])
+    rows, columns = (getattr(owner, f"{side}_features", None) for side in ("out", "in"))
+    if isinstance(rows, int) and isinstance(columns, int):
+        return rows, columns
+    return shape_of(parameter)
 
 
 def depths_of(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:

@@ -18,6 +18,9 @@ Event = Literal["reached", "ran", "called"]
 class FilterNotCalledError(RuntimeError):
     """A model ran, but a filter plugged into it did not."""
 
+    names: tuple[str, ...] = ()
+    """The layers whose filters were not called."""
+
 
 class CallCheck:
     """Hooks on a model's plugged layers, each removed once the layer's filter has been called.
@@ -103,11 +106,13 @@ class CallCheck:
         events = self._take_events()
         missing = [name for name in events if "ran" in events[name] or proof in events[name]]
         if missing:
-            raise FilterNotCalledError(
+            error = FilterNotCalledError(
                 f"the model ran without calling the filter of {', '.join(missing)}: its attention "
                 "took a code path that bypasses the filter. gfsa.unplug(model), or leave these "
                 "layers out with plug(..., layers=...)"
             )
+            error.names = tuple(missing)
+            raise error
 
     def _drop_compiled(self, compiled: list[str]) -> None:
         """End the check; hooks inside compiled modules do nothing there, and stay.

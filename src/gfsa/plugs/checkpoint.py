@@ -19,6 +19,7 @@ from gfsa.operators.call import check_dropout_place
 from gfsa.plugs.attach import device_of, dtype_for, install
 from gfsa.plugs.backbone import canonical_name, check_depths, depths_of, fingerprint_of, some_of
 from gfsa.plugs.filter_files import DIGEST, FilterFiles, write_files
+from gfsa.plugs.hub.download import filter_folder
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.partitioned import gathered
 from gfsa.plugs.rollback import all_or_nothing
@@ -91,15 +92,28 @@ def save(model: nn.Module, path: str | Path) -> None:
     write_files(Path(path), description, serialise(tensors, metadata={"format": "pt"}))
 
 
-def load(model: nn.Module, path: str | Path) -> None:
-    """Put the filters saved in the folder ``path`` into ``model``, plugging it where needed.
+def load(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+) -> None:
+    """Put saved filters into ``model``, plugging it where needed.
 
     Layers, kinds, head counts, shapes and values are checked first. If anything does not fit, an
     error says what; whatever is raised, by Ctrl-C too, the model is unchanged.
+
+    Args:
+        model: the backbone that the filters were saved from.
+        path: the folder that :func:`save` wrote, or a repository on the Hugging Face Hub,
+            ``"user/name"``, if there is no such folder.
+        revision: of the repository: a branch, a tag or a commit.
+        token: an access token for the Hub; by default the one that you are logged in with.
     """
     check_model(model)
-    folder = Path(path)
-    source = str(folder)
+    folder = filter_folder(path, revision, token)
+    source = str(path)
     with FilterFiles(folder) as files:
         plans = _plan(model, files.description(), source)
         tensors = files.tensors(_most_bytes(plans))
@@ -126,6 +140,17 @@ def describe(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def check_restorable(
+    model: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str
+) -> None:
+    """Raise where :func:`restore` would; the model is unchanged."""
+    plans = _plan(model, description, source)
+    _check_tensors(plans, tensors, source)
+    _check_same_layers(plugged_sites(model), plans, source)
+    for plan in plans:
+        _fill(plan, tensors, source)
+
+
 def restore(
     model: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str
 ) -> None:
@@ -138,11 +163,7 @@ def _put(model: nn.Module, plans: list[_Plan], tensors: Mapping[str, Tensor], so
     _check_tensors(plans, tensors, source)
     plugged = plugged_sites(model)
     refuse_sharded(plugged, "load filters")
-    if plugged and set(plugged) != {plan.site.name for plan in plans}:
-        raise ValueError(
-            f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
-            f"{some_of([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
-        )
+    _check_same_layers(plugged, plans, source)
     for plan in plans:
         _fill(plan, tensors, source)
     if not plugged:
@@ -155,6 +176,15 @@ def _put(model: nn.Module, plans: list[_Plan], tensors: Mapping[str, Tensor], so
     with all_or_nothing(model, values=[p for target in targets for p in target.parameters()]):
         for plan, target in zip(plans, targets, strict=True):
             target.load_state_dict(plan.filter.state_dict())
+
+
+def _check_same_layers(plugged: Mapping[str, Site], plans: list[_Plan], source: str) -> None:
+    """Refuse a model that is plugged in other layers than those of the plans."""
+    if plugged and set(plugged) != {plan.site.name for plan in plans}:
+        raise ValueError(
+            f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
+            f"{some_of([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
+        )
 
 
 def _fill(plan: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:

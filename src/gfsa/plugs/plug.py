@@ -25,6 +25,8 @@ from gfsa.plugs.sites import (
     refuse_wrapped,
     sites,
 )
+from gfsa.plugs.token_mixers import token_mixers
+from gfsa.plugs.trial import UNREACHED, try_forward
 
 FilterFactory = Callable[[int], GraphFilter]
 
@@ -88,6 +90,7 @@ def plug(
     preset: str | None = None,
     unknown: Unknown = "refuse",
     dry_run: bool = False,
+    inputs: Any = None,
 ) -> PlugReport:
     r"""Give the model's self-attention layers a graph filter each, in place.
 
@@ -117,9 +120,16 @@ def plug(
             reports the reason, ``"trace"`` follows its softmax to its product with v and verifies
             in each forward that this is self-attention.
         dry_run: change nothing, only report.
+        inputs: a batch (a tensor, a dict of keyword or a tuple of positional arguments) for a
+            trial forward, in evaluation mode without gradients. A layer that raises in it, or does
+            not call its filter, is skipped with that reason; one that the batch does not reach
+            (a vision tower, say) keeps its filter, and the report says so. Buffers, random
+            generators, training modes and gradients are afterwards as before. ``layers`` counts
+            the layers before the trial.
 
     Returns:
-        A report of what was plugged and what was skipped, with the reason.
+        A report of what was plugged and what was skipped, with the reason. Token mixers that are
+        not attention (Mamba, gated delta networks, Fourier transforms …) are among the skipped.
 
     Raises:
         ValueError: if nothing can be plugged, a layer is plugged already, the model is
@@ -147,11 +157,15 @@ def plug(
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
     factory = _factory(filter, given)
-    planned, report = plan_filters(model, sites(model, unknown), layers, factory)
+    found = sites(model, unknown)
+    planned, report = plan_filters(model, found, layers, factory)
+    report.skipped |= token_mixers(model, found)
     report.dry_run = dry_run
+    for _, new_filter in planned:
+        new_filter.dropout_after = place
+    if inputs is not None:
+        planned = _tried(model, planned, report, inputs)
     if not dry_run:
-        for _, new_filter in planned:
-            new_filter.dropout_after = place
         install(model, planned)
     return report
 
@@ -207,6 +221,30 @@ def plan_filters(
     if report.parameters:
         refuse_distributed(model, [site.module for site, _ in planned])
     return planned, report
+
+
+def _tried(
+    model: nn.Module,
+    planned: list[tuple[Site, GraphFilter]],
+    report: PlugReport,
+    inputs: Any,
+) -> list[tuple[Site, GraphFilter]]:
+    """The planned filters that work on ``inputs``; the report is corrected for the others."""
+    trial = try_forward(model, planned, inputs)
+    for name, reason in trial.refused.items():
+        del report.plugged[name], report.how[name]
+        report.skipped[name] = reason
+    for name in trial.unreached:
+        report.how[name] += f", {UNREACHED}"
+    kept = [(site, filter) for site, filter in planned if site.name not in trial.refused]
+    if not kept and planned:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in trial.refused.items())
+        raise ValueError(
+            f"no filter works in {type(model).__name__} on these inputs:{reasons}\n"
+            "gfsa.register_adapter teaches gfsa an attention class of your own"
+        )
+    report.parameters = sum(p.numel() for _, filter in kept for p in filter.parameters())
+    return kept
 
 
 def _factory(filter: FilterFactory | None, given: dict[str, Any]) -> FilterFactory:

@@ -40,7 +40,7 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
     """The arguments of plug that ``preset`` sets for this model."""
     if preset != "paper":
         raise ValueError(f"the only preset is 'paper', got {preset!r}")
-    backbones = _backbones_of(model)
+    backbones = backbones_of(model)
     if not backbones:
         raise ValueError(
             f"the paper has no settings for {type(model).__name__}; it has settings for "
@@ -55,7 +55,8 @@ def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
     return dict(settings[0])
 
 
-def _backbones_of(model: nn.Module) -> set[str]:
+def backbones_of(model: nn.Module) -> set[str]:
+    """Which of the paper's backbones a model is, or contains."""
     found = set()
     for module in model.modules():
         model_type = getattr(getattr(module, "config", None), "model_type", None)

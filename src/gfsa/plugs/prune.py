@@ -19,6 +19,7 @@ from gfsa.plugs.call_check import stop_checking, watch_first_forward
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
+from gfsa.plugs.trial import call
 
 
 @dataclass
@@ -195,10 +196,7 @@ def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        if isinstance(inputs, Mapping):
-            output = model(**inputs)
-        else:
-            output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        output = call(model, inputs)
     finally:
         for module, training in modes:
             module.training = training

@@ -20,7 +20,8 @@ def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[
     """If the block raises, by Ctrl-C too, every module of ``model`` is as it was before.
 
     Restored are classes, attributes, parameters, buffers, children and hooks of the modules, the
-    state of the check for uncalled filters, and the numbers in ``values``.
+    state of the check for uncalled filters, and the numbers in ``values``. Attributes that are
+    plain dicts, lists or sets get their content back.
     """
     before = _Snapshot(model, values)
     try:
@@ -28,6 +29,27 @@ def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[
     except BaseException:
         before.restore()
         raise
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Whatever the block does, every module of ``model`` is afterwards as it was before.
+
+    Restored is what :func:`all_or_nothing` restores, and the numbers in the buffers.
+    """
+    before = _Snapshot(model, [buffer for buffer in model.buffers() if _can_be_written(buffer)])
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Whether a forward can write into a tensor: not if it is expanded or an inference tensor."""
+    if tensor.layout is not torch.strided:
+        return False
+    expanded = any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return not expanded and not tensor.is_inference()
 
 
 class _Snapshot:
@@ -47,7 +69,9 @@ class _Snapshot:
                     check.set_state(state)
                 with torch.no_grad():
                     for tensor, value in self.values:
-                        tensor.copy_(value)
+                        # an unneeded write would invalidate graphs that autograd has recorded
+                        if tensor.is_meta or not torch.equal(tensor, value):
+                            tensor.copy_(value)
             except KeyboardInterrupt:
                 # a second Ctrl-C must not leave a model half restored; the first one is raised
                 continue
@@ -61,8 +85,10 @@ class _ModuleSnapshot:
         self.attributes = dict(vars(module))
         self.containers = [
             (container, copy.copy(container))
-            for container in map(self.attributes.get, _CONTAINERS)
-            if isinstance(container, (dict, set))
+            for name, container in self.attributes.items()
+            # others may be subclasses that cannot be emptied
+            if name in _CONTAINERS or type(container) in (dict, list, set)
+            if isinstance(container, (dict, list, set))
         ]
 
     def restore(self) -> None:
@@ -75,4 +101,7 @@ class _ModuleSnapshot:
         # in place: the handles of hooks refer to these containers
         for container, content in self.containers:
             container.clear()
-            container.update(content)
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)

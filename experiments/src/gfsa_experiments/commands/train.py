@@ -31,7 +31,7 @@ _SWEEP = {
 
 def train(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="glue, causal_lm, code, image, graph …")] = "",
+    recipe: Annotated[str, typer.Argument(help="text, glue, causal_lm, code, image …")] = "",
     method: Annotated[
         str, typer.Option(help="plain, gfsa, gfsa-even …, separated by commas.")
     ] = "plain",

@@ -122,6 +122,27 @@ class LabelledTexts(Dataset[Any]):
         return Split(self, as_it_is, self.texts.lengths[self.rows].max(1).tolist())
 
 
+def encode_texts(
+    tokenizer: Any,
+    texts: tuple[list[str], ...],
+    labels: Sequence[float],
+    multiple: int,
+    most: int,
+) -> LabelledTexts:
+    """Texts, or pairs of them, encoded by a tokenizer of transformers.
+
+    Args:
+        tokenizer: adds the special tokens.
+        texts: the first text of every example, and the second if they are pairs.
+        labels: of the examples.
+        multiple: batches are padded to a multiple of this.
+        most: tokens of an example; longer ones are truncated.
+    """
+    found = tokenizer(*texts, truncation=True, max_length=most, return_attention_mask=False)
+    matrix = TokenMatrix(found["input_ids"], tokenizer.pad_token_id, found.get("token_type_ids"))
+    return LabelledTexts(matrix, np.array(labels, np.float32), multiple, most)
+
+
 def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inputs of a model."""
     return {name: value for name, value in batch.items() if name != "labels"}

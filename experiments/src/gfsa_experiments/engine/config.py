@@ -105,6 +105,9 @@ class TrainConfig:
 
     in_label: ClassVar[tuple[str, ...]] = ()
     """Settings that :meth:`label` shows already."""
+    short_names: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Other names that the command line takes for settings: ``("label", "label_column")``, since
+    ``label`` is a method."""
 
     seed: CountOrZero = 0
     epochs: Epochs = 5

@@ -77,6 +77,11 @@ class Task(ABC):
     higher_is_better: bool = True
     work: Work | None = None
     """The work per example, if rows and logs are to have tokens per second and MFU."""
+    own_data: OwnData | None = None
+    """What was read, if the data is the caller's own: printed, and kept in the run's folder."""
+    falling: str | None = None
+    """A metric that training lowers: if it ends on ``valid`` no lower than it was before the first
+    step, the run counts as diverged."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -163,6 +168,32 @@ class DataSource:
     """The folders below ``--data-dir`` that may have them."""
     sizes: tuple[int, ...] = ()
     """The official numbers of examples to train, validate and test on, where they are checked."""
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """What a run learned about the caller's own data; the run's folder keeps it.
+
+    Args:
+        name: of the data, as in the row.
+        source: its path, or its name on the hub.
+        splits: the size of each part.
+        split_by: how the parts were made.
+        labels: what the labels were taken for and why; empty if there are none.
+        unit: of the sizes.
+    """
+
+    name: str
+    source: str
+    splits: dict[str, int]
+    split_by: str
+    labels: str = ""
+    unit: str = "examples"
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count:,} {part}" for part, count in self.splits.items())
+        labels = f"; labels: {self.labels}" if self.labels else ""
+        return f"{self.name}: {counts} {self.unit} ({self.split_by}){labels}"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,11 @@ from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.evaluate import evaluate
 from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
-from gfsa_experiments.engine.randomness import load_randomness, save_randomness
+from gfsa_experiments.engine.randomness import (
+    isolated_generators,
+    load_randomness,
+    save_randomness,
+)
 from gfsa_experiments.engine.run_log import Movement, RunLog
 from gfsa_experiments.engine.speed import peak_flops, speed, speed_text
 from gfsa_experiments.engine.task import Task
@@ -61,6 +65,8 @@ class _Position:
     stopped: bool = False
     curve: list[dict[str, float]] = field(default_factory=list)
     """The validations so far: step, tokens, seconds of training, metric."""
+    start: float | None = None
+    """What the task's falling metric was on ``valid`` before the first step."""
 
 
 class Trainer:
@@ -129,6 +135,7 @@ class Trainer:
         """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
         if resume:
             self._resume()
+        self._measure_start()
         self._reset_peak_memory()
         if self.config.tensorboard:
             self.log.open_tensorboard()
@@ -145,6 +152,7 @@ class Trainer:
             if self._best is not None:
                 self.evaluated_model.load_state_dict(self._best)
             valid = self._final_valid()
+            self._refuse_breakdown(valid)
             test = self._evaluate("test")
             self._add_to_log({"step": self.position.step} | _prefixed("test", test))
             if self._rates:
@@ -171,7 +179,7 @@ class Trainer:
         return self._evaluate("valid")
 
     def diverged_outcome(self) -> Outcome:
-        """The outcome of a run whose loss is not finite."""
+        """The outcome of a run whose loss is not finite, or did not fall."""
         undefined = {self.task.metric: math.nan}
         return self._outcome(undefined, undefined if "valid" in self.task.splits else None)
 
@@ -330,6 +338,28 @@ class Trainer:
                 f"the loss is {loss} at step {self.position.step}: training has diverged; "
                 "a smaller lr (or filter_lr), clip=1 or precision=fp32 may help"
             )
+
+    def _measure_start(self) -> None:
+        """Measure the task's falling metric before the first step; a resumed run has it already."""
+        name = self.task.falling
+        if name is None or self.position.step or "valid" not in self.task.splits:
+            return
+        # training draws the same numbers as without this
+        with isolated_generators(0):
+            self.position.start = self._evaluate("valid")[name]
+
+    def _refuse_breakdown(self, valid: dict[str, float] | None) -> None:
+        """Raise FloatingPointError if the falling metric has not fallen."""
+        name, start = self.task.falling, self.position.start
+        # compared this way NaN has not fallen either
+        if name is None or start is None or valid is None or valid[name] < start:
+            return
+        self.log.write_metrics()
+        self.log.write_curve(self.position.curve)
+        raise FloatingPointError(
+            f"the {name} on valid is {valid[name]:.4g} at the end, and was {start:.4g} before the "
+            "first step: training has diverged; a smaller lr (or filter_lr) or clip=1 may help"
+        )
 
     def _add_to_log(self, line: dict[str, Any], pace: dict[str, float] | None = None) -> None:
         self.log.add(line, **(pace or {}), **{"filters/moved": self.movement.mean()})

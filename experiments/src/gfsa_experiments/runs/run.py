@@ -53,6 +53,7 @@ from gfsa_experiments.runs.run_folder import (
     run_folder,
     write_config,
     write_environment,
+    write_json,
     write_row,
 )
 from gfsa_experiments.runs.same_data import (
@@ -141,7 +142,7 @@ class Run:
 
 
 class DivergedError(FloatingPointError):
-    """The loss became infinite or NaN; that is a result, and has a row."""
+    """The loss became infinite or NaN, or never fell; that is a result, and has a row."""
 
     def __init__(self, message: str, row: Row) -> None:
         super().__init__(message)
@@ -247,8 +248,19 @@ def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_data(run.folder, data, run.data_dir)
+        _record_own_data(run, task)
         warn_of_rows_on_other_data(run, data)
     return data
+
+
+def _record_own_data(run: Run, task: Task) -> None:
+    """Keep what was read of the caller's own data, and say it once for all runs on it."""
+    if task.own_data is None:
+        return
+    write_json(run.folder / "splits.json", dataclasses.asdict(task.own_data))
+    # one run of each experiment compares with the results
+    if run.results is not None:
+        print(f"data {task.own_data}", flush=True)
 
 
 def _build(run: Run) -> Task:

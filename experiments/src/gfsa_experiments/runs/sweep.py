@@ -142,7 +142,7 @@ class Request:
     def _split_settings(self, config: Any) -> tuple[dict[str, str], dict[str, str]]:
         """The settings of the recipe, and the options of the methods."""
         of_recipe, of_method = field_names(config), field_names(MethodConfig)
-        settings = dict(self.settings)
+        settings = _with_full_names(config, dict(self.settings))
         if "seed" in settings:
             raise ValueError("seeds are given by --seeds, not by --set seed=…")
         for_method = {k: v for k, v in settings.items() if k in of_method and k not in of_recipe}
@@ -177,6 +177,15 @@ def _config(kind: type[TrainConfig], given: dict[str, str]) -> tuple[TrainConfig
     unused = {name: why for name, why in config.unused().items() if name in given}
     # with them the row would look like that of another experiment
     return from_text(kind, {k: v for k, v in settings.items() if k not in unused}), unused
+
+
+def _with_full_names(kind: type[TrainConfig], given: dict[str, str]) -> dict[str, str]:
+    """The settings by the names that the config has for them."""
+    full = dict(kind.short_names)
+    for short, name in full.items():
+        if short in given and name in given:
+            raise ValueError(f"{short} and {name} are one setting; leave one of them out")
+    return {full.get(name, name): text for name, text in given.items()}
 
 
 def lacking(runs: Sequence[Run], results: Path) -> list[Run]:

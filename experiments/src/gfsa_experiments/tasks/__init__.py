@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 RECIPES = {
     "glue": "gfsa_experiments.tasks.glue.recipe",
+    "text": "gfsa_experiments.tasks.text.recipe",
     "causal_lm": "gfsa_experiments.tasks.causal_lm.recipe",
     "code": "gfsa_experiments.tasks.code.recipe",
     "image": "gfsa_experiments.tasks.image.recipe",

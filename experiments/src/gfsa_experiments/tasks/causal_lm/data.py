@@ -1,4 +1,4 @@
-"""WikiText-2, WikiText-103 and the Penn Treebank from their official files.
+"""WikiText-2, WikiText-103 and the Penn Treebank from their official files; text of one's own.
 
 Without files, and if the package ``datasets`` is installed, WikiText comes from the hub.
 """
@@ -9,11 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from gfsa_experiments.data import hub
+from gfsa_experiments.data.corpus import corpus_of
 from gfsa_experiments.data.files import check_count, find_file, read_lines
 from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.data.splits import PARTS
 
 _REPOSITORY = "Salesforce/wikitext"
-PARTS = ("train", "valid", "test")
 
 
 @lru_cache(maxsize=3)
@@ -33,6 +34,21 @@ def read_corpus(data_dir: Path, name: str, part: str) -> tuple[str, ...]:
     if not path.name.startswith(f"wiki.{part}.raw"):
         _check_words(path, lines, name, part)
     return lines
+
+
+def own_lines(data_dir: Path, data: str, column: str) -> tuple[dict[str, tuple[str, ...]], str]:
+    """The lines of each part of a corpus of the caller's own, and how the parts were made."""
+    corpus = corpus_of(data, data_dir, column)
+    lines = {
+        part: tuple(line + "\n" for text in documents for line in _lines(text))
+        for part, documents in corpus.documents().items()
+    }
+    return lines, corpus.split_by
+
+
+def _lines(text: str) -> list[str]:
+    """Only line feeds separate lines."""
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 
 def _from_hub(data_dir: Path, name: str, part: str, missing: FileNotFoundError) -> tuple[str, ...]:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gfsa_experiments.data.own import name_of
 from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
 from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.splits import PARTS
 from gfsa_experiments.data.tokenizers import gpt2_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig, check_multiple
-from gfsa_experiments.engine.task import Recipe, Split, Task, TensorRows, as_it_is
-from gfsa_experiments.tasks.causal_lm.data import PARTS, count_words, read_corpus
+from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, TensorRows, as_it_is
+from gfsa_experiments.tasks.causal_lm.data import count_words, own_lines, read_corpus
 
 _IGNORED = -100
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
@@ -31,8 +33,12 @@ _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dr
 class CausalLMConfig(TrainConfig):
     """Fine-tuning as in the paper (15 epochs on PTB, 4 on WikiText-103), or ``model=scratch``."""
 
-    in_label = ("dataset", "model", "depth", "width")
+    in_label = ("dataset", "data", "model", "depth", "width")
 
+    data: str = ""
+    """Text of the caller's own instead of ``dataset``: a file or folder, or ``hub:ID``."""
+    text: str = "text"
+    """The key of the text in JSON lines, its column in tables and on the hub."""
     dataset: Literal["wikitext-2", "wikitext-103", "ptb"] = "wikitext-2"
     model: str = "gpt2"
     """A folder, a name on the hub, or ``scratch``: a new GPT-2 of the sizes below."""
@@ -68,6 +74,10 @@ class CausalLMConfig(TrainConfig):
             unused |= dict.fromkeys(("depth", "width", "heads"), own)
         if self.tokenizer != "bpe":
             unused["vocab_size"] = f"tokenizer={self.tokenizer} has its own; bpe is learned"
+        if self.data:
+            unused["dataset"] = "data= names the text"
+        else:
+            unused["text"] = "it names a column of data= of your own"
         return unused
 
     @property
@@ -76,7 +86,7 @@ class CausalLMConfig(TrainConfig):
 
     def label(self) -> str:
         name = f"gpt2-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
-        return f"{self.dataset} {name}"
+        return f"{f'data={name_of(self.data)}' if self.data else self.dataset} {name}"
 
 
 class CausalLMTask(Task):
@@ -95,11 +105,23 @@ class CausalLMTask(Task):
     def __init__(self, config: CausalLMConfig, data_dir: Path) -> None:
         corpus = encode_corpus(
             data_dir,
-            config.dataset,
+            config.data or config.dataset,
+            config.text if config.data else "",
             config.tokenizer,
             config.model if config.tokenizer == "own" else "",
             config.vocab_size if config.tokenizer == "bpe" else 0,
         )
+        if config.data:
+            self.own_data = OwnData(
+                name=name_of(config.data),
+                source=config.data,
+                splits={name: len(text.tokens) for name, text in corpus.parts.items()},
+                split_by=corpus.split_by,
+                unit="tokens",
+            )
+        if config.scratch:
+            # a pretrained model may well end above its start, when it is fitted too closely
+            self.falling = "loss"
         self.splits = {
             name: Split(blocks(text, config.block, name), as_it_is)
             for name, text in corpus.parts.items()
@@ -222,14 +244,22 @@ class EncodedText:
 class EncodedCorpus:
     vocabulary: int
     parts: dict[str, EncodedText]
+    split_by: str
 
 
 @lru_cache(maxsize=2)
 def encode_corpus(
-    data_dir: Path, data: str, tokenizer: str, model: str, vocab_size: int
+    data_dir: Path, data: str, column: str, tokenizer: str, model: str, vocab_size: int
 ) -> EncodedCorpus:
-    """A corpus as token ids, cached for later runs of this process."""
-    lines = {name: read_corpus(data_dir, data, name) for name in PARTS}
+    """A corpus as token ids, cached for later runs of this process.
+
+    Args:
+        data: one of the data sets; or, with a ``column``, a corpus of the caller's own.
+    """
+    if column:
+        lines, split_by = own_lines(data_dir, data, column)
+    else:
+        lines, split_by = {name: read_corpus(data_dir, data, name) for name in PARTS}, "official"
     if tokenizer == "gpt2":
         encoder = gpt2_tokenizer(data_dir)
     elif tokenizer == "bpe":
@@ -241,7 +271,7 @@ def encode_corpus(
         for name, part in lines.items()
     }
     own = tokenizer == "own"
-    return EncodedCorpus(len(encoder) if own else encoder.get_vocab_size(), parts)
+    return EncodedCorpus(len(encoder) if own else encoder.get_vocab_size(), parts, split_by)
 
 
 def blocks(text: EncodedText, block: int, name: str) -> TensorRows:

@@ -15,9 +15,11 @@ import numpy as np
 
 from gfsa_experiments.data import hub
 from gfsa_experiments.data.files import BadRows, find_file, read_lines, usable_rows
+from gfsa_experiments.data.labelled import read_labelled
 from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.data.splits import PARTS
+from gfsa_experiments.engine.task import OwnData
 
-PARTS = ("train", "valid", "test")
 _REPOSITORIES = {
     "devign": "google/code_x_glue_cc_defect_detection",
     "bigclonebench": "google/code_x_glue_cc_clone_detection_big_clone_bench",
@@ -42,6 +44,21 @@ class CodeSet:
 
     code: list[str]
     parts: dict[str, CodePart]
+    classes: int = 2
+    own: OwnData | None = None
+    """What was read, if the code is the caller's own."""
+
+
+def own_code(data: str, data_dir: Path, text: tuple[str, ...], label: str) -> CodeSet:
+    """Functions, or pairs of them, with classes, from a table of the caller's own."""
+    rows = read_labelled(data, data_dir, text, label, only_classes=True)
+    place: dict[str, int] = {}
+    functions = np.array(
+        [[place.setdefault(_one_line(code), len(place)) for code in texts] for texts in rows.texts]
+    )
+    labels = np.array(rows.labels.values, np.int64)
+    parts = {part: CodePart(functions[at], labels[at]) for part, at in rows.parts.items()}
+    return CodeSet(list(place), parts, len(rows.labels.classes), rows.own)
 
 
 @lru_cache(maxsize=2)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gfsa_experiments.data.labelled import refuse_columns
+from gfsa_experiments.data.own import name_of
 from gfsa_experiments.data.pretrained import load_model, load_tokenizer
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import (
@@ -28,21 +30,31 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     check_multiple,
 )
-from gfsa_experiments.engine.task import Classification, Recipe
-from gfsa_experiments.tasks.code.data import CodePart, read_code_set
+from gfsa_experiments.engine.task import Classification, OwnData, Recipe
+from gfsa_experiments.tasks.code.data import CodePart, own_code, read_code_set
 
 # RoBERTa's numbers of the special tokens
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 _START, _PAD, _END = 0, 1, 2
 _EXAMPLES = 4
 
+Columns = tuple[tuple[str, ...], str]
+"""The columns of the functions, and that of the label."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CodeConfig(TrainConfig):
     """Devign as in the paper; for clone detection set dataset, epochs=1 and lr=5e-5."""
 
-    in_label = ("dataset", "model", "depth", "width")
+    in_label = ("data", "dataset", "model", "depth", "width")
+    short_names = (("label", "label_column"),)
 
+    data: str = ""
+    """Code of the caller's own instead of ``dataset``: a file or folder of tables, ``hub:ID``."""
+    text: tuple[str, ...] = ("func",)
+    """Its column of code; two columns for pairs of functions."""
+    label_column: str = "target"
+    """Its column of the class; ``label=`` for short."""
     dataset: Literal["devign", "bigclonebench"] = "devign"
     model: str = "microsoft/codebert-base"
     """A folder or a name on the hub of a RoBERTa-, BART- or T5-type model, or ``scratch``: a new
@@ -52,7 +64,7 @@ class CodeConfig(TrainConfig):
     lr: float = 2e-5
     patience: int = 2
     max_length: CountOrZero = 0
-    """Tokens of a function; 0: 512 for Devign, 400 for BigCloneBench."""
+    """Tokens of a function; 0: 512, or 400 for pairs of functions."""
     pad_to_multiple: Count = 64
     """Batches are padded to a multiple of this."""
     fraction: Fraction = 1.0
@@ -67,6 +79,7 @@ class CodeConfig(TrainConfig):
     def check(self) -> None:
         super().check()
         check_multiple(self, "width", "heads")
+        refuse_columns(self.text, self.label_column)
         if self.max_length and self.max_length < 3:
             raise ValueError(f"{self.max_length} tokens hold no code between start and end")
 
@@ -75,11 +88,17 @@ class CodeConfig(TrainConfig):
         if not self.scratch:
             own = f"{self.model} has its own; model=scratch takes it"
             unused |= dict.fromkeys(("depth", "width", "heads", "vocab_size", "dropout"), own)
+        if self.data:
+            unused["dataset"] = "data= names the code"
+        else:
+            names = "it names a column of data= of your own"
+            unused |= dict.fromkeys(("text", "label_column"), names)
         return unused
 
     @property
     def longest(self) -> int:
-        return self.max_length or {"devign": 512, "bigclonebench": 400}[self.dataset]
+        pairs = len(self.text) == 2 if self.data else self.dataset == "bigclonebench"
+        return self.max_length or (400 if pairs else 512)
 
     @property
     def scratch(self) -> bool:
@@ -87,7 +106,11 @@ class CodeConfig(TrainConfig):
 
     def label(self) -> str:
         name = f"roberta-d{self.depth}-w{self.width}" if self.scratch else Path(self.model).name
-        return f"{self.dataset} {name}"
+        return f"{f'data={name_of(self.data)}' if self.data else self.dataset} {name}"
+
+    def columns(self) -> Columns | None:
+        """The columns of the caller's own code; None for a data set of ours."""
+        return (self.text, self.label_column) if self.data else None
 
 
 class CodeClassifier(nn.Module):
@@ -97,16 +120,16 @@ class CodeClassifier(nn.Module):
     Transformer has a decoder, the decoder's vector at the last ``</s>`` of the same function.
     """
 
-    def __init__(self, body: Any, functions: int) -> None:
+    def __init__(self, body: Any, functions: int, classes: int = 2) -> None:
         super().__init__()
         self.body = body
         width = body.config.hidden_size
         self.functions = functions
         self.between = nn.Linear(2 * width, width) if functions == 2 else None
-        self.out = nn.Linear(width, 2)
+        self.out = nn.Linear(width, classes)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits ``(B, 2)`` for ``(B·functions, N)`` tokens; functions of a pair are adjacent."""
+        """Logits ``(B, classes)`` for ``(B·functions, N)`` tokens; those of a pair are adjacent."""
         vectors = self._vectors(input_ids, attention_mask).unflatten(0, (-1, self.functions))
         vectors = vectors.flatten(1)
         if self.between is not None:
@@ -132,17 +155,21 @@ class CodeClassifier(nn.Module):
 
 
 class CodeTask(Classification):
-    """Cross-entropy; accuracy for defects, F1 of the clones for clones, ×100."""
+    """Cross-entropy; accuracy for defects and own code, F1 of the clones for clones, ×100."""
 
     def __init__(self, config: CodeConfig, data_dir: Path) -> None:
         encoded = encode_code(
-            data_dir,
-            config.dataset,
+            Path(data_dir).absolute(),
+            config.data or config.dataset,
+            config.columns(),
             "" if config.scratch else config.model,
             config.vocab_size if config.scratch else 0,
             config.longest,
         )
-        self.metric = "accuracy" if config.dataset == "devign" else "f1"
+        self.own_data = encoded.own
+        self.classes = encoded.classes
+        clones = not config.data and config.dataset == "bigclonebench"
+        self.metric = "f1" if clones else "accuracy"
         functions = encoded.parts["train"].functions.shape[1]
         if config.scratch:
             body = _new_body(config, encoded.vocabulary)
@@ -150,7 +177,7 @@ class CodeTask(Classification):
             from transformers import AutoModel
 
             body = load_model(AutoModel, config.model, new=("pooler",))
-        self.model = CodeClassifier(body, functions)
+        self.model = CodeClassifier(body, functions, encoded.classes)
         train = encoded.parts["train"]
         rows, _ = hold_out(len(train.labels), 0.0, config.fraction)
         parts = encoded.parts | {"train": CodePart(train.functions[rows], train.labels[rows])}
@@ -171,11 +198,11 @@ class CodeTask(Classification):
         from sklearn.metrics import f1_score
 
         found, labels = (torch.cat(part).numpy() for part in zip(*predictions, strict=True))
-        return {
-            "accuracy": 100 * float((found == labels).mean()),
-            "f1": 100 * float(f1_score(labels, found, zero_division=0.0)),
-            "macro_f1": 100 * float(f1_score(labels, found, average="macro", zero_division=0.0)),
-        }
+        scores = {"accuracy": 100 * float((found == labels).mean())}
+        if self.classes == 2:
+            scores["f1"] = 100 * float(f1_score(labels, found, zero_division=0.0))
+        macro = f1_score(labels, found, average="macro", zero_division=0.0)
+        return scores | {"macro_f1": 100 * float(macro)}
 
     def example(self) -> Any:
         """Some validation functions."""
@@ -210,24 +237,31 @@ class EncodedCode:
     vocabulary: int
     texts: TokenMatrix
     parts: dict[str, CodePart]
+    classes: int = 2
+    own: OwnData | None = None
 
 
 @lru_cache(maxsize=2)
 def encode_code(
-    data_dir: Path, name: str, model: str, vocab_size: int, longest: int
+    data_dir: Path, name: str, columns: Columns | None, model: str, vocab_size: int, longest: int
 ) -> EncodedCode:
-    """Every function encoded once, cached for later runs of this process."""
-    found = read_code_set(data_dir, name)
+    """Every function encoded once, cached for later runs of this process.
+
+    Args:
+        name: one of the data sets; or, with ``columns``, a table of the caller's own.
+    """
+    found = read_code_set(data_dir, name) if columns is None else own_code(name, data_dir, *columns)
+    about = found.parts, found.classes, found.own
     if model:
         tokenizer = load_tokenizer(model)
         rows = tokenizer(
             found.code, truncation=True, max_length=longest, return_attention_mask=False
         )["input_ids"]
-        return EncodedCode(len(tokenizer), TokenMatrix(rows, tokenizer.pad_token_id), found.parts)
+        return EncodedCode(len(tokenizer), TokenMatrix(rows, tokenizer.pad_token_id), *about)
     training = [found.code[row] for row in np.unique(found.parts["train"].functions)]
     tokenizer = train_tokenizer(training, vocab_size, _SPECIAL)
     rows = [[_START, *ids[: longest - 2], _END] for ids in token_ids(tokenizer, found.code)]
-    return EncodedCode(tokenizer.get_vocab_size(), TokenMatrix(rows, _PAD), found.parts)
+    return EncodedCode(tokenizer.get_vocab_size(), TokenMatrix(rows, _PAD), *about)
 
 
 RECIPE = Recipe(

@@ -7,14 +7,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.pretrained import load_model, load_tokenizer
 from gfsa_experiments.data.sources import sources_of
-from gfsa_experiments.data.token_batches import LabelledTexts, TokenMatrix, hold_out, without_labels
+from gfsa_experiments.data.token_batches import (
+    LabelledTexts,
+    encode_texts,
+    hold_out,
+    without_labels,
+)
 from gfsa_experiments.engine.config import Count, Fraction, ShareBelowOne, TrainConfig
 from gfsa_experiments.engine.task import Recipe, Task
 from gfsa_experiments.tasks.glue.data import TASKS, Sentences, read_glue, read_stsb_test
@@ -138,17 +142,8 @@ def encode_task(
         parts |= {"valid": dev, "test": read_stsb_test(data_dir)}
 
     def encoded(part: Sentences) -> LabelledTexts:
-        found = tokenizer(
-            part.first,
-            part.second,
-            truncation=True,
-            max_length=max_length,
-            return_attention_mask=False,
-        )
-        matrix = TokenMatrix(
-            found["input_ids"], tokenizer.pad_token_id, found.get("token_type_ids")
-        )
-        return LabelledTexts(matrix, np.array(part.labels, np.float32), multiple, max_length)
+        texts = (part.first,) if part.second is None else (part.first, part.second)
+        return encode_texts(tokenizer, texts, part.labels, multiple, max_length)
 
     return {name: encoded(part) for name, part in parts.items()}
 

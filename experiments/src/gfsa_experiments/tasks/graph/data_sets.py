@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from gfsa_experiments.data.files import not_found
+from gfsa_experiments.data.labels import Wanted
 from gfsa_experiments.tasks.graph.graphs import GraphSet, Metric
+from gfsa_experiments.tasks.graph.own import read_own
 from gfsa_experiments.tasks.graph.readers import (
     Facts,
     PygFiles,
@@ -69,15 +71,19 @@ _FACTS = {
     )
 }
 assert tuple(_FACTS) == get_args(DataName)
-METRICS = {name: facts.metric for name, facts in _FACTS.items()}
+DATA_NAMES = tuple(_FACTS)
 
 
 @lru_cache(maxsize=4)
-def read_graphs(name: str, data_dir: Path) -> GraphSet:
+def read_graphs(name: str, data_dir: Path, labels: Wanted = "auto") -> GraphSet:
     """The data set called ``name``, from whichever of its files are under ``data_dir``.
 
-    PyG's own files are read if PyG has written them already; nothing is downloaded.
+    PyG's own files are read if PyG has written them already; nothing is downloaded. Any other name
+    is one of the caller's own graphs (:mod:`gfsa_experiments.tasks.graph.own`), whose ``labels``
+    are to be decided.
     """
+    if name not in _FACTS:
+        return read_own(name, data_dir, labels)
     facts = _FACTS[name]
     folders = facts.source.folders
     folder = find_folder(data_dir, folders, facts.npz) if facts.npz else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import BadRows, check_count
+from gfsa_experiments.engine.task import OwnData
 
 TRAIN, VALID, TEST = range(3)
 Kind = Literal["regression", "labels", "classes"]
@@ -50,6 +51,11 @@ class GraphSet:
     split: Tensor
     node_features: Features
     edge_features: Features
+    metric: Metric = "mae"
+    classes: int = 10
+    """Of a data set whose labels are classes."""
+    own: OwnData | None = None
+    """What was read, if the graphs are the caller's own."""
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -67,7 +73,7 @@ class GraphSet:
     @property
     def outputs(self) -> int:
         """How many numbers a model predicts for a graph."""
-        return 10 if self.kind == "classes" else self.y.shape[1]
+        return self.classes if self.kind == "classes" else self.y.shape[1]
 
     @cached_property
     def digest(self) -> str:

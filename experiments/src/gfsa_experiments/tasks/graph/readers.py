@@ -68,10 +68,11 @@ class Facts:
     def source(self) -> DataSource:
         return source_of(f"graph {self.name}")
 
-    def graph_set(self, **tensors: Tensor) -> GraphSet:
+    def graph_set(self, **tensors: Any) -> GraphSet:
         return GraphSet(
             name=self.name,
             kind=KINDS[self.metric],
+            metric=self.metric,
             node_features=self.node_features,
             edge_features=self.edge_features,
             **tensors,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gfsa_experiments.data.files import Tensors, cached_arrays
+from gfsa_experiments.data.labels import Wanted
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.config import (
     Count,
@@ -26,7 +27,7 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.graph.batches import DenseItems, GraphItems, PairItems, PatchItems
-from gfsa_experiments.tasks.graph.data_sets import METRICS, DataName, read_graphs
+from gfsa_experiments.tasks.graph.data_sets import DATA_NAMES, read_graphs
 from gfsa_experiments.tasks.graph.features import (
     laplacian_encoding,
     pair_features,
@@ -35,6 +36,7 @@ from gfsa_experiments.tasks.graph.features import (
 )
 from gfsa_experiments.tasks.graph.graphs import TEST, TRAIN, VALID, GraphSet
 from gfsa_experiments.tasks.graph.models import build_model
+from gfsa_experiments.tasks.graph.own import EXPECTED, is_own, own_name
 from gfsa_experiments.tasks.graph.settings import (
     FOLLOWING,
     NOT_GIVEN,
@@ -60,7 +62,12 @@ class GraphConfig(TrainConfig):
 
     in_label = ("data", "model")
 
-    data: DataName = "zinc"
+    data: str = "zinc"
+    """A data set of ours, or graphs of the caller's own: a .npz or .pt file, a folder of train.pt,
+    val.pt and test.pt, ``pyg:CLASS:NAME`` or ``MODULE:CLASS:NAME`` (without ``:NAME`` if it takes
+    none)."""
+    labels: Wanted = "auto"
+    """What the labels of own graphs are; ``auto``: decided by what they look like, and printed."""
     model: ModelName = "graphormer-slim"
 
     epochs: float = NOT_GIVEN
@@ -119,6 +126,8 @@ class GraphConfig(TrainConfig):
 
     def unused(self) -> dict[str, str]:
         unused = super().unused() | unread_settings(self.model)
+        if self.data in DATA_NAMES:
+            unused["labels"] = f"those of {self.data} are known; data= of your own has others"
         if self.encoding == "none":
             for name in ("encoding_size", "encoding_width"):
                 unused.setdefault(name, "encoding=none has no size")
@@ -126,6 +135,11 @@ class GraphConfig(TrainConfig):
 
     def check(self) -> None:
         super().check()
+        if self.data not in DATA_NAMES and not is_own(self.data):
+            raise ValueError(
+                f"data must be one of {', '.join(DATA_NAMES)}, or graphs of your own ({EXPECTED}; "
+                f"a folder with a slash, ./{self.data}), got {self.data!r}"
+            )
         check_multiple(self, "width", "heads")
         if self.model == "gps" and self.encoding != "none":
             if not self.encoding_size:
@@ -144,7 +158,8 @@ class GraphConfig(TrainConfig):
             raise ValueError("graphormer has encodings of its own; leave encoding=none")
 
     def label(self) -> str:
-        return f"{self.data} {self.model}"
+        own = "" if self.data in DATA_NAMES else f"data={own_name(self.data)}"
+        return f"{own or self.data} {self.model}"
 
 
 class GraphTask(Task):
@@ -153,7 +168,8 @@ class GraphTask(Task):
     def __init__(self, model: nn.Module, graphs: GraphSet, items: dict[str, GraphItems]) -> None:
         self.model = model
         self.kind = graphs.kind
-        self.metric = METRICS[graphs.name]
+        self.metric = graphs.metric
+        self.own_data = graphs.own
         self.higher_is_better = self.metric not in ("mae", "rmse")
         self.inputs = items["train"].inputs
         self.splits = {
@@ -223,7 +239,7 @@ def _label_scores(output: Tensor, y: Tensor) -> dict[str, float]:
 def build(config: GraphConfig, data_dir: Path) -> GraphTask:
     """Read the graphs, compute the model's features of them (once), build the model."""
     data_dir = Path(data_dir).absolute()
-    graphs = read_graphs(config.data, data_dir)
+    graphs = read_graphs(config.data, data_dir, config.labels)
     features = _features(config, data_dir)
     kinds: dict[str, type[GraphItems]] = {"gps": DenseItems, "graph-vit": PatchItems}
     kind = kinds.get(config.model, PairItems)
@@ -256,12 +272,14 @@ def _features(config: GraphConfig, data_dir: Path) -> Tensors:
         wanted["patches"] = (config.patches, config.patch_hops, config.patch_walk_steps)
     features: Tensors = {}
     for what, sizes in wanted.items():
-        features |= _cached_features(config.data, data_dir, what, sizes)
+        features |= _cached_features(config.data, data_dir, config.labels, what, sizes)
     return features
 
 
 @lru_cache(maxsize=6)
-def _cached_features(data: str, data_dir: Path, what: str, sizes: tuple[int, ...]) -> Tensors:
+def _cached_features(
+    data: str, data_dir: Path, labels: Wanted, what: str, sizes: tuple[int, ...]
+) -> Tensors:
     """One kind of features; also cached in the folder that ``GFSA_CACHE`` names, if it is set."""
     kinds: dict[str, Callable[..., Tensors]] = {
         "pairs": pair_features,
@@ -269,8 +287,8 @@ def _cached_features(data: str, data_dir: Path, what: str, sizes: tuple[int, ...
         "laplacian": laplacian_encoding,
         "patches": patch_features,
     }
-    graphs = read_graphs(data, data_dir)
-    words = ("graph", data, what, *map(str, sizes), graphs.digest, f"v{_CACHE_VERSION}")
+    graphs = read_graphs(data, data_dir, labels)
+    words = ("graph", graphs.name, what, *map(str, sizes), graphs.digest, f"v{_CACHE_VERSION}")
     folder = os.environ.get("GFSA_CACHE", "")
     return cached_arrays(folder, "-".join(words), lambda: kinds[what](graphs, *sizes))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data.own import entries_of
 from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.data.splits import PARTS, part_named, three_parts
+from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.tasks.image.cifar import Images
 
 _ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
@@ -20,31 +24,112 @@ File = tuple[str, int]
 """The path and the class of an image."""
 
 
-@functools.lru_cache(maxsize=4)
-def list_images(data_dir: Path) -> tuple[dict[str, list[File]], list[str]]:
-    """The files of ``train``, ``val`` and, if it exists, ``test``; and the classes, by name."""
-    from torchvision.datasets.folder import find_classes, make_dataset
+@dataclass(frozen=True)
+class ImageFiles:
+    """The files of each part, the classes by name, and how the parts were made."""
 
-    folders = {name: data_dir / name for name in ("train", "val", "test")}
-    if not folders["test"].is_dir():
-        del folders["test"]
-    if not all(folder.is_dir() for folder in folders.values()):
-        raise FileNotFoundError(
-            f"expected the folders train and val in {data_dir}, each with one folder of images "
-            f"per class; get them from {source_of('folder').where}"
-        )
-    classes, numbers = find_classes(folders["train"])
+    parts: dict[str, list[File]]
+    classes: list[str]
+    split_by: str
+
+
+@functools.lru_cache(maxsize=4)
+def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
+    """The images in ``train/CLASS``, ``val/CLASS`` and ``test/CLASS``, or in ``CLASS`` alone.
+
+    With ``val`` and no ``test`` it is ``val`` that is reported, and ``valid`` is held out of train.
+    Images without parts are split: 10 % test, ``holdout`` valid, the rest train.
+
+    Args:
+        root: the folder.
+        holdout: the share of the training images to validate on, where it is needed; 0 for none.
+    """
+    folders: dict[str, Path] = {}
+    for folder in sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else ():
+        part = part_named(folder.name)
+        if part is not None and folders.setdefault(part, folder) != folder:
+            raise ValueError(
+                f"{root} has two folders for {part}, {folders[part].name} and {folder.name}; "
+                "leave one of them"
+            )
+    if not folders:
+        return _split_for_the_caller(root, holdout)
+    if "train" not in folders or len(folders) == 1:
+        raise _without_parts(root)
+    classes = _folders_in(folders["train"])
     if len(classes) < 2:
-        raise ValueError(f"{folders['train']} has {len(classes)} folder, expected one per class")
+        raise ValueError(
+            f"{folders['train']} has {len(classes)} folder, expected one per class"
+            f"{entries_of(folders['train'])}"
+        )
     files = {}
     for name, folder in folders.items():
-        unknown = sorted(set(find_classes(folder)[0]) - set(classes))
+        unknown = sorted(set(_folders_in(folder)) - set(classes))
         if unknown:
             raise ValueError(f"{folder} has classes that train lacks: {', '.join(unknown[:5])}")
-        files[name] = make_dataset(folder, numbers, _ENDINGS, allow_empty=name != "train")
+        files[name] = _images_in(folder, classes)
         if not files[name]:
-            raise ValueError(f"{folder} has no images in folders named like those of train")
-    return files, classes
+            raise ValueError(
+                f"{folder} has no images in folders named like those of train{entries_of(folder)}"
+            )
+    _refuse_empty(folders["train"], classes, files["train"])
+    if len(files) == len(PARTS):
+        return ImageFiles({name: files[name] for name in PARTS}, classes, "the parts that it names")
+    reported = "test" if "test" in files else "valid"
+    parts = {"train": files["train"], "test": files[reported]}
+    split_by = f"{folders[reported].name} is reported as test"
+    if holdout:
+        train, valid = hold_out(len(files["train"]), holdout)
+        parts["train"] = [files["train"][row] for row in train]
+        parts["valid"] = [files["train"][row] for row in valid]
+        split_by += f", valid is {100 * holdout:g} % of train at random, the same in every run"
+    return ImageFiles(parts, classes, split_by)
+
+
+def _split_for_the_caller(root: Path, holdout: float) -> ImageFiles:
+    classes = _folders_in(root)
+    files = _images_in(root, classes) if len(classes) > 1 else []
+    if not files:
+        raise _without_parts(root)
+    _refuse_empty(root, classes, files)
+    parts, split_by = three_parts(
+        {"train": range(len(files))}, str(root), [label for _, label in files], holdout=holdout
+    )
+    listed = {part: [files[row] for row in rows] for part, rows in parts.items()}
+    return ImageFiles(listed, classes, split_by)
+
+
+def _without_parts(root: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"expected the folders train and val in {root}, each with one folder of images per class, "
+        "or one folder of images per class alone, which are split for you; ImageNet is at "
+        f"{source_of('folder').where}{entries_of(root)}"
+    )
+
+
+def _folders_in(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _images_in(folder: Path, classes: list[str]) -> list[File]:
+    from torchvision.datasets.folder import make_dataset
+
+    numbers = {name: number for number, name in enumerate(classes)}
+    files: list[File] = make_dataset(str(folder), numbers, _ENDINGS, allow_empty=True)
+    return files
+
+
+def _refuse_empty(folder: Path, classes: list[str], files: list[File]) -> None:
+    """Raise FileNotFoundError if a class has no image to train on."""
+    empty = sorted(set(range(len(classes))) - {label for _, label in files})
+    if empty:
+        names = [classes[number] for number in empty]
+        raise FileNotFoundError(
+            f"{folder} has no images ({', '.join(_ENDINGS)}) of the classes {', '.join(names[:5])}"
+            f"{entries_of(folder / names[0])}"
+        )
 
 
 class FolderImages(Dataset[Any]):

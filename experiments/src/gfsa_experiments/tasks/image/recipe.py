@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from gfsa_experiments.data.own import find_own
 from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.splits import PARTS
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.batches import SeededItems
 from gfsa_experiments.engine.config import (
@@ -24,10 +26,16 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
     as_text,
 )
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
+from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.image import cifar
-from gfsa_experiments.tasks.image import items as image_items
-from gfsa_experiments.tasks.image.items import FolderImages, MemoryImages, Transformed, stack
+from gfsa_experiments.tasks.image.items import (
+    FolderImages,
+    ImageFiles,
+    MemoryImages,
+    Transformed,
+    list_images,
+    stack,
+)
 
 # short names of the paper's models; any other name is one of timm's
 MODELS = {
@@ -49,10 +57,12 @@ _CROP = 224 / 256
 class ImageConfig(TrainConfig):
     """DeiT's settings on ImageNet; sizes of 0 follow the data set, CIFAR's images included."""
 
-    in_label = ("dataset", "model", "depth")
+    in_label = ("data", "dataset", "model", "depth")
 
+    data: str = ""
+    """A folder of images of the caller's own; empty: ``--data-dir`` itself, with ``folder``."""
     dataset: Literal["folder", "cifar10", "cifar100"] = "folder"
-    """``folder``: train/, val/ and perhaps test/, with one folder per class."""
+    """``folder``: train/, val/ and perhaps test/, with one folder per class, or these alone."""
     model: str = "deit_small"
     """deit_tiny, deit_small, cait_s24, swin_small, or the name of a Transformer in timm."""
     depth: CountOrZero = 0
@@ -120,6 +130,8 @@ class ImageConfig(TrainConfig):
         unused["group_by_length"] = "every image has the same size"
         if self.dataset == "folder":
             unused["augment"] = "images in folders are always augmented by the workers"
+        else:
+            unused["data"] = f"dataset={self.dataset} is ours; dataset=folder reads your own"
         if self.on_device:
             unused["auto_augment"] = "only augment=workers applies timm's policies"
         if not (self.mixup and self.cutmix):
@@ -230,7 +242,10 @@ def build(config: ImageConfig, data_dir: Path) -> ImageTask:
     parts, num_classes = read(config, Path(data_dir))
     model = make_model(config, num_classes)
     splits = {part: _split(config, part, dataset) for part, dataset in parts.items()}
-    return ImageTask(model, splits, num_classes, _pipeline(config, num_classes))
+    task = ImageTask(model, splits, num_classes, _pipeline(config, num_classes))
+    if config.dataset == "folder":
+        task.own_data = _own_data(config, Path(data_dir))
+    return task
 
 
 # settings by the names of timm's arguments
@@ -282,15 +297,26 @@ def _checked_model(config: ImageConfig, device: str) -> nn.Module:
 
 
 def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
-    files, classes = image_items.list_images(data_dir.absolute())
-    parts = {"train": files["train"], "test": files["val"]}
-    if "test" in files:
-        parts |= {"valid": files["val"], "test": files["test"]}
-    elif config.holdout:
-        train, valid = hold_out(len(files["train"]), config.holdout)
-        parts["train"] = [files["train"][row] for row in train]
-        parts["valid"] = [files["train"][row] for row in valid]
-    return {name: FolderImages(part) for name, part in parts.items()}, len(classes)
+    files = _image_files(config, data_dir)
+    return {name: FolderImages(part) for name, part in files.parts.items()}, len(files.classes)
+
+
+def _image_files(config: ImageConfig, data_dir: Path) -> ImageFiles:
+    root = find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
+    return list_images(root.absolute(), config.holdout)
+
+
+def _own_data(config: ImageConfig, data_dir: Path) -> OwnData:
+    files = _image_files(config, data_dir)
+    some = ", ".join(files.classes[:6]) + (", …" if len(files.classes) > 6 else "")
+    return OwnData(
+        name=_folder_name(config, data_dir),
+        source=config.data or str(data_dir),
+        splits={name: len(files.parts[name]) for name in PARTS if name in files.parts},
+        split_by=files.split_by,
+        labels=f"classification, {len(files.classes)} classes: {some}",
+        unit="images",
+    )
 
 
 def _cifar_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
@@ -364,9 +390,13 @@ def _pipeline(config: ImageConfig, num_classes: int) -> Any:
 
 def label(config: ImageConfig, data_dir: Path) -> str:
     """Data set and model; a folder of images is labelled by its name, ``folder=flowers``."""
+    return config.label(f"folder={_folder_name(config, data_dir)}")
+
+
+def _folder_name(config: ImageConfig, data_dir: Path) -> str:
     # symbolic links are not resolved; a blank would end the name
-    name = re.sub(r"\s+", "_", Path(os.path.abspath(data_dir)).name)
-    return config.label(f"folder={name}")
+    folder = Path(config.data).expanduser() if config.data else data_dir
+    return re.sub(r"\s+", "_", Path(os.path.abspath(folder)).name)
 
 
 RECIPE = Recipe(

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gfsa.models.encoder import Attention, Encoder
+from gfsa_experiments.data.labelled import refuse_columns
+from gfsa_experiments.data.own import name_of
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import hold_out
 from gfsa_experiments.engine.config import (
@@ -27,6 +29,7 @@ from gfsa_experiments.engine.task import Classification, Recipe, Split, TensorRo
 from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.lra import listops
 from gfsa_experiments.tasks.lra.listops_files import read_listops
+from gfsa_experiments.tasks.lra.own import BYTES, read_texts
 
 _PIXELS = cifar.SIDE**2
 
@@ -35,8 +38,16 @@ _PIXELS = cifar.SIDE**2
 class LraConfig(TrainConfig):
     """The benchmark's settings for ListOps."""
 
-    in_label = ("task", "attention")
+    in_label = ("data", "task", "attention")
+    short_names = (("label", "label_column"),)
 
+    data: str = ""
+    """Texts of the caller's own, byte by byte, instead of ``task``: a file or folder of tables, or
+    ``hub:ID``."""
+    text: str = "text"
+    """Its column of texts."""
+    label_column: str = "label"
+    """Its column of classes; ``label=`` for short."""
     task: Literal["listops", "image"] = "listops"
     attention: Attention = "softmax"
     """``linformer`` is a reference model that takes no filter."""
@@ -49,9 +60,11 @@ class LraConfig(TrainConfig):
     dropout: ShareBelowOne = 0.1
     attention_dropout: ShareBelowOne = 0.0
     length: int = 2000
-    """ListOps: tokens of a sequence with CLS; its lists have at most 1,999."""
+    """ListOps: tokens of a sequence with CLS; its lists have at most 1,999. Longer texts of the
+    caller's own are cut."""
     pad_to_multiple: CountOrZero = 0
-    """ListOps: batches are padded, CLS included, to a multiple of this; 0: to ``length``."""
+    """ListOps and own texts: batches are padded, CLS included, to a multiple of this; 0: to
+    ``length``."""
     holdout: InnerShare = 0.1
     """Image: share of the training images held out for validation."""
 
@@ -71,18 +84,27 @@ class LraConfig(TrainConfig):
                 "attention=efficient never builds the map whose entries attention_dropout="
                 f"{self.attention_dropout} would drop; leave it at 0"
             )
-        if self.task == "listops" and self.length <= listops.LONGEST:
+        refuse_columns((self.text,), self.label_column)
+        if self.length < 2:
+            raise ValueError(f"length must be at least 2, a token and CLS, got {self.length}")
+        if not self.data and self.task == "listops" and self.length <= listops.LONGEST:
             raise ValueError(
                 f"length must be above {listops.LONGEST}, the longest list, got {self.length}"
             )
 
     def unused(self) -> dict[str, str]:
         unused = super().unused()
-        if self.task == "image":
+        if self.data:
+            unused["task"] = "data= names the texts"
+            unused["holdout"] = "texts of your own are split 80 : 10 : 10, or as they are named"
+        elif self.task == "image":
             fixed = f"every image is {_PIXELS} tokens; task=listops has lists of many lengths"
             unused |= dict.fromkeys(("length", "pad_to_multiple", "group_by_length"), fixed)
         else:
             unused["holdout"] = "ListOps has a validation part; task=image holds images out"
+        if not self.data:
+            own = "it names a column of data= of your own"
+            unused |= dict.fromkeys(("text", "label_column"), own)
         if self.attention != "linformer":
             unused["projected"] = "only attention=linformer projects its sequences"
         return unused
@@ -92,7 +114,7 @@ class LraConfig(TrainConfig):
             return make_encoder(self)
 
     def label(self) -> str:
-        return f"{self.task} {self.attention}"
+        return f"{f'data={name_of(self.data)}' if self.data else self.task} {self.attention}"
 
 
 class LraTask(Classification):
@@ -119,7 +141,7 @@ class LraTask(Classification):
 
 
 class Lists(Dataset[Any]):
-    """ListOps; batches are padded to few different lengths.
+    """ListOps, or texts; batches are padded to few different lengths.
 
     Args:
         sequences: the lists.
@@ -158,17 +180,29 @@ def to_grey(pixels: Tensor) -> Tensor:
 def build(config: LraConfig, data_dir: Path) -> LraTask:
     """Read (or generate) the sequences and build the encoder."""
     data_dir = Path(data_dir).absolute()
+    if config.data:
+        return _own_task(config, data_dir)
     if config.task == "listops":
         return LraTask(make_encoder(config), _lists(config, data_dir), listops.PAD)
     return LraTask(make_encoder(config), _images(data_dir, config.holdout), None)
 
 
-def make_encoder(config: LraConfig) -> Encoder:
-    is_lists = config.task == "listops"
+def _own_task(config: LraConfig, data_dir: Path) -> LraTask:
+    longest = config.length - 1
+    found = read_texts(config.data, data_dir, config.text, config.label_column, longest)
+    model = make_encoder(config, found.classes)
+    task = LraTask(model, _padded(config, found.parts), listops.PAD)
+    task.own_data = found.own
+    return task
+
+
+def make_encoder(config: LraConfig, num_classes: int = 10) -> Encoder:
+    is_lists = config.task == "listops" and not config.data
+    is_padded = is_lists or bool(config.data)
     return Encoder(
-        vocabulary=len(listops.TOKENS) if is_lists else 256,
-        num_classes=10,
-        max_length=config.length - 1 if is_lists else _PIXELS,
+        vocabulary=len(listops.TOKENS) if is_lists else BYTES,
+        num_classes=num_classes,
+        max_length=config.length - 1 if is_padded else _PIXELS,
         attention=config.attention,
         dim=config.dim,
         depth=config.depth,
@@ -183,6 +217,10 @@ def make_encoder(config: LraConfig) -> Encoder:
 def _lists(config: LraConfig, data_dir: Path) -> dict[str, Split]:
     parts = read_listops(data_dir)
     named = {"train": parts["train"], "valid": parts["val"], "test": parts["test"]}
+    return _padded(config, named)
+
+
+def _padded(config: LraConfig, named: dict[str, listops.Sequences]) -> dict[str, Split]:
     longest, multiple = config.length - 1, config.pad_to_multiple
     return {
         name: Split(Lists(sequences, longest, multiple), as_it_is, sequences.lengths.tolist())

@@ -17,8 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m gfsa_experiments.tasks.pretrain.prepare",
         description="Encode text for `gfsa train pretrain`, which does so itself if need be.",
     )
-    parser.add_argument("--data", default="techdocs", help="a corpus below --data-dir, or a path")
+    parser.add_argument(
+        "--data", default="techdocs", help="a corpus below --data-dir, a path or hub:ID"
+    )
     parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("GFSA_DATA", "data")))
+    parser.add_argument("--text", default="text", help="the key or column of the text")
     parser.add_argument("--vocab-size", type=int, default=16_384, help="of the BPE that is trained")
     parser.add_argument("--tokenizer", default="", help="a tokenizer.json instead")
     parser.add_argument("--cache", default="", help="default: GFSA_CACHE, or ~/.cache/gfsa")
@@ -27,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     began = time.perf_counter()
     choice = TokenizerChoice(given.tokenizer, given.vocab_size)
     try:
-        found = token_files(given.data, given.data_dir, choice, cache_folder(given.cache))
+        cache = cache_folder(given.cache)
+        found = token_files(given.data, given.data_dir, choice, cache, given.text)
         parts = found.meta.parts.items()
         counts = ", ".join(f"{name} {part.tokens:,} tokens" for name, part in parts)
         print(f"{found.folder}: {counts}; {time.perf_counter() - began:.0f} s")

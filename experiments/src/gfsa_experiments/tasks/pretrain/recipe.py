@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gfsa_experiments.data.own import HUB, name_of
 from gfsa_experiments.engine.config import (
     Compile,
     CountOrZero,
@@ -19,8 +20,7 @@ from gfsa_experiments.engine.config import (
     TrainConfig,
 )
 from gfsa_experiments.engine.speed import Work
-from gfsa_experiments.engine.task import Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.pretrain.corpus import SOURCE
+from gfsa_experiments.engine.task import DataSource, OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.loss import IGNORED, NextTokenLoss
 from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_decoder
 from gfsa_experiments.tasks.pretrain.packing import positions_in_documents, within_documents
@@ -28,6 +28,13 @@ from gfsa_experiments.tasks.pretrain.probes import probe
 from gfsa_experiments.tasks.pretrain.rows import TokenRows
 from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, cache_folder, token_files
 
+SOURCE = DataSource(
+    "text for pretraining",
+    "data=FILE or FOLDER of .txt, .md, .jsonl (a text each), .parquet, plain, .xz or .gz; three "
+    "parts by name (train, valid, test), or split by gfsa; a folder that was prepared; or "
+    "data=hub:ID",
+    "your own; techdocs is a corpus of documentation pages",
+)
 # depth, width, heads and width of the MLP; with 16,384 tokens and a tied head 15.4, 46.9 and 111.7
 # million numbers
 _SIZES = {
@@ -44,7 +51,9 @@ class PretrainConfig(TrainConfig):
     in_label = ("data", "size")
 
     data: str = "techdocs"
-    """A corpus below ``--data-dir``, or the path of a file or folder of text."""
+    """A corpus below ``--data-dir``, the path of a file or folder of text, or ``hub:ID``."""
+    text: str = "text"
+    """The key of the text in JSON lines, its column in tables and on the hub."""
     tokenizer: str = "bpe"
     """``bpe``: trained on the text; or the path of a tokenizer.json."""
     vocab_size: int = 16_384
@@ -168,7 +177,13 @@ class PretrainConfig(TrainConfig):
 
     def label(self) -> str:
         size = self.size if "size" not in self.unused() else f"d{self.depth}-w{self.width}"
-        return f"{Path(self.data).name.partition('.')[0]} qwen3-{size}"
+        hub = self.data.startswith(HUB)
+        name = name_of(self.data) if hub else Path(self.data).name.partition(".")[0]
+        ours = PretrainConfig.data
+        if name == ours and self.data != ours:
+            # the caller's own text is not taken for ours
+            name = f"data={name}"
+        return f"{name} qwen3-{size}"
 
 
 class PretrainTask(Task):
@@ -181,9 +196,18 @@ class PretrainTask(Task):
 
     metric = "loss"
     higher_is_better = False
+    falling = "loss"
 
     def __init__(self, config: PretrainConfig, data_dir: Path) -> None:
-        found = token_files(config.data, data_dir, config.choice(), cache_folder())
+        found = token_files(config.data, data_dir, config.choice(), cache_folder(), config.text)
+        if config.data != PretrainConfig.data:
+            self.own_data = OwnData(
+                name=found.meta.name,
+                source=config.data,
+                splits={name: part.tokens for name, part in found.meta.parts.items()},
+                split_by=found.split_by,
+                unit="tokens",
+            )
         most = {"valid": config.eval_rows}
         self.rows = {
             part: TokenRows(found.tokens(part), config.block, part, most.get(part, 0))

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from gfsa_experiments.data.corpus import Corpus, corpus_of, find_corpus
+from gfsa_experiments.data.own import HUB
+from gfsa_experiments.data.splits import PARTS
 from gfsa_experiments.data.tokenizers import token_ids, train_tokenizer
-from gfsa_experiments.tasks.pretrain.corpus import PARTS, Corpus, find_corpus, read_corpus
 
 META = "tokens.json"
 TOKENIZER = "tokenizer.json"
@@ -60,6 +62,8 @@ class TokenFiles:
 
     folder: Path
     meta: Meta
+    split_by: str = "as it was prepared"
+    """How its parts were made, as a sentence."""
 
     def tokens(self, part: str) -> np.ndarray:
         """The tokens of one part in a row, memory-mapped."""
@@ -87,23 +91,27 @@ class TokenizerChoice:
         return f"file {sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
-def token_files(data: str, data_dir: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
+def token_files(
+    data: str, data_dir: Path, choice: TokenizerChoice, cache: Path, column: str = "text"
+) -> TokenFiles:
     """The token files of a corpus, prepared if they are not there.
 
     Args:
-        data: a corpus (:func:`.corpus.find_corpus`), or a prepared folder.
+        data: a corpus (:func:`gfsa_experiments.data.corpus.corpus_of`), or a prepared folder.
         choice: the tokenizer.
         cache: where prepared corpora are kept.
+        column: the key or column of the text, where documents have several.
     """
-    path = find_corpus(data, data_dir)
-    if (path / META).is_file():
-        return _given(path, choice, cache)
-    corpus = read_corpus(path)
+    if not data.startswith(HUB):
+        path = find_corpus(data, data_dir)
+        if (path / META).is_file():
+            return _given(path, choice, cache)
+    corpus = corpus_of(data, data_dir, column)
     folder = cache / f"tokens-{corpus.name}-{_key(corpus, choice)}"
     with _made_once(folder) as making:
         if making is not None:
             prepare(corpus, choice, making)
-    return TokenFiles(folder, read_meta(folder))
+    return TokenFiles(folder, read_meta(folder), corpus.split_by)
 
 
 def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> Meta:
@@ -204,10 +212,8 @@ def _check_sizes(folder: Path, meta: Meta) -> None:
 def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
     digest = sha256(f"{_FORMAT} {choice.description} {corpus.has_parts}".encode())
-    for part, files in corpus.files.items():
-        for path in files:
-            stat = path.stat()
-            digest.update(f"{part} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for line in corpus.identity():
+        digest.update(line.encode())
     return digest.hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gfsa_experiments.data.own import name_of
 from gfsa_experiments.engine.config import (
     Count,
     CountOrZero,
@@ -32,6 +33,9 @@ class SpeechConfig(TrainConfig):
     clip: float = 5.0
     group_by_length: bool = True
 
+    data: str = ""
+    """Recordings of the caller's own instead of ``dataset``: a folder with transcripts.tsv (or
+    .csv), or in LibriSpeech's layout."""
     dataset: Literal["librispeech", "an4"] = "librispeech"
     train_sets: tuple[str, ...] = ("train-clean-100",)
     """Of LibriSpeech, as the next two; AN4 has sets of its own."""
@@ -39,7 +43,8 @@ class SpeechConfig(TrainConfig):
     test_sets: tuple[str, ...] = ("test-clean", "test-other")
     """Tables show the first; the others are reported in addition."""
     holdout: ShareBelowOne = 0.1
-    """Share of AN4's training utterances held out for validation, by speaker."""
+    """Share of AN4's training utterances, or of those in ``data``, held out for validation, by
+    speaker where speakers are known."""
     tokens: Tokens = "unigram"
     vocabulary: Count = 5000
     """The number of word pieces to learn, unless tokens=char."""
@@ -131,7 +136,10 @@ class SpeechConfig(TrainConfig):
 
     def _unused_of_data(self) -> dict[str, str]:
         unused: dict[str, str] = {}
-        if self.dataset == "an4":
+        if self.data:
+            own = "data= names the recordings"
+            unused |= dict.fromkeys(("dataset", "train_sets", "valid_sets", "test_sets"), own)
+        elif self.dataset == "an4":
             own = "AN4 has sets of its own; dataset=librispeech has these"
             unused |= dict.fromkeys(("train_sets", "valid_sets", "test_sets"), own)
         else:
@@ -172,4 +180,5 @@ class SpeechConfig(TrainConfig):
         return self.hidden or (2048 if self.encoder == "transformer" else 3072)
 
     def label(self) -> str:
-        return f"{self.dataset} {self.encoder}-d{self.encoder_layers}"
+        data = f"data={name_of(self.data)}" if self.data else self.dataset
+        return f"{data} {self.encoder}-d{self.encoder_layers}"

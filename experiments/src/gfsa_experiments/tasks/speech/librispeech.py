@@ -18,7 +18,8 @@ from gfsa_experiments.data.sources import source_of
 from gfsa_experiments.tasks.speech.utterances import Utterance, normalised, refusal_of_text
 
 SAMPLE_RATE = 16_000
-_WINDOW, _HOP = 400, 160
+HOP = 160
+_WINDOW = 400
 
 UTTERANCES = {
     "train-clean-100": 28_539,
@@ -55,7 +56,7 @@ def read_librispeech(data_dir: Path, name: str, mels: int = 80) -> list[Utteranc
                     name=utterance,
                     speaker=utterance.split("-")[0],
                     text=" ".join(text.split()),
-                    frames=samples // _HOP + 1,
+                    frames=samples // HOP + 1,
                     features=partial(_features, path, mels),
                     source=path.read_bytes,
                 )
@@ -79,7 +80,7 @@ def _mel_filters(mels: int) -> torch.nn.Module:
     from torchaudio.transforms import MelSpectrogram
 
     return MelSpectrogram(
-        SAMPLE_RATE, n_fft=_WINDOW, win_length=_WINDOW, hop_length=_HOP, n_mels=mels
+        SAMPLE_RATE, n_fft=_WINDOW, win_length=_WINDOW, hop_length=HOP, n_mels=mels
     )
 
 

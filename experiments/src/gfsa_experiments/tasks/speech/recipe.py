@@ -16,8 +16,9 @@ from gfsa_experiments.tasks.speech.config import SpeechConfig
 from gfsa_experiments.tasks.speech.ctc import ctc_loss as capturable_ctc_loss
 from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
 from gfsa_experiments.tasks.speech.models import SUBSAMPLING, Recognition, TorchRecogniser
+from gfsa_experiments.tasks.speech.own import letters_of, read_own
 from gfsa_experiments.tasks.speech.text import BEGIN, BLANK, END, Vocabulary, learn_vocabulary
-from gfsa_experiments.tasks.speech.utterances import SpeechBatches, Utterance, hold_out
+from gfsa_experiments.tasks.speech.utterances import LETTERS, SpeechBatches, Utterance, hold_out
 
 
 class SpeechTask(Task):
@@ -146,9 +147,14 @@ class SpeechTask(Task):
 
 def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
     """Read the data and build the model."""
-    sets = _read(config, data_dir)
+    own = None
+    if config.data:
+        sets, own = read_own(config.data, Path(data_dir).absolute(), config.holdout)
+    else:
+        sets = _read(config, data_dir)
     texts = tuple(utterance.text for utterance in sets["train"])
-    vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary)
+    letters = LETTERS if own is None else letters_of(sets)
+    vocabulary = learn_vocabulary(texts, config.tokens, config.vocabulary, letters)
     batches = {
         name: SpeechBatches(
             utterances,
@@ -161,7 +167,9 @@ def build(config: SpeechConfig, data_dir: Path) -> SpeechTask:
     }
     batches["train"].warn_of_unalignable(SUBSAMPLING)
     model = _model(config, sets["train"][0].features().shape[1], len(vocabulary))
-    return SpeechTask(config, model, vocabulary, batches)
+    task = SpeechTask(config, model, vocabulary, batches)
+    task.own_data = own
+    return task
 
 
 def _read(config: SpeechConfig, data_dir: Path) -> dict[str, list[Utterance]]:

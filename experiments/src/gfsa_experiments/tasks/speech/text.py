@@ -16,20 +16,21 @@ Tokens = Literal["char", "unigram", "bpe"]
 
 
 class Characters:
-    """A–Z, apostrophe and space as tokens; its length counts the three special ones too."""
+    """Characters as tokens, A–Z, apostrophe and space; its length counts the special ones too."""
 
-    def __init__(self) -> None:
-        self._token = {letter: _SPECIAL + i for i, letter in enumerate(LETTERS)}
+    def __init__(self, letters: str = LETTERS) -> None:
+        self._letters = letters
+        self._token = {letter: _SPECIAL + i for i, letter in enumerate(letters)}
 
     def __len__(self) -> int:
-        return _SPECIAL + len(LETTERS)
+        return _SPECIAL + len(self._letters)
 
     def encode(self, text: str) -> list[int]:
         return [self._token[letter] for letter in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
-        text = "".join(LETTERS[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
+        text = "".join(self._letters[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
         return " ".join(text.split())
 
 
@@ -78,6 +79,8 @@ Vocabulary = Characters | Pieces
 
 
 @lru_cache(maxsize=2)
-def learn_vocabulary(texts: tuple[str, ...], tokens: Tokens, size: int) -> Vocabulary:
-    """The vocabulary for these transcripts."""
-    return Characters() if tokens == "char" else Pieces(texts, tokens, size)
+def learn_vocabulary(
+    texts: tuple[str, ...], tokens: Tokens, size: int, letters: str = LETTERS
+) -> Vocabulary:
+    """The vocabulary for these transcripts, which consist of ``letters``."""
+    return Characters(letters) if tokens == "char" else Pieces(texts, tokens, size)

@@ -20,6 +20,13 @@ from gfsa.plugs.checkpoint import EXTRA, FORMAT, restore
 from gfsa.plugs.filter_files import MOST_TENSORS
 from gfsa.plugs.sites import sites
 
+CONFIG_ENTRY = "filters_need_gfsa_from_pretrained"
+"""The entry of ``config.json`` by which an uploaded model says that it has filters.
+
+transformers keeps entries that it does not know as attributes of the config, without a warning.
+What it warns about without gfsa are the weights of the filters, in its load report.
+"""
+
 # arguments that say where on the hub the files of a checkpoint are
 _HUB_ARGUMENTS = (
     "cache_dir",
@@ -89,6 +96,8 @@ def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:
     if not filters:
         return False
     restore(model, {"format": FORMAT, "filters": filters}, tensors, source=str(path))
+    # it is true of the files, and would be saved again after gfsa.unplug
+    vars(model.config).pop(CONFIG_ENTRY, None)
     return True
 
 

@@ -1,0 +1,102 @@
+"""A caller's own data: what it is called, where it is, how a wrong file looks.
+
+Every recipe takes ``data=``: the path of a file or folder, or ``hub:ID`` (``hub:ID:CONFIGURATION``)
+for a data set of the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+HUB = "hub:"
+PACKED = (".xz", ".gz")
+_OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
+_UNREADABLE = (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile)
+_SHOWN_LINES, _SHOWN_CHARACTERS = 3, 100
+_SHOWN_ENTRIES = 8
+
+
+def name_of(data: str) -> str:
+    """The name of the data in rows: of ``reviews/my.csv.gz`` it is ``my``, of hub data its ID's."""
+    if data.startswith(HUB):
+        identity, _, configuration = data.removeprefix(HUB).partition(":")
+        words = [identity.rstrip("/").rpartition("/")[2], configuration]
+        name = "-".join(word for word in words if word)
+    else:
+        # symbolic links are not resolved; "." is a folder with a name too
+        name = Path(os.path.abspath(Path(data).expanduser())).name
+        for packed in PACKED:
+            name = name.removesuffix(packed)
+        name = re.sub(r"(?<=.)\.[A-Za-z]\w*$", "", name)
+    # a blank would end the name in a table
+    return re.sub(r"\s+", "_", name.strip())
+
+
+def find_own(data: str, data_dir: Path, expected: str = "a file or folder") -> Path:
+    """The file or folder that ``data`` names: below ``data_dir``, or a path of its own."""
+    for path in (data_dir / data, Path(data).expanduser()):
+        if path.exists():
+            return path
+    parent = Path(data).expanduser().parent
+    raise FileNotFoundError(
+        f"there is no {data} in {data_dir.absolute()}, nor a file or folder of that path; "
+        f"set data= to {expected}, or give --data-dir{entries_of(parent)}"
+    )
+
+
+def entries_of(folder: Path) -> str:
+    """``. FOLDER has a, b, …``: a sentence to follow an error; empty if there is no such folder."""
+    if not folder.is_dir():
+        return ""
+    names = sorted(p.name + "/" * p.is_dir() for p in folder.iterdir() if p.name[0] != ".")
+    shown = ", ".join(names[:_SHOWN_ENTRIES]) + (", …" if len(names) > _SHOWN_ENTRIES else "")
+    return f". {folder.absolute()} has {shown or 'nothing in it'}"
+
+
+def bytes_of(path: Path) -> bytes:
+    """The content of a file, unpacked by its ending."""
+    try:
+        return _OPENERS.get(path.suffix, bytes)(path.read_bytes())
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is damaged, or not packed as its name says ({error})") from error
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, packed or not; a byte order mark is left out."""
+    data = bytes_of(path)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is damaged, or no UTF-8 text ({error}); it begins with {data[:16]!r}. "
+            "Save it as UTF-8"
+        ) from error
+
+
+def first_lines(lines: Iterable[str]) -> str:
+    """The first lines of a wrong file, to follow an error message."""
+    shown = [
+        f"  {number}: {line[:_SHOWN_CHARACTERS]}{'…' if len(line) > _SHOWN_CHARACTERS else ''}"
+        for number, line in enumerate(itertools.islice(lines, _SHOWN_LINES), start=1)
+    ]
+    return "\n".join(["; it begins:", *shown]) if shown else "; it is empty"
+
+
+def ending_of(path: Path) -> str:
+    """The ending that says what a file is: ``.csv`` of ``reviews.csv.gz``."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def is_hidden(path: Path, root: Path) -> bool:
+    """Whether a file, or a folder between it and ``root``, has a name that begins with a dot."""
+    return any(word.startswith(".") for word in path.relative_to(root).parts)

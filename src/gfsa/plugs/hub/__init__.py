@@ -1,0 +1,1 @@
+"""Filters on the Hugging Face Hub: uploaded with a card, downloaded by name."""

@@ -1,0 +1,369 @@
+"""Data of a user's own: names, tables, labels, parts, and errors that show what is wrong."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+from collections import Counter
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gfsa_experiments.data.corpus import corpus_of
+from gfsa_experiments.data.labelled import LabelledRows, read_labelled
+from gfsa_experiments.data.labels import decide
+from gfsa_experiments.data.own import find_own, name_of
+from gfsa_experiments.data.splits import PARTS, three_parts
+from gfsa_experiments.data.tables import read_rows
+from gfsa_experiments.runs.sweep import Request
+from support.hub import HubPart, fake_parts
+from support.own_data import reviews, write_table
+
+SMALL_IMAGES = {"image_size": "32", "model": "deit_tiny", "depth": "1"}
+
+
+def labelled(data: Path | str, text: str = "review", label: str = "stars") -> LabelledRows:
+    return read_labelled(str(data), Path("data"), (text,), label)
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("data", "name"),
+        [
+            ("my.csv", "my"),
+            ("some/where/my reviews.jsonl.gz", "my_reviews"),
+            ("v1.5/photos/", "photos"),
+            ("release-1.5", "release-1.5"),
+            ("hub:someone/reviews", "reviews"),
+            ("hub:someone/reviews:german", "reviews-german"),
+        ],
+    )
+    def test_data_is_called_by_its_own_name(self, data: str, name: str) -> None:
+        assert name_of(data) == name
+
+    def test_a_missing_file_names_its_neighbours(self, tmp_path: Path) -> None:
+        (tmp_path / "my.csv").touch()
+        with pytest.raises(FileNotFoundError, match=rf"there is no .*mi\.csv .*{tmp_path} has my"):
+            find_own(str(tmp_path / "mi.csv"), Path("data"))
+
+    @pytest.mark.parametrize(
+        ("recipe", "settings", "label"),
+        [
+            ("text", {"data": "a/my.csv"}, "my bert-base-uncased"),
+            ("causal_lm", {"data": "wikitext-2"}, "data=wikitext-2 gpt2"),
+            ("code", {"data": "devign.csv"}, "data=devign codebert-base"),
+            ("graph", {"data": "./zinc"}, "data=zinc graphormer-slim"),
+            ("graph", {"data": "pyg:TUDataset:MUTAG"}, "data=TUDataset-MUTAG graphormer-slim"),
+            ("speech", {"data": "an4"}, "data=an4 transformer-d12"),
+            ("lra", {"data": "image.csv"}, "data=image softmax"),
+            ("image", {"data": "a/cifar10", **SMALL_IMAGES}, "folder=cifar10 deit_tiny-d1"),
+            ("pretrain", {"data": "hub:someone/wiki:en"}, "wiki-en qwen3-15m"),
+            ("pretrain", {"data": "techdocs.txt"}, "data=techdocs qwen3-15m"),
+        ],
+    )
+    def test_rows_are_never_labelled_like_those_of_our_data(
+        self, recipe: str, settings: dict[str, str], label: str
+    ) -> None:
+        (run,) = Request(recipe, settings=tuple(settings.items())).runs()
+        assert run.key().task == label
+
+
+class TestTables:
+    @pytest.mark.parametrize("separator", [",", ";", "\t"])
+    def test_csv_of_spreadsheets(self, separator: str, tmp_path: Path) -> None:
+        head = separator.join(["review", "stars"])
+        path = tmp_path / "my.csv"
+        if separator == "\t":
+            # a tab is rarely quoted
+            row = 'a "good" one\t3'
+        else:
+            row = f'"good, or ""good""; at\nleast"{separator}3'
+        path.write_bytes(f"\ufeff{head}\r\n{row}\r\n".encode())
+        (values,) = read_rows(str(path), tmp_path, ["stars", "review"], ["", ""]).values
+        expected = 'a "good" one' if separator == "\t" else 'good, or "good"; at\nleast'
+        assert values == ("3", expected)
+
+    def test_every_format_gives_the_same_rows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rows = reviews(12)
+        write_table(tmp_path / "a.csv", rows)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "b.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+        (tmp_path / "c.json").write_text(json.dumps(rows))
+        text = "\n".join(["review\tstars", *(f"{r['review']}\t{r['stars']}" for r in rows)])
+        (tmp_path / "d.tsv").write_text(text)
+        columns = {name: [row[name] for row in rows] for name in ("review", "stars")}
+        (tmp_path / "e.parquet").touch()
+        fake_parquet(monkeypatch, columns)
+        fake_parts(monkeypatch, {"train": HubPart(columns)})
+        names = ["a.csv", "b.jsonl.xz", "c.json", "d.tsv", "e.parquet"]
+        found = [labelled(tmp_path / name) for name in names] + [labelled("hub:someone/reviews")]
+        assert all(one.texts == found[0].texts for one in found)
+        assert all(one.labels == found[0].labels for one in found)
+        assert found[0].texts[3] == (rows[3]["review"],)
+
+    def test_a_wrong_column_shows_the_file(self, tmp_path: Path) -> None:
+        path = write_table(tmp_path / "my.csv", reviews())
+        with pytest.raises(ValueError, match="it begins:") as caught:
+            labelled(path, label="label")
+        text = str(caught.value)
+        assert "my.csv has no column 'label'; it has review, stars: set label= to one of" in text
+        assert text.splitlines()[1:3] == ["  1: review,stars", f"  2: {reviews()[0]['review']},1"]
+
+    @pytest.mark.parametrize(
+        ("name", "content", "error"),
+        [
+            ("x.xlsx", b"PK", r"x\.xlsx ends in \.xlsx: expected \.csv"),
+            ("x.csv", b"", "x.csv is empty"),
+            ("x.csv", b"\xff\xfe", "no UTF-8 text"),
+            ("x.csv.gz", b"review,stars", "damaged, or not packed"),
+            ("x.csv", b"review,stars\n", "has no rows"),
+            ("x.csv", b"review,stars\ngood\n", r"line 2: .*fewer fields .*\n  1: review,stars"),
+            ("x.csv", b"review,stars\ngood,\n", r"line 2: nothing in the column stars"),
+            ("x.jsonl", b'{"review": 1}\n{', r"x\.jsonl, line 2: expected a JSON object"),
+            ("x.jsonl", b"[1]", "expected a JSON object, got a list"),
+            ("x.json", b'{"a": 1}\n{"a": 2}', r"list of JSON objects.*is a \.jsonl"),
+            ("x.jsonl", b'{"review": "a", "stars": NaN}', r"line 1: nothing in the column stars"),
+            ("x.json", b'{"a": 1}', "list of JSON objects, got a dict"),
+        ],
+    )
+    def test_a_wrong_file_says_what_is_wrong(
+        self, name: str, content: bytes, error: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=error):
+            labelled(tmp_path / name)
+
+    def test_what_reads_parquet_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "x.parquet").touch()
+        monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+        with pytest.raises(ValueError, match="pip install pyarrow"):
+            labelled(tmp_path / "x.parquet")
+
+    def test_a_folder_of_parts(self, tmp_path: Path) -> None:
+        for name, count in (("train", 30), ("dev", 6), ("test", 9)):
+            write_table(tmp_path / f"my_{name}.csv", reviews(count))
+        found = labelled(tmp_path)
+        assert found.own.splits == {"train": 30, "valid": 6, "test": 9}
+        assert found.own.split_by == "the parts that it names"
+        write_table(tmp_path / "more.csv", reviews(3))
+        with pytest.raises(ValueError, match=r"others that are not, more\.csv"):
+            read_rows(str(tmp_path), tmp_path, ["review"], ["text"])
+
+    def test_a_class_that_is_not_trained_on(self, tmp_path: Path) -> None:
+        write_table(tmp_path / "train.csv", reviews(30))
+        write_table(tmp_path / "test.csv", [*reviews(6), {"review": "x", "stars": 7}])
+        with pytest.raises(ValueError, match="test has labels that train lacks: 7"):
+            labelled(tmp_path)
+
+    def test_the_hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        classes = SimpleNamespace(names=["bad", "good"])
+
+        class Featured(HubPart):
+            features = MappingProxyType({"label": classes})
+
+        asked = fake_parts(
+            monkeypatch,
+            {
+                "train": Featured(text=["a", "b"] * 10, label=[0, 1] * 10),
+                "test": Featured(text=["c"] * 2, label=[1, 0]),
+                "unsupervised": Featured(text=["d"], label=[-1]),
+            },
+        )
+        found = labelled("hub:someone/films:english", "text", "label")
+        assert asked == [("someone/films", "english")]
+        assert found.labels.classes == ("bad", "good")
+        assert found.own.splits == {"train": 18, "valid": 2, "test": 2}
+        assert found.own.split_by.endswith("not used: unsupervised")
+        with pytest.raises(ValueError, match="no column 'review'; it has text, label"):
+            labelled("hub:someone/films", "review", "label")
+
+    def test_hidden_labels_of_the_hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        train = HubPart(text=["a", "b"] * 10, label=["x", "y"] * 10)
+        hidden = HubPart(text=["c"] * 5, label=[None] * 5)
+        shown = HubPart(text=["d"] * 4, label=["x"] * 4)
+        fake_parts(monkeypatch, {"train": train, "validation": shown, "test": hidden})
+        own = labelled("hub:someone/contest", "text", "label").own
+        assert own.splits == {"train": 18, "valid": 2, "test": 4}
+        assert own.split_by.endswith("not used: test, whose label is hidden")
+
+    def test_a_hub_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*which: str) -> Any:
+            raise RuntimeError("no such data set")
+
+        monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fails))
+        with pytest.raises(ValueError, match=r"could not be loaded .*RuntimeError: no such data"):
+            labelled("hub:no/where")
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        with pytest.raises(ValueError, match="pip install datasets"):
+            labelled("hub:no/where")
+        with pytest.raises(ValueError, match="names no data set"):
+            labelled("hub:")
+
+
+def fake_parquet(monkeypatch: pytest.MonkeyPatch, columns: dict[str, list[Any]]) -> None:
+    """As much of pyarrow as is used."""
+    table = SimpleNamespace(
+        column_names=list(columns),
+        column=lambda name: SimpleNamespace(to_pylist=lambda: columns[name]),
+    )
+    module = SimpleNamespace(read_table=lambda path: table)
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=module))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+
+
+class TestLabels:
+    @pytest.mark.parametrize(
+        ("texts", "kind", "classes"),
+        [
+            (["yes", "no"] * 5, "classes", ("no", "yes")),
+            (["10", "9", "10", "9"], "classes", ("9", "10")),
+            (["1.0", "0", "1", "0.0"], "classes", ("0", "1")),
+            (["0.5", "1", "2"], "numbers", ()),
+            ([str(i) for i in range(21)], "numbers", ()),
+            ([str(i % 20) for i in range(60)], "classes", tuple(map(str, range(20)))),
+            (["1e3", "-2.5e-1"], "numbers", ()),
+        ],
+    )
+    def test_classes_or_numbers(
+        self, texts: list[str], kind: str, classes: tuple[str, ...]
+    ) -> None:
+        found = decide(texts, "stars")
+        assert (found.kind, found.classes) == (kind, classes)
+        if kind == "numbers":
+            assert found.values == [float(text) for text in texts]
+        assert found.why.startswith("classification, " if classes else "regression, ")
+
+    def test_the_user_may_decide(self) -> None:
+        assert decide(["1", "2"] * 3, "stars", "numbers").values == [1.0, 2.0] * 3
+        assert decide(["0.5", "1.5"], "stars", "classes").classes == ("0.5", "1.5")
+        with pytest.raises(ValueError, match="labels=numbers, but the column stars has 'good'"):
+            decide(["1", "good"], "stars", "numbers")
+
+    def test_a_column_that_is_no_label(self) -> None:
+        with pytest.raises(ValueError, match=r"10 different values in 10 rows, such as text 0,"):
+            decide([f"text {i}" for i in range(10)], "review")
+        with pytest.raises(ValueError, match=r"predicts classes, .*from 0\.5 to 2; set lab"):
+            decide(["0.5", "2"], "stars", only_classes=True)
+        with pytest.raises(ValueError, match="every label in the column stars is '5'"):
+            decide(["5"] * 4, "stars")
+
+
+class TestParts:
+    def test_every_class_is_in_every_part_and_nothing_twice(self) -> None:
+        classes = ["rare" if i % 10 == 0 else "common" for i in range(200)]
+        parts, how = three_parts({"train": range(200)}, "here", classes)
+        assert [len(parts[part]) for part in PARTS] == [160, 20, 20]
+        counts = [Counter(classes[row] for row in parts[part])["rare"] for part in PARTS]
+        assert counts == [16, 2, 2]
+        assert sorted(row for rows in parts.values() for row in rows) == list(range(200))
+        assert how.startswith("80 % train, 10 % valid, 10 % test, at random, the same in every run")
+        assert three_parts({"train": range(200)}, "here", classes) == (parts, how)
+
+    def test_parts_that_are_missing(self) -> None:
+        train, other = list(range(20)), [20, 21]
+        parts, how = three_parts({"train": train, "test": other}, "here")
+        assert (len(parts["train"]), len(parts["valid"]), parts["test"]) == (18, 2, other)
+        assert set(parts["train"]) | set(parts["valid"]) == set(train)
+        parts, how = three_parts({"train": train, "valid": other}, "here")
+        assert parts["test"] == other
+        assert "its valid is reported as test" in how
+        with pytest.raises(ValueError, match="a part for test, but none to train on"):
+            three_parts({"test": other}, "here")
+        with pytest.raises(ValueError, match="9 examples to split, at least 10"):
+            three_parts({"train": range(9)}, "here")
+
+    def test_no_speaker_is_in_two_parts(self) -> None:
+        speakers = [f"s{i % 5}" for i in range(50)]
+        parts, how = three_parts({"train": range(50)}, "here", groups=speakers)
+        heard = {part: {speakers[row] for row in rows} for part, rows in parts.items()}
+        assert [len(heard[part]) for part in PARTS] == [3, 1, 1]
+        assert not heard["train"] & (heard["valid"] | heard["test"])
+        assert not heard["valid"] & heard["test"]
+        assert "by speaker" in how
+
+
+class TestCorpora:
+    def test_any_text_file_is_text(self, tmp_path: Path) -> None:
+        text = "".join(f"line {i}\n" for i in range(100))
+        (tmp_path / "notes.log").write_text(text)
+        found = corpus_of("notes.log", tmp_path)
+        documents = found.documents()
+        assert "".join("".join(documents[part]) for part in PARTS) == text
+        assert found.split_by == "the last 5 % of the text is test, the 5 % before it valid"
+        (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n")
+        with pytest.raises(ValueError, match=r"no UTF-8 text .*begins with b'\\x89PNG"):
+            corpus_of("picture.png", tmp_path).documents()
+
+    def test_the_hub(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        texts = [f"document {i}" for i in range(100)]
+        parts: dict[str, Any] = {"train": HubPart(content=texts)}
+        fake_parts(monkeypatch, parts)
+        found = corpus_of("hub:someone/corpus", tmp_path, "content")
+        assert found.name == "corpus"
+        assert found.documents()["test"] == texts[95:]
+        before = list(found.identity())
+        assert list(corpus_of("hub:someone/corpus", tmp_path, "content").identity()) == before
+        parts["train"]["content"] = [*texts[:-1], "another"]
+        assert list(corpus_of("hub:someone/corpus", tmp_path, "content").identity()) != before
+        with pytest.raises(ValueError, match="no column 'text'; it has content: set text="):
+            corpus_of("hub:someone/corpus", tmp_path).documents()
+        parts |= {"validation": HubPart(content=["v"]), "test": HubPart(content=["t"])}
+        assert corpus_of("hub:someone/corpus", tmp_path, "content").documents()["valid"] == ["v"]
+        del parts["test"]
+        found = corpus_of("hub:someone/corpus", tmp_path, "content")
+        assert found.split_by.startswith("its valid is reported as test; the last 5 %")
+        documents = found.documents()
+        assert {part: len(some) for part, some in documents.items()} == {
+            "train": 95,
+            "valid": 5,
+            "test": 1,
+        }
+        assert documents["test"] == ["v"]
+        del parts["train"]
+        with pytest.raises(ValueError, match="has the parts valid, but none to train on"):
+            corpus_of("hub:someone/corpus", tmp_path)
+
+    def test_tables(self, tmp_path: Path) -> None:
+        lines = ["id,text", *(f'{i},"document {i}, or so"' for i in range(100)), "100,"]
+        (tmp_path / "x.csv").write_text("\n".join(lines))
+        assert corpus_of("x.csv", tmp_path).documents()["test"][-1] == "document 99, or so"
+        (tmp_path / "x.csv").write_text("\n".join([*lines, "101,too,many"]))
+        with pytest.warns(UserWarning, match=r"1 of 102 rows .* line 103: it has more or fewer"):
+            corpus_of("x.csv", tmp_path).documents()
+
+    def test_a_key_of_ones_own(self, tmp_path: Path) -> None:
+        (tmp_path / "x.jsonl").write_text('{"content": "a"}\n{"text": 1}\n')
+        with pytest.raises(ValueError, match=r"line 2: .*key content .*\n  1: {\"content\""):
+            corpus_of("x.jsonl", tmp_path, "content").documents()
+
+
+def test_a_setting_by_its_short_name() -> None:
+    settings = (("data", "my.csv"), ("label", "stars"))
+    (run,) = Request("text", settings=settings).runs()
+    assert run.key().settings == "label_column=stars"
+    with pytest.raises(ValueError, match="label and label_column are one setting"):
+        Request("text", settings=(*settings, ("label_column", "other"))).runs()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "error"),
+    [
+        ("text", {}, "set data= to a table of your own"),
+        ("text", {"data": "x.csv", "text": "a,b,c"}, "text takes one column, or two"),
+        ("text", {"data": "x.csv", "text": "label"}, "name the same column"),
+        ("causal_lm", {"data": "x.txt", "dataset": "ptb"}, r"dataset \(data= names the text"),
+        ("causal_lm", {"text": "content"}, r"text \(it names a column of data="),
+        ("graph", {"data": "zincc"}, r"data must be one of zinc, .*\./zincc\), got 'zincc'"),
+        ("image", {"data": "photos", "dataset": "cifar10"}, r"data \(dataset=cifar10 is ours"),
+    ],
+)
+def test_settings_that_make_no_sense(recipe: str, settings: dict[str, str], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Request(recipe, settings=tuple(settings.items())).runs()

@@ -1,0 +1,412 @@
+"""Filters on the Hub: the real client against a server of this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+import yaml
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.plugs.hub.card import BEGIN, END
+from gfsa.plugs.peft_adapters import check_loaded
+from support.hub_server import HubServer, hub_server
+
+X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.arange(6)[None]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[HubServer]:
+    with hub_server(tmp_path / "cache") as running:
+        yield running
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def train(model: nn.Module) -> nn.Module:
+    """Filters with numbers of their own."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for filter in gfsa.filters_of(model).values():
+            filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) / 10)
+    return model
+
+
+def plugged(model: Any, **arguments: Any) -> Any:
+    gfsa.plug(model, **arguments)
+    return train(model)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+class TestFilters:
+    def test_round_trip(self, server: HubServer) -> None:
+        model = plugged(encoder(), K=4)
+        address = gfsa.push_to_hub(model, "user/filters")
+        assert address.startswith(f"{server.url}/user/filters/commit/")
+        files = server.repositories["user/filters"].files()
+        assert sorted(files) == [
+            "README.md",
+            "coefficients.svg",
+            "filters.json",
+            "filters.safetensors",
+        ]
+        again = encoder()
+        gfsa.load(again, "user/filters")
+        assert torch.equal(again(X), model(X))
+        assert not torch.equal(again(X), encoder()(X))
+
+    def test_what_was_downloaded_is_there_without_a_connection(
+        self, server: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = plugged(encoder())
+        gfsa.push_to_hub(model, "user/filters")
+        gfsa.load(encoder(), "user/filters")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        before = len(server.requests)
+        again = encoder()
+        gfsa.load(again, "user/filters")
+        assert torch.equal(again(X), model(X))
+        assert len(server.requests) == before
+
+    def test_what_was_never_downloaded_is_not_there_without_a_connection(
+        self, server: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        start = time.monotonic()
+        with pytest.raises(FileNotFoundError, match=r"no answer .* was not downloaded before"):
+            gfsa.load(encoder(), "user/filters")
+        # one attempt, not the client's many
+        assert time.monotonic() - start < 10
+
+    def test_revisions(self, server: HubServer) -> None:
+        first, second = plugged(encoder()), plugged(encoder(), layers=[1])
+        gfsa.push_to_hub(first, "user/filters")
+        gfsa.push_to_hub(second, "user/filters", revision="one-layer")
+        for revision, model in (("main", first), ("one-layer", second)):
+            again = encoder()
+            gfsa.load(again, "user/filters", revision=revision)
+            assert torch.equal(again(X), model(X))
+        with pytest.raises(FileNotFoundError, match="user/filters at 'other'"):
+            gfsa.load(encoder(), "user/filters", revision="other")
+
+    def test_private(self, server: HubServer) -> None:
+        gfsa.push_to_hub(plugged(encoder()), "user/filters", private=True)
+        assert server.private["user/filters"] in (True, "private")
+
+    def test_another_backbone_is_refused_by_name(self, server: HubServer) -> None:
+        gfsa.push_to_hub(plugged(encoder()), "user/filters")
+        model = gpt2()
+        with pytest.raises(ValueError, match="user/filters has a filter for the layer"):
+            gfsa.load(model, "user/filters")
+        assert not gfsa.filters_of(model)
+
+    @pytest.mark.parametrize("name", ["filters.json", "filters.safetensors"])
+    def test_a_large_file_is_not_downloaded(self, server: HubServer, name: str) -> None:
+        gfsa.push_to_hub(plugged(encoder()), "user/filters")
+        server.sizes[name] = 2**30
+        with pytest.raises(ValueError, match=rf"{name} of user/filters has {2**30} bytes"):
+            gfsa.load(encoder(), "user/filters")
+        gets = [request for request in server.requests if request.startswith("GET")]
+        assert not any(request.endswith(name) for request in gets)
+
+    def test_a_folder_comes_before_a_repository(
+        self, server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        local = plugged(encoder(), layers=[2])
+        gfsa.save(local, "user/filters")
+        gfsa.push_to_hub(plugged(encoder()), "user/filters")
+        before = len(server.requests)
+        model = encoder()
+        gfsa.load(model, "user/filters")
+        assert torch.equal(model(X), local(X))
+        assert len(server.requests) == before
+        with pytest.raises(ValueError, match="user/filters is a folder"):
+            gfsa.load(model, "user/filters", revision="main")
+
+    @pytest.mark.parametrize("path", ["user/none", Path("user/none"), "none", "a/b/c", "../b"])
+    def test_what_is_not_there(self, server: HubServer, path: str | Path) -> None:
+        with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
+            gfsa.load(encoder(), path)
+        asked = any("user/none" in request for request in server.requests)
+        assert asked == (path == "user/none")
+
+    def test_a_repository_without_filters(self, server: HubServer) -> None:
+        gfsa.push_to_hub(plugged(encoder()), "user/filters")
+        files = server.repositories["user/filters"].commits
+        for content in files.values():
+            content.pop("filters.safetensors", None)
+        model = encoder()
+        with pytest.raises(FileNotFoundError, match=r"EntryNotFound.*filters\.safetensors"):
+            gfsa.load(model, "user/filters")
+        assert not gfsa.filters_of(model)
+
+
+class TestCard:
+    def test_it_has_settings_backbone_coefficients_and_results(self, server: HubServer) -> None:
+        model = plugged(encoder(), K=5, learn=("wK",))
+        results = {"accuracy | test": 0.875, "note": "three seeds"}
+        gfsa.push_to_hub(model, "user/filters", base_model="user/backbone", results=results)
+        text = server.repositories["user/filters"].files()["README.md"].decode()
+        _, metadata, body = text.split("---", 2)
+        assert yaml.safe_load(metadata) == {
+            "library_name": "gfsa",
+            "tags": ["gfsa", "graph-filter-self-attention"],
+            "base_model": "user/backbone",
+        }
+        assert "2 layers of `TransformerEncoder`" in body
+        assert 'K = 5, learn = ["wK"]' in body
+        assert 'gfsa.load(model, "user/filters")' in body
+        assert "| accuracy \\| test | 0.875 |" in body
+        assert "| note | three seeds |" in body
+        first = gfsa.filters_of(model)["layers.0.self_attn"].coefficients()[:, 2]
+        assert f"{first.mean():.4g} ({first.min():.4g} … {first.max():.4g})" in body
+
+    def test_the_picture_has_a_dot_for_each_head_and_power(self, server: HubServer) -> None:
+        gfsa.push_to_hub(plugged(encoder()), "user/filters")
+        picture = server.repositories["user/filters"].files()["coefficients.svg"].decode()
+        root = ElementTree.fromstring(picture)
+        width, height = float(root.attrib["width"]), float(root.attrib["height"])
+        dots = [element for element in root.iter() if element.tag.endswith("circle")]
+        assert len(dots) == 2 * 4 * 3
+        assert all(0 < float(dot.attrib["cx"]) < width for dot in dots)
+        assert all(0 < float(dot.attrib["cy"]) < height for dot in dots)
+
+    def test_filters_at_init_have_a_picture_too(self, server: HubServer) -> None:
+        model = encoder()
+        gfsa.plug(model, filter=gfsa.Twicing)
+        gfsa.push_to_hub(model, "user/filters")
+        picture = server.repositories["user/filters"].files()["coefficients.svg"].decode()
+        assert "nan" not in picture
+        ElementTree.fromstring(picture)
+
+    def test_what_an_owner_wrote_into_it_stays(self, server: HubServer) -> None:
+        model = plugged(encoder())
+        gfsa.push_to_hub(model, "user/filters", results={"accuracy": 0.5})
+        repository = server.repositories["user/filters"]
+        written = repository.files()["README.md"].decode()
+        edited = written.replace("tags:", "license: mit\ntags:") + "\nby hand\n"
+        repository.commit("main", {"README.md": edited.encode()})
+        gfsa.push_to_hub(model, "user/filters", results={"accuracy": 0.75})
+        text = repository.files()["README.md"].decode()
+        assert text == edited.replace("| accuracy | 0.5 |", "| accuracy | 0.75 |")
+
+        repository.commit("main", {"README.md": b"# mine\n"})
+        gfsa.push_to_hub(model, "user/filters")
+        text = repository.files()["README.md"].decode()
+        assert text.startswith(f"# mine\n\n{BEGIN}")
+        assert text.endswith(f"{END}\n")
+
+    def test_the_name_of_the_base_model(self, server: HubServer, tmp_path: Path) -> None:
+        for known, expected in (("gpt/two", "gpt/two"), (str(tmp_path), None), ("", None)):
+            model = plugged(gpt2())
+            model.config._name_or_path = known
+            gfsa.push_to_hub(model, "user/filters")
+            repository = server.repositories.pop("user/filters")
+            metadata = yaml.safe_load(repository.files()["README.md"].decode().split("---")[1])
+            assert metadata.get("base_model") == expected
+
+
+class TestWholeModel:
+    def test_round_trip(self, server: HubServer) -> None:
+        model = plugged(gpt2())
+        gfsa.push_to_hub(model, "user/model", weights=True)
+        again = gfsa.from_pretrained(transformers.AutoModelForCausalLM, "user/model").eval()
+        assert torch.equal(logits(again), logits(model))
+        assert not hasattr(again.config, "filters_need_gfsa_from_pretrained")
+        # the filters can be had alone
+        backbone = gpt2()
+        gfsa.load(backbone, "user/model")
+        assert torch.equal(logits(backbone), logits(model))
+        card = server.repositories["user/model"].files()["README.md"].decode()
+        assert 'gfsa.from_pretrained(GPT2LMHeadModel, "user/model")' in card
+
+    def test_plain_from_pretrained_warns(
+        self, server: HubServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        gfsa.push_to_hub(plugged(gpt2()), "user/model", weights=True)
+        logger = transformers.logging.get_logger("transformers")
+        logger.addHandler(caplog.handler)
+        try:
+            transformers.logging.set_verbosity_warning()
+            plain = transformers.AutoModelForCausalLM.from_pretrained("user/model")
+        finally:
+            logger.removeHandler(caplog.handler)
+        report = [r.getMessage() for r in caplog.records if "LOAD REPORT" in r.getMessage()]
+        assert re.search(r"gfsa\.theta\s*\| UNEXPECTED", report[0])
+        # the entry in config.json is kept; transformers itself says nothing about it
+        assert plain.config.filters_need_gfsa_from_pretrained["layers"] == 2
+
+
+def lora(model: Any) -> Any:
+    config = peft.LoraConfig(
+        target_modules=["c_attn"],
+        modules_to_save=["gfsa"],
+        fan_in_fan_out=True,
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(model, config).eval()
+
+
+class TestPeft:
+    def adapter(self) -> Any:
+        return train(lora(plugged(gpt2(), K=4)))
+
+    def test_peft_alone_loses_the_filters_in_silence(self, tmp_path: Path) -> None:
+        """Why gfsa.load_peft exists; if this fails, peft has learned to raise or to warn."""
+        model = self.adapter()
+        model.save_pretrained(tmp_path)
+        lost = peft.PeftModel.from_pretrained(gpt2(), tmp_path).eval()
+        assert (logits(lost) - logits(model)).abs().max() > 1e-3
+
+    def test_a_base_without_filters_gets_those_of_the_adapter(self, tmp_path: Path) -> None:
+        model = self.adapter()
+        model.save_pretrained(tmp_path)
+        base = gpt2()
+        unfiltered = logits(base)
+        again = gfsa.load_peft(base, tmp_path).eval()
+        assert torch.equal(logits(again), logits(model))
+        filters = gfsa.filters_of(again)
+        assert {filter.K for filter in filters.values()} == {4}
+        with again.disable_adapter():
+            assert torch.equal(logits(again), unfiltered)
+        merged = again.merge_and_unload()
+        torch.testing.assert_close(logits(merged), logits(model))
+
+    def test_a_plugged_base(self, tmp_path: Path) -> None:
+        model = self.adapter()
+        model.save_pretrained(tmp_path)
+        base = gpt2()
+        gfsa.plug(base, K=4)
+        again = gfsa.load_peft(base, tmp_path, is_trainable=True).eval()
+        assert torch.equal(logits(again), logits(model))
+        assert all(f.theta.requires_grad for f in gfsa.filters_of(again).values())
+
+    @pytest.mark.parametrize("arguments", [{"K": 5}, {"K": 4, "layers": [1]}])
+    def test_other_filters_in_the_base_are_refused(
+        self, tmp_path: Path, arguments: dict[str, Any]
+    ) -> None:
+        self.adapter().save_pretrained(tmp_path)
+        base = gpt2()
+        gfsa.plug(base, **arguments)
+        keys = list(base.state_dict())
+        with pytest.raises(ValueError, match=r"gfsa\.unplug\(model\) first"):
+            gfsa.load_peft(base, tmp_path)
+        assert list(base.state_dict()) == keys
+
+    def test_another_base_is_refused_and_unchanged(self, tmp_path: Path) -> None:
+        self.adapter().save_pretrained(tmp_path)
+        config = transformers.GPT2Config(
+            vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=16
+        )
+        base = transformers.GPT2LMHeadModel(config)
+        with pytest.raises(ValueError, match=r"h\.1\.attn"):
+            gfsa.load_peft(base, tmp_path)
+        assert not gfsa.filters_of(base)
+
+    def test_a_failure_of_peft_leaves_the_base_as_it_was(self, tmp_path: Path) -> None:
+        self.adapter().save_pretrained(tmp_path)
+        file = tmp_path / "adapter_config.json"
+        settings = json.loads(file.read_text())
+        file.write_text(json.dumps({**settings, "target_modules": ["nothing"]}))
+        base = gpt2()
+        keys = list(base.state_dict())
+        with pytest.raises(ValueError, match="No modules were targeted"):
+            gfsa.load_peft(base, tmp_path)
+        assert list(base.state_dict()) == keys
+        assert not gfsa.filters_of(base)
+
+    def test_filters_that_peft_does_not_load_are_found_out(self, tmp_path: Path) -> None:
+        model = self.adapter()
+        numbers = {
+            f"h.{layer}.attn.theta": filter.theta.detach().clone()
+            for layer, filter in enumerate(gfsa.filters_of(model).values())
+        }
+        check_loaded(model, numbers, "adapter")
+        numbers["h.1.attn.theta"] += 1
+        with pytest.raises(ValueError, match=r"peft did not load the filter of .*h\.1\.attn"):
+            check_loaded(model, numbers, "adapter")
+
+    def test_an_adapter_without_filters(self, tmp_path: Path) -> None:
+        config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        peft.get_peft_model(gpt2(), config).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="has no filters: its adapter was saved without"):
+            gfsa.load_peft(gpt2(), tmp_path)
+
+    def test_filters_beside_an_adapter(self, server: HubServer, tmp_path: Path) -> None:
+        """Of a model that was plugged after get_peft_model: peft does not know its filters."""
+        config = peft.LoraConfig(
+            target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+        )
+        torch.manual_seed(3)
+        model = plugged(peft.get_peft_model(gpt2(), config).eval())
+        model.save_pretrained(tmp_path / "adapter")
+        gfsa.save(model, tmp_path / "adapter")
+        gfsa.push_to_hub(model, "user/adapter", weights=True)
+        for path in (tmp_path / "adapter", "user/adapter"):
+            again = gfsa.load_peft(gpt2(), path).eval()
+            assert torch.equal(logits(again), logits(model))
+
+    def test_on_the_hub(self, server: HubServer, recwarn: pytest.WarningsRecorder) -> None:
+        model = self.adapter()
+        gfsa.push_to_hub(model, "user/adapter", weights=True)
+        recwarn.clear()
+        again = gfsa.load_peft(gpt2(), "user/adapter").eval()
+        assert torch.equal(logits(again), logits(model))
+        assert not [w for w in recwarn if "filters_need" in str(w.message)]
+        # whoever loads it without gfsa is warned by peft, which names the entry
+        with pytest.warns(UserWarning, match=r"filters_need_gfsa_load_peft"):
+            peft.PeftModel.from_pretrained(gpt2(), "user/adapter")
+        with pytest.raises(FileNotFoundError, match="user/none is neither a folder"):
+            gfsa.load_peft(gpt2(), "user/none")
+
+
+class TestArguments:
+    def test_an_unplugged_model(self) -> None:
+        with pytest.raises(ValueError, match="has no filters to upload"):
+            gfsa.push_to_hub(encoder(), "user/filters")
+
+    @pytest.mark.parametrize("name", ["name", "a/b/c", "", 3, "a b/c"])
+    def test_names(self, name: Any) -> None:
+        with pytest.raises(ValueError, match="repository must be 'user/name'"):
+            gfsa.push_to_hub(plugged(encoder()), name)
+
+    def test_base_model(self) -> None:
+        with pytest.raises(ValueError, match="base_model must be a name on the Hub"):
+            gfsa.push_to_hub(plugged(encoder()), "user/filters", base_model="a\nlicense: mit")
+
+    def test_weights_need_save_pretrained(self) -> None:
+        with pytest.raises(ValueError, match="TransformerEncoder has no save_pretrained"):
+            gfsa.push_to_hub(plugged(encoder()), "user/filters", weights=True)
+
+    @pytest.mark.parametrize("results", [["accuracy"], {"accuracy": [1]}, {1: 2}])
+    def test_results(self, results: Any) -> None:
+        with pytest.raises(TypeError, match="results must be a dict"):
+            gfsa.push_to_hub(plugged(encoder()), "user/filters", results=results)

@@ -59,6 +59,7 @@ def start(model: Any, generation_config: Any, config: Any, workload_hints: Any) 
         )
     config = copy.deepcopy(config)
     config.max_blocks_per_request = 0
+    Room.of(model, model.config.get_text_config()).shrink_offloading(config)
     manager = type(model).init_continuous_batching(model, generation_config, config, workload_hints)
     if type(manager) is ContinuousBatchingManager:
         manager.__class__ = FilteredBatchingManager
@@ -82,7 +83,6 @@ class FilteredBatchingManager(ContinuousBatchingManager):
         settings.max_batch_tokens, settings.num_blocks = (
             sizes.infer_max_batch_tokens_and_num_blocks()
         )
-        room.shrink_offloading(settings)
         processor = super()._create_batch_processor()
         powers = PagedPowers(processor.cache, room.counts, room.heads_beside(processor.cache))
         setattr(processor.cache, POWERS, powers)

@@ -119,8 +119,7 @@ def test_requests_that_wait_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_powers_take_their_share_of_the_offloading_memory_once(grouped: Any) -> None:
-    given = settings(cpu_offload_space=0.0, cpu_offload_space_safety_threshold=0.8)
-    given.cpu_offload_space = None
+    given = settings(cpu_offload_space=None)
     manager = grouped.init_continuous_batching(greedy(), given)
     grouped.set_attn_implementation("sdpa")
     # keys and values have 2 heads each, the powers 4

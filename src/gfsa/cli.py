@@ -32,8 +32,14 @@ def _load_info() -> Callable[..., None]:
     return info
 
 
+def _load_serve() -> Callable[..., None]:
+    from gfsa.serve import serve
+
+    return serve
+
+
 # the library's own commands, each by a function that imports it
-COMMANDS = {"diagnose": _load_diagnose, "info": _load_info}
+COMMANDS = {"diagnose": _load_diagnose, "info": _load_info, "serve": _load_serve}
 
 # commands of the distributions that are developed beside the library: where to get each
 ELSEWHERE = {
@@ -81,7 +87,9 @@ def build() -> typer.Typer:
     # in the order in which people meet them
     for name in dict.fromkeys((*ELSEWHERE, *installed)):
         if name in installed:
-            app.command(name)(installed[name]())
+            command = installed[name]()
+            settings = getattr(command, "context_settings", None)
+            app.command(name, context_settings=settings)(command)
         else:
             _add_missing(app, name, ELSEWHERE[name])
     return app

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -445,33 +444,6 @@ def test_a_quantised_cache_is_refused() -> None:
     cache.layers[0] = QuantisedLayer()
     with torch.no_grad(), pytest.raises(TypeError, match="cannot decode with a QuantisedLayer"):
         model(prompt()["input_ids"], past_key_values=cache)
-
-
-def test_a_paged_cache_is_refused() -> None:
-    model = plugged("llama")
-    model.config._attn_implementation_internal = "paged|sdpa"
-    with pytest.raises(NotImplementedError, match="paged cache"):
-        model.model.layers[0].self_attn(
-            torch.randn(1, 3, 32), (torch.ones(1, 3, 8), torch.zeros(1, 3, 8)), None
-        )
-
-
-def test_continuous_batching_is_refused_before_it_starts() -> None:
-    model = plugged("llama")
-    other = copy.deepcopy(model)
-    prompts = [[5, 6, 7], [8, 9]]
-    for copied in (model, pickle.loads(pickle.dumps(other))):
-        for start in (
-            lambda copied=copied: copied.generate_batch(prompts, max_new_tokens=2),
-            lambda copied=copied: copied.continuous_batching_context_manager().__enter__(),
-            copied.init_continuous_batching,
-        ):
-            with pytest.raises(NotImplementedError, match=r"paged cache \(continuous"):
-                start()
-    gfsa.unplug(model)
-    # other instances, and this one without filters, are left as they were
-    assert "init_continuous_batching" not in model.__dict__
-    assert model.init_continuous_batching.__func__ is type(model).init_continuous_batching
 
 
 def test_attention_maps_while_decoding_are_refused() -> None:

@@ -6,6 +6,7 @@ An adapter has one job: where the module would compute ``A·v``, it calls
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -32,11 +33,14 @@ HEADS = (
 
 def heads_of(*holders: object) -> int | None:
     """The number of heads that a module (or its config) states, or None if none of them does."""
-    for holder in holders:
-        for name in HEADS:
-            heads = getattr(holder, name, None)
-            if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
-                return heads
+    with warnings.catch_warnings():
+        # models of diffusers warn when they are asked for what their config has
+        warnings.simplefilter("ignore", FutureWarning)
+        for holder in holders:
+            for name in HEADS:
+                heads = getattr(holder, name, None)
+                if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
+                    return heads
     return None
 
 

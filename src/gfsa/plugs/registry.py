@@ -88,6 +88,12 @@ def _find_in_speechbrain(module: nn.Module) -> Adapter | None:
     return find(module)
 
 
+def _find_in_diffusers(module: nn.Module) -> Adapter | None:
+    from gfsa.plugs.adapters.diffusers import find
+
+    return find(module)
+
+
 # by the module that a library has loaded if a model of it exists; specific libraries come before
 # torch, whose attention classes they build on
 _BUILT_IN: dict[str, Callable[[nn.Module], Adapter | None]] = {
@@ -96,5 +102,6 @@ _BUILT_IN: dict[str, Callable[[nn.Module], Adapter | None]] = {
     "torchvision.models": _find_in_torchvision,
     "torch_geometric.nn": _find_in_torch_geometric,
     "speechbrain.nnet.attention": _find_in_speechbrain,
+    "diffusers.models.attention_processor": _find_in_diffusers,
     "torch": torch_mha.find,
 }

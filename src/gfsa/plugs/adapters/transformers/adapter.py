@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
-from gfsa.plugs.adapters.transformers.continuous_batching import refuse_where_plugged
+from gfsa.plugs.adapters.transformers.continuous_batching import enter_where_plugged
 from gfsa.plugs.adapters.transformers.operators import (
     OperatorMaker,
     eager_function,
@@ -107,7 +107,7 @@ class InterfaceAdapter(Adapter):
         for name, module in model.named_modules():
             if "_gfsa_handle" in module.__dict__:
                 module.__dict__["_gfsa_name"] = name
-        refuse_where_plugged(model)
+        enter_where_plugged(model)
 
 
 INTERFACE = InterfaceAdapter()
@@ -121,7 +121,7 @@ class ModelTracerAdapter(TracerAdapter):
 
     def mark(self, model: nn.Module) -> None:
         super().mark(model)
-        refuse_where_plugged(model)
+        enter_where_plugged(model)
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
         if _wants_maps(module, given):

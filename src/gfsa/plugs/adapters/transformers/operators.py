@@ -27,7 +27,7 @@ from gfsa.operators import (
 from gfsa.operators.base import take_heads
 from gfsa.operators.dense import DropoutPlace, repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
-from gfsa.plugs.adapters.transformers.continuous_batching import REASON as PAGED_CACHE
+from gfsa.plugs.adapters.transformers.paged import PagedOperator, refuse_call
 from gfsa.plugs.adapters.transformers.product_check import check_product, needs_check
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
@@ -43,12 +43,35 @@ def operator_maker(implementation: str) -> OperatorMaker:
     if implementation == "eager":
         return _eager_operator
     if implementation.startswith("paged|"):
-        return _refuse_paged
+        return functools.partial(_paged_operator, implementation)
     return functools.partial(_any_operator, implementation)
 
 
-def _refuse_paged(*args: Any, **kwargs: Any) -> tuple[Operator, Tensor]:
-    raise NotImplementedError(PAGED_CACHE)
+def _paged_operator(
+    implementation: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    cache: Any = None,
+    block_table: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Operator, Tensor]:
+    """Attention with the paged cache of continuous batching, by any of its functions."""
+    refuse_call(module, implementation, cache, block_table)
+    function = functions_of(type(module))[implementation]
+    heads, new = query.shape[1:3]
+
+    def attend(key: Tensor, value: Tensor, cache: Any, groups: int) -> Tensor:
+        view = _ModuleView(module, groups)
+        out: Tensor = function(
+            view, query, key, value, attention_mask, cache=cache, block_table=None, **kwargs
+        )[0]
+        # flash returns no axis for the batch
+        return out.reshape(1, new, heads, -1).transpose(1, 2)
+
+    return PagedOperator(attend, module, query, key, cache), value
 
 
 def _sdpa_operator(

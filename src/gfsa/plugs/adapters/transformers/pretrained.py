@@ -61,9 +61,28 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
         )
     if kwargs.get("output_loading_info"):
         raise ValueError("output_loading_info is not supported: the filters would be listed in it")
-    with _without_filters_in_load_report():
-        model = model_class.from_pretrained(path, **kwargs)
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    with without_filters_in_load_report():
+        model = model_class.from_pretrained(path, **kwargs)
+    if not restore_filters(model, path, hub):
+        raise ValueError(
+            f"{path} was not saved from a plugged model: it has no filters. Load it with "
+            f"{model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
+        )
+    return model
+
+
+def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:
+    """Plug the filters of a checkpoint into a model that was loaded from it without them.
+
+    Args:
+        model: a model of transformers.
+        path: the folder, or a name on the hub.
+        hub: arguments that say where on the hub it is (``revision``, ``token`` …).
+
+    Returns:
+        Whether the checkpoint has filters.
+    """
     layers = _layers_on_disk(model)
     filters: dict[str, Any] = {}
     tensors = {}
@@ -75,14 +94,11 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
         else:
             tensors[f"{layer}.{name}"] = value
     if not filters:
-        raise ValueError(
-            f"{path} was not saved from a plugged model: it has no filters. Load it with "
-            f"{model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
-        )
+        return False
     restore(model, {"format": FORMAT, "filters": filters}, tensors, source=str(path))
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
-    return model
+    return True
 
 
 def has_filters(path: str | Path) -> bool:
@@ -175,7 +191,8 @@ class _LoadReportFilter(logging.Filter):
 
 
 @contextmanager
-def _without_filters_in_load_report() -> Iterator[None]:
+def without_filters_in_load_report() -> Iterator[None]:
+    """Load a model without a report of the filters' keys as unexpected ones."""
     quiet = _LoadReportFilter()
     handlers = logging.getLogger("transformers").handlers
     for handler in handlers:

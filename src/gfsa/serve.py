@@ -1,0 +1,26 @@
+"""``gfsa serve``: ``transformers serve`` for folders that were saved from plugged models."""
+
+from __future__ import annotations
+
+import typer
+
+
+def serve(context: typer.Context) -> None:
+    """Serve a plugged model of transformers over HTTP: transformers serve, with the filters."""
+    try:
+        from gfsa.plugs.adapters.transformers.serving import run
+    except ImportError as error:
+        typer.echo(
+            f"gfsa serve needs {error.name or 'transformers'}: pip install 'transformers[serving]'",
+            err=True,
+        )
+        raise typer.Exit(2) from error
+    run(context.args)
+
+
+# every option is one of transformers serve, --help too
+serve.context_settings = {  # type: ignore[attr-defined]
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": [],
+}

@@ -1,0 +1,118 @@
+"""``gfsa serve``: a plugged folder over HTTP gives the tokens of ``generate``."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers as hf
+
+import gfsa
+
+WORDS = [f"w{i}" for i in range(58)]
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random filters and a tokenizer of whole words, as they were saved."""
+    path = tmp_path_factory.mktemp("served") / "plugged"
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    model = hf.LlamaForCausalLM(config).eval()
+    gfsa.plug(model, K=3)
+    for layer in gfsa.filters_of(model).values():
+        layer.theta.data.normal_(std=0.5)
+    model.save_pretrained(path)
+    words = {word: i for i, word in enumerate(["<pad>", "<unk>", "<eos>", *WORDS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(params=[(), ("--continuous-batching",)], ids=["generate", "continuous batching"])
+def address(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    small = ("--cb-num-blocks", "64", "--cb-block-size", "4", "--cb-max-batch-tokens", "64")
+    options = ["--device", "cpu", "--port", str(port), *request.param, *small]
+    server = subprocess.Popen([sys.executable, "-m", "gfsa", "serve", str(folder), *options])
+    url = f"http://localhost:{port}"
+    try:
+        for _ in range(600):
+            assert server.poll() is None, "the server has stopped"
+            try:
+                urllib.request.urlopen(f"{url}/health")
+                break
+            except urllib.error.URLError:
+                time.sleep(0.2)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def complete(address: str, folder: Path, prompt: str) -> str:
+    body = {"model": str(folder), "prompt": prompt, "max_tokens": NEW, "temperature": 0.0}
+    request = urllib.request.Request(
+        f"{address}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    answer: dict[str, Any] = json.loads(urllib.request.urlopen(request).read())
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def test_the_completions_are_those_of_generate(
+    address: str,
+    folder: Path,
+    record: Callable[[str, str], None],
+    request: pytest.FixtureRequest,
+) -> None:
+    model = gfsa.from_pretrained(hf.AutoModelForCausalLM, folder).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    prompts = ["w3 w14 w15 w9 w26", "w5 w35"]
+    filtered = [_by_generate(model, tokenizer, prompt) for prompt in prompts]
+    gfsa.unplug(model)
+    plain = [_by_generate(model, tokenizer, prompt) for prompt in prompts]
+    assert filtered != plain
+    assert [complete(address, folder, prompt).split() for prompt in prompts] == filtered
+    how = request.node.callspec.id
+    record(f"`gfsa serve`, {how}: 40 greedy tokens of a completion", "identical to `generate`")
+
+
+def _by_generate(model: Any, tokenizer: Any, prompt: str) -> list[str]:
+    inputs = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(
+        input_ids=inputs["input_ids"], max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    text: str = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text.split()

@@ -33,17 +33,29 @@ class SDPAOperator(Operator):
     """
 
     def __init__(self, call: AttentionCall) -> None:
-        if call.attn_mask is not None or call.visible is not None:
-            call = _described(call)
-        if call.attn_mask is not None or (call.scale is not None and call.scale < 0):
-            call = _as_torch_takes_it(call)
-        self.call = call
+        self.given = call
+        self._call: AttentionCall | None = None
+
+    @property
+    def call(self) -> AttentionCall:
+        """The call by arguments that torch takes; made when a pass needs it."""
+        if self._call is None:
+            call = self.given
+            if call.attn_mask is not None or call.visible is not None:
+                call = _described(call)
+            if call.attn_mask is not None or (call.scale is not None and call.scale < 0):
+                call = _as_torch_takes_it(call)
+            self._call = call
+        return self._call
 
     def apply(self, x: Tensor) -> Tensor:
         call = self.call
         if call.visible is not None:
             replaced = reason_for_sdpa_alone(call) is not None
             return apply_by_rows(self._attend, call.visible, call.q, call.k, x, not replaced)
+        if call.attn_mask is not None and call.enable_gqa:
+            # torch's grouped-query kernels accept no mask
+            x = repeat_heads(x, call.q)
         # A·v has a head for each query head, v perhaps fewer: keys get as many heads as x
         k = repeat_heads(call.k, x)
         # an if rather than the comparison itself: under dynamic shapes that is symbolic, bool()

@@ -38,6 +38,12 @@ SHORT_MASK_ROW_STRIDE = 2**20
 # the versions of Triton whose Gluon they were measured and tested with
 SHORT_TRITON = ((3, 6),)
 
+# the kernel for one decoded token: largest head dim, most cached tokens for one program a head
+DECODE_HEAD_DIM = 256
+DECODE_LENGTH = 8192
+# `auto` takes kernels that were measured: benchmarks/decoding compares this one with torch's calls
+DECODE_IS_MEASURED = False
+
 
 def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
     """Why the fused kernels cannot serve ``call``, or None if they can."""
@@ -100,6 +106,30 @@ def _refusal_of_device_by_short(q: Tensor) -> str | None:
         return "they are written for Hopper GPUs"
     if TRITON not in SHORT_TRITON:
         return f"they are written for Triton {SHORT_TRITON}, found {TRITON}"
+    return None
+
+
+def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
+    """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
+    q, k, mask = call.q, call.k, call.attn_mask
+    refusal = _refusal_of_device(q)
+    if refusal is None and not DECODE_IS_MEASURED:
+        refusal = "the kernel for a decoded token is not measured on this GPU"
+    if refusal is not None:
+        return refusal
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "the kernel for a decoded token has no gradient"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"
+    if v.shape[-1] != q.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > DECODE_HEAD_DIM:
+        return (
+            "the kernel for a decoded token takes keys and values of one head dim, a multiple of 8 "
+            f"up to {DECODE_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
+        )
+    if mask is not None and mask.dtype != torch.bool:
+        return "the kernel for a decoded token takes bool masks, not additive ones"
+    if call.dropout_p or k.shape[-2] > DECODE_LENGTH:
+        return f"the kernel for a decoded token takes {DECODE_LENGTH} tokens and no dropout"
     return None
 
 

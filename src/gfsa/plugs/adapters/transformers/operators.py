@@ -105,14 +105,15 @@ def _sdpa_operator(
     if position_bias is not None:
         attention_mask = _biased_mask(position_bias, attention_mask, causal, query)
         causal = False
+    if new != key.shape[2]:
+        grouped = key.shape[1] != query.shape[1]
+        call = AttentionCall(query, key, attention_mask, dropout, False, scaling, grouped)
+        return SDPAOperator(call), value
     if attention_mask is not None:
         attention_mask = _one_row(attention_mask)
         # torch's grouped-query kernels accept no mask
         key, value = repeat_heads(key, query), repeat_heads(value, query)
     grouped = key.shape[1] != query.shape[1]
-    if new != key.shape[2]:
-        call = AttentionCall(query, key, attention_mask, dropout, False, scaling, grouped)
-        return SDPAOperator(call), value
     operator = AttentionOperator(
         query, key, attention_mask, dropout, causal, scaling, grouped, dropout_after=after
     )

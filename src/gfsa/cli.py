@@ -32,8 +32,14 @@ def _load_info() -> Callable[..., None]:
     return info
 
 
+def _load_tune() -> Callable[..., None]:
+    from gfsa.tune import tune
+
+    return tune
+
+
 # the library's own commands, each by a function that imports it
-COMMANDS = {"diagnose": _load_diagnose, "info": _load_info}
+COMMANDS = {"diagnose": _load_diagnose, "info": _load_info, "tune": _load_tune}
 
 # commands of the distributions that are developed beside the library: where to get each
 ELSEWHERE = {

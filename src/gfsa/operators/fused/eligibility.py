@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.call import AttentionCall
+from gfsa.operators.fused import tuned
 
 
 def _installed_triton() -> tuple[int, ...]:
@@ -65,7 +66,7 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     # unpacked: the compiler cannot compare a tuple that is a constant to it
     major, minor = capability(call.q.device)
     if (major, minor) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
-        return "the fused kernels are measured on Hopper GPUs with Triton 3.6 alone"
+        return _reason_as_tuned(call, degree)
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
         # beyond the short kernels the passes are torch's
         if torch.compiler.is_compiling():
@@ -77,6 +78,18 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     if head_dim > SHORT_HEAD_DIM and (mask is not None or call.dropout_p):
         return "masks and dropout are not measured for head dims beyond 64"
     return None
+
+
+def _reason_as_tuned(call: AttentionCall, degree: int) -> str | None:
+    """:func:`reason_against` on a machine that is known by ``gfsa tune`` alone."""
+    mask = call.attn_mask
+    if call.dropout_p or (mask is not None and not is_key_mask(mask)):
+        return "gfsa tune measures neither dropout nor masks over queries and keys"
+    if degree == 1 and torch.compiler.is_compiling():
+        return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
+    length, head_dim = call.q.shape[-2:]
+    shape = tuned.shape_of(degree, head_dim, length, call.is_causal, mask is not None)
+    return tuned.reason_against(call.q.device, *shape)
 
 
 def refusal_by_short(q: Tensor, mask: Tensor | None, scale: float) -> str | None:

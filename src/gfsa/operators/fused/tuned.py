@@ -160,5 +160,6 @@ reason_against._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def _table(device: torch.device) -> dict[Shape, Row] | None:
     """The rows of this machine, None if it was not measured; read once per process."""
-    rows = read(path()).get(this_machine(device))
+    known = read(path())
+    rows = known.get(this_machine(device)) if known else None
     return None if rows is None else {row.shape: row for row in rows}

@@ -47,7 +47,7 @@ def measure(
     """A row for each shape that the fused kernels serve; exactness first, then times.
 
     Args:
-        on_row: told each shape with its row, or the reason why there is none.
+        on_row: called with each shape and its row, or the reason why there is none.
     """
     from gfsa.operators.fused.tuned import Row
 

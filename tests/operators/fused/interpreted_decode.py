@@ -52,7 +52,7 @@ def test_the_new_row_of_the_dense_filter(
     u[:, :, -1] = float("nan")
     mask, place = keys if masked else None, None
     if static:
-        # free rows after the newest token, which nobody may read
+        # free rows after the newest token, which the kernel must not read
         k, v, u = (F.pad(x, (0, 0, 0, 5), value=float("nan")) for x in (k, v, u))
         mask = F.pad(keys, (0, 5)) if masked else None
         place = torch.tensor(length - 1)

@@ -1,4 +1,4 @@
-"""``gfsa tune``: its measurements decide what ``auto`` takes; a made-up GPU and timer."""
+"""``gfsa tune``: its measurements decide what ``auto`` takes; with a fake GPU and timer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gfsa.operators.fused.tuned import Machine, Row, Shape
 BLACKWELL = Machine("NVIDIA B200", "2.11.0", "3.6.0")
 
 
-class MadeUp:
+class FakeGPU:
     """Fused kernels that are faster up to 1,024 tokens, wrong at 512, and none for degree 1."""
 
     machine = BLACKWELL
@@ -33,7 +33,7 @@ class MadeUp:
 
 
 class OnBlackwell:
-    """Tokens that say they lie on a GPU that nobody measured."""
+    """Tokens that say they lie on a GPU that was not measured."""
 
     is_cuda, is_nested = True, False
     device = torch.device("cuda", 0)
@@ -61,7 +61,7 @@ def reason(tokens: int, head_dim: int = 64, degree: int = 2, **options: object) 
 
 
 def tuned_rows() -> list[Row]:
-    return tune.measure(MadeUp(), list(tune.all_shapes()))
+    return tune.measure(FakeGPU(), list(tune.all_shapes()))
 
 
 def test_without_measurements_torch_serves(file: Path) -> None:
@@ -125,11 +125,11 @@ def test_measured_hopper_needs_no_file(file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_reasons_are_reported_with_their_shapes() -> None:
-    told: list[tuple[Shape, Row | str]] = []
-    rows = tune.measure(MadeUp(), list(tune.all_shapes()), lambda *found: told.append(found))
-    assert [row for _, row in told if isinstance(row, Row)] == rows
-    assert {row for _, row in told if isinstance(row, str)} == {"no kernel of degree 1"}
-    assert len(told) == len(set(tune.all_shapes()))
+    reported: list[tuple[Shape, Row | str]] = []
+    rows = tune.measure(FakeGPU(), list(tune.all_shapes()), lambda *found: reported.append(found))
+    assert [row for _, row in reported if isinstance(row, Row)] == rows
+    assert {row for _, row in reported if isinstance(row, str)} == {"no kernel of degree 1"}
+    assert len(reported) == len(set(tune.all_shapes()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -142,7 +142,7 @@ def test_the_command_needs_a_gpu(file: Path) -> None:
 
 def test_the_command_writes_what_auto_reads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tune_gpu, "GPU", lambda device: MadeUp())
+    monkeypatch.setattr(tune_gpu, "GPU", lambda device: FakeGPU())
     shown = CliRunner().invoke(cli.build(), ["tune"])
     assert shown.exit_code == 0, shown.output
     assert "not served: no kernel of degree 1" in shown.output

@@ -52,6 +52,11 @@ class GPU:
         return found[0], found[1]
 
     def times(self, shape: Shape) -> tuple[float, float]:
+        # events are those of the current device
+        with torch.cuda.device(self.device):
+            return self._times(shape)
+
+    def _times(self, shape: Shape) -> tuple[float, float]:
         batch = max(1, TOKENS // shape.tokens)
         q, k, v, mask, coeffs = self._tensors(shape, batch, HEADS, shape.tokens)
         g = torch.randn_like(v)

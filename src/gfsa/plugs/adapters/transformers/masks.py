@@ -209,16 +209,27 @@ def _describe(
     if window is not None and not is_tracing(padding) and window >= length:
         window = None
     documents = None
-    if causal and padding is None and getattr(config, "positions_given", True):
+    if causal and padding is None and _may_be_packed(mask_function, config):
         documents = _documents(mask_function, batch_size, length, device)
     return Visibility(keys, None, causal, window, documents)
+
+
+def _may_be_packed(mask_function: Any, config: Any) -> bool:
+    """Whether several documents may share a row."""
+    if mask_function.__name__ != _TOGETHER:
+        return False
+    if is_tracing():
+        # transformers cannot look at positions there; those that a model makes are of one document
+        return bool(getattr(config, "positions_given", True))
+    return any(_PACKED in part.__code__.co_freevars for part in _parts(mask_function))
 
 
 _CAUSAL = "causal_mask_function"
 _TO_BOTH_SIDES = "bidirectional_mask_function"
 _TOGETHER = "and_mask"
 # closures of one name: what they close over tells them apart
-_KNOWN_PARTS = {"sliding_window", "packed_sequence_mask"}
+_PACKED = "packed_sequence_mask"
+_KNOWN_PARTS = {"sliding_window", _PACKED}
 
 
 def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) -> bool:
@@ -251,17 +262,12 @@ def _parts(function: Any) -> Iterator[Any]:
 
 def _documents(
     mask_function: Callable[..., Any], batch_size: int, length: int, device: torch.device | str
-) -> Tensor | None:
-    """``(B, 1, N)``, numbers of packed documents: a token that does not see the one before it
-    begins one. None if there is one document only."""
-    if mask_function.__name__ == _CAUSAL:
-        return None
+) -> Tensor:
+    """``(B, 1, N)``, numbers of documents: a token that does not see the one before begins one."""
     batch = torch.arange(batch_size, device=device)[:, None]
     token = torch.arange(1, length, device=device)[None]
     head = torch.zeros((), dtype=torch.long, device=device)
     begins = ~mask_function(batch, head, token, token - 1)
-    if not is_tracing(begins) and not bool(begins.any()):
-        return None
     documents = torch.nn.functional.pad(begins.cumsum(-1), (1, 0))
     return documents.expand(batch_size, length)[:, None]
 

@@ -35,6 +35,7 @@ class SDPAOperator(Operator):
     def __init__(self, call: AttentionCall) -> None:
         self.given = call
         self._call: AttentionCall | None = None
+        self._keys: Tensor | None = None
 
     @property
     def call(self) -> AttentionCall:
@@ -54,10 +55,12 @@ class SDPAOperator(Operator):
             replaced = reason_for_sdpa_alone(call) is not None
             return apply_by_rows(self._attend, call.visible, call.q, call.k, x, not replaced)
         if call.attn_mask is not None and call.enable_gqa:
-            # torch's grouped-query kernels accept no mask
+            # torch's grouped-query kernels accept no mask; keys are repeated once for all passes
             x = repeat_heads(x, call.q)
+            if self._keys is None:
+                self._keys = repeat_heads(call.k, call.q)
         # A·v has a head for each query head, v perhaps fewer: keys get as many heads as x
-        k = repeat_heads(call.k, x)
+        k = repeat_heads(call.k if self._keys is None else self._keys, x)
         # an if rather than the comparison itself: under dynamic shapes that is symbolic, bool()
         # or not, and torch takes no symbol here
         enable_gqa = False

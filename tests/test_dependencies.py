@@ -24,7 +24,7 @@ EVERYTHING = {"gfsa", "functional", "environment", "lens", "baselines", "models"
 # library's __init__
 MAY_IMPORT = {
     "_version": set(),
-    "operators": set(),
+    "operators": {"_version"},
     "filters": {"operators"},
     "functional": {"operators", "filters"},
     "plugs": CORE,
@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "_public": EVERYTHING - {"environment"},
     "info": EVERYTHING,
     "serve": EVERYTHING,
-    "cli": {*EVERYTHING, "info", "serve"},
+    "tune": CORE,
+    "cli": {*EVERYTHING, "info", "serve", "tune"},
     "__main__": {"cli"},
     "gfsa_experiments": {*EVERYTHING, "info"},
     "gfsa_benchmarks": {*EVERYTHING, "info", "gfsa_experiments"},
@@ -47,6 +48,7 @@ FRAMEWORK_MODULES = {
     "gfsa.info": {"typer"},
     "gfsa.serve": {"typer"},
     "gfsa.lens.command": {"typer"},
+    "gfsa.tune": {"typer"},
     "gfsa.lens.figures": {"matplotlib"},
     "gfsa.lens.callbacks.transformers": {"transformers"},
     "gfsa.plugs.adapters.diffusers": {"diffusers"},
@@ -56,6 +58,8 @@ FRAMEWORK_MODULES = {
     "gfsa.plugs.adapters.transformers.adapter": {"transformers"},
     "gfsa.plugs.adapters.transformers.batching_manager": {"transformers"},
     "gfsa.plugs.adapters.transformers.cache": {"transformers"},
+    "gfsa.plugs.adapters.transformers.mask_hooks": {"transformers"},
+    "gfsa.plugs.adapters.transformers.masks": {"transformers"},
     "gfsa.plugs.adapters.transformers.operators": {"transformers"},
     "gfsa.plugs.adapters.transformers.serving": {"transformers", "typer"},
 }
@@ -176,7 +180,7 @@ def test_no_module_of_ours_is_imported_by_a_string(module: str) -> None:
 
 def test_frameworks_are_imported_by_their_adapter_or_command_only() -> None:
     free = {"torch", "triton", "gfsa", *sys.stdlib_module_names}
-    library = EVERYTHING | {"info", "serve", "cli"}
+    library = EVERYTHING | {"info", "serve", "tune", "cli"}
     loaded: dict[str, set[str]] = {}
     for found in IMPORTS:
         top = found.target.partition(".")[0]

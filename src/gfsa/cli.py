@@ -38,8 +38,19 @@ def _load_serve() -> Callable[..., None]:
     return serve
 
 
+def _load_tune() -> Callable[..., None]:
+    from gfsa.tune import tune
+
+    return tune
+
+
 # the library's own commands, each by a function that imports it
-COMMANDS = {"diagnose": _load_diagnose, "info": _load_info, "serve": _load_serve}
+COMMANDS = {
+    "diagnose": _load_diagnose,
+    "info": _load_info,
+    "serve": _load_serve,
+    "tune": _load_tune,
+}
 
 # commands of the distributions that are developed beside the library: where to get each
 ELSEWHERE = {

@@ -10,7 +10,7 @@ import typer
 
 def bench(
     suite: Annotated[
-        str, typer.Option(help="ops, lengths, models, linear, decode or deploy.")
+        str, typer.Option(help="ops, lengths, models, linear, decode, decode-static or deploy.")
     ] = "ops",
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1 …; auto uses a GPU if there is one.")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
 from gfsa.operators.choice import Backend
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, variant
-from gfsa_benchmarks.decode import decode
+from gfsa_benchmarks.decode import decode, decode_static
 from gfsa_benchmarks.deploy import deploy
 from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.training import training_step
@@ -177,6 +177,12 @@ SUITES: dict[str, Suite] = {
         decode,
         cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
         cuda_shapes=("1x12x512x64", "1x12x1023x64", "16x12x1023x64"),
+    ),
+    "decode-static": Suite(
+        "the same with a static cache; --graphs replays captured steps",
+        decode_static,
+        cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
+        cuda_shapes=("1x12x1023x64", "16x12x1023x64"),
     ),
     "deploy": Suite(
         "inference of a 4-layer encoder: eager, compiled, and by ONNX Runtime on a CPU",

@@ -97,6 +97,12 @@ def _transformers(attention: Any, given: Mapping[str, Any], rest: Any) -> Visibi
     # T5 and its relatives call it mask
     mask = _first(given, "attention_mask", "mask")
     own = _own_pairs(attention, given, mask)
+    described = getattr(mask, "visible", None)
+    if isinstance(described, Visibility):
+        # what the masks of a plugged model say, not written out
+        if own is None:
+            return described
+        mask = mask.tensor()
     causal = bool(getattr(attention, "is_causal", False))
     if mask is None:
         return Visibility.from_masks(own, causal=causal)

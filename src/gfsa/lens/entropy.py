@@ -95,7 +95,7 @@ def _softmax_entropies(
     dtype = at_least_float32(q.dtype)
     k = repeat_heads(call.k, q).to(dtype).mT
     scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
-    masked = mask is not None or call.is_causal
+    masked = mask is not None or call.is_causal or call.visible is not None
     for start, stop in _spans(q.shape[:-1], k.shape[-1]):
         scores = (q[..., start:stop, :].to(dtype) * scale) @ k
         allowed = visible.rows(start, stop, k.shape[-1], q.device)

@@ -32,8 +32,9 @@ class AttentionOperator(Operator):
     """Softmax attention whose kernel is chosen call by call.
 
     The operator that :func:`graph_filter_attention` applies, for callers that hand an operator to
-    a filter: ``filter(AttentionOperator(q, k), v)``. Arguments as there, and ``dropout_after``
-    as in :class:`~gfsa.operators.DenseOperator`.
+    a filter: ``filter(AttentionOperator(q, k), v)``. Arguments as there, ``dropout_after``
+    as in :class:`~gfsa.operators.DenseOperator`, and ``visible`` as in
+    :class:`~gfsa.operators.AttentionCall`: what a query sees, in place of a mask.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AttentionOperator(Operator):
         enable_gqa: bool = False,
         backend: Backend = "auto",
         dropout_after: DropoutPlace = "attention",
+        visible: Visibility | None = None,
     ) -> None:
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and attn_mask is None):
             check_kinds(q=q, k=k, attn_mask=attn_mask)
@@ -55,7 +57,7 @@ class AttentionOperator(Operator):
             check_dropout_place(dropout_after)
         q, k, attn_mask = autocast(q, k, attn_mask)
         self.call = AttentionCall(
-            q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_after
+            q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, dropout_after, visible
         )
         self.backend = backend
 
@@ -88,7 +90,8 @@ class AttentionOperator(Operator):
         # under dropout further passes drop the entries that the first one dropped, in every head
         if call.dropout_p or not worth_taking_apart(call.q, call.k, len(heads)):
             return None
-        return AttentionOperator(*call.of_heads(heads)[:-1], self.backend)
+        some = call.of_heads(heads)
+        return AttentionOperator(*some[:-2], self.backend, visible=some.visible)
 
     def visibility(self) -> Visibility:
         return Visibility.from_call(self.call)
@@ -130,11 +133,12 @@ class AttentionOperator(Operator):
 
     def _signature(self, coeffs: Tensor, v: Tensor) -> Signature:
         """All that the checks and the choice of an operator depend on."""
-        q, k, mask, *options = self.call
+        q, k, mask, *options, visible = self.call
         return (
             *(type(q), q.shape, q.dtype, q.device),
             *(k.shape, k.dtype, v.shape, v.dtype, coeffs.shape, coeffs.dtype, coeffs.device),
             None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+            None if visible is None else visible.signature(),
             *options,
             *(self.backend, F.scaled_dot_product_attention, torch.is_grad_enabled()),
             self.call.dropout_p and torch.cuda.is_current_stream_capturing(),
@@ -152,7 +156,7 @@ class AttentionOperator(Operator):
         # triton is imported where its kernels run
         from gfsa.operators.fused.operator import FusedOperator
 
-        return FusedOperator(self.call)
+        return FusedOperator(self.call.with_key_mask())
 
 
 # choices for calls on a GPU

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from gfsa.operators.base import at_least_float32, repeat_heads, take_heads
+
+if TYPE_CHECKING:
+    from gfsa.operators.visibility import Visibility
 
 DropoutPlace = Literal["attention", "filter"]
 _DROPOUT_PLACES = get_args(DropoutPlace)
@@ -26,6 +29,8 @@ class AttentionCall(NamedTuple):
         enable_gqa: k and v may have fewer heads than q, a divisor.
         dropout_after: whether entries of A or of H are dropped, see
             :class:`~gfsa.operators.DenseOperator`.
+        visible: in place of ``attn_mask`` and ``is_causal``: what a query sees, described rather
+            than written out as a mask.
     """
 
     q: Tensor
@@ -36,13 +41,29 @@ class AttentionCall(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
     dropout_after: DropoutPlace = "attention"
+    visible: Visibility | None = None
 
     # torch 2.6's compiler knows neither _replace nor properties of named tuples
 
     def without_dropout(self) -> AttentionCall:
         """The same map, no entry dropped."""
-        q, k, attn_mask, _, is_causal, scale, enable_gqa, _ = self
-        return AttentionCall(q, k, attn_mask, 0.0, is_causal, scale, enable_gqa)
+        q, k, attn_mask, _, is_causal, scale, enable_gqa, _, visible = self
+        return AttentionCall(
+            q, k, attn_mask, 0.0, is_causal, scale, enable_gqa, "attention", visible
+        )
+
+    def with_key_mask(self) -> AttentionCall:
+        """The same map by a key mask and causality, where ``visible`` has nothing else."""
+        visible = self.visible
+        if visible is None or visible.pairs is not None:
+            return self
+        if visible.window is not None or visible.documents is not None:
+            return self
+        keys = None if visible.keys is None else visible.keys[..., None, :]
+        q, k, _, dropout_p, _, scale, enable_gqa, dropout_after, _ = self
+        return AttentionCall(
+            q, k, keys, dropout_p, visible.causal, scale, enable_gqa, dropout_after
+        )
 
     def of_heads(self, heads: Sequence[int]) -> AttentionCall:
         """The map of some query heads, keys repeated for each of them, no entry dropped."""
@@ -52,6 +73,7 @@ class AttentionCall(NamedTuple):
             None if self.attn_mask is None else take_heads(self.attn_mask, heads),
             is_causal=self.is_causal,
             scale=self.scale,
+            visible=None if self.visible is None else self.visible.of_heads(heads),
         )
 
 
@@ -144,6 +166,11 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
         )
     if call.attn_mask is not None:
         _check_mask(call.attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
+    if call.visible is not None and (call.attn_mask is not None or call.is_causal or q.is_nested):
+        raise ValueError(
+            "visible takes the place of attn_mask and is_causal, and nested tensors have none: "
+            "pass one of them"
+        )
 
 
 def _check_jagged(call: AttentionCall, v: Tensor) -> None:

@@ -51,7 +51,7 @@ def choose(backend: Backend, call: AttentionCall, v: Tensor, degree: int) -> Cho
     if only_dense is not None:
         return Choice("dense", only_dense)
     not_fused = refusal_by_fused(call, v, degree)
-    slower = not_fused or fused.reason_against(call, degree)
+    slower = not_fused or fused.reason_against(call.with_key_mask(), degree)
     if slower is None:
         return Choice("fused", "a fused kernel is the fastest for this call")
     refusal = refusal_by_sdpa(call, degree)
@@ -102,7 +102,10 @@ def refusal_by_sdpa(call: AttentionCall, degree: int) -> str | None:
 
 def refusal_by_fused(call: AttentionCall, v: Tensor, degree: int) -> str | None:
     """Why no fused kernel can serve ``call``, or None if one can."""
-    return fused.refusal(call, v, degree)
+    described = call.with_key_mask()
+    if described.visible is not None:
+        return "the fused kernels take neither windows nor documents"
+    return fused.refusal(described, v, degree)
 
 
 def _generator_cannot_be_reset(device: torch.device) -> bool:

@@ -97,10 +97,14 @@ class DenseOperator(Operator):
     @classmethod
     def from_call(cls, call: AttentionCall) -> DenseOperator:
         """:meth:`from_qk` with the arguments of ``call``."""
+        mask = call.attn_mask
+        if call.visible is not None:
+            length = call.k.shape[-2]
+            mask = call.visible.rows(0, length, length, call.q.device)
         return cls.from_qk(
             call.q,
             call.k,
-            call.attn_mask,
+            mask,
             call.is_causal,
             call.scale,
             dropout_p=call.dropout_p,

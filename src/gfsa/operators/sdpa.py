@@ -10,16 +10,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.operators.base import Operator, repeat_heads
+from gfsa.operators.by_rows import apply_by_rows
 from gfsa.operators.call import AttentionCall
+from gfsa.operators.choice import reason_for_sdpa_alone
 from gfsa.operators.visibility import Visibility
 
 
 class SDPAOperator(Operator):
     r"""``A·x`` as one call of :func:`torch.nn.functional.scaled_dot_product_attention`.
 
-    No n×n tensor is made unless torch's kernel or the given mask makes one. The first pass over
-    ``v`` is the same call as ordinary attention's, so a filter of coefficients (0, 1, 0) gives the
-    same bits.
+    No n×n tensor is made unless torch's kernel or the given mask makes one: a key mask together
+    with causality, windows and documents are masked a block of queries at a time. The first pass
+    over ``v`` is the same call as ordinary attention's, so a filter of coefficients (0, 1, 0)
+    gives the same bits.
 
     Attention dropout uses one mask for all passes: entries of ``A`` are dropped once, then A is
     squared. The random generator is reset before each further pass, and ends in the state in which
@@ -30,14 +33,34 @@ class SDPAOperator(Operator):
     """
 
     def __init__(self, call: AttentionCall) -> None:
-        if call.attn_mask is not None or (call.scale is not None and call.scale < 0):
-            call = _as_torch_takes_it(call)
-        self.call = call
+        self.given = call
+        self._call: AttentionCall | None = None
+        self._keys: Tensor | None = None
+
+    @property
+    def call(self) -> AttentionCall:
+        """The call by arguments that torch takes; made when a pass needs it."""
+        if self._call is None:
+            call = self.given
+            if call.attn_mask is not None or call.visible is not None:
+                call = _described(call)
+            if call.attn_mask is not None or (call.scale is not None and call.scale < 0):
+                call = _as_torch_takes_it(call)
+            self._call = call
+        return self._call
 
     def apply(self, x: Tensor) -> Tensor:
         call = self.call
+        if call.visible is not None:
+            replaced = reason_for_sdpa_alone(call) is not None
+            return apply_by_rows(self._attend, call.visible, call.q, call.k, x, not replaced)
+        if call.attn_mask is not None and call.enable_gqa:
+            # torch's grouped-query kernels accept no mask; keys are repeated once for all passes
+            x = repeat_heads(x, call.q)
+            if self._keys is None:
+                self._keys = repeat_heads(call.k, call.q)
         # A·v has a head for each query head, v perhaps fewer: keys get as many heads as x
-        k = repeat_heads(call.k, x)
+        k = repeat_heads(call.k if self._keys is None else self._keys, x)
         # an if rather than the comparison itself: under dynamic shapes that is symbolic, bool()
         # or not, and torch takes no symbol here
         enable_gqa = False
@@ -53,6 +76,10 @@ class SDPAOperator(Operator):
             scale=call.scale,
             enable_gqa=enable_gqa,
         )
+
+    def _attend(self, q: Tensor, k: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+        call = self.call
+        return SDPAOperator(AttentionCall(q, k, mask, call.dropout_p, scale=call.scale)).apply(x)
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         q = self.call.q
@@ -91,6 +118,21 @@ def as_additive(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
     return attn_mask.to(dtype).log()
 
 
+def _described(call: AttentionCall) -> AttentionCall:
+    """The same map: by torch's own arguments if they can say it, else by a description."""
+    mask, visible = call.attn_mask, call.visible
+    if visible is not None:
+        return call if visible.needs_rows() else call.with_key_mask()
+    if not call.is_causal or mask is None or mask.dtype != torch.bool:
+        return call
+    if mask.dim() != call.q.dim() or mask.dim() < 3 or mask.shape[-2] != 1:
+        return call
+    keys = mask[..., 0, :].expand(*mask.shape[:-2], call.k.shape[-2])
+    q, k, _, dropout_p, _, scale, enable_gqa, dropout_after, _ = call
+    visible = Visibility(keys, causal=True)
+    return AttentionCall(q, k, None, dropout_p, False, scale, enable_gqa, dropout_after, visible)
+
+
 def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
     """The same map by arguments for which torch's kernels are right."""
     q, attn_mask, is_causal, scale = call.q, call.attn_mask, call.is_causal, call.scale
@@ -107,7 +149,10 @@ def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
     if scale is not None and scale < 0 and q.is_cuda:
         # cuDNN's attention gives NaN for a negative scale
         q, scale = -q, -scale
-    return AttentionCall(q, call.k, attn_mask, call.dropout_p, is_causal, scale, call.enable_gqa)
+    return AttentionCall(
+        *(q, call.k, attn_mask, call.dropout_p, is_causal, scale, call.enable_gqa),
+        visible=call.visible,
+    )
 
 
 def _with_causal(attn_mask: Tensor, length: int) -> Tensor:

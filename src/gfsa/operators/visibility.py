@@ -1,16 +1,19 @@
-"""Which keys each query of a layer may attend to, read from the layer's masks.
+"""Which keys each query of a layer may attend to: described in O(N), or read from its masks.
 
-A mean over tokens must not include padding, nor later tokens in a causal model.
+A call that has a :class:`Visibility` instead of a mask never needs a tensor of size N×N. A mean
+over tokens must not include padding, nor later tokens in a causal model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import at_least_float32
+from gfsa.operators.base import at_least_float32, take_heads
 from gfsa.operators.call import AttentionCall
 
 
@@ -21,13 +24,21 @@ class Visibility:
     Args:
         keys: ``(..., H or 1, N)``, True where a key is visible to queries.
         pairs: ``(..., H or 1, N, N)``, True where a query (row) sees a key (column); replaces
-            ``keys`` and ``causal``.
+            everything else.
         causal: a query sees itself and the tokens before it.
+        window: query i sees key j only if ``|i - j| < window``.
+        documents: ``(..., H or 1, N)`` integers, a query sees the keys of its own document only
+            (several sequences packed into one row).
     """
 
     keys: Tensor | None = None
     pairs: Tensor | None = None
     causal: bool = False
+    window: int | None = None
+    documents: Tensor | None = None
+    _written: dict[tuple[int, torch.device], Tensor] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @classmethod
     def from_masks(
@@ -48,6 +59,8 @@ class Visibility:
     @classmethod
     def from_call(cls, call: AttentionCall) -> Visibility:
         """The visibility in an attention call, whose mask broadcasts to ``(..., H, N, N)``."""
+        if call.visible is not None:
+            return call.visible
         mask = call.attn_mask
         if mask is not None:
             mask = mask[(None,) * (max(3, call.q.dim()) - mask.dim())]
@@ -74,7 +87,8 @@ class Visibility:
 
     @property
     def mask(self) -> Tensor | None:
-        """Bool, broadcastable to ``(..., H, N, N)``; ``causal`` applies on top of it."""
+        """Bool, broadcastable to ``(..., H, N, N)``; ``causal``, ``window`` and ``documents`` apply
+        on top of it."""
         return self.keys[..., None, :] if self.keys is not None else self.pairs
 
     def rows(self, start: int, stop: int, length: int, device: torch.device) -> Tensor:
@@ -83,15 +97,43 @@ class Visibility:
         Args:
             length: N, the number of keys.
         """
+        return self.block(start, stop, 0, length, device)
+
+    def block(self, start: int, stop: int, first: int, last: int, device: torch.device) -> Tensor:
+        """:meth:`rows` for the keys ``first … last`` alone: ``(..., H or 1, rows, keys)``."""
         if self.pairs is not None:
-            return self.pairs[..., start:stop, :].expand(*self.pairs.shape[:-2], -1, length)
-        visible = torch.ones(1, length, dtype=torch.bool, device=device)
+            whole = self.pairs.expand(*self.pairs.shape[:-1], max(last, self.pairs.shape[-1]))
+            return whole[..., start:stop, first:last]
+        visible = torch.ones(1, last - first, dtype=torch.bool, device=device)
         if self.keys is not None:
-            visible = visible & self.keys[..., None, :]
-        if self.causal:
-            position = torch.arange(length, device=device)
-            visible = visible & (position <= position[start:stop, None])
+            visible = visible & self.keys[..., None, first:last]
+        if self.causal or self.window is not None:
+            key = torch.arange(first, last, device=device)
+            query = torch.arange(start, stop, device=device)[:, None]
+            if self.causal:
+                visible = visible & (key <= query)
+            if self.window is not None:
+                visible = visible & (key > query - self.window) & (key < query + self.window)
+        if self.documents is not None:
+            own, others = self.documents[..., start:stop, None], self.documents[..., None, :]
+            visible = visible & (own == others[..., first:last])
         return visible
+
+    def whole(self, length: int, device: torch.device) -> Tensor:
+        """:meth:`rows` of all queries, written out once for all layers that share this object."""
+        if torch.compiler.is_compiling():
+            # a compiled graph keeps no state, and its compiler finds what it computes twice
+            return self.rows(0, length, length, device)
+        written = self._written.get((length, device))
+        if written is None:
+            written = self._written[length, device] = self.rows(0, length, length, device)
+        return written
+
+    def needs_rows(self) -> bool:
+        """Whether no key mask and no causality alone say what a query sees."""
+        if self.pairs is not None or self.window is not None or self.documents is not None:
+            return True
+        return self.causal and self.keys is not None
 
     def visible_keys(self) -> Tensor | None:
         """``(..., N)``, True where some query of some head sees the key; None if all are seen."""
@@ -114,6 +156,9 @@ class Visibility:
             # weights rather than a sum to divide, which could leave the range of float16
             weights = self.pairs.to(dtype) / self.pairs.sum(-1, keepdim=True).clamp(min=1)
             return (weights.to(x.dtype) @ x).to(dtype)
+        if self.window is not None or self.documents is not None:
+            weights = self.dense(x.shape[-2], x)[..., x.shape[-2] - queries :, :]
+            return (weights @ x).to(dtype)
         if self.keys is not None:
             x = x.masked_fill(~self.keys[..., None], 0.0)
         if self.causal and torch.are_deterministic_algorithms_enabled():
@@ -136,13 +181,29 @@ class Visibility:
         dtype = at_least_float32(like.dtype)
         return (visible.to(dtype) / visible.sum(-1, keepdim=True).clamp(min=1)).to(like.dtype)
 
+    def signature(self) -> tuple[Any, ...]:
+        """All of it that a choice of kernels depends on."""
+        parts = (self.keys, self.pairs, self.documents)
+        shapes = [None if part is None else (part.shape, part.stride()) for part in parts]
+        return (*shapes, self.causal, self.window)
+
+    def of_heads(self, heads: Sequence[int]) -> Visibility:
+        """What the queries of some heads see."""
+        keys, documents = self.keys, self.documents
+        if keys is not None:
+            keys = take_heads(keys[..., None], heads)[..., 0]
+        if documents is not None:
+            documents = take_heads(documents[..., None], heads)[..., 0]
+        pairs = None if self.pairs is None else take_heads(self.pairs, heads)
+        return Visibility(keys, pairs, self.causal, self.window, documents)
+
     def for_tokens(self) -> Visibility:
         """The visibility for tokens that are not split into heads: what some head sees."""
         if self.mask is None or self.mask.shape[-3] == 1:
             return self
         keys = None if self.keys is None else self.keys.any(-2, keepdim=True)
         pairs = None if self.pairs is None else self.pairs.any(-3, keepdim=True)
-        return Visibility(keys, pairs, self.causal)
+        return Visibility(keys, pairs, self.causal, self.window, self.documents)
 
     def _counts(self, x: Tensor) -> Tensor:
         if self.keys is not None:

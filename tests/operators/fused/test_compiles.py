@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gfsa.operators.fused import degree_one, elementwise, eligibility  # noqa: E402
+from gfsa.operators.fused import decode_kernel, degree_one, elementwise, eligibility  # noqa: E402
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
 
@@ -81,6 +81,19 @@ def test_passes(name: str) -> None:
     }  # fmt: skip
     usage = compile_for_hopper(ASTSource, kernel, described, constants, tiles.warps)
     print(name, usage)
+    assert "STACK:0 " in usage
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_decoded_token(dim: int) -> None:
+    """One program a head keeps its sums in registers."""
+    types = {
+        **dict.fromkeys(["q_in", "k_in", "v_in", "u_in", "y_out", "u_out"], "*bf16"),
+        "place": "*i64",
+    }
+    constants = {"D": dim, "WIDTH": dim, "BN": 64, "MASK": True, "ON_DEVICE": True}
+    usage = compile_for_hopper(ASTSource, decode_kernel.decode_token, types, constants, 4)
+    print(dim, usage)
     assert "STACK:0 " in usage
 
 

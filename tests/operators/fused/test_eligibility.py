@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from gfsa.functional import which_backend
 from gfsa.operators import AttentionCall, choice
-from gfsa.operators.fused import eligibility
+from gfsa.operators.fused import eligibility, tuned
 
 
 class OnHopper:
@@ -27,7 +29,10 @@ class OnHopper:
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # nothing was measured by gfsa tune
+    monkeypatch.setenv("GFSA_TUNED", str(tmp_path / "none.json"))
+    tuned._table.cache_clear()
     monkeypatch.setattr(eligibility, "capability", lambda device: (9, 0))
     monkeypatch.setattr(eligibility, "TRITON", (3, 6))
     # which otherwise asks the GPU

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa.operators.fused import eligibility  # noqa: E402
+from gfsa.operators.fused import eligibility, operator  # noqa: E402
 from gfsa.operators.fused.short.prepared import Prepared  # noqa: E402
 from gfsa_benchmarks.host_calls import nothing_launched  # noqa: E402
 
@@ -44,20 +44,27 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask that arrives hides what the model hides: padding, and the future if it decodes."""
     model = models()[name].train()
     gfsa.plug(model)
-    seen = []
+    seen: list[torch.Tensor] = []
+    causal: list[bool] = []
+    attend = operator.filter_attention
+
+    def note(*args: Any) -> Any:
+        causal.append(args[-1].is_causal)
+        return attend(*args)
 
     def forward(short: Prepared, q: Any, k: Any, v: Any, coeffs: Any, mask: Any, seed: Any) -> Any:
         seen.append(mask.expand(2, 1, 9, 9))
         return torch.zeros_like(q), torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
     monkeypatch.setattr(Prepared, "forward", forward)
+    monkeypatch.setattr(operator, "filter_attention", note)
     real = torch.ones(2, 9, dtype=torch.long)
     real[1, 6:] = 0
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
         model(input_ids=torch.randint(3, 50, (2, 9)), attention_mask=real, use_cache=False)
     expected = real.bool()[:, None, None].expand(2, 1, 9, 9)
-    if name in ("bert decoder", "gpt2"):
-        expected = expected & torch.ones(9, 9).tril().bool()
+    # a key mask, and causality by the kernel
+    assert causal == [name in ("bert decoder", "gpt2")] * 2
     assert len(seen) == 2
     for mask in seen:
         assert torch.equal(mask, expected)

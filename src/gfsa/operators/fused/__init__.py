@@ -1,5 +1,5 @@
 """Filters of degree 1 and 2 by this library's own GPU kernels; importing this imports no Triton."""
 
-from gfsa.operators.fused.eligibility import reason_against, refusal
+from gfsa.operators.fused.eligibility import reason_against, refusal, refusal_of_decoding
 
-__all__ = ["reason_against", "refusal"]
+__all__ = ["reason_against", "refusal", "refusal_of_decoding"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.call import AttentionCall
+from gfsa.operators.fused import tuned
 
 
 def _installed_triton() -> tuple[int, ...]:
@@ -38,6 +39,12 @@ SHORT_MASK_ROW_STRIDE = 2**20
 # the versions of Triton whose Gluon they were measured and tested with
 SHORT_TRITON = ((3, 6),)
 
+# the kernel for one decoded token: largest head dim, most cached tokens for one program a head
+DECODE_HEAD_DIM = 256
+DECODE_LENGTH = 8192
+# `auto` takes kernels that were measured: benchmarks/decoding compares this one with torch's calls
+DECODE_IS_MEASURED = False
+
 
 def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
     """Why the fused kernels cannot serve ``call``, or None if they can."""
@@ -59,7 +66,7 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     # unpacked: the compiler cannot compare a tuple that is a constant to it
     major, minor = capability(call.q.device)
     if (major, minor) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
-        return "the fused kernels are measured on Hopper GPUs with Triton 3.6 alone"
+        return _reason_as_tuned(call, degree)
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
         # beyond the short kernels the passes are torch's
         if torch.compiler.is_compiling():
@@ -71,6 +78,18 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     if head_dim > SHORT_HEAD_DIM and (mask is not None or call.dropout_p):
         return "masks and dropout are not measured for head dims beyond 64"
     return None
+
+
+def _reason_as_tuned(call: AttentionCall, degree: int) -> str | None:
+    """:func:`reason_against` on a machine that is known by ``gfsa tune`` alone."""
+    mask = call.attn_mask
+    if call.dropout_p or (mask is not None and not is_key_mask(mask)):
+        return "gfsa tune measures neither dropout nor masks over queries and keys"
+    if degree == 1 and torch.compiler.is_compiling():
+        return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
+    length, head_dim = call.q.shape[-2:]
+    shape = tuned.shape_of(degree, head_dim, length, call.is_causal, mask is not None)
+    return tuned.reason_against(call.q.device, *shape)
 
 
 def refusal_by_short(q: Tensor, mask: Tensor | None, scale: float) -> str | None:
@@ -100,6 +119,30 @@ def _refusal_of_device_by_short(q: Tensor) -> str | None:
         return "they are written for Hopper GPUs"
     if TRITON not in SHORT_TRITON:
         return f"they are written for Triton {SHORT_TRITON}, found {TRITON}"
+    return None
+
+
+def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
+    """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
+    q, k, mask = call.q, call.k, call.attn_mask
+    refusal = _refusal_of_device(q)
+    if refusal is None and not DECODE_IS_MEASURED:
+        refusal = "the kernel for a decoded token is not measured on this GPU"
+    if refusal is not None:
+        return refusal
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "the kernel for a decoded token has no gradient"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"
+    if v.shape[-1] != q.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > DECODE_HEAD_DIM:
+        return (
+            "the kernel for a decoded token takes keys and values of one head dim, a multiple of 8 "
+            f"up to {DECODE_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
+        )
+    if mask is not None and mask.dtype != torch.bool:
+        return "the kernel for a decoded token takes bool masks, not additive ones"
+    if call.dropout_p or k.shape[-2] > DECODE_LENGTH:
+        return f"the kernel for a decoded token takes {DECODE_LENGTH} tokens and no dropout"
     return None
 
 

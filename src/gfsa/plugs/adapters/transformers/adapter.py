@@ -2,13 +2,12 @@
 
 Such a model looks up ``config._attn_implementation``. A plugged attention module gets a view of its
 config that returns ``gfsa|sdpa`` where the config has ``sdpa``; the function registered under that
-name passes an operator for A to the module's filter. The model itself, its masks and its other
-layers see the real config, so the implementation can still be switched.
+name passes an operator for A to the module's filter. The model itself and its other layers see the
+real config, so the implementation can still be switched; for its masks see ``mask_hooks.py``.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Mapping
@@ -22,7 +21,9 @@ from transformers.utils.output_capturing import _active_collector
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
+from gfsa.plugs.adapters.transformers.config_view import ConfigView
 from gfsa.plugs.adapters.transformers.continuous_batching import enter_where_plugged
+from gfsa.plugs.adapters.transformers.mask_hooks import set_mask_hooks
 from gfsa.plugs.adapters.transformers.operators import (
     OperatorMaker,
     eager_function,
@@ -107,6 +108,7 @@ class InterfaceAdapter(Adapter):
         for name, module in model.named_modules():
             if "_gfsa_handle" in module.__dict__:
                 module.__dict__["_gfsa_name"] = name
+        set_mask_hooks(model)
         enter_where_plugged(model)
 
 
@@ -157,29 +159,12 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-class _ConfigView:
+class _ConfigView(ConfigView):
     """A module's config, except that its attention implementation calls the filter."""
-
-    real: Any
-
-    def __init__(self, config: Any) -> None:
-        object.__setattr__(self, "real", config)
 
     @property
     def _attn_implementation(self) -> str:
         return _filtered_name(self.real._attn_implementation)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.real, name, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ConfigView:
-        return _ConfigView(copy.deepcopy(self.real, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ConfigView, (self.real,)
 
 
 # implementation → the name under which its filtered attention is registered; a dict because every

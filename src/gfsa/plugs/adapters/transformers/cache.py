@@ -26,8 +26,10 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from gfsa.operators import Coefficients, Operator, Visibility
+from gfsa.operators import Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
+from gfsa.operators.choice import reason_for_sdpa_alone
+from gfsa.operators.fused import refusal_of_decoding
 from gfsa.plugs.adapters.transformers.product_check import name_of
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
@@ -75,10 +77,44 @@ class CachedOperator(Operator):
 
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
         coeffs = value_of(coeffs)
+        if self.new == 1 and coeffs.shape[-1] == 3:
+            y = self._in_one_launch(coeffs, v)
+            if y is not None:
+                return y
         powers = self.powers(v, coeffs.shape[-1] - 1)
         # for one token the cost is in kernel launches, not in arithmetic
         plain = type(v) is Tensor and not torch.is_grad_enabled()
         return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
+
+    def _in_one_launch(self, coeffs: Tensor, v: Tensor) -> Tensor | None:
+        """The filtered new token by one kernel that reads keys, values and powers once.
+
+        None where that kernel does not serve; the passes are then torch's, one after another.
+        """
+        layer, rows = self.place.layer, self.rows
+        # the rows of a full static window move when a token is added, those of its companion later
+        if not isinstance(rows, SDPAOperator) or isinstance(layer, StaticSlidingWindowLayer):
+            return None
+        call = rows.given
+        if refusal_of_decoding(call, v) or reason_for_sdpa_alone(call):
+            return None
+        companion = _companions(self.place, 1, self.new)[0]
+        if not companion.is_initialized:
+            return None
+        _refuse_another_past(layer, companion, self.new)
+        companion.prefetch()
+        # triton is imported where its kernels run
+        from gfsa.operators.fused.decode import decode, takes_layout
+
+        past = companion.keys
+        if past.shape[1] != self.heads or not takes_layout(call.q, call.k, v, past):
+            return None
+        newest = layer.cumulative_length - 1 if _fills_from_the_front(layer) else None
+        scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        numbers = coeffs.float().expand(self.heads, -1)
+        y, power = decode(call.q, call.k, v, past, numbers, call.attn_mask, newest, scale)
+        _append(companion, power, self.keys)
+        return y
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         newest = _newest(self.place.layer, v, self.new)

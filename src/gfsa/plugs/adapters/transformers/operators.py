@@ -27,6 +27,7 @@ from gfsa.operators import (
 from gfsa.operators.base import take_heads
 from gfsa.operators.dense import DropoutPlace, repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
+from gfsa.plugs.adapters.transformers.masks import DescribedMask, written_out
 from gfsa.plugs.adapters.transformers.paged import PagedOperator, refuse_call
 from gfsa.plugs.adapters.transformers.product_check import check_product, needs_check
 
@@ -102,12 +103,22 @@ def _sdpa_operator(
             query,
             key,
             value,
-            attention_mask,
+            written_out(attention_mask),
             dropout=dropout,
             scaling=scaling,
             **kwargs,
         )
     new = query.shape[2]
+    # without dropout its place does not matter
+    after: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
+    if isinstance(attention_mask, DescribedMask):
+        if position_bias is None and new == key.shape[2] == attention_mask.shape[-1]:
+            return AttentionOperator(
+                *(query, key, None, dropout, False, scaling, key.shape[1] != query.shape[1]),
+                dropout_after=after,
+                visible=attention_mask.visible,
+            ), value
+        attention_mask = attention_mask.tensor()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = new > 1 and attention_mask is None and causal
     if causal and key.shape[2] > new:
@@ -117,19 +128,26 @@ def _sdpa_operator(
     if position_bias is not None:
         attention_mask = _biased_mask(position_bias, attention_mask, causal, query)
         causal = False
+    if new != key.shape[2]:
+        grouped = key.shape[1] != query.shape[1]
+        call = AttentionCall(query, key, attention_mask, dropout, False, scaling, grouped)
+        return SDPAOperator(call), value
     if attention_mask is not None:
+        attention_mask = _one_row(attention_mask)
         # torch's grouped-query kernels accept no mask
         key, value = repeat_heads(key, query), repeat_heads(value, query)
     grouped = key.shape[1] != query.shape[1]
-    if new != key.shape[2]:
-        call = AttentionCall(query, key, attention_mask, dropout, False, scaling, grouped)
-        return SDPAOperator(call), value
-    # without dropout its place does not matter
-    after: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
     operator = AttentionOperator(
         query, key, attention_mask, dropout, causal, scaling, grouped, dropout_after=after
     )
     return operator, value
+
+
+def _one_row(mask: Tensor) -> Tensor:
+    """A mask that was expanded to all queries as the one row that it is: torch would copy it."""
+    if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
+        return mask[:, :, :1]
+    return mask
 
 
 def _biased_mask(
@@ -157,6 +175,7 @@ def _eager_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map that the model's own eager code computes, including its dropout."""
+    attention_mask = written_out(attention_mask)
     later = dropout if module.gfsa.dropout_after == "filter" else 0.0
     function = eager_function_of(module)
     if function is None:
@@ -256,9 +275,8 @@ def _any_operator(
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
     function = functions_of(type(module))[implementation]
-    return _function_rows(
-        function, implementation, module, query, key, value, attention_mask, **kwargs
-    )
+    mask = written_out(attention_mask)
+    return _function_rows(function, implementation, module, query, key, value, mask, **kwargs)
 
 
 def _function_rows(

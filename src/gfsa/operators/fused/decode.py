@@ -1,0 +1,153 @@
+r"""One decoded token in one launch: a filter of degree 2, with cached keys, values and ``U = A·V``.
+
+.. math:: [u \mid w] = \sum_j p_j\,[v_j \mid U_j], \qquad p = \mathrm{softmax}(s\,K q), \qquad
+    y = c_0 v + c_1 u + c_2 (w + p_{new}\,u)
+
+U of past tokens does not change, and that of the new token is u itself, which the sum over past
+tokens leaves out. One sweep over the cache therefore does both passes.
+"""
+
+# no postponed annotations here: the operator's schema is read from them
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gfsa.operators.fused.autograd import needs_registered_operator
+from gfsa.operators.fused.decode_kernel import STEP, decode_token
+from gfsa.operators.fused.launcher import Kernel, Launch, on_device_of
+from gfsa.operators.fused.problem import padded
+
+KEYS = 64
+"""Cached tokens that a program reads at once."""
+
+
+def takes_layout(*tensors: Tensor) -> bool:
+    """Whether the kernel can read such tensors ``(B, H, N, D)``."""
+    step: int = STEP.value
+    for x in tensors:
+        if x.stride(3) != 1 or any(stride % step for stride in x.stride()[:3]):
+            return False
+        # a compiled graph allocates its tensors itself
+        if not torch.compiler.is_compiling() and x.data_ptr() % 16:
+            return False
+    return True
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    place: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The new token's ``y`` and ``u = (A·V)_new``, each ``(B, H, 1, D)``.
+
+    :func:`takes_layout` says which tensors it takes.
+
+    Args:
+        q: ``(B, H, 1, D)``, the new token's query.
+        k, v: ``(B, H / group, N, D)``, keys and values including the new token's.
+        u: ``(B, H, N or N - 1, D)``, ``A·V`` of past tokens, row by row beside their values.
+        coeffs: ``(H, 3)``, float32.
+        mask: bool, ``(B or 1, H or 1, 1, N)``, True takes part.
+        place: one int64 on the device, the new token's row; None if it is the last one.
+    """
+    if needs_registered_operator(q):
+        y, u_new = registered(q, k, v, u, coeffs, mask, place, scale)
+        return y, u_new
+    return _run(q, k, v, u, coeffs, mask, place, scale)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    place: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, _, head_dim = q.shape
+    y, u_new = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    seen = (0, 0, 0)
+    if mask is not None:
+        mask = mask.expand(batch, heads, 1, k.shape[2])
+        seen = (mask.stride(0), mask.stride(1), mask.stride(3))
+    launch = _launch(
+        batch * heads, head_dim, mask is not None, place is not None, q.dtype, q.device
+    )
+    numbers = (
+        *(scale, heads, heads // k.shape[1], k.shape[2] - 1, q.stride(0), q.stride(1)),
+        *(stride // STEP.value for x in (k, v, u) for stride in x.stride()[:3]),
+        *seen,
+    )
+    with on_device_of(q):
+        # a pointer that the kernel does not read may be any
+        launch.with_numbers(
+            numbers,
+            *(q, k, v, u, coeffs.contiguous()),
+            *(q if mask is None else mask.view(torch.uint8), q if place is None else place),
+            *(y, u_new),
+        )
+    return y, u_new
+
+
+@torch.library.custom_op("gfsa::decode", mutates_args=())
+def registered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    place: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The registered operator."""
+    return _run(q, k, v, u, coeffs, mask, place, scale)
+
+
+@registered.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+class _Launch(Launch):
+    """A launch whose numbers change from call to call."""
+
+    def with_numbers(self, numbers: tuple[Any, ...], *pointers: Tensor) -> None:
+        self.numbers = numbers
+        direct: Any = self.direct.get(())
+        if direct is not None and hasattr(direct, "constants"):
+            direct.constants = (*numbers, *self.constants)
+        self((), *pointers)
+
+
+_KERNEL = Kernel(decode_token)
+
+
+@functools.lru_cache(maxsize=64)
+def _launch(
+    programs: int,
+    head_dim: int,
+    masked: bool,
+    on_device: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Launch:
+    width = padded(head_dim)
+    return _Launch(
+        _KERNEL,
+        (programs, 1, 1),
+        (device, dtype),
+        (),
+        (),
+        (head_dim, width, KEYS, masked, on_device),
+        num_warps=4,
+    )

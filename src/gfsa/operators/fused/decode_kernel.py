@@ -1,0 +1,84 @@
+"""The kernel of :mod:`gfsa.operators.fused.decode`: one query head of one new token a program."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+STEP = tl.constexpr(8)
+"""Strides of the cache are multiples of it, so that a thread reads 16 bytes at once."""
+
+
+# lengths and strides change from token to token: nothing about them is compiled in
+@triton.jit(
+    do_not_specialize=[
+        *("scale", "heads", "group", "last", "q_b", "q_h", "k_b", "k_h", "k_n"),
+        *("v_b", "v_h", "v_n", "u_b", "u_h", "u_n", "mask_b", "mask_h", "mask_n"),
+    ],
+    do_not_specialize_on_alignment=["coeffs", "mask", "place"],
+)
+def decode_token(
+    q_in, k_in, v_in, u_in, coeffs, mask, place, y_out, u_out,
+    scale, heads, group, last, q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, u_b, u_h, u_n,
+    mask_b, mask_h, mask_n,
+    D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """One query head of one sequence: y and u, rows of ``D`` numbers.
+
+    Strides of k, v and u are counted in :data:`STEP` numbers.
+    """
+    # 64 bits: a cache may have more than 2³¹ numbers
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    h = (tl.program_id(0) % heads).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < D
+    new = tl.load(place).to(tl.int32) if ON_DEVICE else last
+    q = tl.load(q_in + b * q_b + h * q_h + column, mask=inside, other=0.0).to(tl.float32) * scale
+    k_rows = k_in + (b * k_b + (h // group) * k_h) * STEP
+    v_rows = v_in + (b * v_b + (h // group) * v_h) * STEP
+    u_rows = u_in + (b * u_b + h * u_h) * STEP
+    # the largest score, the sum of weights, the new token's weight, and both sums of rows
+    top = -float("inf")
+    total = 0.0
+    own = 0.0
+    u = tl.zeros([WIDTH], tl.float32)
+    w = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, new + 1, BN):
+        row = (start + tl.arange(0, BN)).to(tl.int64)
+        seen = row <= new
+        some = seen[:, None] & inside[None, :]
+        k = tl.load(k_rows + row[:, None] * (k_n * STEP) + column[None, :], mask=some, other=0.0)
+        score = tl.sum(k.to(tl.float32) * q[None, :], 1)
+        if MASK:
+            seen = seen & (tl.load(mask + b * mask_b + h * mask_h + row * mask_n, seen, 0) != 0)
+        score = tl.where(seen, score, -float("inf"))
+        higher = tl.maximum(top, tl.max(score, 0))
+        # while nothing has been seen, -inf - (-inf) would be NaN
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        shrink = tl.exp(top - base)
+        p = tl.exp(score - base)
+        past = tl.where(row < new, p, 0.0)
+        v = tl.load(v_rows + row[:, None] * (v_n * STEP) + column[None, :], mask=some, other=0.0)
+        cached = (row < new)[:, None] & inside[None, :]
+        other = tl.load(
+            u_rows + row[:, None] * (u_n * STEP) + column[None, :], mask=cached, other=0.0
+        )
+        total = total * shrink + tl.sum(p, 0)
+        own = own * shrink + tl.sum(p - past, 0)
+        u = u * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
+        w = w * shrink + tl.sum(past[:, None] * other.to(tl.float32), 0)
+        top = higher
+    # a token that sees nothing has a row of zeros
+    share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
+    # rounded as it is cached: later tokens see it so
+    u = (u * share).to(u_out.dtype.element_ty)
+    v = tl.load(v_rows + new * (v_n * STEP) + column, mask=inside, other=0.0).to(tl.float32)
+    c0 = tl.load(coeffs + h * 3)
+    c1 = tl.load(coeffs + h * 3 + 1)
+    c2 = tl.load(coeffs + h * 3 + 2)
+    second = w * share + own * share * u.to(tl.float32)
+    y = c0 * v + c1 * u.to(tl.float32) + c2 * second
+    out = tl.program_id(0) * D + column
+    tl.store(u_out + out, u, mask=inside)
+    tl.store(y_out + out, y.to(y_out.dtype.element_ty), mask=inside)

@@ -1,0 +1,108 @@
+"""A GPU as ``gfsa tune`` measures it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gfsa.operators.attention import AttentionOperator
+from gfsa.operators.call import AttentionCall
+from gfsa.operators.choice import Backend, refusal_by_fused
+from gfsa.operators.dense import DenseOperator
+from gfsa.operators.fused.tuned import Machine, Shape, this_machine
+
+HEADS = 16
+# as many tokens in a batch whatever their length, and few where the dense operator checks
+TOKENS = 16384
+LONGEST_CHECK = 512
+ROUNDS, CALLS = 5, 5
+_BACKENDS: tuple[Backend, Backend] = ("fused", "sdpa")
+
+
+class GPU:
+    """Measures calls in bfloat16 on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def machine(self) -> Machine:
+        return this_machine(self.device)
+
+    def refusal(self, shape: Shape) -> str | None:
+        q, _, v, mask, _ = self._tensors(shape, 1, 2, 16)
+        call = AttentionCall(q, q, mask, is_causal=shape.causal)
+        return refusal_by_fused(call, v, shape.degree)
+
+    def errors(self, shape: Shape) -> tuple[float, float]:
+        length = min(shape.tokens, LONGEST_CHECK)
+        q, k, v, mask, coeffs = self._tensors(shape, 2, 3, length)
+        g = torch.randn_like(v)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v, coeffs)]
+        dense = DenseOperator.from_qk(exact[0], exact[1], mask, shape.causal)
+        y = dense.polynomial(exact[3], exact[2])
+        wanted = [y, *torch.autograd.grad(y, exact, g.double())]
+        found = []
+        for backend in _BACKENDS:
+            got = self._call(shape, q, k, v, mask, coeffs, g, backend)
+            parts = zip(got, wanted, strict=True)
+            found.append(max(_error(x, y) for x, y in parts))
+        return found[0], found[1]
+
+    def times(self, shape: Shape) -> tuple[float, float]:
+        # events are those of the current device
+        with torch.cuda.device(self.device):
+            return self._times(shape)
+
+    def _times(self, shape: Shape) -> tuple[float, float]:
+        batch = max(1, TOKENS // shape.tokens)
+        q, k, v, mask, coeffs = self._tensors(shape, batch, HEADS, shape.tokens)
+        g = torch.randn_like(v)
+        best = dict.fromkeys(_BACKENDS, float("inf"))
+        # in turns, since a GPU becomes slower as it becomes warm; the first of them compiles
+        for _ in range(ROUNDS + 1):
+            for backend in best:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self._call(shape, q, k, v, mask, coeffs, g, backend)
+                start.record()
+                for _ in range(CALLS):
+                    self._call(shape, q, k, v, mask, coeffs, g, backend)
+                end.record()
+                torch.cuda.synchronize(self.device)
+                best[backend] = min(best[backend], start.elapsed_time(end) / CALLS)
+        return best["fused"], best["sdpa"]
+
+    def _tensors(
+        self, shape: Shape, batch: int, heads: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        torch.manual_seed(0)
+        size = (batch, heads, length, shape.head_dim)
+        make: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
+        q, k, v = (torch.randn(size, **make).requires_grad_() for _ in range(3))
+        coeffs = torch.full((heads, shape.degree + 1), 0.3, device=self.device).requires_grad_()
+        mask = None
+        if shape.masked:
+            mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=self.device)
+            mask[..., length - length // 8 :] = False
+        return q, k, v, mask, coeffs
+
+    def _call(
+        self,
+        shape: Shape,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        coeffs: Tensor,
+        g: Tensor,
+        backend: Backend,
+    ) -> list[Tensor]:
+        operator = AttentionOperator(q, k, mask, is_causal=shape.causal, backend=backend)
+        y = operator.polynomial(coeffs, v)
+        return [y, *torch.autograd.grad(y, (q, k, v, coeffs), g)]
+
+
+def _error(x: Tensor, y: Tensor) -> float:
+    return float((x.detach().double() - y.detach()).norm() / y.detach().norm())

@@ -1,0 +1,142 @@
+"""Hooks that make a plugged model's masks described ones, model by model.
+
+A model makes its masks by its config's attention implementation. During the forward of a model with
+plugged layers inside, its config is a view that returns the name of the mask function of
+:mod:`~gfsa.plugs.adapters.transformers.masks`; outside of the forward, and for everyone else, the
+config is the real one. Attention layers inside that have no filter get masks as tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import PreTrainedModel
+
+from gfsa.plugs.adapters.transformers.config_view import ConfigView
+from gfsa.plugs.adapters.transformers.masks import NAME, written_out
+from gfsa.plugs.tracing.candidates import looks_like_attention
+
+_HANDLES = "_gfsa_mask_handles"
+_PLUGGED = "_gfsa_handle"
+_CREATORS = frozenset(
+    (
+        "create_bidirectional_mask",
+        "create_bidirectional_sliding_window_mask",
+        "create_causal_mask",
+        "create_masks_for_generate",
+        "create_sliding_window_causal_mask",
+    )
+)
+
+
+class MaskConfigView(ConfigView):
+    """A model's config while it makes its masks.
+
+    Args:
+        config: the real one.
+        positions_given: whether the caller gave position ids, which may be those of packed
+            documents; those that a model makes itself are of one document.
+    """
+
+    positions_given: bool
+
+    def __init__(self, config: Any, positions_given: bool) -> None:
+        super().__init__(config)
+        object.__setattr__(self, "positions_given", positions_given)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        name: str | None = self.real._attn_implementation
+        # a user may have registered another mask function for sdpa
+        if name == "sdpa" and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask:
+            return NAME
+        return name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MaskConfigView:
+        return MaskConfigView(copy.deepcopy(self.real, memo), self.positions_given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MaskConfigView, (self.real, self.positions_given)
+
+
+class _TakeView:
+    """Before the forward of a model that makes masks: its config becomes the view."""
+
+    def __init__(self, module: nn.Module) -> None:
+        names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self.place = names.index("position_ids") if "position_ids" in names else len(names)
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        config = module.config
+        if isinstance(config, MaskConfigView):
+            # the model is called inside of its own forward, or another thread is in it
+            config = config.real
+        positions = args[self.place] if len(args) > self.place else kwargs.get("position_ids")
+        module.config = MaskConfigView(config, positions is not None)
+
+
+class _LeaveView:
+    """After the forward, also one that raised: the config is the real one again."""
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        if isinstance(module.config, MaskConfigView):
+            module.config = module.config.real
+
+
+class _WriteOut:
+    """Before the forward of an attention layer without a filter: masks become tensors."""
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        written = {name: written_out(value) for name, value in kwargs.items()}
+        return tuple(written_out(value) for value in args), written
+
+
+def set_mask_hooks(model: nn.Module) -> None:
+    """Give every model in ``model`` the hooks that its plugged layers need, and remove others."""
+    for module in model.modules():
+        for handle in module.__dict__.pop(_HANDLES, ()):
+            handle.remove()
+    for maker in _makers(model):
+        enter = maker.register_forward_pre_hook(_TakeView(maker), with_kwargs=True)
+        leave = maker.register_forward_hook(_LeaveView(), always_call=True)
+        _keep(maker, enter, leave)
+        for module in maker.modules():
+            if _PLUGGED in module.__dict__ or _HANDLES in module.__dict__:
+                continue
+            if looks_like_attention(module):
+                _keep(module, module.register_forward_pre_hook(_WriteOut(), with_kwargs=True))
+
+
+def _keep(module: nn.Module, *handles: Any) -> None:
+    module.__dict__[_HANDLES] = (*module.__dict__.get(_HANDLES, ()), *handles)
+
+
+def _makers(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The models in ``model`` that make masks for plugged layers."""
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or not _makes_masks(type(module)):
+            continue
+        if any(_PLUGGED in inner.__dict__ for inner in module.modules()):
+            yield module
+
+
+def _makes_masks(kind: type[nn.Module]) -> bool:
+    """Whether the methods of a class make masks, and do not ask for the implementation's name."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if base is PreTrainedModel:
+            break
+        for name, function in vars(base).items():
+            # what is decided when a model is built, the real config decides
+            if name == "__init__" or not callable(function):
+                continue
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            names.update(() if code is None else code.co_names)
+    return bool(names & _CREATORS) and "_attn_implementation" not in names

@@ -1,0 +1,160 @@
+"""The decode kernel in the interpreter, against the dense operator and in plugged models.
+
+Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
+"""
+
+import support.triton_interpreter  # isort:skip  (before anything imports triton)
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import gfsa
+from gfsa.operators import DenseOperator
+from gfsa.operators.fused import decode as kernels
+
+transformers = pytest.importorskip("transformers")
+
+from gfsa.plugs.adapters.transformers import cache as caches  # noqa: E402
+
+assert support.triton_interpreter
+
+
+def problem(
+    batch: int, heads: int, group: int, length: int, dim: int, masked: bool
+) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    q = torch.randn(batch, heads, length, dim)
+    k, v = torch.randn(2, batch, heads // group, length, dim).unbind(0)
+    keys = torch.ones(batch, 1, 1, length, dtype=torch.bool)
+    if masked:
+        keys[0, ..., : length // 3] = False
+    return q, k, v, torch.randn(heads, 3), keys
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "length", "dim", "masked"),
+    [(2, 4, 1, 70, 16, False), (2, 4, 2, 129, 24, True), (1, 2, 2, 1, 8, False)],
+)
+@pytest.mark.parametrize("static", [False, True])
+def test_the_new_row_of_the_dense_filter(
+    batch: int, heads: int, group: int, length: int, dim: int, masked: bool, static: bool
+) -> None:
+    q, k, v, coeffs, keys = problem(batch, heads, group, length, dim, masked)
+    exact = DenseOperator.from_qk(q.double(), k.double(), keys, is_causal=True)
+    wanted = exact.polynomial(coeffs.double(), v.double())[:, :, -1:]
+    powers = exact.apply(v.double())
+    # U of the new token is not there yet
+    u = powers.float().clone()
+    u[:, :, -1] = float("nan")
+    mask, place = keys if masked else None, None
+    if static:
+        # free rows after the newest token, which the kernel must not read
+        k, v, u = (F.pad(x, (0, 0, 0, 5), value=float("nan")) for x in (k, v, u))
+        mask = F.pad(keys, (0, 5)) if masked else None
+        place = torch.tensor(length - 1)
+    y, new = kernels.decode(q[:, :, -1:], k, v, u, coeffs, mask, place, dim**-0.5)
+    torch.testing.assert_close(new.double(), powers[:, :, -1:], atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
+
+
+def test_a_token_that_sees_nothing() -> None:
+    q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, False)
+    nothing = torch.zeros_like(keys)
+    y, u = kernels.decode(q[:, :, -1:], k, v, torch.zeros_like(v), coeffs, nothing, None, 0.3)
+    assert not u.any()
+    torch.testing.assert_close(y, coeffs[None, :, :1, None] * v[:, :, -1:])
+
+
+def test_the_registered_operator() -> None:
+    q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, True)
+    arguments = (q[:, :, -1:], k, v, torch.randn_like(v), coeffs, keys, None, 0.3)
+    # it has no gradient, and dynamic shapes are those of the cache
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    common = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=64, **common)
+        built = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.MistralConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            sliding_window=4 if kind == "mistral" else None,
+            max_position_embeddings=64,
+            **common,
+        )
+        built = transformers.MistralForCausalLM(config)
+    gfsa.plug(built.eval(), K=3, w0=0.2, w1=0.9, wK=-0.3)
+    return built
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache", "beams"),
+    [
+        ("gpt2", "dynamic", 1),
+        ("llama", "static", 1),
+        ("llama", "dynamic", 2),
+        ("mistral", "dynamic", 1),
+        ("mistral", "static", 1),
+    ],
+)
+def test_generation_by_one_launch_a_layer_and_token(
+    kind: str, cache: str, beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = model(kind)
+    ids = torch.randint(1, 32, (2, 5))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 3,
+        "min_new_tokens": 3,
+        "do_sample": False,
+        "num_beams": beams,
+        "cache_implementation": cache,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+        "disable_compile": True,
+    }
+    by_torch = subject.generate(ids, **options)
+    counts = {"kernel": 0, "torch": 0}
+    run, attend = kernels._run, F.scaled_dot_product_attention
+
+    def count(name: str, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(kernels, "_run", count("kernel", run))
+    monkeypatch.setattr(caches, "refusal_of_decoding", lambda *_: None)
+    by_kernel = subject.generate(ids, **options)
+    assert torch.equal(by_kernel.sequences, by_torch.sequences)
+    for got, wanted in zip(by_kernel.scores, by_torch.scores, strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+    if cache == "static" and kind == "mistral":
+        # its rows move when it is full, before the powers of past tokens do
+        assert counts["kernel"] == 0
+        return
+    # one layer; the first of three tokens is that of the prompt
+    assert counts["kernel"] == 2
+    monkeypatch.setattr(caches, "reason_for_sdpa_alone", lambda *_: None)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count("torch", attend))
+    past = transformers.DynamicCache(config=subject.config)
+    with torch.no_grad():
+        subject(ids, past_key_values=past)
+        counts["torch"] = 0
+        subject(ids[:, :1], past_key_values=past)
+    assert counts["torch"] == 0

@@ -1,0 +1,155 @@
+"""The kernel for one decoded token on a GPU, against the dense operator and in plugged models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+
+import transformers
+
+import gfsa
+from gfsa.operators import DenseOperator
+from gfsa.operators.fused import eligibility
+from gfsa.operators.fused.decode import decode
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", True)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "dim"), [(1, 12, 1, 64), (16, 12, 1, 64), (3, 8, 4, 128)]
+)
+def test_lengths_that_change_from_token_to_token(
+    batch: int, heads: int, group: int, dim: int, masked: bool, static: bool
+) -> None:
+    """One compiled kernel serves every length: its rows are those of the dense operator."""
+    torch.manual_seed(0)
+    for length in (2, 17, 64, 65, 1000, 1024):
+        make: Any = {"device": "cuda", "dtype": BF16}
+        q = torch.randn(batch, heads, length, dim, **make)
+        k, v = torch.randn(2, batch, heads // group, length, dim, **make).unbind(0)
+        coeffs = torch.randn(heads, 3, device="cuda")
+        keys = torch.ones(batch, 1, 1, length, dtype=torch.bool, device="cuda")
+        if masked:
+            keys[0, ..., : length // 3] = False
+        exact = DenseOperator.from_qk(q.double(), k.double(), keys, is_causal=True)
+        u = exact.apply(v.double())
+        # with U as it is cached, rounded
+        rounded = u.to(BF16)
+        row = exact.matrix[:, :, -1:]
+        second = row @ torch.cat([rounded[:, :, :-1].double(), u[:, :, -1:]], 2)
+        own = v.repeat_interleave(group, 1).double()[:, :, -1:]
+        c0, c1, c2 = coeffs.double()[:, :, None, None].unbind(1)
+        wanted = c0 * own + c1 * u[:, :, -1:] + c2 * second
+        past, mask, place = rounded.clone(), keys if masked else None, None
+        past[:, :, -1] = float("nan")
+        if static:
+            k, v, past = (F.pad(x, (0, 0, 0, 24), value=float("nan")) for x in (k, v, past))
+            mask = None if mask is None else F.pad(mask, (0, 24))
+            place = torch.tensor(length - 1, device="cuda")
+        y, new = decode(q[:, :, -1:], k, v, past, coeffs, mask, place, dim**-0.5)
+        assert _error(new, u[:, :, -1:]) < 4e-3
+        assert _error(y, wanted) < 8e-3
+
+
+def _error(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y).norm() / y.norm().clamp(min=1e-9))
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=4, n_head=4, n_embd=256, vocab_size=512)
+    model = transformers.GPT2LMHeadModel(config).cuda().eval()
+    gfsa.plug(model, K=3, w0=0.2, w1=0.9, wK=-0.3)
+    return model
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.usefixtures("chosen")
+def test_generation(cache: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt2()
+    ids = torch.randint(1, 512, (2, 9), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 30,
+        "min_new_tokens": 30,
+        "num_beams": beams,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "pad_token_id": 0,
+    }
+    by_kernel = model.generate(ids, **options)
+    monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", False)
+    assert torch.equal(by_kernel, model.generate(ids, **options))
+
+
+@pytest.mark.usefixtures("chosen")
+def test_a_captured_step_of_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads the length from the device: each of them decodes the next token."""
+    model = gpt2()
+    ids = torch.randint(1, 512, (2, 30), device="cuda")
+
+    def filled() -> Any:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        with torch.no_grad():
+            model(ids[:, :20], past_key_values=cache)
+        return cache
+
+    cache, token = filled(), ids[:, 20:21].clone()
+    position = torch.full((2, 1), 20, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        # compiled before it is captured; the token is decoded again below
+        model(token, past_key_values=cache, position_ids=position)
+    torch.cuda.synchronize()
+    for layer in cache.layers:
+        for held in (layer, *(c for some in layer.gfsa_powers.values() for c in some)):
+            held.cumulative_length.fill_(20)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        logits = model(token, past_key_values=cache, position_ids=position).logits
+    got = []
+    for step in range(20, 30):
+        token.copy_(ids[:, step : step + 1])
+        position.fill_(step)
+        graph.replay()
+        got.append(logits.clone())
+    monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", False)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits[:, 20:30]
+    torch.testing.assert_close(torch.cat(got, 1), wanted, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.usefixtures("chosen")
+def test_compiled_decoding_is_one_graph() -> None:
+    model = gpt2()
+    ids = torch.randint(1, 512, (2, 24), device="cuda")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    compiled = torch.compile(model, fullgraph=True)
+    rows = []
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        for step in range(20, 24):
+            position = torch.full((2, 1), step, device="cuda")
+            output = compiled(ids[:, step : step + 1], past_key_values=cache, position_ids=position)
+            rows.append(output.logits)
+        wanted = model(ids, use_cache=False).logits[:, 20:]
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-3, rtol=2e-3)

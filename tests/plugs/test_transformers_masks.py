@@ -1,0 +1,320 @@
+"""Described masks: what transformers writes out, in O(N), eager and compiled."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gfsa
+from gfsa.operators import AttentionOperator, by_rows
+from support.sizes import LargestTensor
+
+transformers = pytest.importorskip("transformers")
+
+from gfsa.plugs.adapters.transformers import mask_hooks  # noqa: E402
+from gfsa.plugs.adapters.transformers.masks import DescribedMask  # noqa: E402
+
+N = 12
+
+
+def gpt2(depth: int = 2, **options: Any) -> Any:
+    sizes = {"n_layer": depth, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 64}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, **options)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def decoder(kind: str, depth: int, **options: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=depth,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        **options,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def bert(depth: int) -> Any:
+    config = transformers.BertConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=depth,
+        num_attention_heads=2,
+    )
+    return transformers.BertModel(config)
+
+
+MODELS: dict[str, Callable[[int], Any]] = {
+    "gpt2": gpt2,
+    "llama": lambda depth: decoder("Llama", depth),
+    "mistral": lambda depth: decoder("Mistral", depth, sliding_window=5),
+    "gemma2": lambda depth: decoder("Gemma2", depth, sliding_window=5),
+    "bert": bert,
+}
+
+
+def plugged(name: str, layers: Any = "all", depth: int = 2) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name](depth).double().eval()
+    gfsa.plug(model, K=3, w0=0.2, w1=0.9, wK=-0.3, layers=layers)
+    return model
+
+
+@contextmanager
+def written_by_transformers() -> Iterator[None]:
+    """Masks as an unplugged model makes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = property(lambda view: view.real._attn_implementation)
+        patch.setattr(mask_hooks.MaskConfigView, "_attn_implementation", real)
+        yield
+
+
+def padding(side: str) -> Tensor:
+    mask = torch.ones(3, N, dtype=torch.long)
+    if side == "left":
+        mask[0, :4] = mask[1, :1] = 0
+    else:
+        mask[0, -4:] = mask[1, -1:] = 0
+    return mask
+
+
+def batches() -> dict[str, dict[str, Any]]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 32, (3, N))
+    places = torch.arange(N)
+    packed = torch.stack([places % 5, places, places % 7])
+    return {
+        "plain": {"input_ids": ids},
+        "nothing hidden": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        "left": {"input_ids": ids, "attention_mask": padding("left")},
+        "right": {"input_ids": ids, "attention_mask": padding("right")},
+        "packed": {"input_ids": ids, "position_ids": packed, "use_cache": False},
+    }
+
+
+def result(output: Any) -> Tensor:
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """The mask and the description of every operator that the layers make."""
+    found: list[tuple[Any, Any]] = []
+    make = AttentionOperator.__init__
+
+    def note(self: AttentionOperator, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        found.append((self.call.attn_mask, self.call.visible))
+
+    monkeypatch.setattr(AttentionOperator, "__init__", note)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_is_what_a_written_mask_gives(
+    name: str, seen: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plugged(name)
+    for kind, batch in batches().items():
+        if name == "bert" and kind == "packed":
+            continue
+        with torch.no_grad(), written_by_transformers():
+            expected = result(model(**batch))
+        for entries in (2**25, 40):
+            monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+            seen.clear()
+            with torch.no_grad():
+                torch.testing.assert_close(result(model(**batch)), expected)
+            assert len(seen) == 2
+            for mask, visible in seen:
+                assert mask is None or mask.shape[2] == 1, kind
+                if kind in ("left", "right") and name != "bert":
+                    assert visible.keys.shape == (3, 1, N)
+                if kind == "packed":
+                    assert visible.documents.unique().numel() > 1
+
+
+def test_windows_and_documents_are_numbers(seen: list[tuple[Any, Any]]) -> None:
+    model, data = plugged("mistral"), batches()
+    with torch.no_grad():
+        model(**data["plain"])
+        assert {visible.window for _, visible in seen} == {5}
+        seen.clear()
+        model(**data["packed"])
+    assert all(visible.window == 5 and visible.documents is not None for _, visible in seen)
+
+
+def test_gradients_are_those_of_a_written_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 40)
+    model, batch = plugged("llama"), batches()["left"]
+    gradients = []
+    for described in (True, False):
+        model.zero_grad()
+        if described:
+            result(model(**batch)).square().sum().backward()
+        else:
+            with written_by_transformers():
+                result(model(**batch)).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_layers_without_a_filter_get_tensors() -> None:
+    model, batch = plugged("llama", layers=[2]), batches()["left"]
+    got: list[Any] = []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: got.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        y = result(model(**batch))
+        with written_by_transformers():
+            torch.testing.assert_close(y, result(model(**batch)))
+    assert all(isinstance(mask, Tensor) for mask in got)
+
+
+def test_a_mask_of_the_user_is_honoured(seen: list[tuple[Any, Any]]) -> None:
+    model, ids = plugged("llama"), batches()["plain"]["input_ids"]
+    torch.manual_seed(2)
+    mask = (torch.rand(3, 1, N, N) < 0.5) | torch.eye(N, dtype=torch.bool)
+    with torch.no_grad():
+        y = result(model(input_ids=ids, attention_mask=mask))
+    assert all(torch.equal(given, mask) for given, _ in seen)
+    with torch.no_grad():
+        assert not torch.allclose(y, result(model(input_ids=ids)))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_prefill_chunks_and_decoding_after_described_masks(name: str, cache: str) -> None:
+    model, batch = plugged(name), batches()["left"]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), written_by_transformers():
+        expected = result(
+            model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        )
+    if cache == "dynamic":
+        past: Any = transformers.DynamicCache(config=model.config)
+    else:
+        past = transformers.StaticCache(config=model.config, max_cache_len=N + 4)
+    rows = []
+    with torch.no_grad():
+        for start, stop in ((0, 7), (7, 10), (10, 11), (11, 12)):
+            output = model(
+                input_ids=ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                past_key_values=past,
+                position_ids=positions[:, start:stop],
+            )
+            rows.append(result(output))
+    valid = mask.bool()
+    torch.testing.assert_close(torch.cat(rows, 1)[valid], expected[valid])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt2", "plain"), ("llama", "left"), ("mistral", "packed")]
+)
+def test_a_compiled_decoder_is_one_graph_and_the_same(name: str, kind: str) -> None:
+    """One graph for two calls; without padding and documents its attention is torch's causal."""
+    torch._dynamo.reset()
+    model, batch = plugged(name, depth=1), {**batches()[kind], "use_cache": False}
+    graphs, calls = [], []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        for node in graph.graph.nodes:
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                calls.append((node.kwargs["attn_mask"], node.kwargs["is_causal"]))
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        expected = result(model(**batch))
+        for _ in range(2):
+            torch.testing.assert_close(result(compiled(**batch)), expected)
+    assert len(graphs) == 1
+    assert len(calls) == 2
+    if kind == "plain":
+        assert calls == [(None, True)] * 2
+
+
+def test_no_tensor_of_all_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    length = 1024
+    monkeypatch.setattr(by_rows, "MOST_ENTRIES", 2 * 32 * length)
+    model = gpt2(attn_implementation="sdpa").eval()
+    model.transformer.wpe = torch.nn.Embedding(length, 16)
+    gfsa.plug(model, K=3, wK=0.1)
+    ids = torch.zeros(2, length, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[0, :300] = 0
+    with torch.no_grad():
+        for batch in ({"attention_mask": mask}, {"position_ids": torch.arange(length)[None] % 100}):
+            with LargestTensor() as largest:
+                model(input_ids=ids, use_cache=False, **batch)
+            # a mask has a byte for each query and key, of one sequence
+            assert largest.bytes < length * length
+
+
+@pytest.mark.slow
+def test_32k_tokens_with_padding_fit() -> None:
+    length = 32768
+    model = gpt2(attn_implementation="sdpa").eval()
+    model.transformer.wpe = torch.nn.Embedding(length, 16)
+    gfsa.plug(model, K=3, wK=0.1)
+    ids = torch.zeros(2, length, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[0, :3000] = 0
+    with torch.no_grad(), LargestTensor() as largest:
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+    assert largest.bytes <= 4 * by_rows.MOST_ENTRIES < length * length
+
+
+def test_outside_of_its_forward_a_model_has_its_own_config() -> None:
+    model = plugged("bert")
+    config = model.config
+    model(**batches()["left"])
+    assert model.config is config
+    with pytest.raises(ValueError, match="input_ids"):
+        model(input_ids=None)
+    assert model.config is config
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert type(twin.config) is type(config)
+    torch.testing.assert_close(
+        result(twin(**batches()["left"])), result(model(**batches()["left"]))
+    )
+    gfsa.unplug(model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_description_answers_like_the_mask() -> None:
+    torch.manual_seed(0)
+    keys = torch.rand(2, 1, 5) < 0.7
+    visible = gfsa.operators.Visibility(keys, causal=True)
+    described = DescribedMask(visible, 2, 5, "cpu")
+    mask = visible.rows(0, 5, 5, keys.device).expand(2, 1, 5, 5)
+    assert described.shape == mask.shape
+    assert described.dim() == described.ndim == 4
+    assert described.to("cpu") is described
+    assert torch.equal(described[:, :, -1:], mask[:, :, -1:])
+    assert torch.equal(described.to(torch.float32), mask.float())
+    assert torch.equal(torch.where(described, 0.0, 1.0), torch.where(mask, 0.0, 1.0))
+    assert torch.equal(described & mask.mT, mask & mask.mT)
+    assert torch.equal(~described, ~mask)
+    assert described.sum() == mask.sum()

@@ -15,6 +15,8 @@ import gfsa
 from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.whole_files import write_text
 
+COEFFICIENTS = "coefficients.csv"
+
 
 class RunLog:
     """The history of a run, ``metrics.jsonl`` in its folder, and a log for TensorBoard.
@@ -67,7 +69,7 @@ class RunLog:
     def write_coefficients(self, trajectory: Trajectory) -> None:
         """Write ``coefficients.csv``: those of every filter that learns, at every validation."""
         if self.writes and trajectory.layers:
-            write_text(self.folder / "coefficients.csv", trajectory.to_text())
+            write_text(self.folder / COEFFICIENTS, trajectory.to_text())
 
 
 class Movement:

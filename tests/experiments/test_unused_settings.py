@@ -37,6 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "code": {"max_length": 24, "pad_to_multiple": 8},
     "glue": {"task": "rte"},
     "digits": {"depth": 1, "width": 16, "heads": 2},
+    "stdlib": {"depth": 1, "width": 16, "heads": 2, "block": 16},
     "pretrain": {"vocab_size": 300, "block": 16, "head_dim": 8, "precision": "fp32"},
 }
 SCRATCH: dict[str, Any] = {
@@ -75,6 +76,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("code", {"model": "tiny-roberta"}),
     ("glue", {"model": "tiny-bert"}),
     ("digits", {}),
+    ("stdlib", {}),
     ("pretrain", {"depth": 1, "width": 16, "heads": 2, "mlp": 16}),
     ("pretrain", {"depth": 1, "width": 16, "heads": 2}),
 ]

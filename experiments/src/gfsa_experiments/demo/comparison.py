@@ -19,8 +19,9 @@ from gfsa_experiments.tasks.stdlib.recipe import StdlibConfig
 
 TaskName = Literal["stdlib", "digits"]
 _PARTS = {"test": "test", "validation": "valid"}
-# images or rows of text that the lens looks at
-_LOOKED_AT = 450
+# images or rows of text that the lens looks at, and those of them whose spectra it measures
+_LOOKED_AT = {"stdlib": 128, "digits": 450}
+_SPECTRA = {"stdlib": 16, "digits": 450}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class DemoSettings:
         """How long each run trains, in words."""
         return f"{self.steps} steps" if self.task == "stdlib" else f"{self.epochs} epochs"
 
+    @property
+    def spectral_samples(self) -> int:
+        """How many of :meth:`inputs` take part in the costly measurements of the lens."""
+        return _SPECTRA[self.task]
+
     def variants(self) -> dict[str, Variant]:
         """Name → variant; the others are compared with the first."""
         return (_stdlib_variants if self.task == "stdlib" else _digits_variants)(self.K)
@@ -85,9 +91,9 @@ class DemoSettings:
         """Held-out images or rows of text, for the lens."""
         part = _PARTS[self.held_out]
         if self.task == "digits":
-            return load_digits()[part].columns["images"][:_LOOKED_AT]
+            return load_digits()[part].columns["images"][: _LOOKED_AT["digits"]]
         block = StdlibConfig().block
-        rows = rows_of(read_parts(source_folder())[part], block, part, most=_LOOKED_AT)
+        rows = rows_of(read_parts(source_folder())[part], block, part, _LOOKED_AT["stdlib"])
         return rows.columns["ids"][:, :-1].long()
 
     def _config(self, variant: Variant, seed: int) -> TrainConfig:

@@ -57,15 +57,18 @@ def run_demo(settings: DemoSettings, out: Path, console: Console) -> list[DemoRu
     console.print(shown_table(runs, settings))
     for sentence in findings(runs):
         console.print(sentence)
-    report = gfsa.diagnose(trained.models, settings.inputs(), spectral_samples=64)
+    report = gfsa.diagnose(
+        trained.models, settings.inputs(), spectral_samples=settings.spectral_samples
+    )
     report.data = f"the {settings.held_out} part of {settings.task}, models of the first seed"
     report.trajectories = trained.trajectories
     report.to_html(out / "lens.html")
     report.to_json(out / "lens.json")
+    figures = report.figures
     for suffix in ("png", "svg"):
         draw(runs, out / f"difference.{suffix}")
         for name in ("similarity", "response"):
-            report.figures[name].savefig(out / f"{name}.{suffix}", dpi=200)
+            figures[name].savefig(out / f"{name}.{suffix}", dpi=200)
     seconds = time.perf_counter() - start
     numbers = {
         "settings": asdict(settings),

@@ -1,8 +1,10 @@
 """What the demo says follows from its numbers."""
 
+import dataclasses
+
 import pytest
 
-from gfsa_experiments.demo.summary import DemoRun, findings, table_of
+from gfsa_experiments.demo.summary import DemoRun, findings, table_of, time_ratio
 from support.result_rows import rows
 
 
@@ -51,4 +53,15 @@ def test_one_seed_allows_no_verdict():
 
 def test_times_are_compared_with_those_of_plain():
     plain, slow = runs("plain", [1.0, 1.0]), runs("GFSA", [1.0, 1.0], seconds=3.0)
-    assert [line.times for line in table_of(plain + slow).lines] == [(), (1.5,)]
+    assert time_ratio(plain + slow, "plain") == 1.0
+    assert time_ratio(plain + slow, "GFSA") == 1.5
+
+
+def test_a_loss_that_falls_helps():
+    lower = [
+        dataclasses.replace(run, row=dataclasses.replace(
+            run.row, metric="bits_per_byte", higher_is_better=False))
+        for run in runs("plain", [3.0, 3.1, 3.2]) + runs("GFSA", [2.9, 3.01, 3.1])
+    ]  # fmt: skip
+    (sentence,) = findings(lower)
+    assert sentence.startswith("GFSA helps: -0.097 bits per byte")

@@ -63,6 +63,7 @@ def demo(
         depth=min(depth or 2, 3) if quick else depth,
         K=K,
         held_out=on,  # type: ignore[arg-type]
+        quick=quick,
         **({"jobs": 1} if quick else {}),
     )
     run_demo(settings, out, Console())

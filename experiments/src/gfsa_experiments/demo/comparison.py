@@ -53,6 +53,8 @@ class DemoSettings:
     """The part that is reported; settings were chosen on the validation part."""
     jobs: int = min(4, os.cpu_count() or 1)
     """Runs at a time, each on one core."""
+    quick: bool = False
+    """Evaluate and look at as little as possible, to see that everything runs."""
 
     @property
     def layers(self) -> int:
@@ -68,7 +70,7 @@ class DemoSettings:
     @property
     def spectral_samples(self) -> int:
         """How many of :meth:`inputs` take part in the costly measurements of the lens."""
-        return _SPECTRA[self.task]
+        return 4 if self.quick else _SPECTRA[self.task]
 
     def variants(self) -> dict[str, Variant]:
         """Name → variant; the others are compared with the first."""
@@ -90,10 +92,10 @@ class DemoSettings:
     def inputs(self) -> Tensor:
         """Held-out images or rows of text, for the lens."""
         part = _PARTS[self.held_out]
+        count = 8 if self.quick else _LOOKED_AT[self.task]
         if self.task == "digits":
-            return load_digits()[part].columns["images"][: _LOOKED_AT["digits"]]
-        block = StdlibConfig().block
-        rows = rows_of(read_parts(source_folder())[part], block, part, _LOOKED_AT["stdlib"])
+            return load_digits()[part].columns["images"][:count]
+        rows = rows_of(read_parts(source_folder())[part], StdlibConfig().block, part, count)
         return rows.columns["ids"][:, :-1].long()
 
     def _config(self, variant: Variant, seed: int) -> TrainConfig:
@@ -107,6 +109,8 @@ class DemoSettings:
         }
         if self.task == "digits":
             return DigitsConfig(**common, epochs=self.epochs, log_every=4)
+        if self.quick:
+            common |= {"evaluations": 2, "eval_rows": 64, "test_rows": 64}
         return StdlibConfig(**common, max_steps=self.steps)
 
 

@@ -43,7 +43,7 @@ class StdlibConfig(TrainConfig):
     """How often ``valid`` is measured."""
     eval_rows: CountOrZero = 256
     """Rows of ``valid`` that are measured, evenly spaced; 0 for all."""
-    test_rows: CountOrZero = 2048
+    test_rows: CountOrZero = 1024
     """The same of ``test``."""
 
     max_steps: int = 500

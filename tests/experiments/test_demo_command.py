@@ -21,8 +21,9 @@ def test_quick_demo_writes_figures_and_numbers(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
     report = LensReport.from_json(tmp_path / "lens.json")
-    assert list(report.models) == ["plain", "degree 1", "GFSA K=3"]
-    assert [len(model.attention) for model in report.models.values()] == [2, 2, 2]
+    names = ["plain", "plain, 1.2× steps", "degree 1", "GFSA K=3"]
+    assert list(report.models) == names
+    assert [len(model.attention) for model in report.models.values()] == [2, 2, 2, 2]
     # every filter's coefficients over training, from the first step on
     assert list(report.trajectories) == ["degree 1", "GFSA K=3"]
     assert report.trajectories["GFSA K=3"].steps[0] == 0
@@ -32,11 +33,14 @@ def test_quick_demo_writes_figures_and_numbers(tmp_path):
     numbers = json.loads((tmp_path / "demo.json").read_text())
     assert numbers["settings"]["depth"] == 2
     assert numbers["settings"]["held_out"] == "test"
-    assert {run["variant"] for run in numbers["runs"]} == {"plain", "degree 1", "GFSA K=3"}
-    assert len(numbers["findings"]) == 2
+    assert {run["variant"] for run in numbers["runs"]} == set(names)
+    # one for each variant beside plain, and one for equal time
+    assert len(numbers["findings"]) == 4
+    assert "times that of plain. Against plain, 1.2× steps, it" in numbers["findings"][-1]
     # no seed that the settings were chosen with
     assert {run["row"]["seed"] for run in numbers["runs"]} == {100, 101}
-    assert all(run["curve"][-1][0] == 20 for run in numbers["runs"])
+    ends = {run["variant"]: run["curve"][-1][0] for run in numbers["runs"]}
+    assert ends == dict(zip(names, (20, 24, 20, 20), strict=True))
 
 
 def test_without_the_demo_extra_one_line_says_what_to_install(monkeypatch, tmp_path):

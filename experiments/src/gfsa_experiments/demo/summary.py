@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from gfsa_experiments.demo.comparison import LONGER
 from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.statistics import PairedDifference, paired_difference
 from gfsa_experiments.results.tables import ResultTable, make_tables
@@ -52,13 +53,34 @@ def findings(runs: Sequence[DemoRun]) -> list[str]:
     for run in runs:
         last.setdefault(run.row.method, {})[run.row.seed] = run.similarity[-1]
     unit = UNITS.get(runs[0].row.metric, runs[0].row.metric)
-    return [
+    sentences = [
         f"{line.method} {_verdict(line.difference, unit)}. {_coefficients(line.coefficients)}"
         "Its tokens "
         f"{_likeness(paired_difference(last['plain'], last[line.method], True))}."
         for line in table_of(runs).lines
         if line.difference is not None
     ]
+    return sentences + _equal_time(runs, unit)
+
+
+def _equal_time(runs: Sequence[DemoRun], unit: str) -> list[str]:
+    """GFSA against the plain model that trains about as long, in time, as GFSA does."""
+    scores: dict[str, dict[int, float]] = {}
+    for run in runs:
+        scores.setdefault(run.row.method, {})[run.row.seed] = run.row.test
+    found = []
+    for name in scores:
+        if name.startswith("GFSA") and LONGER in scores:
+            up = runs[0].row.higher_is_better
+            change = paired_difference(scores[LONGER], scores[name], up)
+            ratio = time_ratio(runs, name)
+            assert change is not None
+            assert ratio is not None
+            found.append(
+                f"A step of {name} takes {ratio:.2f} times that of plain. Against {LONGER}, it "
+                f"{_verdict(change, unit)}."
+            )
+    return found
 
 
 def _verdict(change: PairedDifference, unit: str) -> str:

@@ -49,7 +49,7 @@ class StdlibConfig(TrainConfig):
     max_steps: int = 500
     batch_size: int = 8
     eval_batch_size: int = 64
-    lr: float = 5e-3
+    lr: float = 4e-3
     gain_lr: float | None = 0.03
     weight_decay: float = 0.1
     beta2: float = 0.95

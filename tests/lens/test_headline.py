@@ -46,11 +46,11 @@ def advice(*models: ModelReading) -> str:
 def test_models_are_compared_with_the_plain_one_wherever_it_stands() -> None:
     found = headline([reading("GFSA", 0.3, [-0.2, 1.0, 0.1]), reading("plain", 0.6)]).compares[0]
     assert "tokens of plain have a mean cosine similarity of 0.60" in found
-    assert "those of GFSA are less alike (0.30)" in found
+    assert "those of GFSA (0.30) are less alike" in found
     same = headline([reading("plain", 0.6), reading("GFSA", 0.61, [-0.2, 1.0, 0.1])]).compares[0]
-    assert "GFSA are about as alike (0.61)" in same
+    assert "those of GFSA (0.61) are about as alike" in same
     more = headline([reading("plain", 0.6), reading("GFSA", 0.8, [-0.2, 1.0, 0.1])]).compares[0]
-    assert "GFSA are more alike (0.80)" in more
+    assert "those of GFSA (0.80) are more alike" in more
 
 
 def test_filters_that_hardly_moved_want_a_larger_rate() -> None:
@@ -111,6 +111,6 @@ def test_a_method_has_one_colour_in_any_company(names: list[str], numbers: list[
 
 
 def test_colours_are_not_repeated_before_all_are_used() -> None:
-    names = [f"model {at}" for at in range(5)] + ["plain"]
+    names = [f"model {at}" for at in range(7)] + ["plain"]
     assert sorted(series_of(names)) == list(range(len(COLOURS)))
     assert set(series_of([*names, "one more"])) == set(range(len(COLOURS)))

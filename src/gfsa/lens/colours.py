@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Okabe and Ito's palette, without its yellow and black; line styles and markers differ as well, so
-# that a figure survives a black-and-white printer. The page has the same order in lens.css
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
+# Okabe and Ito's palette, without its yellow and black, then two more; line styles and markers
+# differ as well, so that a figure survives a black-and-white printer. The page has the same order
+# in lens.css
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#6A3D9A",
+    "#7F7F7F",
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 # by how a name begins, without spaces and capitals
 _RESERVED = (("plain", 0), ("gfsa", 1), ("degree1", 2))

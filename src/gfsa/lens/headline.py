@@ -73,12 +73,19 @@ def _similarity(reference: ModelReading, others: Sequence[ModelReading]) -> list
         f"After the last layer the tokens of {reference.name} have a mean cosine similarity of "
         f"{start:.2f}"
     )
-    words = []
+    groups: dict[str, list[str]] = {}
     for model in others:
         end = _last_cosine(model)
         if end is not None:
-            words.append(f"those of {model.name} are {_alike(end - start)} ({end:.2f})")
+            groups.setdefault(_alike(end - start), []).append(f"{model.name} ({end:.2f})")
+    words = [f"those of {_listed(names)} are {word}" for word, names in groups.items()]
     return [f"{'; '.join([text, *words])}."]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, or ``a, b and c``."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _alike(change: float) -> str:
@@ -111,7 +118,7 @@ def _advice(reference: ModelReading, others: Sequence[ModelReading]) -> list[str
         end = _last_cosine(model)
         same = model is not reference and None not in (start, end) and _close(start, end)
         advice.setdefault(_advice_on(model, same), []).append(model.name)
-    return [f"{' and '.join(names)}: {text}" for text, names in advice.items()]
+    return [f"{_listed(names)}: {text}" for text, names in advice.items()]
 
 
 def _close(start: float | None, end: float | None) -> bool:

@@ -76,10 +76,9 @@ def _looked_at(report: LensReport) -> str:
 
 def _extent(model: ModelReading) -> str:
     heads = sum(len(layer.coefficients) for layer in model.attention)
-    text = (
-        f"{model.samples:,} samples, {model.tokens:,} tokens, {len(model.attention)} attention "
-        f"layers with {heads} heads"
-    )
+    text = f"{model.samples:,} samples, {model.tokens:,} tokens"
+    if model.attention:
+        text += f", {len(model.attention)} attention layers with {heads} heads"
     if model.spectral_samples:
         text += f", responses on {model.spectral_samples:,} samples"
     return text

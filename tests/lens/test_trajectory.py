@@ -82,6 +82,7 @@ def test_a_changed_model_and_a_repeated_step_are_refused() -> None:
     [
         ("step,loss\n1,2\n", "expected the columns step, layer, name, head, c0"),
         ("", "got none"),
+        ("step,layer,name,head,c0\n", "no step was recorded"),
         ("step,layer,name,head,c0\n0,1,a,1,0.5\n0,1,a,3,0.5\n", "out of order"),
         ("step,layer,name,head,c0\n0,1,a,1,0.5\n0,2,b,1,0.5\n5,1,a,1,0.5\n", "1 of 2 steps"),
         ("step,layer,name,head,c0\n0,1,a,1,many\n", "damaged"),

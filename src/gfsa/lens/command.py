@@ -133,7 +133,9 @@ def _trajectories(names: list[str]) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for text in names:
-        label, _, path = text.rpartition("=") if not Path(text).exists() else ("", "", text)
+        # the name of a run folder may have a "=" in it; a label has none
+        before, _, after = text.partition("=")
+        label, path = ("", text) if Path(text).exists() or not after else (before, after)
         label = label or Path(path).absolute().parent.name
         if label in found:
             raise SourceError(f"two files have the same name ({label}): use LABEL=FILE")

@@ -116,6 +116,8 @@ class Trajectory:
                 f"{path} has no coefficients over training: expected the columns "
                 f"{', '.join(_FIRST_COLUMNS)}, c0, c1, …, got {', '.join(head) or 'none'}"
             )
+        if not lines:
+            raise ValueError(f"{path} has no line below its heading: no step was recorded")
         try:
             return cls._from_lines(lines)
         except (ValueError, IndexError) as error:

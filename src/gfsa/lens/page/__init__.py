@@ -46,6 +46,8 @@ def _data(report: LensReport) -> dict[str, Any]:
     plain["trajectories"] = [
         {"name": name, "series": colours[name], **trajectory}
         for name, trajectory in plain["trajectories"].items()
+        # a model without filters that learn has nothing to draw
+        if trajectory["layers"]
     ]
     return plain
 

@@ -49,6 +49,10 @@ function svgText(figure) {
   const names = new Map();
   for (const canvas of canvasesOf(figure))
     for (const one of canvas.drawn.series ?? []) if (!one.silent) names.set(one.name, one);
+  const titles = [figure.querySelector("h2, h3")?.textContent ?? ""];
+  // on the page, the text above a plot says what its axis shows
+  const [only, another] = canvasesOf(figure);
+  if (only?.drawn.y && (!another || figure.dataset.plot !== "path")) titles.push(only.drawn.y.label);
   const top = 30;
   const inside = make("g", { transform: `translate(12, ${top})` });
   for (const svg of figure.querySelectorAll(".canvas svg")) {
@@ -77,7 +81,7 @@ function svgText(figure) {
   const height = names.size ? y + 12 : around.height + top + 12;
   const whole = make("svg", { xmlns: SVG, width, height, viewBox: `0 0 ${width} ${height}` },
     make("rect", { width, height, fill: background }),
-    write(12, 20, figure.querySelector("h2, h3")?.textContent ?? "", { style: `fill:${ink};font:bold 14px sans-serif` }), inside, legend);
+    write(12, 20, titles.join("  ·  "), { style: `fill:${ink};font:bold 14px sans-serif` }), inside, legend);
   return new XMLSerializer().serializeToString(whole);
 }
 

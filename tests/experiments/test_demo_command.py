@@ -36,7 +36,7 @@ def test_quick_demo_writes_figures_and_numbers(tmp_path):
     assert {run["variant"] for run in numbers["runs"]} == set(names)
     # one for each variant beside plain, and one for equal time
     assert len(numbers["findings"]) == 4
-    assert "times that of plain. Against plain, 1.2× steps, it" in numbers["findings"][-1]
+    assert "times that of plain here. Against plain, 1.2× steps" in numbers["findings"][-1]
     # no seed that the settings were chosen with
     assert {run["row"]["seed"] for run in numbers["runs"]} == {100, 101}
     ends = {run["variant"]: run["curve"][-1][0] for run in numbers["runs"]}

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from gfsa_experiments.demo.comparison import LONGER
 from gfsa_experiments.demo.summary import DemoRun, findings, table_of, time_ratio
 from support.result_rows import rows
 
@@ -65,3 +66,18 @@ def test_a_loss_that_falls_helps():
     ]  # fmt: skip
     (sentence,) = findings(lower)
     assert sentence.startswith("GFSA helps: -0.097 bits per byte")
+
+
+@pytest.mark.parametrize(
+    ("longer", "words"),
+    [
+        ([89.0, 90.1, 91.0], "it saves time, too"),
+        ([96.0, 97.1, 98.0], "saves steps at best, no time"),
+        ([94.0, 90.0, 95.5], "not shown"),
+    ],
+)
+def test_equal_time_is_a_comparison_of_its_own(longer, words):
+    every = runs("plain", [90.0, 91.0, 92.0]) + runs(LONGER, longer)
+    *_, last = findings(every + runs("GFSA K=3", [93.0, 94.0, 95.1], seconds=2.4))
+    assert last.startswith("A step of GFSA K=3 took 1.20 times that of plain here.")
+    assert last.endswith(f"{words}.")

@@ -15,7 +15,7 @@ def demo(
             help="stdlib: a decoder over the bytes of Python's own library; digits: a deep ViT."
         ),
     ] = "stdlib",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 4,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps of stdlib; 500 by default.")
     ] = None,

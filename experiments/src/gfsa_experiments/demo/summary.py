@@ -77,10 +77,20 @@ def _equal_time(runs: Sequence[DemoRun], unit: str) -> list[str]:
             assert change is not None
             assert ratio is not None
             found.append(
-                f"A step of {name} takes {ratio:.2f} times that of plain. Against {LONGER}, it "
-                f"{_verdict(change, unit)}."
+                f"A step of {name} took {ratio:.2f} times that of plain here. Against {LONGER}, "
+                f"which is about equal time on an idle machine, {_time_verdict(change, unit)}."
             )
     return found
+
+
+def _time_verdict(change: PairedDifference, unit: str) -> str:
+    text = f"the difference is {change.mean:+.3f} {unit}"
+    if change.low is None or change.high is None:
+        return text
+    words = {"better": "it saves time, too", "worse": "it saves steps at best, no time"}.get(
+        change.verdict or "", "that it saves time is not shown"
+    )
+    return f"{text} (95 % interval {change.low:+.3f} to {change.high:+.3f}): {words}"
 
 
 def _verdict(change: PairedDifference, unit: str) -> str:

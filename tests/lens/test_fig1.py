@@ -25,7 +25,7 @@ def gains(layer: AttentionReading) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_plain_attention_smooths_with_depth_and_filters_do_so_less() -> None:
-    settings = DemoSettings("digits", seeds=1, first_seed=0, jobs=1)
+    settings = DemoSettings("digits", seeds=1, jobs=1)
     models = train_all(settings, Progress(disable=True)).models
     images = settings.inputs()
     readings = diagnose(models, images, spectral_samples=len(images)).models

@@ -43,8 +43,6 @@ class DemoSettings:
 
     task: TaskName = "stdlib"
     seeds: int = 4
-    first_seed: int = 100
-    """Lower seeds were used to choose the settings."""
     steps: int = 500
     """Of ``stdlib``."""
     epochs: int = 8
@@ -60,7 +58,13 @@ class DemoSettings:
     """Evaluate and look at as little as possible, to see that everything runs."""
 
     @property
+    def first_seed(self) -> int:
+        """Of ``stdlib``, lower seeds were used to choose the settings."""
+        return 100 if self.task == "stdlib" else 0
+
+    @property
     def layers(self) -> int:
+        """Attention layers."""
         if self.depth is not None:
             return self.depth
         return StdlibConfig().depth if self.task == "stdlib" else DigitsConfig().depth

@@ -1,8 +1,11 @@
 """What the demo says follows from its numbers."""
 
+import dataclasses
+
 import pytest
 
-from gfsa_experiments.demo.summary import DemoRun, findings, table_of
+from gfsa_experiments.demo.comparison import LONGER
+from gfsa_experiments.demo.summary import DemoRun, findings, table_of, time_ratio
 from support.result_rows import rows
 
 
@@ -51,4 +54,30 @@ def test_one_seed_allows_no_verdict():
 
 def test_times_are_compared_with_those_of_plain():
     plain, slow = runs("plain", [1.0, 1.0]), runs("GFSA", [1.0, 1.0], seconds=3.0)
-    assert [line.times for line in table_of(plain + slow).lines] == [(), (1.5,)]
+    assert time_ratio(plain + slow, "plain") == 1.0
+    assert time_ratio(plain + slow, "GFSA") == 1.5
+
+
+def test_a_loss_that_falls_helps():
+    lower = [
+        dataclasses.replace(run, row=dataclasses.replace(
+            run.row, metric="bits_per_byte", higher_is_better=False))
+        for run in runs("plain", [3.0, 3.1, 3.2]) + runs("GFSA", [2.9, 3.01, 3.1])
+    ]  # fmt: skip
+    (sentence,) = findings(lower)
+    assert sentence.startswith("GFSA helps: -0.097 bits per byte")
+
+
+@pytest.mark.parametrize(
+    ("longer", "words"),
+    [
+        ([89.0, 90.1, 91.0], "it saves time, too"),
+        ([96.0, 97.1, 98.0], "saves steps at best, no time"),
+        ([94.0, 90.0, 95.5], "not shown"),
+    ],
+)
+def test_equal_time_is_a_comparison_of_its_own(longer, words):
+    every = runs("plain", [90.0, 91.0, 92.0]) + runs(LONGER, longer)
+    *_, last = findings(every + runs("GFSA K=3", [93.0, 94.0, 95.1], seconds=2.4))
+    assert last.startswith("A step of GFSA K=3 took 1.20 times that of plain here.")
+    assert last.endswith(f"{words}.")

@@ -9,12 +9,12 @@ import torch
 from rich.progress import Progress
 
 import gfsa
-from gfsa_experiments.demo.run_demo import DemoSettings, train_all, variants
-from gfsa_experiments.demo.summary import DemoRun
+from gfsa_experiments.demo.comparison import DemoSettings
+from gfsa_experiments.demo.run_demo import Trained, train_all
 from gfsa_experiments.tasks import find_recipe
 from gfsa_experiments.tasks.digits.recipe import DigitsConfig, DigitsViT, load_digits
 
-TINY = DemoSettings(seeds=1, epochs=1, depth=2, held_out="validation")
+TINY = DemoSettings("digits", seeds=1, epochs=1, depth=2, held_out="validation", jobs=1)
 
 
 def small(filtered: bool = False, **options: object) -> DigitsViT:
@@ -25,8 +25,8 @@ def small(filtered: bool = False, **options: object) -> DigitsViT:
     return model
 
 
-def train_tiny() -> list[DemoRun]:
-    return train_all(TINY, Progress(disable=True))[0]
+def train_tiny() -> Trained:
+    return train_all(TINY, Progress(disable=True))
 
 
 @pytest.mark.parametrize("K", [None, 3])
@@ -86,7 +86,7 @@ def test_the_task_reports_accuracy_on_every_split() -> None:
 
 
 def test_the_same_seed_gives_the_same_numbers_and_filters_learn() -> None:
-    first, second = train_tiny(), train_tiny()
+    first, second = train_tiny().runs, train_tiny().runs
     for run, again in zip(first, second, strict=True):
         assert (run.row.test, run.similarity, run.coefficients) == (
             again.row.test,
@@ -95,7 +95,7 @@ def test_the_same_seed_gives_the_same_numbers_and_filters_learn() -> None:
         )
         # the set that the settings ask for
         assert run.row.test == run.row.valid
-    assert [run.row.method for run in first] == list(variants(TINY))
+    assert [run.row.method for run in first] == list(TINY.variants())
     plain, degree1, high = first
     # 2 layers of 4 heads, with 2 and 3 coefficients per head
     assert [run.row.added for run in first] == [0, 16, 24]

@@ -342,7 +342,7 @@ def test_the_metrics_of_the_recipes() -> None:
     assert METRICS.keys() == RECIPES.keys()
     assert METRICS["glue"] == {facts.metric for facts in TASKS.values()}
     assert METRICS["graph"] == set(data_sets.METRICS.values())
-    for name in ("causal_lm", "image", "speech", "lra", "pretrain", "digits"):
+    for name in ("causal_lm", "image", "speech", "lra", "pretrain", "stdlib", "digits"):
         module = import_module(RECIPES[name])
         kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
         tasks = [k for k in kinds if issubclass(k, Task) and k.__module__ == module.__name__]

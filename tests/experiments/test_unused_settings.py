@@ -46,6 +46,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "glue": {"task": "rte"},
     "text": {"data": "my.csv", "text": ("review",), "label_column": "stars"},
     "digits": {"depth": 1, "width": 16, "heads": 2},
+    "stdlib": {"depth": 1, "width": 16, "heads": 2, "block": 16},
     "pretrain": {"vocab_size": 300, "block": 16, "head_dim": 8, "precision": "fp32"},
 }
 SCRATCH: dict[str, Any] = {
@@ -91,6 +92,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("image", {"data": "photos", "image_size": 32}),
     ("speech", CTC_ALONE | {"data": "recordings"}),
     ("digits", {}),
+    ("stdlib", {}),
     ("pretrain", {"depth": 1, "width": 16, "heads": 2, "mlp": 16}),
     ("pretrain", {"depth": 1, "width": 16, "heads": 2}),
 ]

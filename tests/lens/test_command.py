@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
+from support.reports import example_trajectory
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
 
@@ -152,3 +153,25 @@ def test_layers_that_are_none(bert: Path) -> None:
     done = run("--model", bert, "--data", "random", "--layers", "first")
     assert done.exit_code == 2
     assert "1,5-8,12" in done.output
+
+
+def test_coefficients_over_training_need_no_model(tmp_path: Path) -> None:
+    folder = tmp_path / "gfsa_filter_lr=0.1"
+    folder.mkdir()
+    example_trajectory().to_csv(folder / "coefficients.csv")
+    html, json = tmp_path / "page.html", tmp_path / "r.json"
+    done = run("--coefficients", folder / "coefficients.csv", "--html", html, "--json", json)
+    assert done.exit_code == 0, done.output
+    assert "over 300 steps" in done.output
+    assert list(LensReport.from_json(json).trajectories) == ["gfsa_filter_lr=0.1"]
+    named = f"tuned={folder / 'coefficients.csv'}"
+    done = run("--report", json, "--coefficients", named, "--json", json)
+    assert done.exit_code == 0, done.output
+    assert list(LensReport.from_json(json).trajectories) == ["gfsa_filter_lr=0.1", "tuned"]
+    twice = run("--coefficients", named, "--coefficients", named)
+    assert twice.exit_code == 1
+    assert "use LABEL=FILE" in twice.output
+    (folder / "curve.csv").write_text("step,loss\n1,2\n")
+    other = run("--coefficients", folder / "curve.csv")
+    assert other.exit_code == 1
+    assert "no coefficients over training" in other.output

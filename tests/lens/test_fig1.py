@@ -10,8 +10,8 @@ from rich.progress import Progress
 from gfsa.lens import diagnose
 from gfsa.lens.findings import high_gain
 from gfsa.lens.readings import AttentionReading
-from gfsa_experiments.demo.run_demo import DemoSettings, train_all
-from gfsa_experiments.tasks.digits.recipe import load_digits
+from gfsa_experiments.demo.comparison import DemoSettings
+from gfsa_experiments.demo.run_demo import train_all
 
 
 def gains(layer: AttentionReading) -> tuple[float, float]:
@@ -25,8 +25,9 @@ def gains(layer: AttentionReading) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_plain_attention_smooths_with_depth_and_filters_do_so_less() -> None:
-    _, models = train_all(DemoSettings(seeds=1), Progress(disable=True))
-    images = load_digits()["test"].images
+    settings = DemoSettings("digits", seeds=1, jobs=1)
+    models = train_all(settings, Progress(disable=True)).models
+    images = settings.inputs()
     readings = diagnose(models, images, spectral_samples=len(images)).models
     plain, filtered = readings["plain"], readings["GFSA K=3"]
     # (a) the response: near nothing at high frequencies, least of all in deep layers

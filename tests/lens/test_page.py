@@ -6,17 +6,20 @@ Screenshots of every run are kept in ``test-artefacts/lens`` to be looked at.
 from __future__ import annotations
 
 import copy
+import csv
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import timm
 import torch
 
 import gfsa
+from gfsa.lens import LensReport
 from support.chromium import Browser, install_chromium
-from support.reports import example_report
+from support.reports import example_report, example_trajectory
 
 PLOTS = {
     "cosine",
@@ -32,7 +35,8 @@ PLOTS = {
     "entropy",
     "energy",
 }
-SIZES = {"phone": (390, 844), "screen": (1440, 900)}
+PATHS = {"path", "path-heads"}
+SIZES = {"phone": (390, 844), "tablet": (1024, 768), "screen": (1440, 900)}
 ARTEFACTS = Path(__file__).parents[2] / "test-artefacts" / "lens"
 
 
@@ -55,7 +59,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lens") / "report with a space.html"
-    example_report().to_html(path)
+    report = example_report()
+    report.trajectories = {"GFSA <all>": example_trajectory()}
+    report.to_html(path)
     return path
 
 
@@ -85,8 +91,8 @@ def test_opens_and_draws_everything(browser: Browser, page: Path, size: str, sch
     drawn = set(
         browser.run("[...document.querySelectorAll('[data-plot]')].map(e => e.dataset.plot)")
     )
-    assert drawn == PLOTS
-    for plot in PLOTS:
+    assert drawn == PLOTS | PATHS
+    for plot in drawn:
         assert marks(browser, plot) > 0, plot
     assert "NaN" not in browser.run("document.querySelector('main').innerHTML")
     # one cell a head and layer, for 4 layers of 4 heads
@@ -97,7 +103,7 @@ def test_opens_and_draws_everything(browser: Browser, page: Path, size: str, sch
     browser.screenshot(ARTEFACTS / f"{size}-{scheme}.png")
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["phone", "screen"])
 def test_answers_to_hover_and_click(browser: Browser, page: Path, size: str) -> None:
     width, height = SIZES[size]
     browser.size(width, height, mobile=False)
@@ -163,6 +169,109 @@ def test_choices_change_what_is_shown(browser: Browser, page: Path) -> None:
     choose("heat-model", "0")
     assert "plain, layer" in text(browser, "#head-title")
     assert browser.complaints() == []
+
+
+def test_zooms_to_the_data_and_back(browser: Browser, page: Path) -> None:
+    browser.size(1440, 900)
+    browser.media("light")
+    browser.open(page)
+    labels = "document.querySelectorAll('[data-plot=\"residual\"] svg text')"
+    ticks = f"[...{labels}].map(t => t.textContent)"
+    whole = browser.run(ticks)
+    assert {"0", "1"} <= set(whole)
+    browser.click('[data-plot="residual"] [data-tool="zoom"]')
+    # the residuals of the example lie between 0.8 and 1
+    assert "0.9" in browser.run(ticks)
+    assert "0.2" not in browser.run(ticks)
+    browser.click('[data-plot="residual"] [data-tool="zoom"]')
+    assert browser.run(ticks) == whole
+    assert browser.complaints() == []
+
+
+def test_lines_on_top_of_each_other_are_both_seen(browser: Browser, page: Path) -> None:
+    browser.size(1440, 900)
+    browser.open(page)
+    # twicing in every second layer hardly changes these tokens, GFSA does
+    assert "plain = twicing & some" in text(browser, '[data-plot="cosine"] .note')
+    widths = browser.run(
+        "[...document.querySelectorAll('[data-plot=\"cosine\"] path.line')]"
+        ".map(p => [p.dataset.series, parseFloat(getComputedStyle(p).strokeWidth)])"
+    )
+    wide = dict(widths)
+    # plain lies below twicing, and GFSA by itself
+    assert wide["0"] > wide["3"] == wide["1"]
+
+
+def test_pictures_and_numbers_can_be_downloaded(browser: Browser, page: Path) -> None:
+    browser.size(1440, 900)
+    browser.media("light")
+    browser.open(page)
+    figure = "document.querySelector('[data-plot=\"{}\"]')"
+    table = list(csv.reader(browser.run(f"csvText({figure.format('cosine')})").splitlines()))
+    assert table[0][:3] == ["series", "layer", "cosine similarity"]
+    report = example_report(spectral=False, attention=False)
+    shown = {(name, int(depth)): float(value) for name, depth, value, *_ in table[1:]}
+    expected = {
+        (name, reading.depth): pytest.approx(reading.cosine, abs=1e-5)
+        for name, model in report.models.items()
+        for reading in model.features
+    }
+    assert shown == expected
+    cells = list(csv.reader(browser.run(f"csvText({figure.format('heat')})").splitlines()))
+    assert cells[0][:2] == ["layer", "head"]
+    assert len(cells) == 1 + 16
+    for plot in PLOTS | PATHS:
+        svg = ElementTree.fromstring(browser.run(f"svgText({figure.format(plot)})"))
+        assert svg.tag == "{http://www.w3.org/2000/svg}svg", plot
+        # it needs no style sheet of the page
+        styles = [node.get("style", "") for node in svg.iter() if node.get("class")]
+        assert styles, plot
+        assert all("fill:" in style and "var(" not in style for style in styles), plot
+    saved = browser.run(
+        "(() => { const seen = []; const links = HTMLAnchorElement.prototype;"
+        "const real = links.click;"
+        "links.click = function () { seen.push(this.download, this.protocol); };"
+        "const buttons = document.querySelectorAll('[data-plot=\"rank\"] .tools button');"
+        "for (const button of buttons) button.click();"
+        "links.click = real; return seen; })()"
+    )
+    assert saved == ["rank.svg", "blob:", "rank.csv", "blob:"]
+    assert browser.complaints() == []
+
+
+def test_the_legend_stays_in_sight_in_the_colours_of_the_lines(
+    browser: Browser, page: Path
+) -> None:
+    browser.size(1440, 900)
+    browser.open(page)
+    browser.run("window.scrollTo(0, 2500)")
+    assert browser.run("document.getElementById('legend').getBoundingClientRect().top") == 0
+    legend = browser.run(
+        "[...document.querySelectorAll('#legend span')].map(s => [s.textContent, s.dataset.series])"
+    )
+    # plain, GFSA, and the first colour that is nobody's own
+    assert legend == [["plain", "0"], ["GFSA <all>", "1"], ["twicing & some", "3"]]
+
+
+def test_coefficients_over_training_need_no_model(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "coefficients.html"
+    LensReport({}, trajectories={"GFSA": example_trajectory()}).to_html(path)
+    browser.size(390, 844, mobile=True)
+    browser.open(path)
+    assert browser.complaints() == []
+    drawn = browser.run("[...document.querySelectorAll('[data-plot]')].map(e => e.dataset.plot)")
+    assert set(drawn) == PATHS
+    # three coefficients of four layers; then four layers of four heads
+    assert len(paths(browser, "path")) == 3 * 4
+    assert len(paths(browser, "path-heads")) == 4 * 4
+    before = paths(browser, "path-heads")
+    browser.run(
+        "(() => { const s = document.getElementById('path-power'); s.value = '2';"
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    assert paths(browser, "path-heads") != before
+    assert "over 300 steps" in text(browser, ".headline")
+    assert browser.run("document.documentElement.scrollWidth") == 390
 
 
 def test_prints_with_its_explanations(browser: Browser, page: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from gfsa.lens import LensReport
 from gfsa.lens.findings import findings, high_gain
 from gfsa.lens.page import render
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
-from support.reports import example_report
+from support.reports import example_report, example_trajectory
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +141,39 @@ def test_figures_have_marks_and_save_as_vectors(report: LensReport, tmp_path: Pa
     line = figures["similarity"].axes[0].lines[0]
     expected = [reading.cosine for reading in report.models["plain"].features]
     assert list(line.get_ydata()) == pytest.approx(expected)
+
+
+def test_lines_on_top_of_each_other_are_both_seen() -> None:
+    report = example_report(spectral=False)
+    below, above, beside = report.figures["similarity"].axes[0].lines
+    # in this order: plain, a filter that changes much, one that changes next to nothing
+    assert below.get_linewidth() > beside.get_linewidth() == above.get_linewidth()
+    assert below.get_alpha() == 0.45
+    assert beside.get_alpha() is None
+
+
+def test_coefficients_over_training_are_a_figure(report: LensReport) -> None:
+    trajectory = example_trajectory()
+    found = LensReport(report.models, trajectories={"GFSA": trajectory})
+    figure = found.figures["coefficients over training (GFSA)"]
+    # layers × powers, and in each panel ordinary attention and four heads
+    assert len(figure.axes) == 4 * 3
+    assert [len(axis.lines) for axis in figure.axes] == [5] * 12
+    line = figure.axes[1].lines[1]
+    assert list(line.get_xdata()) == trajectory.steps
+    expected = [step[0][1] for step in trajectory.layers[0].coefficients]
+    assert list(line.get_ydata()) == pytest.approx(expected)
+
+
+def test_trajectories_are_in_the_json(report: LensReport, tmp_path: Path) -> None:
+    trajectory = example_trajectory()
+    found = LensReport(report.models, trajectories={"GFSA": trajectory})
+    found.to_json(tmp_path / "report.json")
+    again = LensReport.from_json(tmp_path / "report.json").trajectories["GFSA"]
+    assert again.steps == trajectory.steps
+    assert again.layers[3].coefficients[-1][2] == pytest.approx(
+        trajectory.layers[3].coefficients[-1][2], rel=1e-5
+    )
 
 
 def test_figures_leave_matplotlib_alone(report: LensReport) -> None:

@@ -1,4 +1,4 @@
-"""Reports of a plain model and of filtered ones, on padded tokens."""
+"""Reports of a plain model and of filtered ones, on padded tokens, and a training's filters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 import gfsa
 from gfsa.lens import LensReport, diagnose
+from gfsa.lens.trajectory import Trajectory
 from support.tiny import TinyEncoder, padded_batch
 
 
@@ -19,3 +20,19 @@ def example_report(**options: bool) -> LensReport:
     gfsa.plug(models["GFSA <all>"], w0=[0.1, 0.2, 0.3, 0.4], wK=[-0.3, 0.0, 0.1, 0.5])
     gfsa.plug(models["twicing & some"], filter=gfsa.Twicing, layers="even")
     return diagnose(models, padded_batch([12, 9, 16]), **options)
+
+
+def example_trajectory() -> Trajectory:
+    """Filters in every layer, whose numbers move at random at six steps."""
+    model = TinyEncoder(depth=4)
+    gfsa.plug(model)
+    generator = torch.Generator().manual_seed(0)
+    trajectory = Trajectory()
+    for step in range(0, 301, 60):
+        trajectory.record(model, step)
+        with torch.no_grad():
+            for graph_filter in gfsa.filters_of(model).values():
+                graph_filter.theta += 0.1 * torch.randn(
+                    graph_filter.theta.shape, generator=generator
+                )
+    return trajectory

@@ -26,6 +26,13 @@ def diagnose(
     report: Annotated[
         Path | None, typer.Option(help="Show a report written with --json; runs no model.")
     ] = None,
+    coefficients: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Coefficients over training to show: coefficients.csv of a run folder; repeat to "
+            "show several. LABEL=FILE gives them a name. Needs no model."
+        ),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write every number here.")] = None,
     figures: Annotated[
@@ -52,6 +59,8 @@ def diagnose(
     try:
         if report is not None:
             found = LensReport.from_json(report)
+        elif coefficients and not model:
+            found = LensReport({}, created=_now())
         else:
             found = _diagnose(
                 model,
@@ -64,6 +73,7 @@ def diagnose(
                 trace,
                 untrained,
             )
+        found.trajectories |= _trajectories(coefficients or [])
         found.table()
         for path in (html, json, figures):
             if path is not None:
@@ -114,6 +124,29 @@ def _diagnose(
     )
     found.data = "random inputs without meaning" if data == "random" else Path(data).name
     return found
+
+
+def _trajectories(names: list[str]) -> dict[str, Any]:
+    """``[LABEL=]FILE``, by label; without one, the folder of the file is its name."""
+    from gfsa.lens.command_inputs import SourceError
+    from gfsa.lens.trajectory import Trajectory
+
+    found: dict[str, Any] = {}
+    for text in names:
+        # the name of a run folder may have a "=" in it; a label has none
+        before, _, after = text.partition("=")
+        label, path = ("", text) if Path(text).exists() or not after else (before, after)
+        label = label or Path(path).absolute().parent.name
+        if label in found:
+            raise SourceError(f"two files have the same name ({label}): use LABEL=FILE")
+        found[label] = Trajectory.from_csv(path)
+    return found
+
+
+def _now() -> str:
+    from datetime import datetime, timezone
+
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _layers(text: str) -> str | list[int]:

@@ -6,21 +6,20 @@ No global state of matplotlib changes: figures are created without pyplot, style
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading, Spectrum
+from gfsa.lens.trajectory import Trajectory
 
-# Okabe and Ito's palette, without its yellow and black; line styles and markers differ as well, so
-# that a figure survives a black-and-white printer
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -51,8 +50,10 @@ class LensFigure(Figure):
             super().savefig(*args, **kwargs)
 
 
-def draw(models: list[ModelReading]) -> dict[str, Figure]:
-    """Every figure that the readings allow, by name."""
+def draw(
+    models: list[ModelReading], trajectories: Mapping[str, Trajectory] | None = None
+) -> dict[str, Figure]:
+    """Every figure that the readings and the coefficients over training allow, by name."""
     figures: dict[str, Figure] = {}
     with matplotlib.rc_context(STYLE):
         if any(model.features for model in models):
@@ -66,8 +67,14 @@ def draw(models: list[ModelReading]) -> dict[str, Figure]:
         for model in models:
             if any(layer.filter is not None for layer in model.attention):
                 figures[f"coefficients ({model.name})"] = _coefficients(model)
-        figures["entropy"] = _heads(models, lambda r: r.entropy_share, "entropy, share of maximum")
-        figures["energy"] = _heads(models, lambda r: r.energy_after, "Dirichlet energy after")
+        if models:
+            figures["entropy"] = _heads(
+                models, lambda r: r.entropy_share, "entropy, share of maximum"
+            )
+            figures["energy"] = _heads(models, lambda r: r.energy_after, "Dirichlet energy after")
+        for name, trajectory in (trajectories or {}).items():
+            if trajectory.layers:
+                figures[f"coefficients over training ({name})"] = _over_training(trajectory)
     return figures
 
 
@@ -84,10 +91,11 @@ def _by_depth(
 ) -> Figure:
     figure, axes = _figure()
     axis = axes[0][0]
-    for number, model in enumerate(models):
+    for number, model in zip(_series(models), models, strict=True):
         xs = [reading.depth for reading in model.features]
         ys = [pick(reading) for reading in model.features]
         axis.plot(xs, ys, label=model.name, **_style(number))
+    _widen_lines_below(axis)
     axis.set(xlabel="layer (0: input)", ylabel=label)
     axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]), top=top)
     _whole_numbers(axis)
@@ -100,13 +108,14 @@ def _heads(
 ) -> Figure:
     figure, axes = _figure()
     axis = axes[0][0]
-    for number, model in enumerate(models):
+    for number, model in zip(_series(models), models, strict=True):
         rows = [(r.depth, [v for v in pick(r) if math.isfinite(v)]) for r in model.attention]
         rows = [(depth, values) for depth, values in rows if values]
         xs = [depth for depth, _ in rows]
         axis.plot(xs, [fmean(values) for _, values in rows], label=model.name, **_style(number))
         lows, highs = [min(v) for _, v in rows], [max(v) for _, v in rows]
-        axis.fill_between(xs, lows, highs, color=COLOURS[number % 6], alpha=0.12, linewidth=0)
+        axis.fill_between(xs, lows, highs, color=COLOURS[number], alpha=0.12, linewidth=0)
+    _widen_lines_below(axis)
     axis.set(xlabel="layer", ylabel=label)
     low, high = axis.get_ylim()
     axis.set_ylim(min(0.0, low), max(1.05, high))
@@ -118,11 +127,12 @@ def _heads(
 def _singular_values(models: list[ModelReading]) -> Figure:
     figure, axes = _figure()
     axis = axes[0][0]
-    for number, model in enumerate(models):
+    for number, model in zip(_series(models), models, strict=True):
         if model.features:
             values = model.features[-1].singular_values
             xs = [i / max(1, len(values) - 1) for i in range(len(values))]
-            axis.plot(xs, values, label=model.name, color=COLOURS[number % 6])
+            axis.plot(xs, values, label=model.name, color=COLOURS[number])
+    _widen_lines_below(axis)
     axis.set(xlabel="index, as a share of all", ylabel="σ / σ₁, last features", ylim=(0, 1))
     _legend(axis, models)
     return figure
@@ -139,7 +149,7 @@ def _spectra(model: ModelReading) -> list[tuple[AttentionReading, Spectrum]]:
 def _draw_response(
     axis: Axes, number: int, name: str, layer: AttentionReading, s: Spectrum
 ) -> None:
-    colour = COLOURS[number % 6]
+    colour = COLOURS[number]
     axis.plot(s.frequencies, _mean_over(s.filter_response), color=colour, label=name)
     if layer.filter is not None:
         mean = _mean_over(s.map_response)
@@ -150,10 +160,11 @@ def _response(models: list[ModelReading]) -> Figure:
     """The last layer, as in the paper's Fig. 1a."""
     figure, axes = _figure()
     axis = axes[0][0]
-    for number, model in enumerate(models):
+    for number, model in zip(_series(models), models, strict=True):
         found = _spectra(model)
         if found:
             _draw_response(axis, number, model.name, *found[-1])
+    _widen_lines_below(axis)
     axis.set(xlabel="frequency (cycles per token), last layer", ylabel="gain on Fourier modes")
     axis.set_ylim(bottom=0)
     _legend(axis, models)
@@ -168,10 +179,11 @@ def _response_by_layer(models: list[ModelReading]) -> Figure:
     figure, axes = _figure(rows, columns, (1.75 * columns, 1.45 * rows))
     panels = [axis for row in axes for axis in row]
     for axis, depth in zip(panels, depths, strict=False):
-        for number, model in enumerate(models):
+        for number, model in zip(_series(models), models, strict=True):
             for layer, found in _spectra(model):
                 if layer.depth == depth:
                     _draw_response(axis, number, model.name, layer, found)
+        _widen_lines_below(axis)
         axis.set_title(f"layer {depth}")
     top = max(axis.get_ylim()[1] for axis in panels[: len(depths)])
     for axis in panels[: len(depths)]:
@@ -218,8 +230,64 @@ def _coefficients(model: ModelReading) -> Figure:
     return figure
 
 
+def _over_training(trajectory: Trajectory) -> Figure:
+    """Layers × powers, one line a head; dotted is ordinary attention."""
+    powers = trajectory.powers
+    rows = len(trajectory.layers)
+    figure, axes = _figure(rows, powers, (2.1 * powers, 0.5 + 1.0 * rows))
+    for layer, panels in zip(trajectory.layers, axes, strict=True):
+        for power, axis in enumerate(panels):
+            axis.axhline(1.0 if power == 1 else 0.0, color="#444444", linestyle=":", linewidth=1)
+            for head in range(len(layer.coefficients[0])):
+                values = [step[head][power : power + 1] for step in layer.coefficients]
+                if all(values):
+                    axis.plot(trajectory.steps, [v[0] for v in values], linewidth=1)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
+        panels[0].set_ylabel(f"layer {layer.depth}")
+    for power, axis in enumerate(axes[0]):
+        axis.set_title(f"$c_{power}$")
+        _share_range([row[power] for row in axes])
+    figure.supxlabel("step", fontsize=9)
+    return figure
+
+
+def _share_range(axes: list[Axes]) -> None:
+    """The same range of y for all, so that layers can be compared."""
+    lows, highs = zip(*(axis.get_ylim() for axis in axes), strict=True)
+    for axis in axes:
+        axis.set_ylim(min(lows), max(highs))
+
+
+def _series(models: list[ModelReading]) -> list[int]:
+    return series_of([model.name for model in models])
+
+
 def _style(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number % 6], "marker": MARKERS[number % 6]}
+    return {"color": COLOURS[number], "marker": MARKERS[number]}
+
+
+def _widen_lines_below(axis: Axes) -> None:
+    """Draw a line that others lie on wide and faint, so that both are seen.
+
+    Lines are on each other if nine of ten common points differ by less than 1 % of the axis.
+    """
+    low, high = axis.get_ylim()
+    points = [_points(line) for line in axis.lines]
+    for number, line in enumerate(axis.lines):
+        above = 0
+        for other in points[number + 1 :]:
+            gaps = [abs(points[number][x] - other[x]) for x in points[number].keys() & other.keys()]
+            close = sum(gap < 0.01 * (high - low) for gap in gaps)
+            above += len(gaps) > 1 and close >= 0.9 * len(gaps)
+        if above:
+            line.set_linewidth(line.get_linewidth() + 2.6 * above)
+            line.set_markersize(line.get_markersize() + 2.6 * above)
+            line.set_alpha(0.45)
+
+
+def _points(line: Line2D) -> dict[float, float]:
+    data: Any = line.get_data()
+    return {float(x): float(y) for x, y in zip(*data, strict=True) if math.isfinite(float(y))}
 
 
 def _whole_numbers(axis: Axes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from statistics import fmean
 
 from gfsa.lens.readings import AttentionReading, ModelReading
@@ -95,11 +96,31 @@ def _filters(model: ModelReading) -> str:
     counts = Counter(word for layer in filtered for word in layer.verdict)
     heads = sum(counts.values())
     verdicts = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-    moved, where = max((_moved(layer), layer.depth) for layer in filtered)
+    moved, where = largest_move(model)
     text = f"Of {heads} filtered heads, by their coefficients: {verdicts} (Theorem 3.1)."
     if moved < 1e-6:
         return text + " No filter has moved from where it started: train, or raise filter_lr."
     return text + f" The largest move from ordinary attention is {moved:.2g}, in layer {where}."
+
+
+def largest_move(model: ModelReading) -> tuple[float, int]:
+    """How far the filters are from ordinary attention at most, and in which layer."""
+    filtered = [layer for layer in model.attention if layer.filter is not None]
+    return max((_moved(layer), layer.depth) for layer in filtered)
+
+
+def grouped_reasons(skipped: Mapping[str, str]) -> list[str]:
+    """One line for all modules that have the same reason."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in skipped.items():
+        groups.setdefault(reason, []).append(name)
+    return [f"{_names(names)}: {reason}" for reason, names in groups.items()]
+
+
+def _names(names: list[str]) -> str:
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{len(names)} modules, {names[0]} to {names[-1]}"
 
 
 def _moved(layer: AttentionReading) -> float:

@@ -98,7 +98,7 @@ def to_plain(value: Any) -> Any:
 
 def model_from_plain(plain: dict[str, Any]) -> ModelReading:
     """The inverse of :func:`to_plain` on a :class:`ModelReading`."""
-    known = _numbers(plain)
+    known = with_nan(plain)
     features = [FeatureReading(**part) for part in known.pop("features")]
     attention = []
     for part in known.pop("attention"):
@@ -113,11 +113,12 @@ def model_from_plain(plain: dict[str, Any]) -> ModelReading:
 _OPTIONAL = ("filter", "spectrum")
 
 
-def _numbers(value: Any, key: str = "") -> Any:
+def with_nan(value: Any, key: str = "") -> Any:
+    """JSON's types with NaN where :func:`to_plain` wrote None."""
     if value is None and key not in _OPTIONAL:
         return math.nan
     if isinstance(value, dict):
-        return {name: _numbers(part, name) for name, part in value.items()}
+        return {name: with_nan(part, name) for name, part in value.items()}
     if isinstance(value, list):
-        return [_numbers(part) for part in value]
+        return [with_nan(part) for part in value]
     return value

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
 from gfsa.lens.findings import findings
+from gfsa.lens.headline import Headline, headline
 from gfsa.lens.readings import ModelReading, model_from_plain, to_plain
+from gfsa.lens.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +38,13 @@ class LensReport:
     version: str = __version__
     data: str = ""
     """The name of the inputs, shown on the page."""
+    trajectories: dict[str, Trajectory] = field(default_factory=dict)
+    """Coefficients over training by model, if they were recorded; the page draws them."""
+
+    @property
+    def headline(self) -> Headline:
+        """How the models compare, and what to do next."""
+        return headline(list(self.models.values()), self.trajectories)
 
     @property
     def findings(self) -> dict[str, list[str]]:
@@ -49,7 +58,7 @@ class LensReport:
             from gfsa.lens.figures import draw
         except ImportError:
             raise ImportError("figures need matplotlib: pip install 'gfsa[lens]'") from None
-        return draw(list(self.models.values()))
+        return draw(list(self.models.values()), self.trajectories)
 
     def table(self, console: Console | None = None) -> None:
         """Print a table for each model, with a row for each layer."""
@@ -65,6 +74,7 @@ class LensReport:
             "created": self.created,
             "data": self.data,
             "models": [to_plain(model) for model in self.models.values()],
+            "trajectories": {name: path.to_plain() for name, path in self.trajectories.items()},
         }
 
     def to_json(self, path: str | Path) -> None:
@@ -81,7 +91,15 @@ class LensReport:
                 f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r}"
             )
         models = [model_from_plain(model) for model in plain["models"]]
-        return cls({m.name: m for m in models}, plain["created"], plain["gfsa"], plain["data"])
+        # reports of earlier versions have no trajectories
+        paths = plain.get("trajectories", {}).items()
+        return cls(
+            {model.name: model for model in models},
+            plain["created"],
+            plain["gfsa"],
+            plain["data"],
+            {name: Trajectory.from_plain(path) for name, path in paths},
+        )
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: interactive, no network, light and dark, printable."""
@@ -90,7 +108,7 @@ class LensReport:
         Path(path).write_text(render(self), encoding="utf-8")
 
     def __str__(self) -> str:
-        lines = []
+        lines = list(self.headline.sentences)
         for name, sentences in self.findings.items():
             lines.append(f"{name}:")
             lines += [f"  - {sentence}" for sentence in sentences]

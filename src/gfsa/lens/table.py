@@ -7,7 +7,7 @@ from collections import Counter
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from gfsa.lens.findings import high_gain
+from gfsa.lens.findings import grouped_reasons, high_gain
 from gfsa.lens.readings import AttentionReading, FeatureReading, ModelReading
 
 if TYPE_CHECKING:
@@ -30,8 +30,12 @@ def show(report: LensReport, console: Console | None) -> None:
         console.print(table(model))
         for sentence in report.findings[name]:
             console.print(f" • {sentence}", highlight=False)
+        for reason in grouped_reasons(model.skipped):
+            console.print(f" • Not measured: {reason}", highlight=False)
         console.print(_cost(model), style="dim", highlight=False)
         console.print()
+    for sentence in report.headline.sentences:
+        console.print(sentence, highlight=False)
 
 
 def table(model: ModelReading) -> Table:

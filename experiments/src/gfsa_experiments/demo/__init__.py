@@ -1,1 +1,1 @@
-"""What ``gfsa demo`` does: train the digits task with and without filters, and report."""
+"""What ``gfsa demo`` does: train a task with and without filters, and report."""

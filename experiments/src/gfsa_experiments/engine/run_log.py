@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
+from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.whole_files import write_text
+
+COEFFICIENTS = "coefficients.csv"
 
 
 class RunLog:
@@ -62,6 +65,11 @@ class RunLog:
             writer.writeheader()
             writer.writerows(curve)
             write_text(self.folder / "curve.csv", text.getvalue())
+
+    def write_coefficients(self, trajectory: Trajectory) -> None:
+        """Write ``coefficients.csv``: those of every filter that learns, at every validation."""
+        if self.writes and trajectory.layers:
+            write_text(self.folder / COEFFICIENTS, trajectory.to_text())
 
 
 class Movement:

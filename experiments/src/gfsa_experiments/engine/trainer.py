@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.batches import EpochBatches, training_loader
 from gfsa_experiments.engine.checkpoints import checkpoints, read_state, write_checkpoint
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
@@ -99,6 +100,9 @@ class Trainer:
         task.model.to(accelerator.device)
         self.bare_model = task.model
         self.movement = Movement(task.model)
+        self.trajectory = Trajectory()
+        # before the model is wrapped or sharded
+        self.trajectory.record(task.model, 0)
         optimiser = build_optimiser(task.model, added, config, filter_lr)
         self.average: WeightAverage | None = None
         if config.ema:
@@ -161,6 +165,7 @@ class Trainer:
             self.log.close()
         self.log.write_metrics()
         self.log.write_curve(self.position.curve)
+        self.log.write_coefficients(self.trajectory)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # hooks that the caller adds afterwards are called in the uncompiled model only
@@ -225,7 +230,10 @@ class Trainer:
                 float(losses)
                 since = time.perf_counter()
             done = at.step == self.total
-            evaluates = "valid" in self.task.splits and (done or at.step % eval_steps == 0)
+            due = done or at.step % eval_steps == 0
+            if due:
+                self.trajectory.record(self.bare_model, at.step)
+            evaluates = "valid" in self.task.splits and due
             saves = config.checkpoints and (at.step % save_steps == 0 or done)
             if not (evaluates or saves or done or at.step % config.log_every == 0):
                 continue
@@ -389,7 +397,12 @@ class Trainer:
             if self._best is not None and self.accelerator.is_main_process:
                 torch.save(self._best, folder / _BEST)
 
-        state = {"position": vars(self.position), "history": self.log.history, "rates": self._rates}
+        state = {
+            "position": vars(self.position),
+            "history": self.log.history,
+            "rates": self._rates,
+            "coefficients": self.trajectory.to_plain(),
+        }
         write_checkpoint(
             self.folder / "checkpoints", self.position.step, state, save, self.accelerator
         )
@@ -422,6 +435,9 @@ class Trainer:
             self._best = torch.load(best, map_location=self.accelerator.device, weights_only=True)
         self.position = _Position(**state["position"])
         self.log.history, self._rates = state["history"], state["rates"]
+        if "coefficients" in state:
+            # checkpoints of earlier versions have none
+            self.trajectory = Trajectory.from_plain(state["coefficients"])
         load_randomness(checkpoint / self._randomness_file)
 
 

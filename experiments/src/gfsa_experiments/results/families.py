@@ -52,6 +52,7 @@ METRICS = {
     "speech": {"wer"},
     "lra": {"accuracy"},
     "pretrain": {"loss"},
+    "stdlib": {"bits_per_byte"},
     "digits": {"accuracy"},
 }
 """What rows of each recipe report; a recipe of the user's own may report anything."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa_experiments.results.contrasts import pooled_reduction
 from gfsa_experiments.results.overview import FILTERS, Judged, domains
 from gfsa_experiments.results.statistics import Interval
@@ -16,8 +16,6 @@ from gfsa_experiments.results.tables import ResultTable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours; the markers differ too, for readers who cannot tell the colours apart
-LOOKS = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "v")]
 CONFIRMATORY = ("#000000", "D")
 WIDTH, ROW = 7.4, 0.46
 
@@ -78,8 +76,11 @@ def draw(drawn: Sequence[Mark]) -> Figure:
     if not drawn:
         raise ValueError("no run can be compared with plain, so there is nothing to plot")
     labels = list(dict.fromkeys(mark.label for mark in drawn))
-    methods = dict.fromkeys(mark.method for mark in drawn if mark.method)
-    looks = {"": CONFIRMATORY, **dict(zip(methods, cycle(LOOKS), strict=False))}
+    methods = list(dict.fromkeys(mark.method for mark in drawn if mark.method))
+    # with plain, which no mark is of, so that no other method gets its colour
+    numbers = series_of(["plain", *methods])[1:]
+    looks = {"": CONFIRMATORY}
+    looks |= {m: (COLOURS[n], MARKERS[n]) for m, n in zip(methods, numbers, strict=True)}
     figure = Figure(figsize=(WIDTH, 1.1 + ROW * len(labels)), layout="constrained")
     axis = figure.add_subplot()
     axis.axvline(0, color="#000000", linewidth=0.8)

@@ -40,7 +40,7 @@ FILTERS = {DEGREE_1: "degree 1", "gfsa": "GFSA"}
 # where a method ran with several options, the first page shows this choice, whatever its outcome
 OWN_RATE = "filter_lr=0.01"
 Judged = tuple[Family, list[Outcome]]
-_FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "digits")
+_FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "stdlib", "digits")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch import nn
 import gfsa
 from gfsa._version import __version__
 from gfsa.environment import commit, device_name
+from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.config import (
     HARMLESS,
     TrainConfig,
@@ -34,6 +35,7 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.randomness import seed_everything
+from gfsa_experiments.engine.run_log import COEFFICIENTS
 from gfsa_experiments.engine.sharding import is_sharded, refuse_with_sharding, whole_weights
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.trainer import Outcome, Progress, Trainer
@@ -399,5 +401,8 @@ def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: 
             return
         device = next(model.parameters()).device
         report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)
+        recorded = folder / COEFFICIENTS
+        if recorded.exists():
+            report.trajectories = {run.method: Trajectory.from_csv(recorded)}
         report.to_html(folder / "lens.html")
         report.to_json(folder / "lens.json")

@@ -22,6 +22,7 @@ RECIPES = {
     "speech": "gfsa_experiments.tasks.speech.recipe",
     "lra": "gfsa_experiments.tasks.lra.recipe",
     "pretrain": "gfsa_experiments.tasks.pretrain.recipe",
+    "stdlib": "gfsa_experiments.tasks.stdlib.recipe",
     "digits": "gfsa_experiments.tasks.digits.recipe",
 }
 

@@ -5,24 +5,31 @@ from __future__ import annotations
 import html
 import json
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from gfsa.lens.colours import series_of
+from gfsa.lens.findings import grouped_reasons
+from gfsa.lens.readings import ModelReading
 
 if TYPE_CHECKING:
     from gfsa.lens.report import LensReport
+
+_SCRIPTS = ("plots.js", "lens.js", "trajectory.js", "tools.js")
 
 
 def render(report: LensReport) -> str:
     """The page as text. It loads nothing, and its content security policy forbids it to."""
     # a "<" could end the script element that the data is in, or begin another
-    data = json.dumps(report.to_plain(), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(_data(report), allow_nan=False).replace("<", "\\u003c")
     parts = {
         "style": _part("lens.css"),
-        "script": "\n".join(_part(name) for name in ("plots.js", "lens.js")),
+        "script": "\n".join(_part(name) for name in _SCRIPTS),
         "data": data,
-        "title": html.escape(" and ".join(report.models)),
+        "title": html.escape(" and ".join(report.models or report.trajectories)),
+        "headline": _headline(report),
+        "looked": html.escape(_looked_at(report)),
         "summary": _summary(report),
         "made": html.escape(f"gfsa {report.version}, {report.created}"),
-        "data_name": f" Inputs: {html.escape(report.data)}." if report.data else "",
     }
     page = _part("lens.html")
     for name, text in parts.items():
@@ -30,20 +37,68 @@ def render(report: LensReport) -> str:
     return page
 
 
+def _data(report: LensReport) -> dict[str, Any]:
+    """The report, the colour of each model, and trajectories by name in a list."""
+    plain = report.to_plain()
+    names = list(dict.fromkeys([*report.models, *report.trajectories]))
+    colours = dict(zip(names, series_of(names), strict=True))
+    plain["series"] = [colours[name] for name in report.models]
+    plain["trajectories"] = [
+        {"name": name, "series": colours[name], **trajectory}
+        for name, trajectory in plain["trajectories"].items()
+        # a model without filters that learn has nothing to draw
+        if trajectory["layers"]
+    ]
+    return plain
+
+
+def _headline(report: LensReport) -> str:
+    """The sentences that compare, then those that advise."""
+    headline = report.headline
+    lines = [f"<p>{html.escape(sentence)}</p>" for sentence in headline.compares]
+    lines += [f'<p class="advice">{html.escape(sentence)}</p>' for sentence in headline.advises]
+    return "\n".join(lines)
+
+
+def _looked_at(report: LensReport) -> str:
+    parts = []
+    if report.models:
+        parts.append(report.data or "inputs without a name (report.data gives them one)")
+        extents: dict[str, list[str]] = {}
+        for model in report.models.values():
+            extents.setdefault(_extent(model), []).append(model.name)
+        parts += [f"{', '.join(names)}: {extent}" for extent, names in extents.items()]
+    for name, trajectory in report.trajectories.items():
+        parts.append(
+            f"{name} over training: {len(trajectory.steps)} records up to step "
+            f"{trajectory.steps[-1] if trajectory.steps else 0}"
+        )
+    return f"Looked at: {'; '.join(parts)}."
+
+
+def _extent(model: ModelReading) -> str:
+    heads = sum(len(layer.coefficients) for layer in model.attention)
+    text = f"{model.samples:,} samples, {model.tokens:,} tokens"
+    if model.attention:
+        text += f", {len(model.attention)} attention layers with {heads} heads"
+    if model.spectral_samples:
+        text += f", responses on {model.spectral_samples:,} samples"
+    return text
+
+
 def _summary(report: LensReport) -> str:
     """The findings of each model; readable without scripts, too."""
     cards = []
-    for number, (name, sentences) in enumerate(report.findings.items()):
+    colours = series_of(list(report.models))
+    for number, (name, sentences) in zip(colours, report.findings.items(), strict=True):
         model = report.models[name]
         facts = (
             f"{model.kind}, {model.parameters:,} parameters"
-            f" ({model.filter_parameters:,} in filters); {model.samples:,} samples, "
-            f"{model.tokens:,} tokens; {model.seconds['total']:.1f} s"
+            f" ({model.filter_parameters:,} in filters); {model.seconds['total']:.1f} s"
         )
         items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
         skipped = "".join(
-            f"<li>{html.escape(where)}: {html.escape(why)}</li>"
-            for where, why in model.skipped.items()
+            f"<li>{html.escape(reason)}</li>" for reason in grouped_reasons(model.skipped)
         )
         if skipped:
             items += f"<li>Not measured:<ul>{skipped}</ul></li>"

@@ -1,6 +1,9 @@
 // The page: what each plot shows, and what choosing something changes.
 
-const models = JSON.parse(document.getElementById("data").textContent).models;
+const report = JSON.parse(document.getElementById("data").textContent);
+const models = report.models;
+// the number of each model's colour: one method has one colour on every page
+const colours = report.series;
 const mean = (values) => {
   const usable = values.filter(known);
   return usable.length ? usable.reduce((a, b) => a + b, 0) / usable.length : null;
@@ -11,8 +14,8 @@ const depths = (list) => [...new Set(models.flatMap((model) => model[list].map((
 const state = { depth: null, singular: null, model: 0, quantity: "", head: [0, 0] };
 
 function byDepth(pick, list) {
-  return models.map((model, colour) => ({
-    name: model.name, colour, dots: true, points: model[list].map((one) => [one.depth, pick(one)]),
+  return models.map((model, i) => ({
+    name: model.name, colour: colours[i], dots: true, points: model[list].map((one) => [one.depth, pick(one)]),
   }));
 }
 
@@ -21,7 +24,7 @@ const afterLayer = (depth) => (depth === 0 ? "input" : `after layer ${depth}`);
 
 function drawFeatures() {
   const plot = (name, pick, y) =>
-    linePlot(canvasOf(name), { series: byDepth(pick, "features"), x: layerAxis, y, at: afterLayer });
+    linePlot(canvasOf(name), { plot: name, series: byDepth(pick, "features"), x: layerAxis, y, at: afterLayer });
   plot("cosine", (one) => one.cosine, { label: "cosine similarity", low: 0, high: 1 });
   plot("rank", (one) => (known(one.effective_rank) ? (100 * one.effective_rank) / one.most_rank : null),
     { label: "effective rank, % of most", low: 0, high: 100 });
@@ -30,21 +33,22 @@ function drawFeatures() {
 }
 
 function drawSingular() {
-  const series = models.map((model, colour) => {
+  const series = models.map((model, i) => {
     const found = model.features.find((one) => one.depth === state.singular);
     const values = found ? found.singular_values : [];
     const last = Math.max(1, values.length - 1);
-    return { name: model.name, colour, points: values.map((value, i) => [i / last, value]) };
+    return { name: model.name, colour: colours[i], points: values.map((value, at) => [at / last, value]) };
   });
   linePlot(canvasOf("singular"), {
-    series, x: { label: "index of the singular value, as a share of all", low: 0, high: 1 },
+    plot: "singular", series, x: { label: "index of the singular value, as a share of all", low: 0, high: 1 },
     y: { label: "σ / σ₁", low: 0, high: 1 }, at: (x) => `at ${(100 * x).toFixed(0)} % of the values`,
   });
 }
 
 function responseSeries(layerOf) {
   const series = [];
-  models.forEach((model, colour) => {
+  models.forEach((model, number) => {
+    const colour = colours[number];
     const layer = layerOf(model);
     if (!layer || !layer.spectrum) return;
     const { frequencies, map_response: map, filter_response: filtered } = layer.spectrum;
@@ -61,17 +65,24 @@ const atFrequency = (f) => `frequency ${show(f)}`;
 
 function drawResponse() {
   linePlot(canvasOf("response"), {
-    series: responseSeries((model) => model.attention.find((one) => one.depth === state.depth)),
+    plot: "response", series: responseSeries((model) => model.attention.find((one) => one.depth === state.depth)),
     x: frequencyAxis, y: { label: "gain", low: 0, high: 1 }, at: atFrequency,
     nothing: "Not measured: the report was made without spectral measurements.",
   });
+}
+
+// the lowest and the highest value of some lines, which reach at least over `ends`
+function reach(series, ends) {
+  const values = [...ends, ...series.flatMap((one) => one.points.map(([, y]) => y).filter(known))];
+  return [Math.min(...values), Math.max(...values)];
 }
 
 function drawPanels() {
   const canvas = canvasOf("layers");
   const list = depths("attention");
   const rows = list.map((depth) => responseSeries((model) => model.attention.find((one) => one.depth === depth)));
-  const highest = Math.max(1, ...rows.flat().flatMap((one) => one.points.map(([, y]) => y ?? 0)));
+  // all panels have the same axes, so that layers can be compared
+  const [lowest, highest] = reach(rows.flat(), zoomed.has("layers") ? [] : [0, 1]);
   if (!rows.some((series) => series.length)) {
     canvas.replaceChildren(element("p", { class: "nothing" }, "Not measured."));
     return;
@@ -86,7 +97,7 @@ function drawPanels() {
     return inside;
   });
   drawn.forEach((inside, i) => linePlot(inside, {
-    series: rows[i], x: frequencyAxis, y: { label: "gain", low: 0, high: highest }, small: true, height: 92,
+    series: rows[i], x: frequencyAxis, y: { label: "gain", low: lowest, high: highest }, small: true, height: 92,
     title: `gain over frequency, layer ${list[i]}`,
   }));
 }
@@ -149,9 +160,9 @@ function drawHeat() {
   const quantity = list.find((one) => one.key === state.quantity) || list[0];
   document.getElementById("heat-meaning").textContent = quantity.meaning;
   const values = model.attention.flatMap((layer) => layer.coefficients.map((_, head) => quantity.pick(layer, head)));
-  const reach = Math.max(1e-9, ...values.filter(known).map((value) => Math.abs(value - quantity.middle)));
+  const largest = Math.max(1e-9, ...values.filter(known).map((value) => Math.abs(value - quantity.middle)));
   // an untouched filter is faint all over, not a storm of rounding errors
-  const scale = Math.max(reach, 1e-3);
+  const scale = Math.max(largest, 1e-3);
   const both = quantity.key.startsWith("c");
   heatMap(canvasOf("heat"), {
     title: `${quantity.name}, ${model.name}`,
@@ -188,14 +199,15 @@ function drawHead() {
     `${formula(coefficients)}: ${layer.verdict[head]} by Theorem 3.1; entropy share ${show(layer.entropy_share[head])}; ` +
     `energy ${show(layer.energy_before[head])} → ${show(layer.energy_after[head])}. ${layer.name}.`;
   const spectrum = layer.spectrum;
+  const colour = colours[state.model];
   const series = [];
   if (spectrum) {
     const over = (values) => spectrum.frequencies.map((f, i) => [f, values[i]]);
-    series.push({ name: "filter", colour: state.model, points: over(spectrum.filter_response[head]) });
-    series.push({ name: "map alone", colour: state.model, dashed: true, points: over(spectrum.map_response[head]) });
+    series.push({ name: "filter", colour, points: over(spectrum.filter_response[head]) });
+    series.push({ name: "map alone", colour, dashed: true, points: over(spectrum.map_response[head]) });
   }
   linePlot(canvasOf("head-response"), {
-    series, x: frequencyAxis, y: { label: "gain", low: 0, high: 1 }, at: atFrequency,
+    plot: "head-response", series, x: frequencyAxis, y: { label: "gain", low: 0, high: 1 }, at: atFrequency,
     nothing: "Not measured: the report was made without spectral measurements.",
   });
   const p = (sigma) => coefficients.reduceRight((sum, value) => sum * sigma + value, 0);
@@ -203,10 +215,11 @@ function drawHead() {
   const most = Math.max(1, ...values);
   const grid = Array.from({ length: 81 }, (_, i) => (i / 80) * most);
   linePlot(canvasOf("head-sigma"), {
+    plot: "head-sigma",
     series: [
-      { name: "p(σ)", colour: state.model, points: grid.map((s) => [s, p(s)]) },
-      { name: "ordinary attention", colour: state.model, dashed: true, points: grid.map((s) => [s, s]) },
-      { name: "the map's σ", colour: state.model, dotsOnly: true, silent: true, points: values.map((s) => [s, p(s)]) },
+      { name: "p(σ)", colour, points: grid.map((s) => [s, p(s)]) },
+      { name: "ordinary attention", colour, dashed: true, points: grid.map((s) => [s, s]) },
+      { name: "the map's σ", colour, dotsOnly: true, silent: true, points: values.map((s) => [s, p(s)]) },
     ],
     x: { label: "singular value σ of the attention map", low: 0 }, y: { label: "p(σ)", low: 0, high: 1 },
     at: (s) => `σ = ${show(s)}`,
@@ -216,7 +229,7 @@ function drawHead() {
 function drawAttention() {
   const usable = (values) => values.filter(known);
   linePlot(canvasOf("entropy"), {
-    series: byDepth((layer) => mean(layer.entropy_share), "attention").map((one, i) => ({
+    plot: "entropy", series: byDepth((layer) => mean(layer.entropy_share), "attention").map((one, i) => ({
       ...one, band: models[i].attention.map((layer) => {
         const values = usable(layer.entropy_share);
         return values.length ? [layer.depth, Math.min(...values), Math.max(...values)] : [layer.depth, null, null];
@@ -227,7 +240,7 @@ function drawAttention() {
   const before = byDepth((layer) => mean(layer.energy_before), "attention")
     .map((one) => ({ ...one, name: `${one.name}, before`, dashed: true, dots: false }));
   linePlot(canvasOf("energy"), {
-    series: [...byDepth((layer) => mean(layer.energy_after), "attention"), ...before],
+    plot: "energy", series: [...byDepth((layer) => mean(layer.energy_after), "attention"), ...before],
     x: { label: "layer", whole: true }, y: { label: "Dirichlet energy", low: 0, high: 1 }, at: (d) => `layer ${d}`,
   });
 }
@@ -280,19 +293,39 @@ function chooseModel(index) {
 }
 
 function drawAll() {
-  drawFeatures();
-  drawSingular();
-  drawResponse();
-  drawPanels();
-  drawHeat();
-  drawHead();
-  drawAttention();
+  if (models.length) {
+    drawFeatures();
+    drawSingular();
+    drawResponse();
+    drawPanels();
+    drawHeat();
+    drawHead();
+    drawAttention();
+  }
+  drawTrajectories();
 }
 
 function start() {
+  const there = { models: models.length, trajectories: trajectories.length };
+  for (const part of document.querySelectorAll("[data-needs]")) if (!there[part.dataset.needs]) part.remove();
   if (models.length > 1) {
-    document.getElementById("legend").append(...models.map((model, i) => element("span", { "data-series": i }, model.name)));
+    document.getElementById("legend").append(...models.map((model, i) => element("span", paint(colours[i]), model.name)));
   }
+  if (models.length) startModels();
+  if (trajectories.length) startTrajectories();
+  addTools();
+  drawAll();
+  let width = window.innerWidth;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === width) return;
+    width = window.innerWidth;
+    drawAll();
+  });
+  // explanations belong on paper; the table of numbers as well
+  window.addEventListener("beforeprint", () => { for (const one of document.querySelectorAll("details")) one.open = true; });
+}
+
+function startModels() {
   const featureDepths = depths("features"), attentionDepths = depths("attention");
   state.singular = featureDepths[featureDepths.length - 1] ?? 0;
   state.depth = attentionDepths[attentionDepths.length - 1];
@@ -307,15 +340,4 @@ function start() {
   state.head = [models[first].attention.length - 1, 0];
   drawTables();
   chooseModel(first);
-  drawAll();
-  let width = window.innerWidth;
-  window.addEventListener("resize", () => {
-    if (window.innerWidth === width) return;
-    width = window.innerWidth;
-    drawAll();
-  });
-  // explanations belong on paper; the table of numbers as well
-  window.addEventListener("beforeprint", () => { for (const one of document.querySelectorAll("details")) one.open = true; });
 }
-
-start();

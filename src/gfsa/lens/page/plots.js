@@ -44,7 +44,7 @@ const tip = {
     this.node.replaceChildren(element("b", {}, title));
     for (const row of rows) {
       const line = element("div", {});
-      if (row.series !== undefined) line.append(element("i", { "data-series": row.series }));
+      if (row.series !== undefined) line.append(element("i", paint(row.series)));
       line.append(row.text);
       this.node.append(line);
     }
@@ -58,15 +58,36 @@ const tip = {
   hide() { this.node.hidden = true; },
 };
 
+// the colour of a series: the number of a model's colour, or any colour of CSS
+const paint = (colour) => (typeof colour === "number" ? { "data-series": colour } : { style: `--series: ${colour}` });
+
+// plots whose axes are cut to their data, by name; all others begin and end where their options say
+const zoomed = new Set();
+
+// for each line, how many of the later ones lie on it: within 2 pixels at nine of ten common points
+function linesAbove(series, sy) {
+  const lines = series.map((one) => new Map(one.points.filter(([, y]) => known(y)).map(([x, y]) => [x, sy(y)])));
+  const same = (a, b) => {
+    const common = [...a.keys()].filter((x) => b.has(x));
+    return common.length > 1 && common.filter((x) => Math.abs(a.get(x) - b.get(x)) < 2).length >= 0.9 * common.length;
+  };
+  const draws = (one) => !one.dotsOnly && !one.silent;
+  return series.map((one, i) =>
+    draws(one) ? series.flatMap((other, j) => (j > i && draws(other) && same(lines[i], lines[j]) ? [j] : [])) : []);
+}
+
 // options: series [{name, colour, dashed, points [[x, y]…], band [[x, low, high]…], dots}],
-//          x and y {label, low, high, whole}, height, small, name(x) for the crosshair
+//          x and y {label, low, high, whole}, height, small, at(x) for the crosshair, plot: its name
 function linePlot(canvas, options) {
   const series = options.series.filter((one) => one.points.some(([, y]) => known(y)));
+  canvas.drawn = { ...options, series };
   if (!series.length) {
     canvas.replaceChildren(element("p", { class: "nothing" }, options.nothing || "Not measured."));
     return;
   }
-  const small = Boolean(options.small);
+  const ends = zoomed.has(options.plot) ? { low: undefined, high: undefined } : options.y;
+  // a small plot is part of a button; a compact one has its size, and answers to the pointer
+  const small = Boolean(options.small || options.compact);
   const width = Math.max(120, canvas.clientWidth || 320);
   const height = options.height || Math.round(Math.min(300, Math.max(190, width * 0.52)));
   const margin = small ? { l: 26, r: 4, t: 4, b: 16 } : { l: 46, r: 12, t: 10, b: 40 };
@@ -80,9 +101,10 @@ function linePlot(canvas, options) {
     return [low, high];
   };
   const [x0, x1] = range(options.x, all.map(([x]) => x));
-  let [y0, y1] = range(options.y, ys);
-  if (y1 > (options.y.high ?? -Infinity)) y1 += (y1 - y0) * 0.05;
-  if (y0 < (options.y.low ?? Infinity)) y0 -= (y1 - y0) * 0.05;
+  let [y0, y1] = range(ends, ys);
+  const spread = y1 - y0;
+  if (y1 > (ends.high ?? -Infinity)) y1 += spread * 0.05;
+  if (y0 < (ends.low ?? Infinity)) y0 -= spread * 0.05;
   const left = margin.l, right = width - margin.r, top = margin.t, bottom = height - margin.b;
   const sx = (x) => left + ((x - x0) / (x1 - x0)) * (right - left);
   const sy = (y) => bottom - ((y - y0) / (y1 - y0)) * (bottom - top);
@@ -110,20 +132,26 @@ function linePlot(canvas, options) {
     const usable = one.band.filter(([, a, b]) => known(a) && known(b));
     const upper = usable.map(([x, , b]) => `${sx(x)},${sy(b)}`);
     const lower = usable.map(([x, a]) => `${sx(x)},${sy(a)}`).reverse();
-    svg.append(make("polygon", { class: "band", "data-series": one.colour, points: [...upper, ...lower].join(" ") }));
+    svg.append(make("polygon", { class: "band", ...paint(one.colour), points: [...upper, ...lower].join(" ") }));
   }
-  for (const one of series) {
+  const above = linesAbove(series, sy);
+  series.forEach((one, number) => {
     const points = one.points.filter(([, y]) => known(y));
+    // a line with others on it is drawn wide and faint, so that both are seen
+    const under = above[number].length;
+    const kind = (name) => `mark ${name}${one.dashed ? " dashed" : ""}${under ? " under" : ""}`;
     if (!one.dotsOnly) {
       const d = points.map(([x, y], i) => `${i ? "L" : "M"}${sx(x).toFixed(2)},${sy(y).toFixed(2)}`).join("");
-      const kind = one.dashed ? "mark line dashed" : "mark line";
-      svg.append(make("path", { class: kind, "data-series": one.colour, d }));
+      const path = make("path", { class: kind("line"), ...paint(one.colour), d });
+      if (under) path.style.strokeWidth = 2.2 + (small ? 1.8 : 3.6) * under;
+      svg.append(path);
     }
     if (one.dotsOnly || (one.dots && points.length <= 40)) {
+      const r = one.dotsOnly ? 2.6 : 3 + 2 * under;
       for (const [x, y] of points)
-        svg.append(make("circle", { class: "mark dot", "data-series": one.colour, cx: sx(x), cy: sy(y), r: one.dotsOnly ? 2.6 : 3 }));
+        svg.append(make("circle", { class: kind("dot"), ...paint(one.colour), cx: sx(x), cy: sy(y), r }));
     }
-  }
+  });
 
   const cross = make("line", { class: "cross", y1: top, y2: bottom, visibility: "hidden" });
   svg.append(cross);
@@ -141,12 +169,18 @@ function linePlot(canvas, options) {
       series: one.colour, text: `${one.name}: ${show(near(one)[1])}`,
     })));
   };
-  if (!small) {
+  if (!options.small) {
     svg.addEventListener("pointermove", move);
     svg.addEventListener("pointerdown", move);
     svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); tip.hide(); });
   }
   canvas.replaceChildren(svg);
+  const groups = above.map((list, i) => [i, ...list]).filter((list) => list.length > 1)
+    .filter((list, i, all) => !all.some((other, j) => j < i && list.every((one) => other.includes(one))));
+  if (groups.length && !small) {
+    const names = groups.map((list) => list.map((one) => series[one].name).join(" = "));
+    canvas.append(element("p", { class: "note" }, `On top of each other: ${names.join("; ")}.`));
+  }
 }
 
 // a colour for a value in [-1, 1], mixed by the style sheet: light, dark and paper differ
@@ -158,6 +192,7 @@ function diverging(value) {
 // options: rows [{label, cells [{value, lines}]}], colourOf(value), ends [low, middle, high] labels,
 //          chosen [row, column], choose(row, column), headings
 function heatMap(canvas, options) {
+  canvas.drawn = options;
   const columns = Math.max(...options.rows.map((row) => row.cells.length));
   const width = Math.max(200, canvas.clientWidth || 320);
   const left = 52, top = 22;

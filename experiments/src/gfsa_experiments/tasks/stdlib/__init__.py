@@ -1,0 +1,1 @@
+"""Python's standard library as text: a byte-level decoder from scratch."""

@@ -113,6 +113,9 @@ def trainer(spec: ModelSpec) -> Trainer.Config:
     model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCABULARY, 64
     model.lm_head.in_features, model.lm_head.out_features = 64, VOCABULARY
     model.norm.normalized_shape = 64
+    for layer in model.layers:
+        # context parallelism shards whole blocks of the mask
+        layer.attention.inner_attention.block_size = LENGTH // 4
     return Trainer.Config(
         loss=ChunkedLossWrapper.Config(
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)

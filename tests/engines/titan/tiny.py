@@ -25,7 +25,7 @@ from torchtitan.trainer import Trainer
 import gfsa.titan
 
 VOCABULARY = 96
-LENGTH = 32
+LENGTH = 256  # context parallelism shards whole blocks of 128 tokens
 BATCH = 4
 LAYERS = 4
 
@@ -76,10 +76,17 @@ def llama() -> Trainer.Config:
         n_heads=4,
         n_kv_heads=2,
         hidden_dim=96,
-        rope=ComplexRoPE.Config(dim=16, max_seq_len=4 * LENGTH, theta=10000, scaling="none"),
+        rope=ComplexRoPE.Config(dim=16, max_seq_len=LENGTH, theta=10000, scaling="none"),
         attn_backend="flex",
     )
     return trainer(spec)
+
+
+def llama_at_rest() -> Trainer.Config:
+    """:func:`llama` with weights that stay as they are."""
+    config = llama()
+    config.optimizer = default_adamw(lr=0.0, weight_decay=0.0)
+    return config
 
 
 def qwen() -> Trainer.Config:
@@ -92,7 +99,7 @@ def qwen() -> Trainer.Config:
         n_kv_heads=2,
         head_dim=24,
         hidden_dim=96,
-        rope=CosSinRoPE.Config(dim=24, max_seq_len=4 * LENGTH, theta=10000.0),
+        rope=CosSinRoPE.Config(dim=24, max_seq_len=LENGTH, theta=10000.0),
         fuse_qkv=True,
         attn_backend="flex",
     )
@@ -113,9 +120,6 @@ def trainer(spec: ModelSpec) -> Trainer.Config:
     model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCABULARY, 64
     model.lm_head.in_features, model.lm_head.out_features = 64, VOCABULARY
     model.norm.normalized_shape = 64
-    for layer in model.layers:
-        # context parallelism shards whole blocks of the mask
-        layer.attention.inner_attention.block_size = LENGTH // 4
     return Trainer.Config(
         loss=ChunkedLossWrapper.Config(
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
@@ -154,7 +158,7 @@ def transformers_config(name: str) -> Any:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 4 * LENGTH,
+        "max_position_embeddings": LENGTH,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "dtype": "float32",
         "bos_token_id": 0,

@@ -30,15 +30,12 @@ def main() -> None:
         log(step, loss, largest, norm, **extra)
 
     trainer.metrics_processor.log = record
-    if trainer.config.checkpoint.create_seed_checkpoint:
-        trainer.checkpointer.save(curr_step=0, last_step=True)
-    else:
-        trainer.train()
     groups = [
         {"lr": group["lr"], "weight_decay": group["weight_decay"], "names": group["param_names"]}
         for optimizer in trainer.optimizers
         for group in optimizer.param_groups
     ]
+    trainer.train()
     with open(f"{os.environ['LOSSES']}-{os.environ['RANK']}.json", "w", encoding="utf-8") as file:
         json.dump({"steps": steps, "groups": groups}, file)
     trainer.close()

@@ -83,11 +83,16 @@ def _step_of_microbatches(
 
 
 def _masked_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: float | None, enable_gqa: bool, **_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    mask = create_mask(
-        block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device=q.device
-    )
+    mask = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device=q.device)
     assert enable_gqa == (q.shape[1] != k.shape[1]), "keys are grouped without enable_gqa"
     y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
     return y, None

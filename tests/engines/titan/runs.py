@@ -55,9 +55,7 @@ def train(folder: Path, config: str, *arguments: str, processes: int = 1, steps:
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-6000:]}")
-    ranks = [
-        json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(processes)
-    ]
+    ranks = [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(processes)]
     # of the stages of a pipeline the last one has the loss
     last = ranks[-1]
     return Run(

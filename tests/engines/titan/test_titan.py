@@ -130,7 +130,9 @@ def test_transformers_computes_the_same(
     model = with_noise(built(config))
     adapter = FilterAdapter(ADAPTERS[name](config.model_spec.model, None))
     renamed = adapter.to_hf(model.state_dict())
-    save_file({key: value.contiguous() for key, value in renamed.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in renamed.items()}, tmp_path / "model.safetensors"
+    )
     tiny.write_assets(tmp_path, name)
     loaded = load(tmp_path)
     assert [name for name in gfsa.filters_of(loaded)] == [

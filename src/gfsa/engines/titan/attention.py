@@ -128,4 +128,3 @@ def distributed_as(like: Tensor, x: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return x
     return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False)
-

@@ -146,7 +146,9 @@ class FilterCheckpointManager(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         adapter = self.sd_adapter
-        assert isinstance(adapter, FilterAdapter), "a transformers folder needs a state-dict adapter"
+        assert isinstance(adapter, FilterAdapter), (
+            "a transformers folder needs a state-dict adapter"
+        )
         reader = adapter.get_hf_storage_reader(checkpoint_id, from_quantized)
         keys = reader.read_metadata().state_dict_metadata
         adapter.leaves_out_filters = not any(f".{CHILD}." in key for key in keys)

@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 import torch
-
 from cpu import use_cpu
 
 use_cpu()

@@ -45,6 +45,7 @@ MAY_IMPORT = {
 
 # modules that import a framework when they are imported; others import these inside functions
 FRAMEWORK_MODULES = {
+    "gfsa.engines.megatron": {"megatron"},
     "gfsa.engines.titan.attention": {"spmd_types", "torchtitan"},
     "gfsa.engines.titan.checkpoints": {"torchtitan"},
     "gfsa.engines.titan.filters": {"spmd_types", "torchtitan"},

@@ -135,9 +135,7 @@ def test_transformers_computes_the_same(
     )
     tiny.write_assets(tmp_path, name)
     loaded = load(tmp_path)
-    assert list(gfsa.filters_of(loaded)) == [
-        f"model.layers.{layer}.self_attn" for layer in (1, 3)
-    ]
+    assert list(gfsa.filters_of(loaded)) == [f"model.layers.{layer}.self_attn" for layer in (1, 3)]
     tokens = rows[0]
     alone = torch.arange(tiny.LENGTH).expand_as(tokens)
     with torch.no_grad():

@@ -47,7 +47,7 @@ MAY_IMPORT = {
 FRAMEWORK_MODULES = {
     "gfsa.engines.megatron": {"megatron"},
     "gfsa.engines.titan.attention": {"spmd_types", "torchtitan"},
-    "gfsa.engines.titan.checkpoints": {"torchtitan"},
+    "gfsa.engines.titan.checkpoints": {"safetensors", "torchtitan"},
     "gfsa.engines.titan.filters": {"spmd_types", "torchtitan"},
     "gfsa.info": {"typer"},
     "gfsa.lens.command": {"typer"},

@@ -74,8 +74,8 @@ class FilteredCoreAttention(MegatronModule):
         dropout = kwargs.get("attention_dropout")
         if (config.attention_dropout if dropout is None else dropout) > 0:
             raise ValueError(
-                f"attention_dropout={config.attention_dropout} would drop different entries of A in "
-                "each of the filter's passes; set it to 0"
+                f"attention_dropout={config.attention_dropout} would drop different entries of A "
+                "in each of the filter's passes; set it to 0"
             )
         if config.softmax_type == "learnable":
             raise ValueError(

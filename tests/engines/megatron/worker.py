@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 # Megatron asks for the current CUDA device, and forks CUDA's random state
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]

@@ -129,7 +129,7 @@ def test_transformers_computes_the_same(
     gfsa.titan.plug(config, layers="even", filter="Polynomial", degree=3)
     model = with_noise(built(config))
     adapter = FilterAdapter(ADAPTERS[name](config.model_spec.model, None))
-    renamed = adapter.to_hf(model.state_dict())
+    renamed = adapter.to_hf(model.state_dict()) | adapter.descriptions()
     save_file(
         {key: value.contiguous() for key, value in renamed.items()}, tmp_path / "model.safetensors"
     )
@@ -171,9 +171,8 @@ def test_filters_have_the_file_of_their_layer(assets: Path) -> None:
         f"model.layers.{layer}.self_attn.o_proj.weight": layer + 1 for layer in range(4)
     }
     added = adapter.fqn_to_index_mapping.keys() - adapter._adapter.fqn_to_index_mapping.keys()
-    of_filter = {f"model.layers.1.self_attn.gfsa.{name}" for name in ("theta", "_extra_state")}
-    assert added == of_filter
-    assert {adapter.fqn_to_index_mapping[key] for key in of_filter} == {2}
+    assert added == {"model.layers.1.self_attn.gfsa.theta"}
+    assert adapter.fqn_to_index_mapping["model.layers.1.self_attn.gfsa.theta"] == 2
 
 
 def test_seed_has_filters_of_every_head(seed: Path) -> None:
@@ -253,6 +252,20 @@ def test_training_goes_on_from_an_export(
 ) -> None:
     run = from_seed(tmp_path, assets, exported, "--checkpoint.initial_load_in_hf")
     assert run.losses == pytest.approx(one_process.losses, abs=1e-5)
+
+
+def test_an_export_of_other_filters_is_refused(
+    tmp_path: Path, assets: Path, exported: Path
+) -> None:
+    arguments = [argument.replace('"K": 3', '"K": 4') for argument in runs.OVERRIDES]
+    with pytest.raises(RuntimeError, match=r"'K': 3.* the model's is GFSA .*'K': 4"):
+        runs.train(
+            tmp_path,
+            "llama",
+            *("--hf_assets_path", str(assets), "--checkpoint.enable"),
+            *("--checkpoint.initial_load_path", str(exported), "--checkpoint.initial_load_in_hf"),
+            *arguments,
+        )
 
 
 def test_a_transformers_folder_without_filters_is_a_start(

@@ -112,7 +112,7 @@ def plug(
     """
     if config.model_spec is None:
         raise ValueError("the trainer's configuration has no model_spec")
-    found = {
+    found: dict[str, Any] = {
         name: (attention, parent, attribute)
         for name, attention, parent, attribute in config.model_spec.model.traverse(
             GQAttention.Config

@@ -43,7 +43,7 @@ def with_filters(spec: Any, filter: str = "GFSA", **arguments: Any) -> Any:
     layers = filtered.layer_specs if hasattr(filtered, "layer_specs") else [filtered]
     for layer in layers:
         attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
-        parts = getattr(attention, "submodules", None)
+        parts: Any = getattr(attention, "submodules", None)
         if not hasattr(parts, "core_attention"):
             raise ValueError(
                 f"expected a specification of layers with self_attention.core_attention, got "

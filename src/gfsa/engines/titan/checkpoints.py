@@ -87,7 +87,7 @@ class FilterAdapter(BaseStateDictAdapter):
         return converted
 
     @property
-    def fqn_to_index_mapping(self) -> dict[Any, int] | None:  # type: ignore[override]
+    def fqn_to_index_mapping(self) -> dict[Any, int] | None:
         """The file of each key where the weights are in several: a filter's is its layer's."""
         files: dict[Any, int] | None = self._adapter.fqn_to_index_mapping
         if files is None:

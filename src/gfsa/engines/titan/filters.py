@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import spmd_types as spmd
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.common.decoder_sharding import dense_param_placement
@@ -29,6 +29,12 @@ class TitanFilter(Module):
     θ that its own heads use, and the filter sends nothing.
     """
 
+    num_heads: int
+    base: Tensor
+    theta: nn.Parameter | None
+    heads_are_sharded: bool
+    _exact_base: Tensor
+    _start: Tensor
     _own_heads = slice(None)
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -36,7 +42,6 @@ class TitanFilter(Module):
         mesh = parallel_dims.get_optional_mesh("tp")
         if mesh is None:
             return
-        assert isinstance(self, GraphFilter)
         heads = self.num_heads // mesh.size()
         start = mesh.get_local_rank() * heads
         self._own_heads = slice(start, start + heads)
@@ -59,7 +64,6 @@ class TitanFilter(Module):
     def _learned(self) -> Tensor | None:
         theta = self.theta
         if not isinstance(theta, DTensor):
-            assert theta is None or isinstance(theta, Tensor)
             return theta
         # every process has its own part of the batch (or of the sequence), so its gradient of θ is
         # one term of a sum wherever θ itself is replicated
@@ -82,10 +86,7 @@ class FilterConfig(Module.Config):
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.sharding_config is None:
-            by_heads = dense_param_placement(tp=spmd.S(0))
-            self.sharding_config = ShardingConfig(state_shardings={"theta": by_heads})
-        # here rather than when the model is built: the message stands beside the command's
+        # a wrong argument is refused here rather than when the model is built
         self.filter()
 
     def filter(self) -> GraphFilter:
@@ -99,13 +100,15 @@ class FilterConfig(Module.Config):
         if kwargs:
             raise TypeError(f"a filter is built from its configuration alone, got {sorted(kwargs)}")
         filter = self.filter()
-        filter.__class__ = _with_protocol(type(filter))
-        filter._sharding_config = self.sharding_config  # type: ignore[assignment]
+        kind: Any = type(filter)
+        filter.__class__ = _with_protocol(kind)
+        by_heads = dense_param_placement(tp=spmd.S(0))
+        filter.__dict__["_sharding_config"] = ShardingConfig(state_shardings={"theta": by_heads})
         return filter
 
 
 @cache
-def _with_protocol(kind: type[GraphFilter]) -> type[GraphFilter]:
+def _with_protocol(kind: Any) -> type[GraphFilter]:
     # the name and module are the filter's: checkpoints name the kind of filter by them
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (TitanFilter, kind), names)

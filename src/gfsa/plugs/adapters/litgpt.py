@@ -74,12 +74,9 @@ _ADAPTERS: dict[type[nn.Module], Adapter] = {
 
 def find(module: nn.Module) -> Adapter | None:
     """The adapter for ``module`` if it is an attention module of litgpt."""
-    adapter = _ADAPTERS.get(type(module))
+    kind: Any = type(module)
+    adapter = _ADAPTERS.get(kind)
     if adapter is None:
         return None
-    method = type(module).scaled_dot_product_attention
-    return adapter if _names_in(method) == _WRITTEN_FOR else None
-
-
-def _names_in(method: Any) -> str:
-    return " ".join(sorted(method.__code__.co_names))
+    names = kind.scaled_dot_product_attention.__code__.co_names
+    return adapter if " ".join(sorted(names)) == _WRITTEN_FOR else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ class ByHand:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_kind_of_attention(kind: str, ids: Tensor) -> None:
+def test_every_kind_of_attention(
+    kind: str, ids: Tensor, record: Callable[[str, str], None]
+) -> None:
     model = gpt(**MODELS[kind])
     plain = model(ids)
     report = gfsa.plug(model, K=3)
@@ -99,6 +102,7 @@ def test_every_kind_of_attention(kind: str, ids: Tensor) -> None:
     assert not torch.allclose(model(ids), plain, atol=1e-2)
     gfsa.unplug(model)
     assert torch.equal(model(ids), plain)
+    record(f"attention: {kind}", "the formula to 2e-6")
 
 
 def test_training_moves_the_filters(ids: Tensor, tmp_path: Path) -> None:

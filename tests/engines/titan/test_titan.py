@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 import gfsa.titan  # noqa: E402
 from gfsa.engines.titan.checkpoints import FilterAdapter  # noqa: E402
 
+Record = Callable[[str, str], None]
 ADAPTERS = {"llama": Llama3StateDictAdapter, "qwen": Qwen3StateDictAdapter}
 
 
@@ -108,7 +112,7 @@ def test_a_fresh_filter_changes_nothing(name: str, rows: tuple[Tensor, Tensor]) 
 
 @pytest.mark.parametrize("filter", [{"K": 3}, {"filter": "Polynomial", "degree": 3}])
 def test_packed_documents_do_not_see_each_other(
-    filter: dict[str, Any], rows: tuple[Tensor, Tensor]
+    filter: dict[str, Any], rows: tuple[Tensor, Tensor], record: Record
 ) -> None:
     config = tiny.llama()
     gfsa.titan.plug(config, **filter)
@@ -119,11 +123,12 @@ def test_packed_documents_do_not_see_each_other(
     for part in (slice(None, start), slice(start, None)):
         alone = logits(model, tokens[:, part], positions[:, part])
         torch.testing.assert_close(packed[:, part], alone, atol=2e-6, rtol=1e-5)
+    record(f"packed documents, {filter}", "as each alone, logits to 2e-6")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 def test_transformers_computes_the_same(
-    name: str, rows: tuple[Tensor, Tensor], tmp_path: Path
+    name: str, rows: tuple[Tensor, Tensor], tmp_path: Path, record: Record
 ) -> None:
     config = getattr(tiny, name)()
     gfsa.titan.plug(config, layers="even", filter="Polynomial", degree=3)
@@ -146,6 +151,7 @@ def test_transformers_computes_the_same(
     own = model.state_dict()
     assert back.keys() == own.keys()
     assert all(torch.equal(back[key], own[key]) for key in own)
+    record(f"{name}, filters of degree 3 in every second layer, in transformers", "logits to 2e-5")
 
 
 def load(folder: Path) -> Any:
@@ -225,16 +231,23 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_do_not_depend_on_the_layout(
-    layout: str, tmp_path: Path, assets: Path, seed: Path, one_process: runs.Run
+    layout: str,
+    tmp_path: Path,
+    assets: Path,
+    seed: Path,
+    one_process: runs.Run,
+    record: Record,
 ) -> None:
     processes, arguments = LAYOUTS[layout]
     run = from_seed(tmp_path, assets, seed, *arguments, processes=processes)
-    assert run.losses == pytest.approx(one_process.losses, abs=2e-6 * 5)
+    assert run.losses == pytest.approx(one_process.losses, abs=1e-5)
     assert run.norms == pytest.approx(one_process.norms, rel=1e-4)
+    worst = max(abs(a - b) for a, b in zip(run.losses, one_process.losses, strict=True))
+    record(f"losses of three steps, {layout}", f"those of one process to {worst:.0e}")
 
 
 def test_an_export_is_the_checkpoint(
-    seed: Path, exported: Path, rows: tuple[Tensor, Tensor]
+    seed: Path, exported: Path, rows: tuple[Tensor, Tensor], record: Record
 ) -> None:
     tokens = rows[0]
     alone = torch.arange(tiny.LENGTH).expand_as(tokens)
@@ -245,6 +258,7 @@ def test_an_export_is_the_checkpoint(
             atol=2e-5,
             rtol=1e-4,
         )
+    record("export by two processes, loaded by gfsa.from_pretrained", "logits to 2e-5")
 
 
 def test_training_goes_on_from_an_export(
@@ -321,3 +335,20 @@ def test_a_model_is_plugged_once() -> None:
     gfsa.titan.plug(config)
     with pytest.raises(ValueError, match="has no GQAttention without a filter"):
         gfsa.titan.plug(config)
+
+
+def test_cost(rows: tuple[Tensor, Tensor], record: Record) -> None:
+    """What a step of the tiny Llama takes with filters and without, in turns."""
+    plain, config = built(tiny.llama()), tiny.llama()
+    gfsa.titan.plug(config, K=3)
+    models = {"plain": plain, "filtered": with_noise(built(config))}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(12):
+        for name, model in models.items():
+            begun = time.perf_counter()
+            model(*rows, model.get_attention_masks(rows[1])).logsumexp(-1).mean().backward()
+            seconds[name].append(time.perf_counter() - begun)
+    plain_step, filtered_step = (statistics.median(seconds[name][2:]) for name in models)
+    assert filtered_step > plain_step
+    ratio = filtered_step / plain_step
+    record("time", f"a second pass of attention: {ratio:.2f}× a step of a tiny model (256 tokens)")

@@ -91,8 +91,10 @@ def from_seed(folder: Path, assets: Path, seed: Path, *arguments: str, **kwargs:
     return runs.train(
         folder,
         "llama",
+        *runs.OVERRIDES,
         *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.load_only"),
-        *("--checkpoint.initial_load_path", str(seed), *arguments, *runs.OVERRIDES),
+        # last: some are subcommands
+        *("--checkpoint.initial_load_path", str(seed), *arguments),
         **kwargs,
     )
 
@@ -224,7 +226,7 @@ LAYOUTS = {
     "CP2": (2, (CONTEXT, "2")),
     "PP2": (2, (PIPELINE, "2")),
     "compiled": (1, ("--compile.enable",)),
-    "full activation checkpointing": (1, ("activation_checkpoint:full-ac-config",)),
+    "full activation checkpointing": (1, ("activation-checkpoint:full",)),
     "backend spmd_types": (1, ("--parallelism.spmd_backend", "spmd_types")),
 }
 

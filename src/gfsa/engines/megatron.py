@@ -13,15 +13,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
+from gfsa.engines.kinds import kind_named
+from gfsa.filters import GraphFilter
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
 from gfsa.plugs.adapter import CHILD
-
-KINDS: dict[str, type[GraphFilter]] = {
-    kind.__name__: kind for kind in (GFSA, Polynomial, Twicing, Laplacian, PageRank)
-}
-"""Filters that a specification can name."""
 
 
 def with_filters(spec: Any, filter: str = "GFSA", **arguments: Any) -> Any:
@@ -37,8 +33,7 @@ def with_filters(spec: Any, filter: str = "GFSA", **arguments: Any) -> Any:
         filter: the name of a filter of gfsa: ``GFSA``, ``Polynomial``, ``Twicing`` …
         arguments: for the filter, such as ``K``, ``learn`` and ``power`` of :class:`gfsa.GFSA`.
     """
-    if filter not in KINDS:
-        raise ValueError(f"filter must be one of {', '.join(KINDS)}; got {filter!r:.80}")
+    kind_named(filter)
     filtered = copy.deepcopy(spec)
     layers = filtered.layer_specs if hasattr(filtered, "layer_specs") else [filtered]
     for layer in layers:
@@ -93,7 +88,7 @@ class FilteredCoreAttention(MegatronModule):
         # no child: it has no parameters, and nothing of it belongs into a checkpoint
         self.__dict__["_ungrouped"] = ungrouped
         size = parallel_state.get_tensor_model_parallel_world_size()
-        self.gfsa = KINDS[filter](heads, **arguments)
+        self.gfsa = kind_named(filter)(heads, **arguments)
         if size > 1:
             _keep_own_heads(self.gfsa, parallel_state.get_tensor_model_parallel_rank(), size)
 

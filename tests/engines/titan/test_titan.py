@@ -21,6 +21,7 @@ use_cpu()
 
 import runs  # noqa: E402
 import tiny  # noqa: E402
+from torchtitan.models.common.attention import GQAttention  # noqa: E402
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
@@ -330,6 +331,14 @@ def test_wrong_arguments_are_refused_with_the_configuration(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         gfsa.titan.plug(tiny.llama(), **arguments)
+
+
+def test_another_version_of_its_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.llama()
+    gfsa.titan.plug(config)
+    monkeypatch.setattr(GQAttention, "forward", lambda self, x: self.gate(x))
+    with pytest.raises(ValueError, match=r"written for torchtitan 0\.3.* differs in .*gate"):
+        built(config)
 
 
 def test_a_model_is_plugged_once() -> None:

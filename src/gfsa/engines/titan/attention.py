@@ -18,6 +18,12 @@ from torchtitan.tools.logging import logger
 from gfsa.engines.titan.filters import FilterConfig
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
+from gfsa.plugs.adapter import names_in_forward
+
+# the names that GQAttention's forward looked up when FilteredAttention was written
+_WRITTEN_FOR = (
+    "contiguous enable_gqa flatten inner_attention k_norm q_norm qkv_linear rope scaling wo"
+)
 
 
 class FilteredAttention(GQAttention):
@@ -33,13 +39,14 @@ class FilteredAttention(GQAttention):
     class Config(GQAttention.Config):
         gfsa: FilterConfig
 
+    #: whether the checkpoint manager keeps the filters in exports to transformers
+    is_exported = False
+
     def __init__(self, config: Config) -> None:
+        refuse_another_forward()
         super().__init__(config)
         self.gfsa = config.gfsa.build()
         self.register_state_dict_pre_hook(_warn_of_exports)
-
-    #: whether the checkpoint manager keeps the filters in exports to transformers
-    is_exported = False
 
     def forward(
         self,
@@ -64,6 +71,17 @@ class FilteredAttention(GQAttention):
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             spmd.assert_type(y, spmd.get_local_type(q), get_partition_spec(q))
         return y
+
+
+def refuse_another_forward() -> None:
+    """Raise if torchtitan's attention is not the one that :class:`FilteredAttention` repeats."""
+    names = names_in_forward(GQAttention)
+    if names != _WRITTEN_FOR:
+        changed = sorted(set(names.split()) ^ set(_WRITTEN_FOR.split()))
+        raise ValueError(
+            f"gfsa.titan was written for torchtitan 0.3; the GQAttention of the installed version "
+            f"differs in {', '.join(changed)}. Install torchtitan 0.3, or a newer gfsa"
+        )
 
 
 @cache

@@ -14,12 +14,8 @@ from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-
-KINDS: dict[str, type[GraphFilter]] = {
-    kind.__name__: kind for kind in (GFSA, Polynomial, Twicing, Laplacian, PageRank)
-}
-"""Filters that a configuration can name."""
+from gfsa.engines.kinds import kind_named
+from gfsa.filters import GraphFilter
 
 
 class TitanFilter(Module):
@@ -91,9 +87,7 @@ class FilterConfig(Module.Config):
 
     def filter(self) -> GraphFilter:
         """The filter, as the library has it."""
-        if self.kind not in KINDS:
-            raise ValueError(f"filter must be one of {', '.join(KINDS)}; got {self.kind!r:.80}")
-        return KINDS[self.kind](self.n_heads, **self.arguments)
+        return kind_named(self.kind)(self.n_heads, **self.arguments)
 
     def build(self, **kwargs: Any) -> GraphFilter:
         """The filter as a module of torchtitan."""

@@ -88,15 +88,24 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, assets: Path, seed: Pa
     return from_seed(tmp_path_factory.mktemp("one"), assets, seed)
 
 
-def from_seed(folder: Path, assets: Path, seed: Path, *arguments: str, **kwargs: int) -> runs.Run:
+def from_seed(
+    folder: Path,
+    assets: Path,
+    seed: Path,
+    *arguments: str,
+    config: str = "llama",
+    processes: int = 1,
+    steps: int = 3,
+) -> runs.Run:
     return runs.train(
         folder,
-        "llama",
+        config,
         *runs.OVERRIDES,
         *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.load_only"),
         # last: some are subcommands
         *("--checkpoint.initial_load_path", str(seed), *arguments),
-        **kwargs,
+        processes=processes,
+        steps=steps,
     )
 
 
@@ -247,6 +256,17 @@ def test_losses_do_not_depend_on_the_layout(
     assert run.norms == pytest.approx(one_process.norms, rel=1e-4)
     worst = max(abs(a - b) for a, b in zip(run.losses, one_process.losses, strict=True))
     record(f"losses of three steps, {layout}", f"those of one process to {worst:.0e}")
+
+
+def test_queries_and_keys_are_normalised_in_every_process(tmp_path: Path, record: Record) -> None:
+    assets = tmp_path / "assets"
+    tiny.write_assets(assets, "qwen")
+    seed = runs.seed(tmp_path / "seed", assets, "qwen")
+    one = from_seed(tmp_path / "one", assets, seed, config="qwen")
+    two = from_seed(tmp_path / "two", assets, seed, TENSOR, "2", config="qwen", processes=2)
+    assert two.losses == pytest.approx(one.losses, abs=1e-5)
+    assert two.norms == pytest.approx(one.norms, rel=1e-4)
+    record("losses of three steps, Qwen3, TP2", "those of one process to 1e-5")
 
 
 def test_an_export_is_the_checkpoint(

@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "plugs": CORE,
     "models": CORE,
     "lens": CORE,
+    "engines": CORE,
+    "titan": {*CORE, "engines"},
     "baselines": {*CORE, "models"},
     "environment": {"gfsa"},
     "gfsa": {*EVERYTHING, "_public"} - {"environment"},
@@ -45,6 +47,10 @@ MAY_IMPORT = {
 
 # modules that import a framework when they are imported; others import these inside functions
 FRAMEWORK_MODULES = {
+    "gfsa.engines.megatron": {"megatron"},
+    "gfsa.engines.titan.attention": {"spmd_types", "torchtitan"},
+    "gfsa.engines.titan.checkpoints": {"safetensors", "torchtitan"},
+    "gfsa.engines.titan.filters": {"spmd_types", "torchtitan"},
     "gfsa.info": {"typer"},
     "gfsa.serve": {"typer"},
     "gfsa.lens.command": {"typer"},
@@ -52,6 +58,7 @@ FRAMEWORK_MODULES = {
     "gfsa.lens.figures": {"matplotlib"},
     "gfsa.lens.callbacks.transformers": {"transformers"},
     "gfsa.plugs.adapters.diffusers": {"diffusers"},
+    "gfsa.plugs.adapters.litgpt": {"litgpt"},
     "gfsa.plugs.adapters.speechbrain": {"speechbrain"},
     "gfsa.plugs.adapters.timm": {"timm"},
     "gfsa.plugs.adapters.torchvision": {"torchvision"},
@@ -62,6 +69,7 @@ FRAMEWORK_MODULES = {
     "gfsa.plugs.adapters.transformers.masks": {"transformers"},
     "gfsa.plugs.adapters.transformers.operators": {"transformers"},
     "gfsa.plugs.adapters.transformers.serving": {"transformers", "typer"},
+    "gfsa.titan": {"torchtitan"},
 }
 
 # imports a module by its name because the name is an argument of the user
@@ -180,7 +188,7 @@ def test_no_module_of_ours_is_imported_by_a_string(module: str) -> None:
 
 def test_frameworks_are_imported_by_their_adapter_or_command_only() -> None:
     free = {"torch", "triton", "gfsa", *sys.stdlib_module_names}
-    library = EVERYTHING | {"info", "serve", "tune", "cli"}
+    library = EVERYTHING | {"info", "serve", "tune", "cli", "engines", "titan"}
     loaded: dict[str, set[str]] = {}
     for found in IMPORTS:
         top = found.target.partition(".")[0]

@@ -82,6 +82,12 @@ def _find_in_torch_geometric(module: nn.Module) -> Adapter | None:
     return find(module)
 
 
+def _find_in_litgpt(module: nn.Module) -> Adapter | None:
+    from gfsa.plugs.adapters.litgpt import find
+
+    return find(module)
+
+
 def _find_in_speechbrain(module: nn.Module) -> Adapter | None:
     from gfsa.plugs.adapters.speechbrain import find
 
@@ -103,5 +109,6 @@ _BUILT_IN: dict[str, Callable[[nn.Module], Adapter | None]] = {
     "torch_geometric.nn": _find_in_torch_geometric,
     "speechbrain.nnet.attention": _find_in_speechbrain,
     "diffusers.models.attention_processor": _find_in_diffusers,
+    "litgpt.model": _find_in_litgpt,
     "torch": torch_mha.find,
 }

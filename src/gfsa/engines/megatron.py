@@ -1,0 +1,173 @@
+"""Megatron-core: a core attention with a filter on its map, for layer specifications."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from gfsa.engines.kinds import kind_named
+from gfsa.filters import GraphFilter
+from gfsa.operators import Operator
+from gfsa.operators.base import repeat_heads
+from gfsa.plugs.adapter import CHILD
+
+
+def with_filters(spec: Any, filter: str = "GFSA", **arguments: Any) -> Any:
+    """The same specification with a filter in every layer's self-attention.
+
+    .. code-block:: python
+
+        spec = with_filters(get_gpt_layer_with_transformer_engine_spec(), K=3)
+        model = GPTModel(config, transformer_layer_spec=spec, …)
+
+    Args:
+        spec: of a layer, or of a block with a list of ``layer_specs``.
+        filter: the name of a filter of gfsa: ``GFSA``, ``Polynomial``, ``Twicing`` …
+        arguments: for the filter, such as ``K``, ``learn`` and ``power`` of :class:`gfsa.GFSA`.
+    """
+    kind_named(filter)
+    filtered = copy.deepcopy(spec)
+    layers = filtered.layer_specs if hasattr(filtered, "layer_specs") else [filtered]
+    for layer in layers:
+        attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
+        parts: Any = getattr(attention, "submodules", None)
+        if not hasattr(parts, "core_attention"):
+            raise ValueError(
+                f"expected a specification of layers with self_attention.core_attention, got "
+                f"{layer!r:.200}"
+            )
+        params = {"inner": parts.core_attention, "filter": filter, "arguments": arguments}
+        parts.core_attention = ModuleSpec(module=FilteredCoreAttention, params=params)
+    return filtered
+
+
+class FilteredCoreAttention(MegatronModule):
+    r"""Core attention that returns :math:`\sum_k c_k A^k v`, one call of the ``inner`` one a power.
+
+    Under tensor parallelism a process holds the rows of θ of its own heads. Inference engines of
+    Megatron call kernels of their own around core attention: this is for training.
+
+    Args:
+        config: the transformer's configuration.
+        inner: the core attention of the specification.
+        filter, arguments: as in :func:`with_filters`.
+        kwargs: for the inner core attention.
+    """
+
+    def __init__(
+        self, config: Any, inner: Any, filter: str, arguments: dict[str, Any], **kwargs: Any
+    ) -> None:
+        super().__init__(config=config)
+        dropout = kwargs.get("attention_dropout")
+        if (config.attention_dropout if dropout is None else dropout) > 0:
+            raise ValueError(
+                f"attention_dropout={config.attention_dropout} would drop different entries of A "
+                "in each of the filter's passes; set it to 0"
+            )
+        if config.softmax_type == "learnable":
+            raise ValueError(
+                "softmax_type='learnable' is not supported beside a filter: core attention would "
+                "have an offset for each pass"
+            )
+        self.inner = inner(config=config, **kwargs)
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        ungrouped = self.inner
+        if groups != heads:
+            # A·v differs between heads that share a key: further passes have a key for every head
+            config = copy.copy(config)
+            config.num_query_groups = heads
+            ungrouped = inner(config=config, **kwargs)
+        # no child: it has no parameters, and nothing of it belongs into a checkpoint
+        self.__dict__["_ungrouped"] = ungrouped
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        self.gfsa = kind_named(filter)(heads, **arguments)
+        if size > 1:
+            _keep_own_heads(self.gfsa, parallel_state.get_tensor_model_parallel_rank(), size)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``(sequence, batch, heads·D)`` of queries ``(sequence, batch, heads, D)``."""
+        if len(query) != len(key):
+            raise NotImplementedError(
+                f"{len(key)} keys for {len(query)} queries: a filter needs A·v of the cached "
+                "tokens. Train with Megatron, serve with vLLM or transformers"
+            )
+
+        def attend(core: nn.Module, k: Tensor, x: Tensor) -> Tensor:
+            y: Tensor = core(query, k, x, attention_mask, **kwargs)
+            return y.view(*query.shape[:-1], -1)
+
+        # (…, heads, 1, D): the layout of operators, in which heads are the third axis from the end
+        operator = _CoreAttention(
+            partial(attend, self.inner, key),
+            partial(attend, self._ungrouped, _for_every_head(key, query)),
+            query,
+        )
+        return self.gfsa(operator, value.unsqueeze(-2)).flatten(-3)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """The filter's tensors, θ sharded by heads, and what the inner core attention has."""
+        state = {f"{CHILD}.{key}": value for key, value in self.gfsa.state_dict().items()}
+        by_heads = {f"{CHILD}.theta": 0}
+        sharded = make_sharded_tensors_for_checkpoint(state, prefix, by_heads, sharded_offsets)
+        if hasattr(self.inner, "sharded_state_dict"):
+            sharded |= self.inner.sharded_state_dict(f"{prefix}inner.", sharded_offsets, metadata)
+        return sharded
+
+
+class _CoreAttention(Operator):
+    """A of a layer: ``A·x`` is a call of core attention with x as values."""
+
+    def __init__(
+        self,
+        first: Callable[[Tensor], Tensor],
+        further: Callable[[Tensor], Tensor],
+        query: Tensor,
+    ) -> None:
+        self._first = first
+        self._further = further
+        self._query = query
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        powers = [repeat_heads(v, self._query.unsqueeze(-2))]
+        if degree:
+            powers.append(self._first(v.squeeze(-2)).unsqueeze(-2))
+        while len(powers) <= degree:
+            powers.append(self.apply(powers[-1]))
+        return powers
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._further(x.squeeze(-2).contiguous()).unsqueeze(-2)
+
+
+def _for_every_head(key: Tensor, query: Tensor) -> Tensor:
+    groups = query.shape[-2] // key.shape[-2]
+    return key.repeat_interleave(groups, dim=-2) if groups > 1 else key
+
+
+def _keep_own_heads(filter: GraphFilter, rank: int, size: int) -> None:
+    """Leave the rows of this process's heads, and mark θ as Megatron marks sharded parameters."""
+    filter._exact_base = filter._exact_base.chunk(size)[rank].clone()
+    filter._start = filter._start.chunk(size)[rank].clone()
+    filter.base = filter.base.chunk(size)[rank].clone()
+    filter.heads_are_sharded = True
+    if filter.theta is not None:
+        theta: Any = nn.Parameter(filter.theta.detach().chunk(size)[rank].clone())
+        theta.tensor_model_parallel, theta.partition_dim, theta.partition_stride = True, 0, 1
+        filter.theta = theta

@@ -1,0 +1,98 @@
+"""Lets torchtitan's trainer run on a CPU with gloo and torch 2.13, for tests.
+
+torchtitan trains on accelerators only: its globals name one, its metrics ask for the memory of
+one, gloo has no PREMUL_SUM, and flex attention has no backward on a CPU. Its pipeline schedules
+take microbatches, as those of a newer torch do. What is replaced here is around the model;
+attention is replaced by masked SDPA, which is the same map.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torchtitan.components import metrics
+from torchtitan.distributed import utils as distributed_utils
+from torchtitan.models.common import attention
+
+_MODULES_WITH_A_DEVICE = (
+    "torchtitan.tools.utils",
+    "torchtitan.tools.profiler",
+    "torchtitan.components.metrics",
+    "torchtitan.distributed.utils",
+    "torchtitan.distributed.parallel_dims",
+    "torchtitan.distributed.pipeline_parallel",
+)
+
+
+def use_cpu() -> None:
+    """Replace, in this process, what torchtitan has for accelerators only."""
+    for name in _MODULES_WITH_A_DEVICE:
+        module: Any = importlib.import_module(name)
+        if hasattr(module, "device_type"):
+            module.device_type = "cpu"
+        if hasattr(module, "device_module"):
+            module.device_module = torch.cpu
+    distributed_utils.set_pg_timeouts = lambda *_, **__: None
+    metrics.build_device_memory_monitor = lambda: _NoMemory()
+    FSDPModule.set_gradient_divide_factor = _sum_then_divide
+    PipelineScheduleSingle.step = _step_of_microbatches
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_masked_sdpa)
+    # compiling it takes a CPU a minute
+    attention._compiled_create_block_mask = create_block_mask
+
+
+class _NoMemory:
+    device_name = "cpu"
+
+    def get_peak_stats(self) -> metrics.DeviceMemStats:
+        return metrics.DeviceMemStats(0.0, 0.0, 0.0, 0.0, 0, 0)
+
+    def reset_peak_stats(self) -> None: ...
+
+
+_set_gradient_divide_factor = FSDPModule.set_gradient_divide_factor
+
+
+def _sum_then_divide(self: FSDPModule, factor: float) -> None:
+    self.set_force_sum_reduction_for_comms(True)
+    _set_gradient_divide_factor(self, factor)
+
+
+def _step_of_microbatches(
+    self: PipelineScheduleSingle,
+    *,
+    arg_mbs: list[Any] | None,
+    kwarg_mbs: list[Any],
+    target_mbs: list[Any] | None,
+    losses: list[Any] | None,
+    loss_kwargs: dict[str, Any],
+    return_outputs: bool,
+) -> None:
+    self._stage.has_backward = self._has_backward
+    self._stage.clear_runtime_states()
+    self._step_microbatches(
+        arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
+    )
+
+
+def _masked_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    mask = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device=q.device)
+    assert enable_gqa == (q.shape[1] != k.shape[1]), "keys are grouped without enable_gqa"
+    y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+    return y, None

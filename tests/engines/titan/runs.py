@@ -1,0 +1,96 @@
+"""Runs of torchtitan in processes of their own, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+OVERRIDES = (
+    "--override.imports",
+    'gfsa.titan.filters={"K": 3}',
+    'gfsa.titan.optimizer={"lr": 0.05}',
+    "gfsa.titan.checkpoint",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left."""
+
+    folder: Path
+    output: str
+    losses: list[float]
+    norms: list[float]
+    groups: list[dict[str, Any]]
+    """The optimiser's parameter groups: learning rate at the start, weight decay and names."""
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoint" / f"step-{step}"
+
+
+def train(folder: Path, config: str, *arguments: str, processes: int = 1, steps: int = 3) -> Run:
+    """Train a configuration of ``tiny.py`` with torchrun; ``folder`` gets its checkpoints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        *(str(HERE / "train.py"), "--module", "tiny", "--config", config),
+        *("--dump_folder", str(folder), "--training.steps", str(steps), *arguments),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": source,
+        "LOSSES": str(folder / "losses"),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-6000:]}")
+    ranks = [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(processes)]
+    # of the stages of a pipeline the last one has the loss
+    last = ranks[-1]
+    return Run(
+        folder,
+        done.stdout,
+        [step["loss"] for step in last["steps"]],
+        [step["norm"] for step in last["steps"]],
+        [group for rank in ranks for group in rank["groups"]],
+    )
+
+
+def seed(folder: Path, assets: Path, config: str = "llama") -> Path:
+    """A DCP checkpoint of a few steps, after which no filter is the identity."""
+    run = train(
+        folder,
+        config,
+        *("--hf_assets_path", str(assets), "--checkpoint.enable"),
+        *OVERRIDES,
+        steps=4,
+    )
+    return run.checkpoint(4)
+
+
+def export(folder: Path, assets: Path, checkpoint: Path, processes: int = 1) -> Path:
+    """The weights of a DCP checkpoint as a transformers folder: a step at rate 0."""
+    run = train(
+        folder,
+        "llama_at_rest",
+        *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.last_save_in_hf"),
+        *("--checkpoint.initial_load_path", str(checkpoint)),
+        *("--training.local_batch_size", str(4 // processes)),
+        *OVERRIDES[:2],
+        'gfsa.titan.optimizer={"lr": 0.0}',
+        OVERRIDES[3],
+        steps=1,
+        processes=processes,
+    )
+    return run.checkpoint(1)

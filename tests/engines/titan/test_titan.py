@@ -1,0 +1,385 @@
+"""torchtitan: the same losses however a model is distributed, and exports for transformers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cpu import use_cpu
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import gfsa
+
+use_cpu()
+
+import runs  # noqa: E402
+import tiny  # noqa: E402
+from torchtitan.models.common.attention import GQAttention  # noqa: E402
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter  # noqa: E402
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+import gfsa.titan  # noqa: E402
+from gfsa.engines.titan.checkpoints import FilterAdapter  # noqa: E402
+
+Record = Callable[[str, str], None]
+ADAPTERS = {"llama": Llama3StateDictAdapter, "qwen": Qwen3StateDictAdapter}
+
+
+def built(config: Trainer.Config, seed: int = 0) -> Any:
+    """The model of a configuration in this process, as the trainer builds it on one."""
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    model.verify_module_protocol()
+    model.to_empty(device="cpu")
+    torch.manual_seed(seed)
+    model.init_weights(buffer_device=None)
+    return model.eval()
+
+
+def with_noise(model: nn.Module, scale: float = 0.2) -> nn.Module:
+    """Filters that differ from the identity, from head to head and from layer to layer."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".gfsa." in name:
+            nn.init.normal_(parameter, std=scale)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    return model(tokens, positions, model.get_attention_masks(positions))
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[Tensor, Tensor]:
+    tokens, positions = zip(*(tiny.document_row(row) for row in range(2)), strict=True)
+    return torch.stack(tokens)[:, :-1], torch.stack(positions)
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    tiny.write_assets(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Path:
+    return runs.seed(tmp_path_factory.mktemp("seed"), assets)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, assets: Path, seed: Path) -> Path:
+    """The seed as a transformers folder, written by two processes that shard it."""
+    return runs.export(tmp_path_factory.mktemp("exported"), assets, seed, processes=2)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory, assets: Path, seed: Path) -> runs.Run:
+    return from_seed(tmp_path_factory.mktemp("one"), assets, seed)
+
+
+def from_seed(
+    folder: Path,
+    assets: Path,
+    seed: Path,
+    *arguments: str,
+    config: str = "llama",
+    processes: int = 1,
+    steps: int = 3,
+) -> runs.Run:
+    return runs.train(
+        folder,
+        config,
+        *runs.OVERRIDES,
+        *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.load_only"),
+        # last: some are subcommands
+        *("--checkpoint.initial_load_path", str(seed), *arguments),
+        processes=processes,
+        steps=steps,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_a_fresh_filter_changes_nothing(name: str, rows: tuple[Tensor, Tensor]) -> None:
+    plain = built(getattr(tiny, name)())
+    config = getattr(tiny, name)()
+    assert len(gfsa.titan.plug(config, K=3)) == tiny.LAYERS
+    filtered = built(config)
+    missing, unexpected = filtered.load_state_dict(plain.state_dict(), strict=False)
+    assert not unexpected
+    assert len(missing) == 2 * tiny.LAYERS
+    assert torch.equal(logits(filtered, *rows), logits(plain, *rows))
+    assert not torch.allclose(logits(with_noise(filtered), *rows), logits(plain, *rows), atol=1e-2)
+
+
+@pytest.mark.parametrize("filter", [{"K": 3}, {"filter": "Polynomial", "degree": 3}])
+def test_packed_documents_do_not_see_each_other(
+    filter: dict[str, Any], rows: tuple[Tensor, Tensor], record: Record
+) -> None:
+    config = tiny.llama()
+    gfsa.titan.plug(config, **filter)
+    model = with_noise(built(config))
+    tokens, positions = rows[0][:1], rows[1][:1]
+    packed = logits(model, tokens, positions)
+    (start,) = (int(place) for place in (positions[0] == 0).nonzero()[1:])
+    for part in (slice(None, start), slice(start, None)):
+        alone = logits(model, tokens[:, part], positions[:, part])
+        torch.testing.assert_close(packed[:, part], alone, atol=2e-6, rtol=1e-5)
+    record(f"packed documents, {filter}", "as each alone, logits to 2e-6")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_transformers_computes_the_same(
+    name: str, rows: tuple[Tensor, Tensor], tmp_path: Path, record: Record
+) -> None:
+    config = getattr(tiny, name)()
+    gfsa.titan.plug(config, layers="even", filter="Polynomial", degree=3)
+    model = with_noise(built(config))
+    adapter = FilterAdapter(ADAPTERS[name](config.model_spec.model, None))
+    renamed = adapter.to_hf(model.state_dict()) | adapter.descriptions()
+    save_file(
+        {key: value.contiguous() for key, value in renamed.items()}, tmp_path / "model.safetensors"
+    )
+    tiny.write_assets(tmp_path, name)
+    loaded = load(tmp_path)
+    assert list(gfsa.filters_of(loaded)) == [f"model.layers.{layer}.self_attn" for layer in (1, 3)]
+    tokens = rows[0]
+    alone = torch.arange(tiny.LENGTH).expand_as(tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded(tokens).logits, logits(model, tokens, alone), atol=2e-5, rtol=1e-4
+        )
+    back = adapter.from_hf(renamed)
+    own = model.state_dict()
+    assert back.keys() == own.keys()
+    assert all(torch.equal(back[key], own[key]) for key in own)
+    record(f"{name}, filters of degree 3 in every second layer, in transformers", "logits to 2e-5")
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return gfsa.from_pretrained(AutoModelForCausalLM, folder).eval()
+
+
+def test_an_adapter_without_names_for_attention_is_refused() -> None:
+    class Unknown:
+        from_hf_map: dict[str, str] = {}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match="Unknown has no name for layers"):
+        FilterAdapter(Unknown())
+
+
+def test_filters_have_the_file_of_their_layer(assets: Path) -> None:
+    config = tiny.llama()
+    gfsa.titan.plug(config, layers=[2])
+    adapter = FilterAdapter(Llama3StateDictAdapter(config.model_spec.model, str(assets)))
+    assert adapter.fqn_to_index_mapping is None
+    adapter._adapter.fqn_to_index_mapping = {
+        f"model.layers.{layer}.self_attn.o_proj.weight": layer + 1 for layer in range(4)
+    }
+    added = adapter.fqn_to_index_mapping.keys() - adapter._adapter.fqn_to_index_mapping.keys()
+    assert added == {"model.layers.1.self_attn.gfsa.theta"}
+    assert adapter.fqn_to_index_mapping["model.layers.1.self_attn.gfsa.theta"] == 2
+
+
+def test_seed_has_filters_of_every_head(seed: Path) -> None:
+    model = loaded_from(seed)
+    thetas = torch.stack([value for key, value in model.state_dict().items() if "theta" in key])
+    assert thetas.shape == (tiny.LAYERS, 4, 3)
+    assert thetas.abs().min() > 1e-3
+    assert len(thetas.unique(dim=1)[0]) == 4
+
+
+def loaded_from(checkpoint: Path) -> Any:
+    config = tiny.llama()
+    gfsa.titan.plug(config, K=3)
+    model = built(config, seed=7)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    model.load_state_dict(state)
+    return model
+
+
+def test_filters_have_a_rate_of_their_own(one_process: runs.Run) -> None:
+    of_filters, rest = one_process.groups
+    assert (of_filters["lr"], of_filters["weight_decay"]) == (0.05, 0.0)
+    assert (rest["lr"], rest["weight_decay"]) == (3e-3, 0.1)
+    assert of_filters["names"] == [
+        f"layers.{layer}.attention.gfsa.theta" for layer in range(tiny.LAYERS)
+    ]
+    assert not any("gfsa" in name for name in rest["names"])
+
+
+TENSOR = "--parallelism.tensor_parallel_degree"
+CONTEXT = "--parallelism.context_parallel_degree"
+PIPELINE = "--parallelism.pipeline_parallel_degree"
+BATCH = "--training.local_batch_size"
+LAYOUTS = {
+    "FSDP2": (2, (BATCH, "2")),
+    "TP2": (2, (TENSOR, "2")),
+    "TP2 without sequence parallelism": (
+        2,
+        (TENSOR, "2", "--parallelism.no-enable_sequence_parallel"),
+    ),
+    "FSDP2 × TP2": (4, (BATCH, "2", TENSOR, "2")),
+    "CP2": (2, (CONTEXT, "2")),
+    "PP2": (2, (PIPELINE, "2")),
+    "compiled": (1, ("--compile.enable",)),
+    "full activation checkpointing": (1, ("activation-checkpoint:full",)),
+    "backend spmd_types": (1, ("--parallelism.spmd_backend", "spmd_types")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_do_not_depend_on_the_layout(
+    layout: str,
+    tmp_path: Path,
+    assets: Path,
+    seed: Path,
+    one_process: runs.Run,
+    record: Record,
+) -> None:
+    processes, arguments = LAYOUTS[layout]
+    run = from_seed(tmp_path, assets, seed, *arguments, processes=processes)
+    assert run.losses == pytest.approx(one_process.losses, abs=1e-5)
+    assert run.norms == pytest.approx(one_process.norms, rel=1e-4)
+    worst = max(abs(a - b) for a, b in zip(run.losses, one_process.losses, strict=True))
+    record(f"losses of three steps, {layout}", f"those of one process to {worst:.0e}")
+
+
+def test_queries_and_keys_are_normalised_in_every_process(tmp_path: Path, record: Record) -> None:
+    assets = tmp_path / "assets"
+    tiny.write_assets(assets, "qwen")
+    seed = runs.seed(tmp_path / "seed", assets, "qwen")
+    one = from_seed(tmp_path / "one", assets, seed, config="qwen")
+    two = from_seed(tmp_path / "two", assets, seed, TENSOR, "2", config="qwen", processes=2)
+    assert two.losses == pytest.approx(one.losses, abs=1e-5)
+    assert two.norms == pytest.approx(one.norms, rel=1e-4)
+    record("losses of three steps, Qwen3, TP2", "those of one process to 1e-5")
+
+
+def test_an_export_is_the_checkpoint(
+    seed: Path, exported: Path, rows: tuple[Tensor, Tensor], record: Record
+) -> None:
+    tokens = rows[0]
+    alone = torch.arange(tiny.LENGTH).expand_as(tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            load(exported)(tokens).logits,
+            logits(loaded_from(seed), tokens, alone),
+            atol=2e-5,
+            rtol=1e-4,
+        )
+    record("export by two processes, loaded by gfsa.from_pretrained", "logits to 2e-5")
+
+
+def test_training_goes_on_from_an_export(
+    tmp_path: Path, assets: Path, exported: Path, one_process: runs.Run
+) -> None:
+    run = from_seed(tmp_path, assets, exported, "--checkpoint.initial_load_in_hf")
+    assert run.losses == pytest.approx(one_process.losses, abs=1e-5)
+
+
+def test_an_export_of_other_filters_is_refused(
+    tmp_path: Path, assets: Path, exported: Path
+) -> None:
+    arguments = [argument.replace('"K": 3', '"K": 4') for argument in runs.OVERRIDES]
+    with pytest.raises(RuntimeError, match=r"'K': 3.* the model's is GFSA .*'K': 4"):
+        runs.train(
+            tmp_path,
+            "llama",
+            *("--hf_assets_path", str(assets), "--checkpoint.enable"),
+            *("--checkpoint.initial_load_path", str(exported), "--checkpoint.initial_load_in_hf"),
+            *arguments,
+        )
+
+
+def test_a_transformers_folder_without_filters_is_a_start(
+    tmp_path: Path, assets: Path, exported: Path, one_process: runs.Run
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "plain")
+    run = from_seed(
+        tmp_path / "run", assets, tmp_path / "plain", "--checkpoint.initial_load_in_hf", steps=1
+    )
+    assert "has no graph filters: they start as configured" in run.output
+    assert run.losses != pytest.approx(one_process.losses[:1], abs=1e-3)
+
+
+def test_a_configuration_of_ones_own(tmp_path: Path, assets: Path) -> None:
+    run = runs.train(tmp_path, "upper_llama", "--hf_assets_path", str(assets), steps=2)
+    assert run.losses[1] != run.losses[0]
+    assert [name for group in run.groups for name in group["names"] if "gfsa" in name] == [
+        "layers.2.attention.gfsa.theta",
+        "layers.3.attention.gfsa.theta",
+    ]
+
+
+def test_torchtitans_checkpoint_manager_is_warned_of(tmp_path: Path, assets: Path) -> None:
+    run = runs.train(
+        tmp_path,
+        "llama",
+        *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.last_save_in_hf"),
+        *runs.OVERRIDES[:2],
+        steps=1,
+    )
+    assert run.output.count("Add gfsa.titan.checkpoint to --override.imports") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"filter": "Cubic"}, "filter must be one of GFSA, Polynomial"),
+        ({"K": 1}, "K must be"),
+        ({"layers": [9]}, "there is no layer 9"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_the_configuration(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        gfsa.titan.plug(tiny.llama(), **arguments)
+
+
+def test_another_version_of_its_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.llama()
+    gfsa.titan.plug(config)
+    monkeypatch.setattr(GQAttention, "forward", lambda self, x: self.gate(x))
+    with pytest.raises(ValueError, match=r"written for torchtitan 0\.3.* differs in .*gate"):
+        built(config)
+
+
+def test_a_model_is_plugged_once() -> None:
+    config = tiny.llama()
+    gfsa.titan.plug(config)
+    with pytest.raises(ValueError, match="has no GQAttention without a filter"):
+        gfsa.titan.plug(config)
+
+
+def test_cost(rows: tuple[Tensor, Tensor], record: Record) -> None:
+    """What a step of the tiny Llama takes with filters and without, in turns."""
+    plain, config = built(tiny.llama()), tiny.llama()
+    gfsa.titan.plug(config, K=3)
+    models = {"plain": plain, "filtered": with_noise(built(config))}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(12):
+        for name, model in models.items():
+            begun = time.perf_counter()
+            model(*rows, model.get_attention_masks(rows[1])).logsumexp(-1).mean().backward()
+            seconds[name].append(time.perf_counter() - begun)
+    plain_step, filtered_step = (statistics.median(seconds[name][2:]) for name in models)
+    assert filtered_step > plain_step
+    ratio = filtered_step / plain_step
+    record("time", f"a second pass of attention: {ratio:.2f}× a step of a tiny model (256 tokens)")

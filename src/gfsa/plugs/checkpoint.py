@@ -269,18 +269,32 @@ def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list
                 f"{source} belongs to another backbone: {name} is {fingerprint}, the filter was "
                 f"saved from {entry['backbone']!r:.120}"
             )
-        room -= _coefficients(entry, site.num_heads, name, source)
-        if room < 0:
-            raise ValueError(
-                f"{source} describes filters with more than {_MOST_COEFFICIENTS} coefficients, "
-                "which is refused: filters are a few numbers per head"
-            )
+        room = _check_size(entry, site.num_heads, name, source, room)
         rebuilt = _rebuild(entry, name, source)
         if site.is_plugged:
             _check_same_filter(site, rebuilt, source)
         plans.append(_Plan(site, saved, rebuilt))
     check_depths(model, description, [plan.saved for plan in plans], source)
     return plans
+
+
+def build(entry: Mapping[str, Any], heads: int, name: str, source: str) -> GraphFilter:
+    """A described filter without its numbers, for the layer ``name`` with ``heads`` heads."""
+    _check_size(entry, heads, name, source, room=_MOST_COEFFICIENTS)
+    return _rebuild(entry, name, source)
+
+
+def _check_size(
+    entry: Mapping[str, Any], heads: int, name: str, source: str, room: int
+) -> int:
+    """How many coefficients there is room for after this filter; raises if there is none."""
+    room -= _coefficients(entry, heads, name, source)
+    if room < 0:
+        raise ValueError(
+            f"{source} describes filters with more than {_MOST_COEFFICIENTS} coefficients, "
+            "which is refused: filters are a few numbers per head"
+        )
+    return room
 
 
 def _coefficients(entry: Mapping[str, Any], heads: int, name: str, source: str) -> int:

@@ -39,7 +39,7 @@ TRACED = "traced"
 # all filters of a file together: far above any use, and little memory
 _MOST_COEFFICIENTS = 2**22
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_KINDS = {
+KINDS = {
     kind.__name__: kind
     for kind in (
         filter_kinds.GFSA,
@@ -50,6 +50,7 @@ _KINDS = {
         PartialPolynomial,
     )
 }
+"""The filters that can be built from their description: polynomials of the attention map."""
 
 
 def save(model: nn.Module, path: str | Path) -> None:
@@ -68,10 +69,10 @@ def save(model: nn.Module, path: str | Path) -> None:
     plugged = plugged_sites(model)
     for name, site in plugged.items():
         kind = type(site.filter)
-        if _KINDS.get(kind.__name__) is not kind:
+        if KINDS.get(kind.__name__) is not kind:
             raise ValueError(
                 f"the filter of {name} is a {kind_of(kind)}, which gfsa.load cannot build: it "
-                f"builds {', '.join(_KINDS)}. Save its state_dict yourself, or plug filter.fold()"
+                f"builds {', '.join(KINDS)}. Save its state_dict yourself, or plug filter.fold()"
             )
     if len(description["filters"]) != len(plugged):
         raise ValueError(
@@ -284,9 +285,7 @@ def build(entry: Mapping[str, Any], heads: int, name: str, source: str) -> Graph
     return _rebuild(entry, name, source)
 
 
-def _check_size(
-    entry: Mapping[str, Any], heads: int, name: str, source: str, room: int
-) -> int:
+def _check_size(entry: Mapping[str, Any], heads: int, name: str, source: str, room: int) -> int:
     """How many coefficients there is room for after this filter; raises if there is none."""
     room -= _coefficients(entry, heads, name, source)
     if room < 0:
@@ -351,11 +350,11 @@ def _kind_and_arguments(
     entry: Mapping[str, Any], name: str, source: str
 ) -> tuple[type[GraphFilter], dict[str, Any]]:
     kind, arguments = entry.get("kind"), entry.get("arguments")
-    if kind not in _KINDS or not isinstance(arguments, dict):
+    if kind not in KINDS or not isinstance(arguments, dict):
         raise ValueError(
-            f"{source}: the filter of {name} is a {kind!r:.80}; known are {', '.join(_KINDS)}"
+            f"{source}: the filter of {name} is a {kind!r:.80}; known are {', '.join(KINDS)}"
         )
-    return _KINDS[kind], arguments
+    return KINDS[kind], arguments
 
 
 def _rebuild(entry: Mapping[str, Any], name: str, source: str) -> GraphFilter:

@@ -58,7 +58,9 @@ def _tensor_names(model: str | Path, hub: dict[str, Any]) -> Iterable[str]:
     if found is not None:
         return _names_in_index(found)
     found = _cached(model, SAFE_WEIGHTS_NAME, **hub, local_files_only=True)
-    return _names_in_header(model, SAFE_WEIGHTS_NAME, hub) if found is None else _names_in_file(found)
+    if found is not None:
+        return _names_in_file(found)
+    return _names_in_header(model, SAFE_WEIGHTS_NAME, hub)
 
 
 def _names_in_index(index: Path) -> Iterable[str]:

@@ -20,6 +20,7 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 
 from gfsa.engines.vllm import GPT2, TRANSFORMERS, TRANSFORMERS_MOE
 from gfsa.engines.vllm.checkpoint import descriptions_in
+from gfsa.plugs.checkpoint import KINDS
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -58,6 +59,14 @@ class _LooksForFilters:
 
 def mark(config: Any, filters: dict[str, Any], source: str) -> None:
     """Name the architecture that serves these filters; raises if vLLM cannot serve them."""
+    for layer, description in filters.items():
+        kind = description.get("kind")
+        if kind not in KINDS:
+            raise ValueError(
+                f"{source}: the filter of {layer} is a {kind!r:.80}; in vLLM gfsa serves "
+                f"polynomials of the attention map ({', '.join(KINDS)}). Plug filter.fold() if "
+                "yours is one, or run the model with gfsa.from_pretrained or gfsa.load"
+            )
     architectures = list(config.architectures or ())
     serving = _architecture(config, architectures, source)
     setattr(config, FILTERS, {"architectures": architectures, "filters": filters})

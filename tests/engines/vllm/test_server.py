@@ -1,0 +1,104 @@
+"""``vllm serve DIR``, asked by curl, as docs/vllm.md shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import VOCABULARY, Checkpoint, reference, texts_of
+
+PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
+SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
+
+
+def add_tokenizer(folder: Path) -> Any:
+    """A tokenizer of whole words: w0, w1, …"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+    fast.save_pretrained(folder)
+    return fast
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def server(folder: Path, log: Path, **environment: str) -> Iterator[int]:
+    """A server in processes of its own; yields its port."""
+    port = free_port()
+    command = [*SERVE, str(folder), "--port", str(port), *OPTIONS]
+    # a log in a file: a pipe that is not read would stop the server
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        )
+    try:
+        give_up = time.monotonic() + 900
+        while curl("-f", f"http://127.0.0.1:{port}/health").returncode:
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < give_up, log.read_text()[-3000:]
+            time.sleep(1)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def curl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["curl", "-s", *arguments], capture_output=True, text=True, check=False)
+
+
+def request_of_the_page() -> list[str]:
+    """The arguments of the page's curl command."""
+    import shlex
+
+    block = re.search(r"```sh\ncurl (.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    return shlex.split(block[1].replace("\\\n", " "))
+
+
+def test_curl(checkpoints: Any, tmp_path: Path) -> None:
+    checkpoint: Checkpoint = checkpoints("Llama")
+    tokenizer = add_tokenizer(checkpoint.folder)
+    address, *arguments = request_of_the_page()
+    with server(checkpoint.folder, tmp_path / "log") as port:
+        address = address.replace("8000", str(port))
+        body = json.loads(arguments[arguments.index("-d") + 1])
+        body |= {"model": str(checkpoint.folder), "prompt": "w5 w17 w33 w60 w2", "max_tokens": 40}
+        arguments[arguments.index("-d") + 1] = json.dumps(body)
+        answer = json.loads(curl(address, *arguments).stdout)
+    prompt = tokenizer(body["prompt"]).input_ids
+    (expected,) = texts_of(reference(checkpoint.folder), [prompt])
+    assert answer["choices"][0]["text"].split() == tokenizer.decode(expected.tokens).split()
+
+
+def test_without_the_plugin_vllm_refuses_the_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
+    checkpoint: Checkpoint = checkpoints("Llama")
+    log = tmp_path / "log"
+    # no plugin of this name: none is loaded
+    with (
+        pytest.raises(AssertionError),
+        server(checkpoint.folder, log, VLLM_PLUGINS="none"),
+    ):
+        pass
+    assert "gfsa" in log.read_text()
+    assert re.search(r"(no module or parameter named|KeyError|not found in).*gfsa", log.read_text())

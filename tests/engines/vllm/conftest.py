@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import Checkpoint, plugged_checkpoint
+from tiny_models import Checkpoint, checkpoint_of
 
-# the engine in this process: a start takes seconds instead of the import of vLLM in another one
+# the engine in the process that asks for it, which shows its errors
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# processes that vLLM starts find the helpers of these tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -27,14 +27,15 @@ def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path):
-    """Architecture → its plugged checkpoint with what transformers generates, made when asked."""
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, vllm_cache: Path
+) -> Callable[[str], Checkpoint]:
+    """Recipe → its checkpoint with what transformers generates, made when it is asked for."""
     made: dict[str, Checkpoint] = {}
 
-    def checkpoint(architecture: str) -> Checkpoint:
-        if architecture not in made:
-            folder = tmp_path_factory.mktemp("models") / architecture
-            made[architecture] = plugged_checkpoint(architecture, folder)
-        return made[architecture]
+    def checkpoint(recipe: str) -> Checkpoint:
+        if recipe not in made:
+            made[recipe] = checkpoint_of(recipe, tmp_path_factory.mktemp("model"))
+        return made[recipe]
 
     return checkpoint

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
-from serving import engine, generate
+from serving import everything, serve
 
 # key heads, query heads: of two query heads a key head, and of one each
 HEADS = {"Llama": (2, 4), "GPT-2": (4, 4)}
@@ -14,14 +13,17 @@ HEADS = {"Llama": (2, 4), "GPT-2": (4, 4)}
 
 def measure(folder: Any, prompts: list[list[int]]) -> tuple[int, float]:
     """How many tokens fit into the cache, and how many are generated a second."""
-    with engine(folder, enforce_eager=True, enable_prefix_caching=False) as llm:
-        cache = llm.llm_engine.vllm_config.cache_config
-        generate(llm, prompts, new=2)
-        start = time.perf_counter()
-        texts, _ = generate(llm, prompts)
-        seconds = time.perf_counter() - start
-        generated = sum(len(text.tokens) for text in texts)
-        return cache.kv_cache_size_tokens, generated / seconds
+    served = serve(
+        folder,
+        # the first requests start what is started once
+        (prompts, 2),
+        everything(prompts),
+        enforce_eager=True,
+        enable_prefix_caching=False,
+    )
+    second = served.rounds[1]
+    generated = sum(len(text.tokens) for text in second.texts)
+    return served.capacity, generated / second.seconds
 
 
 @pytest.mark.parametrize("architecture", HEADS)
@@ -32,4 +34,5 @@ def test_the_cache_holds_fewer_tokens_as_documented(architecture: str, checkpoin
     keys, queries = HEADS[architecture]
     # degree 2: one more layer, with a key head for each query head
     assert plain / plugged == pytest.approx((keys + queries) / keys, rel=0.01)
+    print(f"{architecture}: {plain} tokens fit plain, {plugged} plugged")
     print(f"{architecture}: {plain_speed:.0f} tokens/s plain, {plugged_speed:.0f} plugged")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import counter, engine, generate, largest_difference
-from tiny_models import Text
+from serving import Served, everything, largest_difference, serve
+from tiny_models import ARCHITECTURES, Checkpoint
 
-ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-2")
 TOLERANCE = 1e-5
 
 EAGER: dict[str, Any] = {"enforce_eager": True, "enable_prefix_caching": False}
@@ -25,8 +24,8 @@ NGRAM = {
 
 
 @pytest.fixture(params=ARCHITECTURES, scope="module")
-def checkpoint(request: pytest.FixtureRequest, checkpoints):
-    made = checkpoints(request.param)
+def checkpoint(request: pytest.FixtureRequest, checkpoints: Any) -> Checkpoint:
+    made: Checkpoint = checkpoints(request.param)
     # a filter that changed nothing, or texts of one token, would hide an error
     changed = [a.tokens != b.tokens for a, b in zip(made.texts, made.plain_texts, strict=False)]
     assert len(changed) == 4
@@ -35,45 +34,50 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints):
     return made
 
 
-def check(llm: Any, checkpoint: Any) -> float:
-    texts, _ = generate(llm, checkpoint.prompts)
-    difference = largest_difference(texts, checkpoint.texts)
-    assert difference < TOLERANCE
-    return difference
+def check(served: Served, checkpoint: Checkpoint) -> None:
+    assert len(checkpoint.texts) == 16
+    assert {len(text.tokens) for text in checkpoint.texts} == {40}
+    assert largest_difference(served.rounds[0].texts, checkpoint.texts) < TOLERANCE
 
 
-def test_eager(checkpoint) -> None:
-    with engine(checkpoint.folder, **EAGER) as llm:
-        check(llm, checkpoint)
+def test_eager(checkpoint: Checkpoint) -> None:
+    check(serve(checkpoint.folder, everything(checkpoint.prompts), **EAGER), checkpoint)
 
 
-def test_compiled(checkpoint) -> None:
-    with engine(checkpoint.folder, **{**EAGER, "enforce_eager": False}) as llm:
-        check(llm, checkpoint)
+def test_compiled(checkpoint: Checkpoint) -> None:
+    options = {**EAGER, "enforce_eager": False}
+    check(serve(checkpoint.folder, everything(checkpoint.prompts), **options), checkpoint)
 
 
-def test_chunked_prefill_and_prefix_caching(checkpoint) -> None:
-    # fewer tokens a step than most prompts have: prompts come in chunks, beside decoding
-    with engine(checkpoint.folder, enforce_eager=True, max_num_batched_tokens=24) as llm:
-        check(llm, checkpoint)
+def test_chunked_prefill_and_prefix_caching(checkpoint: Checkpoint) -> None:
+    served = serve(
+        checkpoint.folder,
+        everything(checkpoint.prompts),
         # the same prompts again: whole blocks of the longer ones come from the cache
-        texts, cached = generate(llm, checkpoint.prompts, new=10)
-        assert cached >= 64
-        expected = [Text(text.tokens[:10], text.logprobs[:10]) for text in checkpoint.texts]
-        assert largest_difference(texts, expected) < TOLERANCE
+        (checkpoint.prompts, 10),
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        # fewer tokens a step than most prompts have: prompts come in chunks, beside decoding
+        max_num_batched_tokens=24,
+    )
+    check(served, checkpoint)
+    again = served.rounds[1]
+    assert again.cached >= 64
+    expected = [text.first(10) for text in checkpoint.texts]
+    assert largest_difference(again.texts, expected) < TOLERANCE
 
 
-def test_ngram_speculation(checkpoint) -> None:
-    with engine(
-        checkpoint.folder, **EAGER, speculative_config=NGRAM, disable_log_stats=False
-    ) as llm:
-        check(llm, checkpoint)
-        accepted = counter(llm, "spec_decode_num_accepted_tokens")
-        drafted = counter(llm, "spec_decode_num_draft_tokens")
-        # accepted drafts, and rejected ones whose places in the cache were written again
-        assert 0 < accepted < drafted
+def test_ngram_speculation(checkpoint: Checkpoint) -> None:
+    served = serve(
+        checkpoint.folder, everything(checkpoint.prompts), **EAGER, speculative_config=NGRAM
+    )
+    check(served, checkpoint)
+    # accepted drafts, and rejected ones whose places in the cache were written again
+    assert 0 < served.accepted < served.drafted
 
 
-def test_two_processes(checkpoint) -> None:
-    with engine(checkpoint.folder, **EAGER, tensor_parallel_size=2) as llm:
-        check(llm, checkpoint)
+def test_two_processes(checkpoint: Checkpoint) -> None:
+    served = serve(
+        checkpoint.folder, everything(checkpoint.prompts), **EAGER, tensor_parallel_size=2
+    )
+    check(served, checkpoint)

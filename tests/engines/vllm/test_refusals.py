@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from serving import engine
-from tiny_models import VOCABULARY, build, randomise_filters
+from serving import EngineError, serve
+from tiny_models import Checkpoint
 
-import gfsa
-from gfsa import baselines
 from gfsa.engines.vllm.checkpoint import descriptions_in
 
 
@@ -27,26 +25,14 @@ def parse(folder: Path) -> Any:
     return get_config(str(folder), trust_remote_code=False)
 
 
-def saved(folder: Path, model: Any) -> Path:
-    model.save_pretrained(folder)
-    return folder
-
-
-def plugged_llama(folder: Path) -> Path:
-    model = build("Llama")
-    gfsa.plug(model, K=3)
-    randomise_filters(model)
-    return saved(folder, model)
-
-
-def test_a_checkpoint_without_filters_is_left_alone(tmp_path: Path) -> None:
-    config = parse(saved(tmp_path, build("Llama")))
+def test_a_checkpoint_without_filters_is_left_alone(checkpoints: Any) -> None:
+    config = parse(checkpoints("Llama").plain)
     assert config.architectures == ["LlamaForCausalLM"]
     assert not hasattr(config, "gfsa")
 
 
-def test_a_plugged_checkpoint_names_its_class_and_its_filters(tmp_path: Path) -> None:
-    config = parse(plugged_llama(tmp_path))
+def test_a_plugged_checkpoint_names_its_class_and_its_filters(checkpoints: Any) -> None:
+    config = parse(checkpoints("Llama").folder)
     assert config.architectures == ["GfsaTransformersForCausalLM"]
     assert config.gfsa["architectures"] == ["LlamaForCausalLM"]
     layers = [f"model.layers.{number}.self_attn" for number in range(3)]
@@ -54,11 +40,14 @@ def test_a_plugged_checkpoint_names_its_class_and_its_filters(tmp_path: Path) ->
     assert config.gfsa["filters"][layers[0]]["kind"] == "GFSA"
 
 
-def test_checkpoints_in_shards_are_read(tmp_path: Path) -> None:
-    model = build("Llama")
-    gfsa.plug(model, K=3)
-    model.save_pretrained(tmp_path, max_shard_size="200KB")
-    assert (tmp_path / "model.safetensors.index.json").is_file()
+def test_checkpoints_in_shards_are_read(checkpoints: Any, tmp_path: Path) -> None:
+    tensors = load_file(checkpoints("Llama").folder / "model.safetensors")
+    parts = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
     assert len(descriptions_in(tmp_path)) == 3
 
 
@@ -66,29 +55,19 @@ def test_folders_without_safetensors_have_no_filters(tmp_path: Path) -> None:
     assert descriptions_in(tmp_path) == {}
 
 
-def test_an_encoder_is_refused(tmp_path: Path) -> None:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-    )
-    model = transformers.BertForMaskedLM(config)
-    gfsa.plug(model, K=3)
+def test_an_encoder_is_refused(checkpoints: Any) -> None:
     with pytest.raises(ValueError, match=r"BertForMaskedLM.*causal language models of text"):
-        parse(saved(tmp_path, model))
+        parse(checkpoints("encoder").folder)
 
 
-def test_a_method_that_is_no_polynomial_is_refused(tmp_path: Path) -> None:
-    model = build("Llama")
-    baselines.apply(model, "attnscale")
-    assert gfsa.filters_of(model)
+def test_a_method_that_is_no_polynomial_is_refused(checkpoints: Any) -> None:
     with pytest.raises(ValueError, match=r"AttnScale.*polynomials of the attention map"):
-        parse(saved(tmp_path, model))
+        parse(checkpoints("attnscale").folder)
 
 
-def change(folder: Path, edit: Any) -> Path:
+def change(checkpoint: Checkpoint, folder: Path, edit: Any) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(checkpoint.folder, folder, dirs_exist_ok=True)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     edit(tensors)
@@ -128,16 +107,16 @@ def other_heads(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_damaged_filters_are_refused(
-    edit: Any, message: str, tmp_path: Path, vllm_cache: Path
+    edit: Any, message: str, checkpoints: Any, tmp_path: Path
 ) -> None:
-    folder = change(plugged_llama(tmp_path), edit)
-    with pytest.raises(ValueError, match=message), engine(folder, enforce_eager=True):
-        pass
+    folder = change(checkpoints("Llama"), tmp_path, edit)
+    with pytest.raises(EngineError, match=message):
+        serve(folder, enforce_eager=True)
 
 
-def test_a_filter_without_its_description_is_refused(tmp_path: Path) -> None:
+def test_a_filter_without_its_description_is_refused(checkpoints: Any, tmp_path: Path) -> None:
     def undescribed(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[THETA.replace("theta", "_extra_state")]
 
     with pytest.raises(ValueError, match="without its description"):
-        descriptions_in(change(plugged_llama(tmp_path), undescribed))
+        descriptions_in(change(checkpoints("Llama"), tmp_path, undescribed))

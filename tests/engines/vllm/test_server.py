@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import VOCABULARY, Checkpoint, reference, texts_of
+from tiny_models import VOCABULARY, Checkpoint
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
 
 
-def add_tokenizer(folder: Path) -> Any:
+def add_tokenizer(folder: Path) -> None:
     """A tokenizer of whole words: w0, w1, …"""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +33,6 @@ def add_tokenizer(folder: Path) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
     fast.save_pretrained(folder)
-    return fast
 
 
 def free_port() -> int:
@@ -69,8 +69,6 @@ def curl(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def request_of_the_page() -> list[str]:
     """The arguments of the page's curl command."""
-    import shlex
-
     block = re.search(r"```sh\ncurl (.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None
     return shlex.split(block[1].replace("\\\n", " "))
@@ -78,17 +76,24 @@ def request_of_the_page() -> list[str]:
 
 def test_curl(checkpoints: Any, tmp_path: Path) -> None:
     checkpoint: Checkpoint = checkpoints("Llama")
-    tokenizer = add_tokenizer(checkpoint.folder)
+    add_tokenizer(checkpoint.folder)
     address, *arguments = request_of_the_page()
+    place = arguments.index("-d") + 1
+    body = json.loads(arguments[place])
+    assert body["max_tokens"] == 40
+    assert body["temperature"] == 0
     with server(checkpoint.folder, tmp_path / "log") as port:
-        address = address.replace("8000", str(port))
-        body = json.loads(arguments[arguments.index("-d") + 1])
-        body |= {"model": str(checkpoint.folder), "prompt": "w5 w17 w33 w60 w2", "max_tokens": 40}
-        arguments[arguments.index("-d") + 1] = json.dumps(body)
-        answer = json.loads(curl(address, *arguments).stdout)
-    prompt = tokenizer(body["prompt"]).input_ids
-    (expected,) = texts_of(reference(checkpoint.folder), [prompt])
-    assert answer["choices"][0]["text"].split() == tokenizer.decode(expected.tokens).split()
+        for prompt, expected in zip(checkpoint.prompts[:3], checkpoint.texts, strict=False):
+            body |= {"model": str(checkpoint.folder), "prompt": _words(prompt)}
+            arguments[place] = json.dumps(body)
+            answer = curl(address.replace("8000", str(port)), *arguments).stdout
+            assert (
+                json.loads(answer)["choices"][0]["text"].split() == _words(expected.tokens).split()
+            )
+
+
+def _words(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
 
 
 def test_without_the_plugin_vllm_refuses_the_checkpoint(checkpoints: Any, tmp_path: Path) -> None:

@@ -45,11 +45,15 @@ class _LooksForFilters:
     """Mixed into a config parser: marks the config of a plugged checkpoint."""
 
     def parse(
-        self, model: str | Path, *args: Any, revision: str | None = None, **kwargs: Any
+        self,
+        model: str | Path,
+        trust_remote_code: bool,
+        revision: str | None = None,
+        code_revision: str | None = None,
+        **kwargs: Any,
     ) -> tuple[dict[str, Any], Any]:
-        config: Any
         config_dict, config = super().parse(  # type: ignore[misc]
-            model, *args, revision=revision, **kwargs
+            model, trust_remote_code, revision, code_revision, **kwargs
         )
         filters = descriptions_in(model, revision=revision, token=kwargs.get("token"))
         if filters:

@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models import gpt2, transformers
 from vllm.model_executor.models.utils import is_pp_missing_parameter
@@ -48,7 +51,7 @@ class _Filtered:
             if layer in modules:
                 module = self.get_submodule(layer)
                 arguments = self.arguments[module.attn.layer_name]
-                _put_filter(module, description, arguments, layer, self.model_config)
+                _put_filter(module, description, arguments, layer, self.model_config.model)
             elif not is_pp_missing_parameter(f"{layer}.", self):
                 _refuse_unknown(layer, modules)
         self.arguments.clear()
@@ -115,7 +118,7 @@ class GPT2LMHeadModel(gpt2.GPT2LMHeadModel):
                     "quant_config": vllm_config.quant_config,
                     "prefix": module.attn.layer_name,
                 }
-                _put_filter(module, description, arguments, layer, vllm_config.model_config)
+                _put_filter(module, description, arguments, layer, vllm_config.model_config.model)
             elif not is_pp_missing_parameter(f"{layer}.", self):
                 _refuse_unknown(layer, modules)
 
@@ -135,12 +138,12 @@ def _put_filter(
     description: Mapping[str, Any],
     arguments: Mapping[str, Any],
     layer: str,
-    model_config: Any,
+    source: str,
 ) -> None:
     """Let ``module.attn`` apply the described filter."""
-    all_heads = model_config.model_arch_config.total_num_attention_heads
-    filter = build(description, all_heads, layer, source=model_config.model)
     count = arguments["num_heads"]
+    all_heads = count * get_tensor_model_parallel_world_size()
+    filter = build(description, all_heads, layer, source)
     # vLLM shards heads in order: the first process has the first ones
     served = ServedFilter(filter, (get_tensor_model_parallel_rank() * count, count), layer)
     # under the name that the checkpoint has for it, where vLLM looks for its weights

@@ -9,25 +9,14 @@ Checkpoints without filters are served as without the plugin.
 
 from __future__ import annotations
 
-TRANSFORMERS = "GfsaTransformersForCausalLM"
-TRANSFORMERS_MOE = "GfsaTransformersMoEForCausalLM"
-GPT2 = "GfsaGPT2LMHeadModel"
-
-# architecture, as vLLM's registry knows it → the class that serves it
-_MODELS = {
-    TRANSFORMERS: "TransformersForCausalLM",
-    TRANSFORMERS_MOE: "TransformersMoEForCausalLM",
-    GPT2: "GPT2LMHeadModel",
-}
-
 
 def register() -> None:
     """Make the model classes and the config parser known to vLLM; may be called again."""
     from vllm import ModelRegistry
 
-    from gfsa.engines.vllm.config import install_parser
+    from gfsa.engines.vllm.config import MODELS, install_parser
 
-    for architecture, name in _MODELS.items():
+    for architecture, name in MODELS.items():
         # by name: vLLM imports the class when a model needs it, in the process that needs it
         ModelRegistry.register_model(architecture, f"gfsa.engines.vllm.models:{name}")
     install_parser()

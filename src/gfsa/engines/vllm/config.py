@@ -18,11 +18,20 @@ from vllm.logger import init_logger
 from vllm.transformers_utils import config as vllm_config
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-from gfsa.engines.vllm import GPT2, TRANSFORMERS, TRANSFORMERS_MOE
 from gfsa.engines.vllm.checkpoint import descriptions_in
 from gfsa.plugs.checkpoint import KINDS
 
 logger = init_logger(f"vllm.{__name__}")
+
+TRANSFORMERS = "GfsaTransformersForCausalLM"
+TRANSFORMERS_MOE = "GfsaTransformersMoEForCausalLM"
+GPT2 = "GfsaGPT2LMHeadModel"
+MODELS = {
+    TRANSFORMERS: "TransformersForCausalLM",
+    TRANSFORMERS_MOE: "TransformersMoEForCausalLM",
+    GPT2: "GPT2LMHeadModel",
+}
+"""Architecture → the class of ``models.py`` that serves it."""
 
 FILTERS = "gfsa"
 """The entry of a config: ``{"architectures": [...], "filters": {layer: description}}``."""

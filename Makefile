@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint typecheck pytest coverage slow fuzz census clean
+.PHONY: demo test lint typecheck pytest coverage slow fuzz census engines clean
 
 demo: .venv/.demo
 	$(BIN)/gfsa demo
@@ -31,6 +31,10 @@ fuzz: .venv/.dev
 census: .venv/.dev
 	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m census.run --processes 2 --write
 
+# vLLM, torchtitan, DeepSpeed …, each in .venv-engines/NAME; writes docs/engines.md. One: ENGINES=vllm
+engines: .venv/.dev
+	cd tests && ../$(BIN)/python -m engines.run --write $(ENGINES)
+
 coverage: .venv/.dev
 	$(BIN)/pytest -n 2 --cov --cov-report=term-missing
 
@@ -48,7 +52,7 @@ PROJECTS := pyproject.toml experiments/pyproject.toml benchmarks/pyproject.toml 
 	touch $@ .venv/.demo
 
 clean:
-	rm -rf .venv .venv-docs .venv-release build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis gfsa-demo
+	rm -rf .venv .venv-docs .venv-release .venv-engines build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis gfsa-demo
 
 # the site, from the repository's own Markdown; a warning is an error. Needs Python 3.11 or newer, no torch
 .PHONY: docs docs-serve docs-browser release clean-tree

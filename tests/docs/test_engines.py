@@ -1,0 +1,26 @@
+"""docs/engines.md says what the tests of engines found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engines import page
+from engines.catalogue import ENGINES, ROOT, Engine
+
+
+def test_page_is_made_from_the_findings() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.rebuilt(), "run make engines"
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+def test_engines_are_described(engine: Engine) -> None:
+    assert (engine.folder / "requirements.txt").is_file()
+    assert list(engine.folder.glob("test_*.py"))
+    assert (ROOT / "docs" / engine.page.partition("#")[0]).is_file()
+
+
+def test_every_folder_with_tests_is_an_engine() -> None:
+    folders = {path.parent.name for path in Path(page.__file__).parent.glob("*/test_*.py")}
+    assert folders == set(ENGINES)

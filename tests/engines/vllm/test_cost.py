@@ -27,12 +27,23 @@ def measure(folder: Any, prompts: list[list[int]]) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("architecture", HEADS)
-def test_the_cache_holds_fewer_tokens_as_documented(architecture: str, checkpoints: Any) -> None:
+def test_the_cache_holds_fewer_tokens_as_documented(
+    architecture: str, checkpoints: Any, record: Any
+) -> None:
     checkpoint = checkpoints(architecture)
     plain, plain_speed = measure(checkpoint.plain, checkpoint.prompts)
     plugged, plugged_speed = measure(checkpoint.folder, checkpoint.prompts)
     keys, queries = HEADS[architecture]
     # degree 2: one more layer, with a key head for each query head
     assert plain / plugged == pytest.approx((keys + queries) / keys, rel=0.01)
-    print(f"{architecture}: {plain} tokens fit plain, {plugged} plugged")
-    print(f"{architecture}: {plain_speed:.0f} tokens/s plain, {plugged_speed:.0f} plugged")
+    kind = f"{queries // keys} query heads a key head"
+    record("memory", f"{plain / plugged:.1f} times the cache a token ({kind})")
+    record("time", f"{plain_speed / plugged_speed:.2f} times a token ({kind}, eager)")
+    record(
+        f"{architecture}: tokens that fit into 1 GiB of cache, plain and plugged",
+        f"{plain:,} and {plugged:,}",
+    )
+    record(
+        f"{architecture}: tokens/s of 16 requests, plain and plugged",
+        f"{plain_speed:.0f} and {plugged_speed:.0f}",
+    )

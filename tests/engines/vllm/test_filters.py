@@ -13,14 +13,24 @@ TOLERANCE = 1e-5
 NEW = 12
 
 
-@pytest.mark.parametrize("recipe", ["learned", "polynomials", "fixed", "experts"])
-def test_every_kind(recipe: str, checkpoints: Any) -> None:
+KINDS = {
+    "learned": "K = 5 learned in part, exact K = 4, a layer without a filter",
+    "polynomials": "polynomials of degree 0 and 1, a pruned one of degree 3",
+    "fixed": "twicing, PageRank of three hops, a layer without a filter",
+    "experts": "a mixture of experts (Qwen3 MoE), filters on odd layers",
+}
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_every_kind(recipe: str, checkpoints: Any, record: Any) -> None:
     checkpoint = checkpoints(recipe)
     served = serve(
         checkpoint.folder, (checkpoint.prompts, NEW), enforce_eager=True, max_num_batched_tokens=24
     )
     expected = [text.first(NEW) for text in checkpoint.texts]
-    assert largest_difference(served.rounds[0].texts, expected) < TOLERANCE
+    difference = largest_difference(served.rounds[0].texts, expected)
+    assert difference < TOLERANCE
+    record(f"{KINDS[recipe]}: 16 requests", f"identical, log-probabilities within {difference:.0e}")
 
 
 def test_coefficients_are_float32_in_a_bfloat16_model(checkpoints: Any) -> None:

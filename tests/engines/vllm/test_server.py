@@ -31,8 +31,7 @@ def add_tokenizer(folder: Path) -> None:
     words = models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
-    fast.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def free_port() -> int:
@@ -49,7 +48,10 @@ def server(folder: Path, log: Path, **environment: str) -> Iterator[int]:
     # a log in a file: a pipe that is not read would stop the server
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment},
         )
     try:
         give_up = time.monotonic() + 900
@@ -74,7 +76,7 @@ def request_of_the_page() -> list[str]:
     return shlex.split(block[1].replace("\\\n", " "))
 
 
-def test_curl(checkpoints: Any, tmp_path: Path) -> None:
+def test_curl(checkpoints: Any, tmp_path: Path, record: Any) -> None:
     checkpoint: Checkpoint = checkpoints("Llama")
     add_tokenizer(checkpoint.folder)
     address, *arguments = request_of_the_page()
@@ -90,6 +92,7 @@ def test_curl(checkpoints: Any, tmp_path: Path) -> None:
             assert (
                 json.loads(answer)["choices"][0]["text"].split() == _words(expected.tokens).split()
             )
+    record("`vllm serve` asked by curl (/v1/completions)", "the text of generate")
 
 
 def _words(tokens: list[int]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,23 @@ def test_checkpoints_in_shards_are_read(checkpoints: Any, tmp_path: Path) -> Non
 
 def test_folders_without_safetensors_have_no_filters(tmp_path: Path) -> None:
     assert descriptions_in(tmp_path) == {}
+
+
+def test_names_of_the_hub_are_looked_up_in_its_cache(checkpoints: Any, tmp_path: Path) -> None:
+    for name in ("plugged", "plain"):
+        repository = tmp_path / f"models--user--{name}"
+        shutil.copytree(checkpoints("Llama").folder.with_name(name), repository / "snapshots" / "1")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("1")
+    code = (
+        "from gfsa.engines.vllm.checkpoint import descriptions_in as found\n"
+        "print(*(len(found(f'user/{name}')) for name in ('plugged', 'plain', 'missing')))"
+    )
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["3", "0", "0"]
 
 
 def test_an_encoder_is_refused(checkpoints: Any) -> None:

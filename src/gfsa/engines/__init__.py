@@ -1,0 +1,1 @@
+"""Serving and training engines: one package for each, imported only by its engine."""

@@ -40,7 +40,7 @@ TRACED = "traced"
 # all filters of a file together: far above any use, and little memory
 _MOST_COEFFICIENTS = 2**22
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_KINDS = {
+KINDS = {
     kind.__name__: kind
     for kind in (
         filter_kinds.GFSA,
@@ -51,6 +51,7 @@ _KINDS = {
         PartialPolynomial,
     )
 }
+"""The filters that can be built from their description: polynomials of the attention map."""
 
 
 def save(model: nn.Module, path: str | Path) -> None:
@@ -69,10 +70,10 @@ def save(model: nn.Module, path: str | Path) -> None:
     plugged = plugged_sites(model)
     for name, site in plugged.items():
         kind = type(site.filter)
-        if _KINDS.get(kind.__name__) is not kind:
+        if KINDS.get(kind.__name__) is not kind:
             raise ValueError(
                 f"the filter of {name} is a {kind_of(kind)}, which gfsa.load cannot build: it "
-                f"builds {', '.join(_KINDS)}. Save its state_dict yourself, or plug filter.fold()"
+                f"builds {', '.join(KINDS)}. Save its state_dict yourself, or plug filter.fold()"
             )
     if len(description["filters"]) != len(plugged):
         raise ValueError(
@@ -299,18 +300,30 @@ def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list
                 f"{source} belongs to another backbone: {name} is {fingerprint}, the filter was "
                 f"saved from {entry['backbone']!r:.120}"
             )
-        room -= _coefficients(entry, site.num_heads, name, source)
-        if room < 0:
-            raise ValueError(
-                f"{source} describes filters with more than {_MOST_COEFFICIENTS} coefficients, "
-                "which is refused: filters are a few numbers per head"
-            )
+        room = _check_size(entry, site.num_heads, name, source, room)
         rebuilt = _rebuild(entry, name, source)
         if site.is_plugged:
             _check_same_filter(site, rebuilt, source)
         plans.append(_Plan(site, saved, rebuilt))
     check_depths(model, description, [plan.saved for plan in plans], source)
     return plans
+
+
+def build(entry: Mapping[str, Any], heads: int, name: str, source: str) -> GraphFilter:
+    """A described filter without its numbers, for the layer ``name`` with ``heads`` heads."""
+    _check_size(entry, heads, name, source, room=_MOST_COEFFICIENTS)
+    return _rebuild(entry, name, source)
+
+
+def _check_size(entry: Mapping[str, Any], heads: int, name: str, source: str, room: int) -> int:
+    """How many coefficients there is room for after this filter; raises if there is none."""
+    room -= _coefficients(entry, heads, name, source)
+    if room < 0:
+        raise ValueError(
+            f"{source} describes filters with more than {_MOST_COEFFICIENTS} coefficients, "
+            "which is refused: filters are a few numbers per head"
+        )
+    return room
 
 
 def _coefficients(entry: Mapping[str, Any], heads: int, name: str, source: str) -> int:
@@ -367,11 +380,11 @@ def _kind_and_arguments(
     entry: Mapping[str, Any], name: str, source: str
 ) -> tuple[type[GraphFilter], dict[str, Any]]:
     kind, arguments = entry.get("kind"), entry.get("arguments")
-    if kind not in _KINDS or not isinstance(arguments, dict):
+    if kind not in KINDS or not isinstance(arguments, dict):
         raise ValueError(
-            f"{source}: the filter of {name} is a {kind!r:.80}; known are {', '.join(_KINDS)}"
+            f"{source}: the filter of {name} is a {kind!r:.80}; known are {', '.join(KINDS)}"
         )
-    return _KINDS[kind], arguments
+    return KINDS[kind], arguments
 
 
 def _rebuild(entry: Mapping[str, Any], name: str, source: str) -> GraphFilter:

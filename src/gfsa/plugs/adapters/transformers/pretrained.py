@@ -86,7 +86,7 @@ def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:
     layers = _layers_on_disk(model)
     filters: dict[str, Any] = {}
     tensors = {}
-    for key, value in _filter_tensors(path, hub).items():
+    for key, value in filter_tensors(path, hub).items():
         layer, _, name = key.rpartition(f".{CHILD}.")
         layer = layers.get(canonical_name(model, layer), layer)
         if name == EXTRA:
@@ -103,7 +103,7 @@ def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:
 
 def has_filters(path: str | Path) -> bool:
     """Whether a transformers folder was saved from a plugged model."""
-    return bool(_filter_tensors(path, {}))
+    return bool(filter_tensors(path, {}))
 
 
 def _layers_on_disk(model: Any) -> dict[str, str]:
@@ -123,7 +123,7 @@ def _layers_on_disk(model: Any) -> dict[str, str]:
     return found
 
 
-def _filter_tensors(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
+def filter_tensors(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
     """The filters' tensors of a checkpoint, by their full names."""
     from safetensors import safe_open
 

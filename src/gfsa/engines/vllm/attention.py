@@ -1,0 +1,150 @@
+r"""A filter on vLLM's paged attention: one attention layer of vLLM for each power.
+
+.. math:: u_0 = v, \qquad u_{k+1} = A\,u_k, \qquad y = \sum_k c_k\,u_k
+
+The first layer has the keys and values of the model. Each further layer has the same keys, and the
+power before it as its values: to vLLM it is an ordinary layer, so its cache is paged, shared by
+prefixes, chunked, sharded and rolled back like any other. That is exact, because under a causal
+mask the powers of past tokens never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+
+from gfsa.filters import GraphFilter
+from gfsa.filters.base import read_description
+from gfsa.operators.base import combine
+from gfsa.plugs.checkpoint import EXTRA
+
+
+class ServedFilter(nn.Module):
+    """The coefficients of one layer's filter, for the heads of this process.
+
+    vLLM gives every module its own part of the checkpoint (:meth:`load_weights`). The coefficients
+    are computed from it once, for all heads, as the plugged model computes them.
+
+    Args:
+        filter: as described in the checkpoint, without its learned numbers.
+        heads: the first head of this process, and how many it has.
+        layer: the layer's name in vLLM's model, for errors.
+    """
+
+    coefficients: Tensor
+
+    def __init__(self, filter: GraphFilter, heads: tuple[int, int], layer: str) -> None:
+        super().__init__()
+        # not a child: its numbers are no parameters of vLLM's model
+        self.__dict__["filter"] = filter
+        self.heads = heads
+        self.layer = layer
+        self.is_loaded = filter.theta is None
+        here = torch.empty(0).device
+        self.register_buffer("coefficients", self._own().to(here), persistent=False)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take θ and compare the description with the one that this filter was built from."""
+        filter: GraphFilter = self.__dict__["filter"]
+        loaded = set()
+        for name, tensor in weights:
+            if name == EXTRA:
+                self._check_description(read_description(tensor))
+            elif name == "theta" and filter.theta is not None:
+                self._check_theta(filter.theta, tensor)
+                filter.theta.copy_(tensor)
+                self.is_loaded = True
+            else:
+                raise ValueError(
+                    f"the checkpoint has {name!r:.80} for the filter of {self.layer}, expected "
+                    f"{'theta, ' if filter.theta is not None else ''}{EXTRA}"
+                )
+            loaded.add(name)
+        self.coefficients.copy_(self._own())
+        return loaded
+
+    def _own(self) -> Tensor:
+        """The rows of this process's heads."""
+        filter: GraphFilter = self.__dict__["filter"]
+        return filter.coefficients().detach().narrow(0, *self.heads).clone()
+
+    def _check_theta(self, theta: Tensor, found: Tensor) -> None:
+        if found.shape != theta.shape or not found.is_floating_point():
+            raise ValueError(
+                f"θ of {self.layer} should be floating point of shape {tuple(theta.shape)}, got "
+                f"{found.dtype} of shape {tuple(found.shape)}"
+            )
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError(f"θ of {self.layer} has values that are not finite")
+
+    def _check_description(self, found: Mapping[str, Any]) -> None:
+        own = self.__dict__["filter"].describe()
+        if any(found.get(key) != own[key] for key in ("kind", "arguments")):
+            raise ValueError(
+                f"{self.layer} is served with a filter {own['kind']} {own['arguments']}, the new "
+                f"weights have {found.get('kind')!r:.80} {found.get('arguments')!r:.200}; start "
+                "vLLM again to serve another filter"
+            )
+
+
+class FilteredAttention(nn.Module):
+    """Takes the place of a vLLM attention layer, and returns the filtered tokens.
+
+    Args:
+        passes: the layer itself, then one for each further power, with a key head a query head.
+        filter: of the layer's heads.
+    """
+
+    def __init__(self, passes: Iterable[Attention], filter: ServedFilter) -> None:
+        super().__init__()
+        self.passes = nn.ModuleList(passes)
+        self.filter = filter
+        first: Any = self.passes[0]
+        self.num_heads: int = first.num_heads
+        self.num_kv_heads: int = first.num_kv_heads
+        # vLLM asks for it where a model has attention sinks
+        self.has_sink: bool = first.has_sink
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``(tokens, heads · head size)`` each; fewer heads of keys and values in groups."""
+        coefficients = self.filter.coefficients
+        powers = [self._of_all_heads(value)]
+        degree = coefficients.shape[-1] - 1
+        if degree > 0:
+            powers.append(self.passes[0](query, key, value))
+        if degree > 1:
+            key = self._of_all_heads(key)
+            for further in self.passes[1:]:
+                powers.append(further(query, key, powers[-1]))
+        tokens = query.shape[0]
+        # one token a row: the heads are the last but two axes, as in every operator
+        y = combine(coefficients, [u.view(tokens, self.num_heads, 1, -1) for u in powers])
+        return y.view(tokens, -1)
+
+    def _of_all_heads(self, x: Tensor) -> Tensor:
+        """Repeat heads of keys or values for the queries of their group."""
+        tokens, groups = x.shape[0], self.num_heads // self.num_kv_heads
+        if groups == 1:
+            return x.reshape(tokens, -1)
+        x = x.reshape(tokens, self.num_kv_heads, 1, -1)
+        return x.expand(-1, -1, groups, -1).reshape(tokens, -1)
+
+
+def further_layers(degree: int, arguments: Mapping[str, Any]) -> list[Attention]:
+    """The attention layers of the powers after the first, like the layer of ``arguments``."""
+    return [
+        Attention(
+            **{
+                **arguments,
+                "num_kv_heads": arguments["num_heads"],
+                # vLLM looks for one number in a layer's name: the layer's index
+                "prefix": f"{arguments['prefix']}.gfsa_power{power}",
+            }
+        )
+        for power in range(1, degree)
+    ]

@@ -1,0 +1,118 @@
+"""The config of a plugged checkpoint: with the filters' descriptions and the class to serve it.
+
+vLLM chooses a model class by ``config.architectures``. A config that belongs to a plugged
+checkpoint gets the architecture that applies filters, and an entry ``gfsa`` with the descriptions
+of the filters. The entry travels to vLLM's worker processes with the config, and is part of the key
+under which vLLM keeps compiled graphs: another degree is another graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.transformers_utils import config as vllm_config
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from gfsa.engines.vllm.checkpoint import descriptions_in
+from gfsa.plugs.checkpoint import KINDS
+
+logger = init_logger(f"vllm.{__name__}")
+
+TRANSFORMERS = "GfsaTransformersForCausalLM"
+TRANSFORMERS_MOE = "GfsaTransformersMoEForCausalLM"
+GPT2 = "GfsaGPT2LMHeadModel"
+MODELS = {
+    TRANSFORMERS: "TransformersForCausalLM",
+    TRANSFORMERS_MOE: "TransformersMoEForCausalLM",
+    GPT2: "GPT2LMHeadModel",
+}
+"""Architecture → the class of ``models.py`` that serves it."""
+
+FILTERS = "gfsa"
+"""The entry of a config: ``{"architectures": [...], "filters": {layer: description}}``."""
+
+_FORMAT = "hf"
+
+
+def install_parser() -> None:
+    """Let the parser of transformers' configs look for filters as well."""
+    current = type(vllm_config.get_config_parser(_FORMAT))
+    if issubclass(current, _LooksForFilters):
+        return
+    # of the parser in place, which may be that of another plugin
+    parser = type("ConfigParserWithFilters", (_LooksForFilters, current), {})
+    with _quiet():
+        vllm_config.register_config_parser(_FORMAT)(parser)
+
+
+class _LooksForFilters:
+    """Mixed into a config parser: marks the config of a plugged checkpoint."""
+
+    def parse(
+        self,
+        model: str | Path,
+        trust_remote_code: bool,
+        revision: str | None = None,
+        code_revision: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], Any]:
+        config_dict, config = super().parse(  # type: ignore[misc]
+            model, trust_remote_code, revision, code_revision, **kwargs
+        )
+        filters = descriptions_in(model, revision=revision, token=kwargs.get("token"))
+        if filters:
+            mark(config, filters, source=str(model))
+        return config_dict, config
+
+
+def mark(config: Any, filters: dict[str, Any], source: str) -> None:
+    """Name the architecture that serves these filters; raises if vLLM cannot serve them."""
+    for layer, description in filters.items():
+        kind = description.get("kind")
+        if kind not in KINDS:
+            raise ValueError(
+                f"{source}: the filter of {layer} is a {kind!r:.80}; in vLLM gfsa serves "
+                f"polynomials of the attention map ({', '.join(KINDS)}). Plug filter.fold() if "
+                "yours is one, or run the model with gfsa.from_pretrained or gfsa.load"
+            )
+    architectures = list(config.architectures or ())
+    serving = _architecture(config, architectures, source)
+    setattr(config, FILTERS, {"architectures": architectures, "filters": filters})
+    config.architectures = [serving]
+    logger.info("gfsa: %s has filters in %d layers, served by %s", source, len(filters), serving)
+
+
+def _architecture(config: Any, architectures: list[str], source: str) -> str:
+    name = architectures[0] if architectures else config.model_type
+    if name == "GPT2LMHeadModel":
+        return GPT2
+    text = config.get_text_config()
+    if not name.endswith("ForCausalLM") or text is not config:
+        raise ValueError(
+            f"{source} is a plugged {name}. gfsa serves filters in vLLM for causal language models "
+            "of text (…ForCausalLM, GPT2LMHeadModel): filters need the powers of past tokens, "
+            "which never change under a causal mask. Run this model with gfsa.from_pretrained"
+        )
+    experts = ModelArchConfigConvertorBase(config, text).get_num_experts()
+    return TRANSFORMERS_MOE if experts else TRANSFORMERS
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without vLLM's warning that a parser is replaced, which would come for every model."""
+
+    class Quiet(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return False
+
+    target, quiet = logging.getLogger(vllm_config.__name__), Quiet()
+    target.addFilter(quiet)
+    try:
+        yield
+    finally:
+        target.removeFilter(quiet)

@@ -1,0 +1,180 @@
+"""The models that vLLM builds for plugged checkpoints.
+
+Most types are served by vLLM's Transformers backend, which runs transformers' own modules on vLLM's
+attention. GPT-2, which that backend cannot run, is served by vLLM's own implementation. The classes
+have the names of those that they extend: vLLM recognises its Transformers backend by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.models import gpt2, transformers
+from vllm.model_executor.models.utils import is_pp_missing_parameter
+
+from gfsa.engines.vllm.attention import FilteredAttention, ServedFilter, further_layers
+from gfsa.engines.vllm.config import FILTERS
+from gfsa.plugs.adapter import CHILD
+from gfsa.plugs.backbone import some_of
+from gfsa.plugs.checkpoint import build
+
+
+class _Filtered:
+    """Mixed into a model of vLLM's Transformers backend: gives its layers their filters."""
+
+    def _create_hf_to_vllm_mapper(self: Any) -> None:
+        # names of weights depend on the architecture that wrote them
+        with _architectures(self.config, self.config.gfsa["architectures"]):
+            super()._create_hf_to_vllm_mapper()  # type: ignore[misc]
+
+    def _create_attention_instances(self: Any, prefix: str = "") -> None:
+        # prefix of an attention layer → the arguments that it was built with
+        self.arguments: dict[str, dict[str, Any]] = {}
+        super()._create_attention_instances(prefix)  # type: ignore[misc]
+        modules = {name for name, _ in self.attention_fusers.values()}
+        for saved, description in _descriptions(self.config).items():
+            # the mapper knows names of tensors, and None for those that the model ignores
+            name = self.hf_to_vllm_mapper.map_name(f"{saved}.{CHILD}.theta")
+            layer = saved if name is None else name.removesuffix(f".{CHILD}.theta")
+            if layer in modules:
+                module = self.get_submodule(layer)
+                arguments = self.arguments[module.attn.layer_name]
+                _put_filter(module, description, arguments, layer, self.model_config.model)
+            elif not is_pp_missing_parameter(f"{layer}.", self):
+                _refuse_unknown(layer, modules)
+        self.arguments.clear()
+
+    def _get_attn_cls(self: Any) -> Any:
+        attention = super()._get_attn_cls()  # type: ignore[misc]
+        if attention is MLAAttention:
+            raise ValueError(
+                "vLLM serves this model with multi-head latent attention, whose cache has no "
+                "values of heads and no place for the powers of a filter. Set VLLM_MLA_DISABLE=1 "
+                "to serve it with ordinary attention"
+            )
+        if attention is not Attention:
+            raise ValueError(
+                "this model attends in both directions: the powers of past tokens change with "
+                "every new token, so they cannot be cached. Run it with gfsa.from_pretrained"
+            )
+        return self._build_attention
+
+    def _build_attention(self: Any, **arguments: Any) -> Attention:
+        self.arguments[arguments["prefix"]] = arguments
+        return Attention(**arguments)
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
+        _require_loaded(self)
+        return loaded
+
+
+class TransformersForCausalLM(_Filtered, transformers.TransformersForCausalLM):
+    """A causal language model of transformers, with filters."""
+
+
+class TransformersMoEForCausalLM(_Filtered, transformers.TransformersMoEForCausalLM):
+    """A causal language model of transformers with experts, with filters."""
+
+
+class GPT2LMHeadModel(gpt2.GPT2LMHeadModel):
+    """vLLM's own GPT-2, with filters."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        if not config.scale_attn_weights:
+            raise ValueError(
+                "this GPT-2 has scale_attn_weights=False, which vLLM's GPT-2 does not support; "
+                "run it with gfsa.from_pretrained"
+            )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        modules = {
+            name: module
+            for name, module in self.named_modules()
+            if isinstance(module, gpt2.GPT2Attention)
+        }
+        for saved, description in _descriptions(config).items():
+            # a GPT2Model that was saved without its head has no prefix
+            layer = f"transformer.{saved.removeprefix('transformer.')}"
+            if layer in modules:
+                module = modules[layer]
+                arguments = {
+                    "num_heads": module.num_heads,
+                    "head_size": module.head_dim,
+                    "scale": module.scale,
+                    "cache_config": vllm_config.cache_config,
+                    "quant_config": vllm_config.quant_config,
+                    "prefix": module.attn.layer_name,
+                }
+                _put_filter(module, description, arguments, layer, vllm_config.model_config.model)
+            elif not is_pp_missing_parameter(f"{layer}.", self):
+                _refuse_unknown(layer, modules)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded: set[str] = super().load_weights(weights)
+        _require_loaded(self)
+        return loaded
+
+
+def _descriptions(config: Any) -> Mapping[str, Mapping[str, Any]]:
+    found: Mapping[str, Mapping[str, Any]] = getattr(config, FILTERS)["filters"]
+    return found
+
+
+def _put_filter(
+    module: Any,
+    description: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    layer: str,
+    source: str,
+) -> None:
+    """Let ``module.attn`` apply the described filter."""
+    count = arguments["num_heads"]
+    all_heads = count * get_tensor_model_parallel_world_size()
+    filter = build(description, all_heads, layer, source)
+    # vLLM shards heads in order: the first process has the first ones
+    served = ServedFilter(filter, (get_tensor_model_parallel_rank() * count, count), layer)
+    # under the name that the checkpoint has for it, where vLLM looks for its weights
+    setattr(module, CHILD, served)
+    further = further_layers(filter.degree, arguments)
+    module.attn = FilteredAttention([module.attn, *further], served)
+
+
+def _refuse_unknown(layer: str, modules: Iterable[str]) -> None:
+    raise ValueError(
+        f"the checkpoint has a filter for {layer}, where vLLM's model has no attention layer; it "
+        f"has {some_of(modules)}"
+    )
+
+
+def _require_loaded(model: nn.Module) -> None:
+    """Raise if a filter has not got its numbers by the weights that were loaded so far."""
+    missing = [
+        module.layer
+        for module in model.modules()
+        if isinstance(module, ServedFilter) and not module.is_loaded
+    ]
+    if missing:
+        raise ValueError(
+            f"the checkpoint describes filters of {some_of(missing)}, but has no θ for them; save "
+            "the plugged model again with save_pretrained"
+        )
+
+
+@contextmanager
+def _architectures(config: Any, names: list[str]) -> Iterator[None]:
+    """The config with the architectures of the checkpoint."""
+    serving, config.architectures = config.architectures, names
+    try:
+        yield
+    finally:
+        config.architectures = serving

@@ -1,0 +1,241 @@
+"""Small random models with filters, saved as a user saves them, and what transformers generates.
+
+    python tiny_models.py RECIPE FOLDER
+
+makes one, in a process of its own: vLLM's Transformers backend changes the classes of transformers
+in its process, which then cannot build a model outside of vLLM. Initial weights are large, so that
+a text does not repeat one token, and the filters differ from head to head. Windows are shorter than
+the prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import gfsa
+from gfsa import baselines
+from gfsa.filters.partial import PartialPolynomial
+
+VOCABULARY = 96
+NEW_TOKENS = 40
+LENGTHS = (3, 7, 12, 17, 21, 26, 33, 38, 47, 52, 61, 64, 70, 83, 97, 130)
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    # vLLM's attention on CPUs has kernels for 32 and more
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_WINDOW = {"sliding_window": 24}
+_GEMMA = {
+    **_WINDOW,
+    "query_pre_attn_scalar": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=128,
+        n_layer=3,
+        n_head=4,
+        n_positions=512,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _experts() -> nn.Module:
+    sizes = {**_SIZES, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)),
+    "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SIZES)),
+    "Mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**_SIZES, **_WINDOW)
+    ),
+    "Gemma 2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**_SIZES, **_GEMMA)
+    ),
+    "Gemma 3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**_SIZES, **_GEMMA)
+    ),
+    "GPT-2": _gpt2,
+    "Qwen3 MoE": _experts,
+}
+
+
+def _bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def _plug_layers(model: Any, kinds: list[Callable[[int], gfsa.GraphFilter] | None]) -> None:
+    """One filter a layer; None leaves a layer as it is."""
+    for layer, kind in zip(model.model.layers, kinds, strict=True):
+        if kind is not None:
+            gfsa.plug(layer, filter=kind)
+
+
+def _plug_in_bfloat16(model: nn.Module) -> None:
+    gfsa.plug(model.to(torch.bfloat16), K=3)
+
+
+LEARNED = [
+    lambda heads: gfsa.GFSA(heads, K=5, learn=("wK",), w0=[0.1, -0.2, 0.3, 0.0]),
+    lambda heads: gfsa.GFSA(heads, K=4, power="exact", lr_multiplier=0.5),
+    None,
+]
+POLYNOMIALS = [
+    lambda heads: gfsa.Polynomial(heads, degree=1),
+    lambda heads: gfsa.Polynomial(heads, degree=0),
+    lambda heads: PartialPolynomial(heads, degree=3, high=[0, 2]),
+]
+FIXED = [gfsa.Twicing, None, lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)]
+
+ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-2")
+MODELS["Bert"] = _bert
+
+# recipe → the model and how it is plugged
+RECIPES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **{name: (name, partial(gfsa.plug, K=3)) for name in ARCHITECTURES},
+    "experts": ("Qwen3 MoE", partial(gfsa.plug, K=3, layers="odd")),
+    "learned": ("Llama", partial(_plug_layers, kinds=LEARNED)),
+    "polynomials": ("Llama", partial(_plug_layers, kinds=POLYNOMIALS)),
+    "fixed": ("Llama", partial(_plug_layers, kinds=FIXED)),
+    "bfloat16": ("Llama", _plug_in_bfloat16),
+    # vLLM cannot serve these
+    "encoder": ("Bert", partial(gfsa.plug, K=3)),
+    "attnscale": ("Llama", partial(baselines.apply, name="attnscale")),
+}
+NOT_SERVED = ("encoder", "attnscale")
+
+
+@dataclass
+class Text:
+    """One generated text: its tokens, and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+    def first(self, count: int) -> Text:
+        return Text(self.tokens[:count], self.logprobs[:count])
+
+
+@dataclass
+class Checkpoint:
+    """A plugged model in a folder, and what transformers generates with it."""
+
+    folder: Path
+    plain: Path
+    """The same model without its filters."""
+    prompts: list[list[int]]
+    texts: list[Text]
+    """What the plugged model generates."""
+    plain_texts: list[Text]
+    """What the model without filters generates, of some prompts."""
+
+
+def checkpoint_of(recipe: str, folder: Path) -> Checkpoint:
+    """Make a checkpoint in ``folder``, in another process."""
+    subprocess.run([sys.executable, __file__, recipe, str(folder)], check=True)
+    texts, plain_texts = (
+        [Text(**text) for text in texts] for texts in json.loads((folder / "texts").read_text())
+    )
+    return Checkpoint(folder / "plugged", folder / "plain", prompts_of(), texts, plain_texts)
+
+
+def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def make(recipe: str, folder: Path) -> None:
+    """Build, plug and save a model, load it again, and let transformers generate."""
+    architecture, plug = RECIPES[recipe]
+    torch.manual_seed(0)
+    model = MODELS[architecture]().eval()
+    model.save_pretrained(folder / "plain")
+    plug(model)
+    assert gfsa.filters_of(model)
+    _randomise_filters(model)
+    model.save_pretrained(folder / "plugged")
+    texts: list[list[Text]] = [[], []]
+    if recipe not in NOT_SERVED:
+        # eager: transformers' sdpa leaves out Gemma 2's soft cap
+        load = partial(
+            transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager"
+        )
+        plugged = gfsa.from_pretrained(
+            transformers.AutoModelForCausalLM, folder / "plugged", attn_implementation="eager"
+        )
+        assert len(gfsa.filters_of(plugged)) == len(gfsa.filters_of(model))
+        texts = [_texts(plugged, prompts_of()), _texts(load(folder / "plain"), prompts_of()[:4])]
+    (folder / "texts").write_text(json.dumps([[asdict(text) for text in part] for part in texts]))
+
+
+def _randomise_filters(model: nn.Module) -> None:
+    """Give every head numbers of its own, far from those of ordinary attention."""
+    generator = torch.Generator().manual_seed(1)
+    for filter in gfsa.filters_of(model).values():
+        if filter.theta is not None:
+            with torch.no_grad():
+                filter.theta.copy_(0.3 * torch.randn(filter.theta.shape, generator=generator))
+
+
+def _texts(model: Any, prompts: list[list[int]]) -> list[Text]:
+    """What transformers generates greedily, all prompts in one batch, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    out = model.eval().generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    rows: Tensor = torch.stack(out.logits, dim=1).float().log_softmax(-1)
+    tokens = out.sequences[:, longest:]
+    logprobs = rows.gather(-1, tokens[..., None])[..., 0]
+    return [Text(*pair) for pair in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]))

@@ -34,13 +34,9 @@ class Engine:
         return self.folder.name
 
     @property
-    def definition(self) -> tuple[Path, Path, Path]:
+    def definition(self) -> tuple[Path, Path]:
         """The files on which its environment depends."""
-        return (
-            self.folder / "requirements.txt",
-            self.folder / "engine.toml",
-            ROOT / "pyproject.toml",
-        )
+        return self.folder / "requirements.txt", self.folder / "engine.toml"
 
     @property
     def findings(self) -> Path:

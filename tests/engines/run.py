@@ -36,11 +36,13 @@ def build(engine: Engine) -> Path:
     folder = ENVIRONMENTS / engine.name
     python, done = folder / "bin" / "python", folder / ".done"
     wanted = "\n".join(path.read_text(encoding="utf-8") for path in engine.definition)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
+        # its entry points may have changed
+        subprocess.run([*pip, "install", "-q", "--no-deps", "-e", str(ROOT)], check=True)
         return python
     print(f"{engine.title}: building {folder.relative_to(ROOT)}", flush=True)
     venv.create(folder, with_pip=True, clear=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     requirements = str(engine.folder / "requirements.txt")
     subprocess.run([*pip, "install", "-q", "-r", requirements, "-e", str(ROOT)], check=True)
     if engine.remove:

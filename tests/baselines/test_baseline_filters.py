@@ -33,7 +33,8 @@ class TestAsFilters:
                     parameter.add_(torch.randn_like(parameter) * 0.5)
             outputs.append(model(IDS, attention_mask=mask).last_hidden_state[mask.bool()])
             baselines.remove(model)
-        assert torch.equal(*outputs)
+        # a plugged layer reads one row of padding, not a mask of all queries: other sums
+        torch.testing.assert_close(*outputs, rtol=0, atol=1e-14)
 
     @torch.no_grad()
     def test_attnscale_reads_causal_operators_too(self) -> None:

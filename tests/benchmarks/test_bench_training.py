@@ -80,12 +80,12 @@ def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_ran_is_what_the_compiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a whole model it sees a mask that transformers leaves out otherwise."""
+    """Of a whole decoder it sees a description of the mask, which is None otherwise."""
 
     def by_mask(
         backend: choice.Backend, call: AttentionCall, v: torch.Tensor, degree: int
     ) -> choice.Choice:
-        return choose("dense" if call.attn_mask is None else "sdpa", call, v, degree)
+        return choose("dense" if call.visible is None else "sdpa", call, v, degree)
 
     choose = choice.choose
     monkeypatch.setattr(training, "LAYERS", 2)
@@ -94,7 +94,8 @@ def test_what_ran_is_what_the_compiler_saw(monkeypatch: pytest.MonkeyPatch) -> N
     ran = {}
     for compiled in (None, "model", "blocks"):
         setting = Setting(torch.device("cpu"), torch.float32, compiled=compiled)
-        ran[compiled] = training.training_step(Shape.parse("1x2x8x4"), setting).variants[1].backend
+        shape = Shape.parse("1x2x8x4:causal")
+        ran[compiled] = training.training_step(shape, setting).variants[1].backend
     assert ran == {None: "dense", "model": "sdpa", "blocks": "dense"}
 
 

@@ -44,6 +44,7 @@ FIRST_SEED = 100
 """Lower seeds are for tuning and exploration."""
 
 METRICS = {
+    "text": {"accuracy", "rmse"},
     "glue": {"accuracy", "f1", "matthews", "spearman"},
     "causal_lm": {"perplexity"},
     "code": {"accuracy", "f1"},

@@ -7,7 +7,7 @@ import math
 import subprocess
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from scipy.stats import ttest_rel
@@ -337,11 +337,11 @@ def test_a_family_with_unusable_pairs_is_neither_complete_nor_not_run(folder: Pa
 def test_the_metrics_of_the_recipes() -> None:
     from gfsa_experiments.tasks import RECIPES
     from gfsa_experiments.tasks.glue.data import TASKS
-    from gfsa_experiments.tasks.graph import graphs
+    from gfsa_experiments.tasks.graph.graphs import Metric
 
     assert METRICS.keys() == RECIPES.keys()
     assert METRICS["glue"] == {facts.metric for facts in TASKS.values()}
-    assert METRICS["graph"] == set(graphs.METRICS.values())
+    assert METRICS["graph"] == set(get_args(Metric))
     for name in ("causal_lm", "image", "speech", "lra", "pretrain", "stdlib", "digits"):
         module = import_module(RECIPES[name])
         kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]

@@ -319,22 +319,22 @@ def test_ctrl_c_in_a_forward_leaves_no_view_in_an_unplugged_model() -> None:
 
 
 def test_threads_may_leave_a_model_at_the_same_time() -> None:
-    config = plugged("bert").config
+    real = plugged("bert").config
+    reads = [mask_hooks.MaskConfigView(real, False)]
 
     class LeftMeanwhile:
         """A model that another thread leaves after its config was read once."""
 
-        reads = [mask_hooks.MaskConfigView(config, False)]
-
         @property
         def config(self) -> Any:
-            return self.reads.pop() if self.reads else config
+            return reads.pop() if reads else real
 
         @config.setter
         def config(self, value: Any) -> None:
-            assert value is config
+            assert value is real
 
     mask_hooks._LeaveView()(LeftMeanwhile(), (), None)
+    assert not reads
 
 
 def test_a_description_answers_like_the_mask() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,13 +256,17 @@ def test_copies_start_themselves_and_unplugged_models_are_as_before() -> None:
     assert model.init_continuous_batching.__func__ is type(model).init_continuous_batching
 
 
-def test_a_kept_manager_does_not_survive_other_filters() -> None:
+def test_a_kept_manager_does_not_survive_other_filters(tmp_path: Path) -> None:
     model = decoder(GROUPED)
     inputs = prompts(9)
+    gfsa.save(model, tmp_path)
     arguments = {"generation_config": greedy(5), "continuous_batching_config": settings()}
     for _ in range(2):
         (result,) = model.generate_batch(inputs, persistent_manager=True, **arguments).values()
         assert result.generated_tokens == by_generate(model, inputs, new=5)[0]
+    gfsa.load(model, tmp_path)
+    assert "_cached_continuous_batching_manager" not in model.__dict__
+    model.generate_batch(inputs, persistent_manager=True, **arguments)
     gfsa.unplug(model)
     gfsa.plug(model, filter=gfsa.PageRank)
     (result,) = model.generate_batch(inputs, **arguments).values()

@@ -297,6 +297,8 @@ class TestPeft:
         assert {filter.K for filter in filters.values()} == {4}
         with again.disable_adapter():
             assert torch.equal(logits(again), unfiltered)
+        with pytest.raises(ValueError, match=r"a base model, got a PeftModel.*load_adapter"):
+            gfsa.load_peft(again, tmp_path)
         merged = again.merge_and_unload()
         torch.testing.assert_close(logits(merged), logits(model))
 

@@ -303,6 +303,40 @@ def test_outside_of_its_forward_a_model_has_its_own_config() -> None:
     assert not model._forward_pre_hooks
 
 
+def test_ctrl_c_in_a_forward_leaves_no_view_in_an_unplugged_model() -> None:
+    model = plugged("bert")
+    config = model.config
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.encoder.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batches()["left"])
+    handle.remove()
+    gfsa.unplug(model)
+    assert model.config is config
+
+
+def test_threads_may_leave_a_model_at_the_same_time() -> None:
+    real = plugged("bert").config
+    reads = [mask_hooks.MaskConfigView(real, False)]
+
+    class LeftMeanwhile:
+        """A model that another thread leaves after its config was read once."""
+
+        @property
+        def config(self) -> Any:
+            return reads.pop() if reads else real
+
+        @config.setter
+        def config(self, value: Any) -> None:
+            assert value is real
+
+    mask_hooks._LeaveView()(LeftMeanwhile(), (), None)
+    assert not reads
+
+
 def test_a_description_answers_like_the_mask() -> None:
     torch.manual_seed(0)
     keys = torch.rand(2, 1, 5) < 0.7
@@ -317,4 +351,6 @@ def test_a_description_answers_like_the_mask() -> None:
     assert torch.equal(torch.where(described, 0.0, 1.0), torch.where(mask, 0.0, 1.0))
     assert torch.equal(described & mask.mT, mask & mask.mT)
     assert torch.equal(~described, ~mask)
+    assert torch.equal(described == 0, mask == 0)
+    assert torch.equal(described != mask.mT, mask != mask.mT)
     assert described.sum() == mask.sum()

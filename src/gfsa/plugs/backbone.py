@@ -62,15 +62,15 @@ def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple
 
 def depths_of(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
     """How many layers each stack with a filter has, filtered or not: ``{"h.*.attn": 12}``."""
-    patterns = {_pattern(name) for name in plugged}
+    patterns = {pattern_of(name) for name in plugged}
     # a block that is shared by all depths has one name per depth
     modules = model.named_modules(remove_duplicate=False)
     names = {canonical_name(model, name) for name, _ in modules}
-    counts = Counter(_stack(name) for name in names if _pattern(name) in patterns)
+    counts = Counter(_stack(name) for name in names if pattern_of(name) in patterns)
     return dict(sorted(counts.items()))
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """A name with all its numbers replaced by ``*``."""
     return re.sub(r"\b\d+\b", "*", name)
 

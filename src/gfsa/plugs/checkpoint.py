@@ -16,7 +16,7 @@ from gfsa.filters import GraphFilter
 from gfsa.filters.base import kind_of
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators.call import check_dropout_place
-from gfsa.plugs.attach import device_of, dtype_for, install
+from gfsa.plugs.attach import device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.backbone import canonical_name, check_depths, depths_of, fingerprint_of, some_of
 from gfsa.plugs.filter_files import DIGEST, FilterFiles, write_files
 from gfsa.plugs.hub.download import filter_folder
@@ -177,6 +177,7 @@ def _put(model: nn.Module, plans: list[_Plan], tensors: Mapping[str, Tensor], so
     with all_or_nothing(model, values=[p for target in targets for p in target.parameters()]):
         for plan, target in zip(plans, targets, strict=True):
             target.load_state_dict(plan.filter.state_dict())
+        notify_adapters(model, plugged.values())
 
 
 def _check_same_layers(plugged: Mapping[str, Site], plans: list[_Plan], source: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gfsa.filters import GFSA
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.attach import install
-from gfsa.plugs.backbone import canonical_name, some_of
+from gfsa.plugs.backbone import canonical_name, pattern_of, some_of
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.plug import PlugReport
 from gfsa.plugs.presets import backbones_of
@@ -238,7 +238,19 @@ def _by_order(layers: Mapping[str, Tensor], found: Mapping[str, Site]) -> dict[s
             f"has {len(accepting)} ({some_of(site.name for site in accepting)}): they cannot be "
             "matched by order"
         )
-    return dict(zip(layers, accepting, strict=True))
+    return dict(zip(_by_number(layers), accepting, strict=True))
+
+
+def _by_number(layers: Iterable[str]) -> list[str]:
+    """Names of layers, those of one stack by their numbers: a file may sort 10 before 2."""
+    stacks: dict[str, list[str]] = {}
+    for layer in layers:
+        stacks.setdefault(pattern_of(layer), []).append(layer)
+    sorted_names = {
+        pattern: iter(sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+        for pattern, names in stacks.items()
+    }
+    return [next(sorted_names[pattern_of(layer)]) for layer in layers]
 
 
 def _plan(

@@ -45,8 +45,10 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> Any:
         model = gfsa.load_peft(base, "adapter")         # the base, plugged or not
 
     A base model without filters is plugged with those of the adapter; with the adapter disabled
-    they are ordinary attention. A base that has filters must have the same ones. If the adapter
-    itself has none, those that :func:`gfsa.save` wrote beside it are loaded.
+    their learned numbers are zero, which is ordinary attention unless a filter has fixed numbers
+    as well (``w0=0.3`` with ``learn=("wK",)``, ``Twicing`` …). A base that has filters must have
+    the same ones. If the adapter itself has none, those that :func:`gfsa.save` wrote beside it are
+    loaded.
 
     Args:
         model: the base model.
@@ -66,6 +68,11 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> Any:
     except ImportError as error:
         raise ImportError("gfsa.load_peft needs peft: pip install 'gfsa[peft]'") from error
 
+    if isinstance(model, peft.PeftModel):
+        raise ValueError(
+            f"load_peft takes a base model, got a {type(model).__name__}: it has an adapter "
+            "already. Add another one with model.load_adapter(path, adapter_name=...)"
+        )
     source = str(path)
     description, tensors = _filters_in(model, _weights_file(path, kwargs), source)
     if not description["filters"]:
@@ -112,7 +119,7 @@ def _without_warning() -> Iterator[None]:
 
 
 def _reset(model: nn.Module) -> None:
-    """Make the filters of a base model ordinary attention, which θ = 0 is."""
+    """Set θ = 0, with which a filter is ordinary attention but for its fixed numbers."""
     with torch.no_grad():
         for filter in filters_of(model).values():
             if filter.theta is not None:

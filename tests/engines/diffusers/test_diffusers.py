@@ -286,6 +286,16 @@ def test_copies_pickles_and_saved_filters(name: str, tmp_path: Path) -> None:
     assert torch.equal(run(again, name), expected)
 
 
+def test_whole_models_are_loaded_by_diffusers(tmp_path: Path) -> None:
+    model = dit()
+    gfsa.plug(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match=r"a class of diffusers.*gfsa\.load"):
+        gfsa.from_pretrained(type(model), tmp_path)
+    with pytest.raises(ValueError, match=r"a model of diffusers.*weights=False"):
+        gfsa.push_to_hub(model, "user/name", weights=True)
+
+
 @pytest.mark.parametrize("name", ["PixArt", "Flux"])
 def test_compiled(name: str) -> None:
     model = give_filters(build(name))

@@ -110,6 +110,17 @@ def test_a_damaged_file_is_reported(file: Path, content: str) -> None:
         assert "run gfsa tune" in (reason(100) or "")
 
 
+def test_a_folder_of_another_user_is_reported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user who may not look into its HOME."""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.warns(UserWarning, match="Permission denied"):
+        assert "run gfsa tune" in (reason(100) or "")
+
+
 def test_a_deleted_file_means_torch(file: Path) -> None:
     tuned.write(file, BLACKWELL, tuned_rows())
     assert json.loads(file.read_text())["format"] == tuned.FORMAT

@@ -75,9 +75,10 @@ def path() -> Path:
 
 def read(file: Path) -> dict[Machine, list[Row]]:
     """The measurements in a file, by machine; none if there is no such file."""
-    if not file.exists():
-        return {}
     try:
+        # a folder that may not be looked into raises here, as a file that may not be read does
+        if not file.exists():
+            return {}
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']}, expected {FORMAT}")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from gfsa._version import __version__
-from gfsa.plugs.adapters.transformers.pretrained import CONFIG_ENTRY
+from gfsa.plugs.adapters.transformers.pretrained import CONFIG_ENTRY, is_of_diffusers
 from gfsa.plugs.checkpoint import describe, save
 from gfsa.plugs.hub.card import (
     PICTURE,
@@ -88,6 +88,12 @@ def push_to_hub(
         raise ValueError(
             f"{type(model).__name__} has no save_pretrained, so its weights cannot be uploaded "
             "with the filters; pass weights=False and upload them by their own library"
+        )
+    if weights and is_of_diffusers(type(model)):
+        raise ValueError(
+            f"{type(model).__name__} is a model of diffusers, whose weights gfsa.from_pretrained "
+            "does not load: pass weights=False, and upload them with model.push_to_hub after "
+            "gfsa.unplug"
         )
     hub = hub_library("gfsa.push_to_hub")
     with tempfile.TemporaryDirectory() as temporary:

@@ -84,8 +84,14 @@ class _LeaveView:
     """After the forward, also one that raised: the config is the real one again."""
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        if isinstance(module.config, MaskConfigView):
-            module.config = module.config.real
+        _take_view_away(module)
+
+
+def _take_view_away(module: Any) -> None:
+    # read once: another thread that leaves the same model may put the real one back in between
+    config = module.config
+    if isinstance(config, MaskConfigView):
+        module.config = config.real
 
 
 class _WriteOut:
@@ -103,6 +109,9 @@ def set_mask_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for handle in module.__dict__.pop(_HANDLES, ()):
             handle.remove()
+        if isinstance(module, PreTrainedModel):
+            # torch calls no hook after a forward that Ctrl-C ended
+            _take_view_away(module)
     for maker in _makers(model):
         enter = maker.register_forward_pre_hook(_TakeView(maker), with_kwargs=True)
         leave = maker.register_forward_hook(_LeaveView(), always_call=True)

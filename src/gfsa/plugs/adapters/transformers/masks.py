@@ -90,6 +90,14 @@ class DescribedMask:
     def __invert__(self) -> Tensor:
         return ~self.tensor()
 
+    # without these two, python would compare the objects and answer with one bool
+    def __eq__(self, other: Any) -> Any:
+        return self.tensor() == written_out(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self.tensor() != written_out(other)
+
+    __hash__ = object.__hash__
     __rand__ = __and__
     __ror__ = __or__
 

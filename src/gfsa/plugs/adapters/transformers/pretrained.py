@@ -59,6 +59,12 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
         raise TypeError(
             f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80}"
         )
+    if is_of_diffusers(model_class):
+        raise TypeError(
+            f"{model_class.__name__} is a class of diffusers, whose files have other names than "
+            "those of transformers: load the model with its own from_pretrained, then the filters "
+            "that gfsa.save wrote with gfsa.load"
+        )
     if kwargs.get("output_loading_info"):
         raise ValueError("output_loading_info is not supported: the filters would be listed in it")
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
@@ -70,6 +76,12 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
             f"{model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
         )
     return model
+
+
+def is_of_diffusers(model_class: Any) -> bool:
+    """Whether a class is one of diffusers, which has ``from_pretrained``, too."""
+    parents = getattr(model_class, "__mro__", ())
+    return any(parent.__module__.partition(".")[0] == "diffusers" for parent in parents)
 
 
 def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:

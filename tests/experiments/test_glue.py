@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import gfsa
 from gfsa_experiments.commands.train import runs_of_plan
@@ -158,6 +160,29 @@ def test_a_model_of_another_kind(data: Path, tmp_path: Path) -> None:
     some = {name: value for name, value in weights.items() if "layer.1" not in name}
     save_file(some, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="has no weights for 16 parts of BertForSeq"):
+        built(config_for(str(folder)), data)
+
+
+def test_a_head_for_other_classes_is_replaced(data: Path, bert: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tuned"
+    task = built(config_for(bert, task="mrpc"), data)
+    three = type(task.model.config)(**{**task.model.config.to_dict(), "num_labels": 3})
+    type(task.model)(three).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(bert).save_pretrained(folder)
+    first, second = (
+        built(config_for(str(folder), task="mrpc", seed=seed), data).model for seed in (0, 1)
+    )
+    assert first.classifier.weight.shape == (2, 16)
+    assert 0 < first.classifier.weight.abs().mean() < 0.1
+    assert not torch.equal(first.classifier.weight, second.classifier.weight)
+    assert torch.equal(first.bert.pooler.dense.weight, second.bert.pooler.dense.weight)
+
+
+def test_weights_of_another_shape_are_refused(data: Path, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "wide", "bert")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(ValueError, match=r"another shape for 6 parts .*\(32,.*expected \(64,"):
         built(config_for(str(folder)), data)
 
 

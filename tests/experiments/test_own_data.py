@@ -70,6 +70,12 @@ class TestNames:
         (run,) = Request(recipe, settings=tuple(settings.items())).runs()
         assert run.key().task == label
 
+    def test_files_that_differ_in_their_ending_are_different_runs(self) -> None:
+        first, second = Request("text", each=(("data", "my.csv,my.jsonl"),)).runs()
+        assert first.key().task == second.key().task
+        assert first.key() != second.key()
+        assert first.folder != second.folder
+
 
 class TestTables:
     @pytest.mark.parametrize("separator", [",", ";", "\t"])
@@ -347,7 +353,7 @@ class TestCorpora:
 def test_a_setting_by_its_short_name() -> None:
     settings = (("data", "my.csv"), ("label", "stars"))
     (run,) = Request("text", settings=settings).runs()
-    assert run.key().settings == "label_column=stars"
+    assert run.key().settings == "data=my.csv label_column=stars"
     with pytest.raises(ValueError, match="label and label_column are one setting"):
         Request("text", settings=(*settings, ("label_column", "other"))).runs()
 

@@ -41,6 +41,14 @@ def test_methods_orders_and_seeds_are_all_run(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "results" / "toy.csv")) == 6
 
 
+def test_filters_that_hardly_moved_are_named(tmp_path: Path) -> None:
+    words = [TOY, "--method", "plain,gfsa,twicing", "--set", "epochs=1", "--each"]
+    code, output = train(tmp_path, *words, "filter_lr=1e-7,1e-2")
+    assert code == 0
+    said = [line for line in output.splitlines() if "coefficients moved by" in line]
+    assert [line.partition(":")[0] for line in said] == ["gfsa filter_lr=1e-07"]
+
+
 def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
     plan.write_text(f"# two lines\n{TOY} --set explode_at=3\n\n{TOY} --method gfsa  # fine\n")

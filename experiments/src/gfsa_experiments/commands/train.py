@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # click's own class, or that of the copy of click in newer versions of typer
 _UsageError: Any = typer.BadParameter.__base__
 
+# below this mean |coefficient − start|, a learned filter is ordinary attention in effect
+_HARDLY_MOVED = 1e-3
+
 # the parameters that describe a sweep, which a line of a plan may have, and their flags
 _SWEEP = {
     "method": "--method",
@@ -201,6 +204,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
             "--jobs needs a single process, but accelerate launch has started several"
         )
     failed, names = 0, _names(runs)
+    at_rest: dict[str, float] = {}
     with progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, error = finished.run, finished.row, finished.error
@@ -223,7 +227,15 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 before = "finished before: " if run.folder in done else ""
                 message = f"{before}{names[run.folder]}: {row.metric} {row.test:.4f}"
                 console.print(message, highlight=False, markup=False)
+                if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
+                    at_rest[row.name] = max(row.moved, at_rest.get(row.name, 0.0))
             advance()
+    for name, moved in at_rest.items():
+        message = (
+            f"{name}: coefficients moved by at most {moved:.1g} in the mean, so the model is plain "
+            "in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
+        )
+        console.print(message, style="yellow", markup=False)
     console.print(f"{len(runs) - failed} of {len(runs)} runs done; gfsa results shows the tables")
     return failed
 

@@ -61,20 +61,39 @@ def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -
     Attention is torch's ``sdpa`` if the model supports it, as by transformers' default.
 
     Args:
-        new: parts of the model without stored weights, such as the head for a new task, each given
-            as a component of its dotted name; torch's global generator initialises them.
+        new: parts of the model without stored weights, or with those of another task and shape,
+            such as the head for a new task, each given as a component of its dotted name; torch's
+            global generator initialises them.
         config: changes to the model's configuration.
     """
-    model, info = _load(kind, name, dtype=torch.float32, output_loading_info=True, **config)
-    lacking = [
-        key for key in info["missing_keys"] if not any(part in key.split(".") for part in new)
-    ]
+    model, info = _load(
+        kind,
+        name,
+        dtype=torch.float32,
+        output_loading_info=True,
+        # a head for other classes is initialised anew; whatever else does not fit is refused below
+        ignore_mismatched_sizes=True,
+        **config,
+    )
+    other = {key: shapes for key, *shapes in info["mismatched_keys"] if not _is_part(key, new)}
+    if other:
+        key, (stored, built) = next(iter(other.items()))
+        raise ValueError(
+            f"{name} has weights of another shape for {len(other)} parts of "
+            f"{type(model).__name__}, such as {key}: {tuple(stored)}, expected {tuple(built)}; "
+            "its config.json and its weights are not of one model"
+        )
+    lacking = [key for key in info["missing_keys"] if not _is_part(key, new)]
     if lacking:
         raise ValueError(
             f"{name} has no weights for {len(lacking)} parts of {type(model).__name__}, such as "
             f"{', '.join(sorted(lacking)[:3])}; is it a model of another kind?"
         )
     return model
+
+
+def _is_part(key: str, parts: tuple[str, ...]) -> bool:
+    return any(part in key.split(".") for part in parts)
 
 
 def _load(kind: Any, name: str, **arguments: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -250,8 +251,9 @@ def settings_of(config: TrainConfig) -> str:
 
 
 def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:
-    """Whether the label shows the whole value; of a path it shows the last part only."""
-    return name in config.in_label and "/" not in str(value)
+    """Whether the label shows the whole value; of a path it shows the last part, unended."""
+    ended = name == "data" and re.search(r".\.[A-Za-z]\w*$", str(value)) is not None
+    return name in config.in_label and "/" not in str(value) and not ended
 
 
 def changed_settings(config: TrainConfig) -> dict[str, Any]:

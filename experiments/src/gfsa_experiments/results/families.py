@@ -89,7 +89,7 @@ class Comparison:
     @property
     def tasks(self) -> set[tuple[str, str]]:
         """The recipe and task of both lines; a deeper model may be another task."""
-        return {self.keys(line)[0][:2] for line in self.runs}
+        return {runs[0].key()[:2] for runs in self.runs.values()}
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,8 @@ def _state(family: Family) -> str:
 
 def _of_task(rows: pd.DataFrame, comparison: Comparison) -> pd.DataFrame:
     """The rows on a comparison's tasks with one of its seeds."""
-    of_tasks = [key in comparison.tasks for key in zip(rows.recipe, rows.task, strict=True)]
+    tasks = comparison.tasks
+    of_tasks = [key in tasks for key in zip(rows.recipe, rows.task, strict=True)]
     return rows[pd.Series(of_tasks, rows.index, dtype=bool) & rows.seed.isin(comparison.seeds)]
 
 

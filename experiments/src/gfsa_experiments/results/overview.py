@@ -160,8 +160,8 @@ def _coefficient_note(tables: Sequence[ResultTable]) -> list[str]:
     if tuned:
         low, high = pd.Series(tuned).quantile([0.05, 0.95])
         notes.append(
-            f"In {len(tuned)} fine-tuned runs it stays near 0 (nine in ten from {low:.2f} to "
-            f"{high:.2f}).".replace("-", "−").replace("fine−", "fine-")
+            f"In nine of ten of {len(tuned)} fine-tuned runs the mean of c0 is from {low:.2f} to "
+            f"{high:.2f}.".replace("-", "−").replace("fine−", "fine-")
         )
     return notes
 

@@ -123,4 +123,6 @@ def _likeness(similarity: PairedDifference | None) -> str:
         "no difference shown": "leave the last layer about as alike",
         None: "differ in similarity at the last layer",
     }[similarity.verdict]
-    return f"{words} (cosine {similarity.mean:+.3f})"
+    low, high = similarity.low, similarity.high
+    interval = "" if low is None or high is None else f", {low:+.3f} to {high:+.3f}"
+    return f"{words} (cosine {similarity.mean:+.3f}{interval})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,18 @@ def test_a_model_plugged_by_tracing_is_refused() -> None:
 def test_another_transformers_is_refused(grouped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(OffloadingManager, "_offload_to_cpu")
     with pytest.raises(NotImplementedError, match=r"has no OffloadingManager._offload_to_cpu"):
+        grouped.generate_batch([[5, 6]])
+
+
+def test_a_transformers_with_another_paged_cache_is_refused(
+    grouped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(
+        sys.modules, "gfsa.plugs.adapters.transformers.batching_manager", raising=False
+    )
+    monkeypatch.delattr(paged_cache, "find_num_kv_heads")
+    expected = r"needs transformers 5\.15 to 5\.17, got .*find_num_kv_heads.*Use generate\(\)"
+    with pytest.raises(NotImplementedError, match=expected):
         grouped.generate_batch([[5, 6]])
 
 

@@ -18,7 +18,6 @@ from support.matrix import Matrix
 from support.subjects import DIM, HEADS, SUBJECTS, Op, first
 
 SIZES = [(2, 6), (3, 9), (5, 13), (4, 20), (7, 31)]
-WHOLE = ["op", "BERT", "GPT-2", "ViT"]
 FILTERS = {
     "GFSA": lambda: gfsa.GFSA(HEADS, wK=0.2),
     "GFSA exact": lambda: gfsa.GFSA(HEADS, K=4, wK=0.2, power="exact"),
@@ -38,7 +37,10 @@ def _fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    "name",
+    ["op", "GPT-2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("BERT", "ViT"))],
+)
 @torch.no_grad()
 def test_one_graph_for_all_sizes(name: str, matrix: Matrix) -> None:
     """Gradients of compiled models are compared in tests/plugs/test_training_compile.py."""

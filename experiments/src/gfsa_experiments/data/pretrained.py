@@ -77,7 +77,7 @@ def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -
     )
     other = {key: shapes for key, *shapes in info["mismatched_keys"] if not _is_part(key, new)}
     if other:
-        key, (stored, built) = next(iter(other.items()))
+        key, (stored, built) = min(other.items())
         raise ValueError(
             f"{name} has weights of another shape for {len(other)} parts of "
             f"{type(model).__name__}, such as {key}: {tuple(stored)}, expected {tuple(built)}; "

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from transformers import masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
     sdpa_mask,
 )
-from transformers.utils.import_utils import is_tracing
 
 from gfsa.operators import Visibility
 
@@ -185,7 +185,7 @@ def _is_square(
     """Whether queries and keys are the same tokens, the first ones."""
     if isinstance(q_offset, Tensor):
         # of a static cache, on the device
-        if is_tracing(q_offset) or bool(q_offset != 0):
+        if masking_utils.is_tracing(q_offset) or bool(q_offset != 0):
             return False
     elif q_offset != 0:
         return False
@@ -207,14 +207,14 @@ def _describe(
     """What a mask function says, or None if it says something else than the parts known here."""
     if not _is_known(mask_function, local_size, config, causal):
         return None
-    if padding is not None and not is_tracing(padding) and bool(padding.all()):
+    if padding is not None and not masking_utils.is_tracing(padding) and bool(padding.all()):
         padding = None
     keys = None if padding is None else padding[:, None, :]
     window = local_size
     if window is not None and not causal:
         # transformers' window to both sides includes its last token
         window = window + 1
-    if window is not None and not is_tracing(padding) and window >= length:
+    if window is not None and not masking_utils.is_tracing(padding) and window >= length:
         window = None
     documents = None
     if causal and padding is None and _may_be_packed(mask_function, config):
@@ -226,7 +226,7 @@ def _may_be_packed(mask_function: Any, config: Any) -> bool:
     """Whether several documents may share a row."""
     if mask_function.__name__ != _TOGETHER:
         return False
-    if is_tracing():
+    if masking_utils.is_tracing():
         # transformers cannot look at positions there; those that a model makes are of one document
         return bool(getattr(config, "positions_given", True))
     return any(_PACKED in part.__code__.co_freevars for part in _parts(mask_function))

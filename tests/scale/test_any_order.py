@@ -432,7 +432,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def run(name: str) -> None:
     machine = type(f"AnyOrder_{name}", (AnyOrder,), {"build": staticmethod(MODELS[name])})
-    examples, steps = (300, 50) if LENGTHY else (12, 20)
+    examples, steps = (300, 50) if LENGTHY else (8, 20)
     run_state_machine_as_test(
         machine, settings=settings(max_examples=examples, stateful_step_count=steps)
     )

@@ -63,6 +63,7 @@ def exported(name: str, model: nn.Module) -> ExportedProgram:
     return torch.export.export(model, (), inputs, dynamic_shapes=shapes)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_programs_run_without_gfsa(tmp_path: Path, matrix: Matrix) -> None:
     for name in [*WHOLE, "BERT pruned"]:

@@ -107,7 +107,7 @@ def write_tables(tables: Mapping[str, Sequence[Line]], folder: Path) -> list[Pat
     return written
 
 
-def _order(line: Line) -> Any:
+def _order(line: Mapping[str, str]) -> Any:
     """By run; within a run lines stay as they are."""
     return *(line[name] for name in RUN[:-1]), int(line["seed"])
 

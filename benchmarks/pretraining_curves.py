@@ -1,8 +1,8 @@
-"""The study of pretraining: collect what runs leave behind, draw it, write its page.
+"""The study of pretraining: collect what runs leave behind, write its page and figures.
 
 python benchmarks/pretraining_curves.py collect RUNS FOLDER       # after gfsa train, where it ran
 python benchmarks/pretraining_curves.py add FOLDER results        # into results/pretraining/*.csv
-python benchmarks/pretraining_curves.py draw CURVES.csv FIGURE.svg
+python benchmarks/pretraining_curves.py write results             # pretraining.md, its figures
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ def main() -> None:
     adds.add_argument("folder", type=Path)
     adds.add_argument("results", type=Path)
     adds.add_argument("--replace", action="store_true", help="of runs that are there already")
-    draws = actions.add_parser("draw", help="the gap to plain as it was tuned")
-    draws.add_argument("curves", type=Path)
-    draws.add_argument("figure", type=Path)
+    writes = actions.add_parser("write", help="the page's generated part, figures, lens page")
+    writes.add_argument("results", type=Path)
     given = parser.parse_args()
     try:
         if given.action == "collect":
             _collect(given.runs, given.folder)
-        elif given.action == "draw":
-            from gfsa_experiments.results.pretraining.ladder import draw
+        elif given.action == "write":
+            from gfsa_experiments.results.pretraining.write import write
 
-            draw(given.curves, given.figure)
+            print(f"wrote {', '.join(map(str, write(given.results)))}")
         else:
             found = read_tables(given.folder)
             if not any(found.values()):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+
+from gfsa.lens.colours import COLOURS, MARKERS, series_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LABELS = ["method", "options", "settings", "seed"]
 ARMS = {
@@ -29,29 +34,13 @@ LADDER = {
 }
 
 
-def draw(source: Path, figure: Path) -> None:
-    """Left: validation loss by tokens, every arm tuned. Right: the gap to plain as it was tuned."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "gfsa"
-    from matplotlib import pyplot as plt
-
-    curves = pd.read_csv(source).fillna({"options": "", "settings": ""})
+def draw_ladder(curves: pd.DataFrame, axis: Axes) -> None:
+    """The gap of the best runs of seed 0 at each rung, arm by arm."""
+    curves = curves.fillna({"options": "", "settings": ""})
     curves = curves[curves["seed"] == 0]
-    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for rung, style in (("batch 16", "--"), ("3 epochs", "-")):
-        for number, (name, condition) in enumerate(ARMS.items()):
-            line = _best(curves, condition, LADDER[rung][1])
-            if line is not None:
-                epochs = "1 epoch" if rung == "batch 16" else rung
-                label = f"{name}, {epochs}: {line['valid loss'].iloc[-1]:.3f}"
-                left.plot(
-                    line["tokens"] / 1e6, line["valid loss"], style, color=f"C{number}", label=label
-                )
-    left.set(xlabel="tokens (millions)", ylabel="validation loss (nats)", ylim=(1.6, 3.2))
-    left.legend(frameon=False, fontsize="small")
-    for number, (name, condition) in enumerate(ARMS.items()):
+    names = list(ARMS)
+    numbers = dict(zip(names, series_of(names), strict=True))
+    for name, condition in ARMS.items():
         gaps = {}
         for rung, (plain, filtered) in LADDER.items():
             least = _best(curves, ARMS["plain"], plain)
@@ -59,12 +48,16 @@ def draw(source: Path, figure: Path) -> None:
             if least is not None and line is not None and name != "plain":
                 gaps[rung] = line["valid loss"].iloc[-1] - least["valid loss"].iloc[-1]
         if gaps:
-            right.plot(list(gaps), list(gaps.values()), "o-", color=f"C{number}", label=name)
-    right.axhline(0, color="C0", label="plain")
-    right.set(ylabel="validation loss − plain (nats)", title="plain tuned further to the right →")
-    right.tick_params(axis="x", labelsize="small")
-    right.legend(frameon=False)
-    plt.savefig(figure, metadata={"Date": None})
+            look: dict[str, Any] = {
+                "color": COLOURS[numbers[name]],
+                "marker": MARKERS[numbers[name]],
+            }
+            axis.plot(list(gaps), list(gaps.values()), label=name, **look)
+    axis.axhline(0, color=COLOURS[numbers["plain"]], label="plain")
+    axis.set(ylabel="validation loss − plain (nats)", title="plain tuned further to the right →")
+    axis.title.set_fontsize(9)
+    axis.tick_params(axis="x", labelsize="small")
+    axis.legend(frameon=False, fontsize="small")
 
 
 def _best(curves: pd.DataFrame, arm: str, setting: str) -> pd.DataFrame | None:

@@ -15,12 +15,13 @@ from gfsa_experiments.results.pretraining.study import by_size, read_speeds, rea
 
 PAGE = "pretraining.md"
 FIGURE = "pretraining.svg"
+MARKS = ("<!-- study of pretraining: begin -->", "<!-- study of pretraining: end -->")
 
 
 def write(results: Path) -> list[Path]:
     """Write everything that the results allow; return what was written."""
     study, speeds = read_study(results), read_speeds(results)
-    page = updated_page(results / PAGE, "Pretraining", blocks(study, speeds))
+    page = updated_page(results / PAGE, "Pretraining", blocks(study, speeds), MARKS)
     tuning = results / "tuning" / "pretrain-curves.csv"
     save(draw(study, speeds, pd.read_csv(tuning) if tuning.exists() else None), results / FIGURE)
     written = [results / PAGE, results / FIGURE]

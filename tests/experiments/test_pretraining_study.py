@@ -207,6 +207,14 @@ def test_a_loss_that_is_never_reached_has_no_share() -> None:
     assert tokens_to_reach([1, 2], [3.0, 2.5], 2.0) is None
 
 
+def test_plain_may_have_trained_for_longer() -> None:
+    """As the control of equal time, of which no filtered run sees as many tokens."""
+    table = runs({"15M": (1, 3, 10, 11.5)}, lambda x: math.log(0.7) / 5)
+    table = table[~((table.arm == "GFSA") & (table.ratio == 11.5))]
+    assert saving_of_ends(table, "GFSA", "15M") == pytest.approx(0.7, rel=1e-6)
+    assert [cell.ratio for cell in cells(table, "GFSA")] == [1, 3, 10]
+
+
 def test_ends_of_whole_schedules_are_interpolated() -> None:
     # GFSA ends with 0.7 of the tokens where plain ends
     table = runs({"15M": (1, 3, 10)}, lambda x: math.log(0.7) / 5)
@@ -389,6 +397,15 @@ def test_a_family_is_not_read_before_its_last_run(folder: Path) -> None:
     assert found[4800 * 32 * 1024].seeds == (100, 101)
     assert found[4800 * 32 * 1024].mean == pytest.approx(-0.5)
     assert found[1600 * 32 * 1024].seeds == (0, 1)
+
+
+def test_a_family_with_local_changes_is_not_read(folder: Path) -> None:
+    add_family_runs(folder, ["plain", "gfsa"])
+    table = (folder / "pretrain.csv").read_text()
+    (folder / "pretrain.csv").write_text(table.replace(",abc,", ",abc-dirty,"))
+    study = read_study(folder)
+    assert study.runs.seed.max() < 100
+    assert "some pairs do not count: `gfsa results --family pretrain` says why" in study.missing[0]
 
 
 def test_what_diverged_is_said(folder: Path) -> None:

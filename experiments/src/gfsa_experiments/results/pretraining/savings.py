@@ -116,7 +116,9 @@ def tokens_to_reach(
 
 
 def saving_of_ends(runs: pd.DataFrame, arm: str, size: str) -> float | None:
-    """The share of the tokens of plain's longest runs for which runs of the arm end where they end.
+    """The share of the tokens of plain's runs with which runs of the arm end at the same loss.
+
+    Plain's runs are the longest of which the arm has some too.
 
     Losses at the end of runs of different lengths, interpolated over the logarithm of the tokens:
     every one has its whole schedule. None if the arm has fewer than two lengths, or does not reach
@@ -127,12 +129,11 @@ def saving_of_ends(runs: pd.DataFrame, arm: str, size: str) -> float | None:
         name: own[own.arm == name].groupby("tokens").test.mean().sort_index()
         for name in (PLAIN, arm)
     }
-    if len(ends[arm]) < 2 or not len(ends[PLAIN]):
+    shared = ends[PLAIN].index.intersection(ends[arm].index)
+    if len(ends[arm]) < 2 or not len(shared):
         return None
-    longest = ends[PLAIN].index[-1]
-    if longest not in ends[arm].index:
-        return None
-    target = float(ends[PLAIN].iloc[-1])
+    longest = shared.max()
+    target = float(ends[PLAIN][longest])
     if float(ends[arm].iloc[0]) <= target:
         # its shortest run is there already: how far before is not known
         return None

@@ -61,10 +61,15 @@ def read_study(folder: Path) -> Study:
             lengths = set(zip(own.task, own.steps, strict=True))
             others = [key not in lengths for key in zip(planned.task, planned.steps, strict=True)]
             planned = pd.concat([planned[others], own])
-        else:
+        elif len(own) < len(family.keys):
             missing.append(
                 f"The family {FAMILY} has {len(own)} of its {len(family.keys)} runs; nothing is "
                 "read from them before the last."
+            )
+        else:
+            missing.append(
+                f"The family {FAMILY} has all its runs, but some pairs do not count: "
+                f"`gfsa results --family {FAMILY}` says why. Nothing is read from them."
             )
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), missing)

@@ -111,6 +111,12 @@ def test_a_floor_is_found_and_said() -> None:
     assert "without an interval (no cell has two seeds)" in fit_sentence("GFSA", found)
 
 
+def test_a_power_at_the_edge_is_said() -> None:
+    found = cells(runs({"15M": (1, 3, 10)}, lambda x: -0.3), "GFSA")
+    assert "fitted by −0.300·x^0.00" in fit_sentence("GFSA", found)
+    assert "No power beyond 0.00 was tried" in fit_sentence("GFSA", found)
+
+
 def test_sizes_that_disagree_are_seen() -> None:
     both = runs({"15M": (1, 3, 10)}, lambda x: -0.3 / x)
     both = pd.concat([both, runs({"46M": (1, 3, 10)}, lambda x: -0.1 / x)])

@@ -151,8 +151,8 @@ def _gap_panel(study: Study, axis: Axes) -> None:
         return
     axis.axhline(0, color=COLOURS[numbers[PLAIN]], label=PLAIN)
     axis.set_xscale("log")
-    low, high = axis.get_xlim()
-    ticks = [tick for tick in _RATIOS if low / 2 <= tick <= 2 * high]
+    left, right = axis.get_xlim()
+    ticks = [tick for tick in _RATIOS if left / 2 <= tick <= 2 * right]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xticks([], minor=True)
     axis.set(

@@ -24,9 +24,10 @@ from gfsa_experiments.results.statistics import LEVEL, Interval, paired_differen
 Numbers = NDArray[np.float64]
 
 DRAWS = 4000
-_DECAYS = np.linspace(0.0, 3.0, 121)
+DECAYS = np.linspace(0.0, 3.0, 121)
+"""The values of b that are tried."""
 # a term that decays slower than this cannot be told from a floor
-_DECAYS_ABOVE_FLOOR = _DECAYS[_DECAYS >= 0.2]
+_DECAYS_ABOVE_FLOOR = DECAYS[DECAYS >= 0.2]
 POINTS = 3
 """Different numbers of tokens per parameter that a fit needs; one more with a floor."""
 OWN_SPREAD = 4
@@ -198,7 +199,7 @@ def _power_law(x: Numbers, y: Numbers, weights: Numbers, floor: bool) -> Numbers
 
     For each decay b of a grid the curve is linear in a and f.
     """
-    decays = _DECAYS_ABOVE_FLOOR if floor else _DECAYS
+    decays = _DECAYS_ABOVE_FLOOR if floor else DECAYS
     best = np.full(len(y), np.inf)
     result = np.zeros((len(y), 3))
     for decay in decays:

@@ -9,7 +9,7 @@ import pandas as pd
 from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
 from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Picture, Text
 from gfsa_experiments.results.pretraining.collect import RUN
-from gfsa_experiments.results.pretraining.gap import POINTS, Cell, GapFit, cells, fit_gap
+from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
 from gfsa_experiments.results.pretraining.probes import Measure, measures
 from gfsa_experiments.results.pretraining.savings import Saving, saving_of_ends, savings
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
@@ -80,6 +80,8 @@ def fit_sentence(arm: str, found: list[Cell]) -> str:
         f"{arm} − plain, fitted by {law} over x tokens per parameter: "
         f"{NATS.interval(fit.at(most))} at {most:.1f}, the most that was run. {_vanishes(fit)}"
     )
+    if fit.decay in (DECAYS[0], DECAYS[-1]):
+        text += f" No power beyond {signed(-fit.decay, 2)} was tried."
     if len(fit.residuals) > 1:
         off = ", ".join(f"{size} {signed(value, 3)}" for size, value in fit.residuals.items())
         text += f" Sizes lie off the fit by {off} on average."

@@ -414,6 +414,13 @@ def test_a_family_with_local_changes_is_not_read(folder: Path) -> None:
     assert "some pairs do not count: `gfsa results --family pretrain` says why" in study.missing[0]
 
 
+def test_runs_on_other_data_are_not_compared(folder: Path) -> None:
+    table = (folder / "tuning/pretrain.csv").read_text()
+    (folder / "tuning/pretrain.csv").write_text(table.replace("10+10+10 abc", "9+9+9 def", 3))
+    with pytest.raises(ValueError, match=r"on different data \(10\+10\+10 abc; 9\+9\+9 def\)"):
+        read_study(folder)
+
+
 def test_what_diverged_is_said(folder: Path) -> None:
     table = pd.read_csv(folder / "tuning/pretrain.csv", keep_default_na=False)
     chosen = (table.method == "gfsa") & (table.seed == 1) & (table.steps == 480)

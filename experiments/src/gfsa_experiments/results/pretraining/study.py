@@ -73,6 +73,12 @@ def read_study(folder: Path) -> Study:
             )
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), missing)
+    data = sorted(set(runs.data) - {""})
+    if len(data) > 1:
+        raise ValueError(
+            f"{folder}: the planned runs of pretraining are on different data ({'; '.join(data)}), "
+            "which are not compared; remove the rows of one"
+        )
     plan = folder / "plans" / STABILITY
     stability = _planned(rows, plan, missing) if plan.exists() else rows[:0]
     tables = {name: _read_table(folder / "pretraining" / f"{name}.csv") for name in TABLES}

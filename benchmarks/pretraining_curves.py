@@ -1,109 +1,65 @@
-"""Curves of pretraining runs: collect them from run folders, draw the gap as plain is tuned.
+"""The study of pretraining: collect what runs leave behind, write its page and figures.
 
-python benchmarks/pretraining_curves.py collect RUNS results/tuning/pretrain-curves.csv
-python benchmarks/pretraining_curves.py draw results/tuning/pretrain-curves.csv FIGURE.svg
+python benchmarks/pretraining_curves.py collect RUNS FOLDER       # after gfsa train, where it ran
+python benchmarks/pretraining_curves.py add FOLDER results        # into results/pretraining/*.csv
+python benchmarks/pretraining_curves.py write results             # pretraining.md, its figures
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from pathlib import Path
 
-import pandas as pd
-
-LABELS = ["method", "options", "settings", "seed"]
-ARMS = {
-    "plain": "method == 'plain'",
-    "gain only (w1)": "method == 'gfsa' and options.str.contains('learn=w1')",
-    "degree 1": "method == 'degree1'",
-    "GFSA": "method == 'gfsa' and not options.str.contains('learn=')",
-}
-# The plain model is tuned further from rung to rung. Each rung has a condition for plain runs and
-# one for filtered runs; the best run of either by validation loss are compared.
-_FIRST = "not settings.str.contains('batch_size|epochs')"
-_SMALL_BATCH = "settings.str.contains('batch_size=16')"
-LADDER = {
-    "lr tuned,\nbatch 64": (f"{_FIRST} and not settings.str.contains('temp|gain')", _FIRST),
-    "+ temperature\nper head": (
-        f"{_FIRST} and not settings.str.contains('gain|init|output_norm|gate|depth')",
-        _FIRST,
-    ),
-    "+ fast rate\nfor gains": (_FIRST, _FIRST),
-    "batch 16": (_SMALL_BATCH, _SMALL_BATCH),
-    "3 epochs": ("settings.str.contains('epochs=3')", "settings.str.contains('epochs=3')"),
-}
-
-
-def collect(runs: Path) -> pd.DataFrame:
-    """Every ``curve.csv`` below ``runs`` with the labels of the run's row beside it."""
-    parts = []
-    for curve in sorted(runs.rglob("curve.csv")):
-        row = json.loads((curve.parent / "row.json").read_text())
-        parts.append(pd.read_csv(curve).assign(**{name: row[name] for name in LABELS}))
-    if not parts:
-        raise SystemExit(f"{runs} has no run with a curve.csv; expected the --out of gfsa train")
-    return pd.concat(parts)[[*LABELS, *pd.read_csv(curve).columns]]
-
-
-def draw(curves: pd.DataFrame, figure: Path) -> None:
-    """Left: validation loss by tokens, every arm tuned. Right: the gap to plain as it was tuned."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "gfsa"
-    from matplotlib import pyplot as plt
-
-    curves = curves.fillna({"options": "", "settings": ""})
-    curves = curves[curves["seed"] == 0]
-    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for rung, style in (("batch 16", "--"), ("3 epochs", "-")):
-        for number, (name, condition) in enumerate(ARMS.items()):
-            line = _best(curves, condition, LADDER[rung][1])
-            if line is not None:
-                epochs = "1 epoch" if rung == "batch 16" else rung
-                label = f"{name}, {epochs}: {line['valid loss'].iloc[-1]:.3f}"
-                left.plot(
-                    line["tokens"] / 1e6, line["valid loss"], style, color=f"C{number}", label=label
-                )
-    left.set(xlabel="tokens (millions)", ylabel="validation loss (nats)", ylim=(1.6, 3.2))
-    left.legend(frameon=False, fontsize="small")
-    for number, (name, condition) in enumerate(ARMS.items()):
-        gaps = {}
-        for rung, (plain, filtered) in LADDER.items():
-            least = _best(curves, ARMS["plain"], plain)
-            line = _best(curves, condition, filtered)
-            if least is not None and line is not None and name != "plain":
-                gaps[rung] = line["valid loss"].iloc[-1] - least["valid loss"].iloc[-1]
-        if gaps:
-            right.plot(list(gaps), list(gaps.values()), "o-", color=f"C{number}", label=name)
-    right.axhline(0, color="C0", label="plain")
-    right.set(ylabel="validation loss − plain (nats)", title="plain tuned further to the right →")
-    right.tick_params(axis="x", labelsize="small")
-    right.legend(frameon=False)
-    plt.savefig(figure, metadata={"Date": None})
-
-
-def _best(curves: pd.DataFrame, arm: str, setting: str) -> pd.DataFrame | None:
-    """The curve that ends lowest among the runs of an arm in a setting; None if there is none."""
-    found = curves.query(f"({arm}) and ({setting})", engine="python")
-    ends = found.loc[found.groupby(LABELS)["step"].idxmax()] if len(found) else found
-    if ends.empty:
-        return None
-    best = ends.nsmallest(1, "valid loss").iloc[0]
-    return found[(found[LABELS] == best[LABELS]).all(axis=1)]
+from gfsa_experiments.results.pretraining.collect import (
+    add_tables,
+    collect,
+    read_tables,
+    write_tables,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("collect", "draw"))
-    parser.add_argument("source", type=Path)
-    parser.add_argument("destination", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    gathers = actions.add_parser("collect", help="from run folders to three CSV files")
+    gathers.add_argument("runs", type=Path, help="the --out of gfsa train")
+    gathers.add_argument("folder", type=Path, help="for the CSV files; of a file, its folder")
+    adds = actions.add_parser("add", help="collected files into those of the results")
+    adds.add_argument("folder", type=Path)
+    adds.add_argument("results", type=Path)
+    adds.add_argument("--replace", action="store_true", help="of runs that are there already")
+    writes = actions.add_parser("write", help="the page's generated part, figures, lens page")
+    writes.add_argument("results", type=Path)
     given = parser.parse_args()
-    if given.action == "collect":
-        collect(given.source).to_csv(given.destination, index=False, lineterminator="\n")
-    else:
-        draw(pd.read_csv(given.source), given.destination)
+    try:
+        if given.action == "collect":
+            _collect(given.runs, given.folder)
+        elif given.action == "write":
+            from gfsa_experiments.results.pretraining.write import write
+
+            print(f"wrote {', '.join(map(str, write(given.results)))}")
+        else:
+            found = read_tables(given.folder)
+            if not any(found.values()):
+                raise ValueError(
+                    f"{given.folder} has no curves.csv, probes.csv or coefficients.csv"
+                )
+            print("\n".join(add_tables(found, given.results / "pretraining", given.replace)))
+    except (ValueError, OSError) as error:
+        sys.exit(f"pretraining_curves: {error}")
+
+
+def _collect(runs: Path, folder: Path) -> None:
+    tables, unfinished = collect(runs)
+    # where a run takes minutes of a GPU, a path of a file is no reason to lose what it left
+    folder = folder.parent if folder.suffix == ".csv" else folder
+    written = write_tables(tables, folder)
+    print(f"wrote {', '.join(map(str, written)) or 'nothing: no run has a curve'}")
+    for path in unfinished:
+        print(f"not finished, left out: {path}")
 
 
 if __name__ == "__main__":

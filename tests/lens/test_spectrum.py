@@ -264,3 +264,15 @@ def test_verdicts_agree_with_a_fine_grid(coefficients: list[float]) -> None:
         assert len(clear) == 0
     if (clear > 0).any() and (clear < 0).any():
         assert said == "mixed"
+
+
+def test_entropy_is_not_rounded_by_autocast() -> None:
+    q, k, v = (torch.randn(2, 3, 40, 8) * 3 for _ in range(3))
+    # half precision as a model under autocast has it
+    operator = AttentionOperator(q.bfloat16(), k.bfloat16(), is_causal=True)
+    expected = attention_entropy(operator, v.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_entropy(operator, v.bfloat16())
+    for cast, exact in zip(found, expected, strict=True):
+        assert cast.dtype == torch.float32
+        torch.testing.assert_close(cast, exact)

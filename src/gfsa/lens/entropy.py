@@ -32,6 +32,12 @@ def attention_entropy(
     Returns:
         Nats and share, each ``(..., heads)``.
     """
+    # autocast would round the scores to bfloat16, whatever the type of q and k here
+    with torch.autocast(v.device.type, enabled=False):
+        return _means(operator, v, valid)
+
+
+def _means(operator: Operator, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     nats = shares = counts = counts_shared = torch.zeros((), device=v.device)
     for start, entropy, allowed in _row_entropies(operator, v):
         counted = torch.ones_like(entropy).masked_fill(entropy.isnan(), 0.0)

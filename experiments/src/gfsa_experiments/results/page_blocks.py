@@ -101,18 +101,21 @@ BEGIN = "<!-- gfsa results: begin -->"
 END = "<!-- gfsa results: end -->"
 
 
-def updated_page(path: Path, title: str, blocks: Sequence[Block]) -> str:
+def updated_page(
+    path: Path, title: str, blocks: Sequence[Block], marks: tuple[str, str] = (BEGIN, END)
+) -> str:
     """The page ``path`` with a new part between its two marks; without a page, a new one."""
-    page = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n\n{BEGIN}\n{END}\n"
-    counts = page.count(BEGIN), page.count(END)
-    if counts != (1, 1) or page.index(BEGIN) > page.index(END):
+    begin, end = marks
+    page = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n\n{begin}\n{end}\n"
+    counts = page.count(begin), page.count(end)
+    if counts != (1, 1) or page.index(begin) > page.index(end):
         raise ValueError(
-            f"{path} must have one line {BEGIN} and after it one line {END}, around the generated "
+            f"{path} must have one line {begin} and after it one line {end}, around the generated "
             f"part; it has {counts[0]} and {counts[1]}. Nothing was written"
         )
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n\n{to_markdown(blocks).strip()}\n\n{END}{after}"
+    before, _, rest = page.partition(begin)
+    after = rest.partition(end)[2]
+    return f"{before}{begin}\n\n{to_markdown(blocks).strip()}\n\n{end}{after}"
 
 
 def write_pages(pages: Mapping[Path, str]) -> None:

@@ -1,0 +1,222 @@
+"""The generated part of ``pretraining.md``: the gap, what is saved, stability, probes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
+from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Picture, Text
+from gfsa_experiments.results.pretraining.collect import RUN
+from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
+from gfsa_experiments.results.pretraining.probes import Measure, measures
+from gfsa_experiments.results.pretraining.savings import Saving, saving_of_ends, savings
+from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
+from gfsa_experiments.results.pretraining.study import PLAIN, Study, arms_of, by_size
+from gfsa_experiments.results.statistics import LEVEL, Interval
+
+NATS = Scale(1, 3)
+FITTED = ("degree 1", "GFSA")
+Speeds = Mapping[tuple[str, str, int], float]
+
+
+def blocks(study: Study, speeds: Speeds) -> list[Block]:
+    """Every section that has runs, and what is missing."""
+    found = [*gap_blocks(study, speeds), *stability_blocks(study.stability)]
+    found += [*probe_blocks(study), *_coefficient_blocks(study)]
+    if study.missing:
+        found += [Heading("Not run yet"), Bullets(study.missing)]
+    return found
+
+
+def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
+    """The table of cells, the fits in sentences, what is saved."""
+    runs = study.runs
+    arms = [arm for arm in arms_of(runs) if arm != PLAIN and cells(runs, arm)]
+    if not arms:
+        return []
+    by_arm = {arm: {(c.size, c.tokens): c for c in cells(runs, arm)} for arm in arms}
+    places = {place: cell for found in by_arm.values() for place, cell in found.items()}
+    order = by_size(runs)
+    rows = []
+    for place in sorted(places, key=lambda place: (order.index(place[0]), place[1])):
+        own = {arm: by_arm[arm].get(place) for arm in arms}
+        plain = runs[(runs["size"] == place[0]) & (runs.tokens == place[1]) & (runs.arm == PLAIN)]
+        pairs = "–".join(
+            map(str, sorted({len(cell.seeds) for cell in own.values() if cell is not None}))
+        )
+        cells_of_row = [NATS.interval(cell.interval) if cell else NONE for cell in own.values()]
+        name = f"{place[1] / 1e6:.0f}M"
+        ratio = f"{places[place].ratio:.1f}"
+        rows.append([place[0], name, ratio, pairs, f"{plain.test.mean():.3f}", *cells_of_row])
+    text = (
+        "Test loss in nats; differences are paired by seed, with Student's 95 % interval where "
+        "there are two seeds or more. Every length is a run of its own with its whole schedule. "
+        "Exploratory, apart from the family's comparisons."
+    )
+    columns = ["size", "tokens", "tokens per parameter", "pairs", PLAIN]
+    grid = Grid([*columns, *(f"{arm} − plain" for arm in arms)], rows, ("size",))
+    sentences = [fit_sentence(arm, list(by_arm[arm].values())) for arm in FITTED if arm in by_arm]
+    for arm in FITTED:
+        found = savings(study.curves, runs, arm, speeds)
+        for saving in found:
+            sentences.append(saving_sentence(saving, saving_of_ends(runs, arm, saving.size)))
+    return [Heading("The gap by tokens per parameter"), Text(text), grid, Bullets(sentences)]
+
+
+def fit_sentence(arm: str, found: list[Cell]) -> str:
+    """What the fit says of whether the gap vanishes, or why there is none."""
+    fit = fit_gap(found)
+    if fit is None:
+        return (
+            f"{arm} − plain: no fit. It needs {POINTS} numbers of tokens per parameter that differ "
+            f"by a tenth or more; there {'is' if len(found) == 1 else 'are'} "
+            f"{', '.join(f'{cell.ratio:.1f}' for cell in found)}."
+        )
+    most = max(cell.ratio for cell in found)
+    law = f"{signed(fit.scale, 3)}·x^{signed(-fit.decay, 2)}"
+    text = (
+        f"{arm} − plain, fitted by {law} over x tokens per parameter: "
+        f"{NATS.interval(fit.at(most))} at {most:.1f}, the most that was run. {_vanishes(fit)}"
+    )
+    if fit.decay in (DECAYS[0], DECAYS[-1]):
+        text += f" No power beyond {signed(-fit.decay, 2)} was tried."
+    if len(fit.residuals) > 1:
+        off = ", ".join(f"{size} {signed(value, 3)}" for size, value in fit.residuals.items())
+        text += f" Sizes lie off the fit by {off} on average."
+    if fit.without:
+        left = ", ".join(
+            f"{signed(value, 3)} without {size}" for size, value in fit.at_without(most).items()
+        )
+        text += f" The fit at {most:.1f} is {left}."
+    return text
+
+
+def _vanishes(fit: GapFit) -> str:
+    """Whether a floor is needed; a gap that is fitted to go to zero proves nothing."""
+    if fit.floor is None:
+        return (
+            f"Whether it goes to zero cannot be asked of fewer than {POINTS + 1} points: this "
+            "curve does by construction."
+        )
+    floor = f"a curve with a floor has it at {NATS.interval(fit.floor)}"
+    if fit.floor.low is None:
+        return f"Does it vanish? Not known: {floor}, without an interval (no cell has two seeds)."
+    if not fit.floor.excludes_zero:
+        return f"Does it vanish? Not known: {floor}, which has 0 in it."
+    if fit.floor.mean < 0:
+        return f"Does it vanish? Not within this fit: {floor}, below 0."
+    return f"Does it vanish? It turns: {floor}, above 0."
+
+
+def saving_sentence(saving: Saving, of_ends: float | None) -> str:
+    """How many fewer tokens, and how much less time, to plain's final loss."""
+    what = f"{saving.size}, {saving.tokens / 1e6:.0f}M tokens, {_seeds(len(saving.shares))}"
+    if saving.share is None:
+        text = (
+            f"{what}: {saving.arm} reaches plain's final validation loss with {saving.reached} of "
+            f"{len(saving.shares)} seeds, so no mean is given."
+        )
+    else:
+        text = (
+            f"{what}: {saving.arm} is at plain's final validation loss after "
+            f"{_percent(saving.share)} of the tokens"
+        )
+        if saving.time is None:
+            text += ", on its own schedule; the time of its step was not measured."
+        else:
+            text += (
+                f" and {_percent(saving.time)} of the time, on its own schedule (a token takes "
+                f"{saving.step_time:.2f} times plain's at batches of {saving.step_batch})."
+            )
+    if of_ends is not None:
+        text += (
+            f" By the ends of its runs of several lengths, each with its whole schedule: after "
+            f"{100 * of_ends:.0f} % of the tokens"
+        )
+        if saving.step_time is not None:
+            text += f", {100 * of_ends * saving.step_time:.0f} % of the time"
+        text += "."
+    return text
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' if count > 1 else ''}"
+
+
+def _percent(share: Interval) -> str:
+    mean = f"{100 * share.mean:.0f}"
+    if share.low is None or share.high is None:
+        return f"{mean} %"
+    return f"{mean} % ({100 * share.low:.0f} … {100 * share.high:.0f})"
+
+
+def stability_blocks(runs: pd.DataFrame) -> list[Block]:
+    """Runs that broke down, by arm."""
+    if runs.empty:
+        return []
+    rows = []
+    for found in breakdowns(runs):
+        share = f"{100 * found.low:.0f}–{100 * found.high:.0f} %"
+        rows.append(
+            [
+                found.arm,
+                f"{found.broken} of {found.runs}",
+                share,
+                p_value(found.p),
+                NATS.number(found.worst),
+            ]
+        )
+    text = (
+        f"Runs that end without a finite loss, or more than {ABOVE:g} nat above the lowest of all "
+        "(validation), at twice the best learning rate "
+        "([plan](plans/pretrain-stability.txt)). Share: Clopper's and Pearson's 95 % interval. p: "
+        "Fisher's exact test against plain, two-sided."
+    )
+    columns = ["arm", "broke down", "share", "p", "highest loss of the others"]
+    return [Heading("Stability"), Text(text), Grid(columns, rows, ("arm",))]
+
+
+def probe_blocks(study: Study) -> list[Block]:
+    """Probes of the smallest size's longest runs that more than one arm has."""
+    if study.probes.empty:
+        return []
+    runs = study.runs.merge(study.probes[RUN].drop_duplicates(), on=RUN)
+    size = by_size(runs)[0]
+    own = runs[runs["size"] == size]
+    arms = own.groupby("tokens").arm.nunique()
+    tokens = arms[arms == arms.max()].index.max()
+    chosen = own[own.tokens == tokens]
+    found = measures(study.probes.merge(chosen[RUN], on=RUN))
+    others = [arm for arm in arms_of(chosen) if any(arm in m.differences for m in found)]
+    if not others:
+        return []
+    pairs = {arm: len(found[0].differences[arm].seeds) for arm in others}
+    intervals = [m.differences[arm].interval for m in found for arm in others]
+    known = [interval for interval in intervals if interval.low is not None]
+    text = (
+        f"{size}, {tokens / 1e6:.0f}M tokens. Plain's mean, and the paired difference of each arm "
+        "to it with Student's 95 % interval; losses in nats, lower is better; the others are "
+        f"shares and neither good nor bad. Exploratory: {sum(i.excludes_zero for i in known)} of "
+        f"{len(known)} intervals exclude 0, and {(1 - LEVEL) * len(known):.1f} would by chance."
+    )
+    columns = ["measure", PLAIN, *(f"{arm} − plain ({_seeds(pairs[arm])})" for arm in others)]
+    rows = [_measure_cells(measure, others) for measure in found]
+    return [Heading("Probes of the trained models"), Text(text), Grid(columns, rows, ("measure",))]
+
+
+def _measure_cells(measure: Measure, arms: list[str]) -> list[str]:
+    found = [measure.differences.get(arm) for arm in arms]
+    differences = [NATS.interval(pair.interval if pair else None) for pair in found]
+    return [measure.name, NATS.number(measure.plain), *differences]
+
+
+def _coefficient_blocks(study: Study) -> list[Block]:
+    if study.coefficients.empty:
+        return []
+    return [
+        Heading("Coefficients over training"),
+        Picture("pretraining/coefficients.svg", "c0, c1, c2 by layer over training"),
+        Text("Head by head, every size and arm: [lens page](lens/pretraining.html)."),
+    ]

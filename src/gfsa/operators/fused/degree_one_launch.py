@@ -1,0 +1,171 @@
+"""Launches of the one-pass kernels of degree 1: tiles, the order of blocks, and tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gfsa.operators.fused import degree_one_kernels as kernels
+from gfsa.operators.fused.eligibility import is_key_mask
+from gfsa.operators.fused.launcher import Block, Kernel, Launch
+from gfsa.operators.fused.layout import empty_like, sum_groups
+from gfsa.operators.fused.problem import Options, Problem, padded, pointers, problem_of
+
+# of one head's keys and values, as many as half of an H200's cache holds
+CACHED_BYTES = 24 * 2**20
+
+
+class Tiles(NamedTuple):
+    """How one kernel cuts its work."""
+
+    rows: int
+    """Rows that a program owns."""
+    cols: int
+    """Rows of the other side that it takes at a time."""
+    warps: int
+    stages: int
+    """Depth of the load pipeline."""
+    held: bool = False
+    """Whether the operands that stay the same lie in registers instead of shared memory."""
+
+
+TILES = {
+    "attend_once": Tiles(64, 64, 4, 3),
+    "grad_queries_once": Tiles(64, 64, 4, 2),
+    "grad_keys_once": Tiles(64, 64, 4, 2),
+}
+CAUSAL_TILES = {**TILES}
+
+
+# the lengths for which one pass is faster than the short kernels, and than torch's attention
+SHORTEST = 129
+LONGEST = 1024
+
+
+def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
+    """Whether these are the fastest kernels of degree 1 for a call, as measured on an H200."""
+    return SHORTEST <= q.shape[2] <= LONGEST and refusal(q, mask, options) is None
+
+
+def refusal(q: Tensor, mask: Tensor | None, options: Options) -> str | None:
+    """Why the one-pass kernels cannot serve a call that the fused kernels take, or None."""
+    if options.dropout_p:
+        return "they have no dropout"
+    if options.scale <= 0.0:
+        return "they take positive scales only"
+    if mask is not None and not is_key_mask(mask):
+        return "they take masks of keys only"
+    if q.shape[3] > 64:
+        return "they take a head dim of 64 at most"
+    return None
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """``(out, LSE)``: the filter, and each row's logsumexp to base 2, ``(B, H, 1, N or more)``.
+
+    Args:
+        q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``; all of layouts that
+            :func:`~gfsa.operators.fused.layout.copyable_by_tile` gives.
+        coeffs: ``(H, 2)`` or ``(H, 3)``, float32, contiguous.
+        mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part.
+    """
+    launch = _launch("attend_once", problem_of(q, k, mask, options), coeffs.shape[1])
+    out, lse = empty_like(q), q.new_empty(statistics_shape(q), dtype=torch.float32)
+    mask_bytes, _ = pointers(mask, None, unused=q)
+    launch((q, k, v, v, out), lse, coeffs, mask_bytes)
+    return out, lse
+
+
+def backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``."""
+    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
+    mask_bytes, _ = pointers(mask, None, unused=q)
+    delta, dq = torch.empty_like(lse), empty_like(q)
+    queries = _launch("grad_queries_once", problem, powers)
+    queries((q, k, v, v, out, g, dq), lse, delta, coeffs, mask_bytes)
+    # a row of k and v for each query head; heads that share keys are added up below
+    dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
+    keys = _launch("grad_keys_once", problem, powers)
+    parts = coeffs.new_empty(problem.heads, 2, keys.grid[0] // problem.heads)
+    keys((q, g, lse, delta, k, v, v, g, dk, dv), parts, coeffs, mask_bytes)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), parts
+
+
+def statistics_shape(q: Tensor) -> tuple[int, int, int, int]:
+    """The shape of logsumexps and of δ."""
+    batch, heads, length, _ = q.shape
+    return batch, heads, 1, (length + 15) // 16 * 16
+
+
+_KERNELS = {
+    function.fn.__name__: Kernel(function)
+    for function in (kernels.attend_once, kernels.grad_queries_once, kernels.grad_keys_once)
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(name: str, problem: Problem, powers: int) -> Launch:
+    """One kernel over the rows of one problem."""
+    kernel = _KERNELS[name]
+    scale, is_causal, _ = problem.options
+    cut = (CAUSAL_TILES if is_causal else TILES)[name]
+    blocks, total = -(-problem.length // cut.rows), problem.batch * problem.heads
+    width = padded(problem.head_dim)
+    mask_b, _, _, mask_j = problem.mask_strides
+    return Launch(
+        kernel,
+        (blocks * total, 1, 1),
+        problem.variant,
+        [
+            block
+            for argument in inspect.signature(kernel.function.fn).parameters
+            if (block := block_of(argument, cut, width)) is not None
+        ],
+        (
+            problem.heads,
+            problem.group,
+            problem.length,
+            scale,
+            blocks,
+            total,
+            _heads_together(problem),
+            mask_b,
+            mask_j,
+        ),
+        (width, cut.rows, cut.cols, cut.stages, cut.held, powers, is_causal, problem.mask_kind),
+        num_warps=cut.warps,
+    )
+
+
+def block_of(argument: str, cut: Tiles, width: int) -> Block | None:
+    """The tile of a tensor argument, whose name ends in the side that it is on; None of others."""
+    if argument in ("lse_cols", "delta_cols"):
+        return 1, 1, 1, cut.cols
+    if argument.endswith("_rows"):
+        return 1, 1, cut.rows, width
+    return (1, 1, cut.cols, width) if argument.endswith("_cols") else None
+
+
+def _heads_together(problem: Problem) -> int:
+    """How many heads go through one block before any goes on to the next."""
+    if not problem.options.is_causal:
+        # all blocks take the same time: head by head, whose keys are then in the cache
+        return 1
+    head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
+    return min(problem.batch * problem.heads, max(1, CACHED_BYTES // head_bytes))

@@ -1,0 +1,243 @@
+"""Filters of degree 1 in one pass, their kernels in the interpreter.
+
+Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
+"""
+
+import support.triton_interpreter  # isort:skip  (before anything imports triton)
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import gfsa
+from gfsa.operators import AttentionCall, DenseOperator
+from gfsa.operators.fused import degree_one_attention, degree_one_launch
+from gfsa.operators.fused.degree_one_attention import filter_once
+from gfsa.operators.fused.degree_one_launch import Tiles
+from gfsa.operators.fused.operator import FusedOperator
+from gfsa.operators.fused.problem import Options
+from support.fused_cases import NAMES, Problem, error
+
+assert support.triton_interpreter
+
+PROBLEMS = [
+    Problem(2, 3, 70, 16),
+    Problem(2, 3, 70, 24, is_causal=True, projected=True),
+    Problem(1, 2, 130, 64, is_causal=True),
+    Problem(3, 2, 64, 40, mask="keys"),
+    Problem(3, 2, 65, 16, mask="keys", is_causal=True, projected=True),
+    Problem(2, 4, 33, 16, key_heads=2, is_causal=True, scale=0.7),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def run(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
+    """What the kernels give, and what the specification gives in float64, as NAMES."""
+    q, k, v, coeffs, g = problem.tensors()
+    mask = problem.bool_mask()
+    scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
+    coeffs = coeffs[:, :2]
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    options = Options(scale, problem.is_causal)
+    assert degree_one_launch.refusal(q, mask, options) is None
+    out = filter_once(*inputs, mask, options)
+    got = [out, *torch.autograd.grad(out, inputs, g)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    operator = DenseOperator.from_qk(*exact[:2], mask, problem.is_causal, scale)
+    out = operator.polynomial(exact[3], exact[2])
+    return got, [out, *torch.autograd.grad(out, exact, g.double())]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_agrees_with_the_specification(problem: Problem) -> None:
+    for name, x, y in zip(NAMES, *run(problem), strict=True):
+        assert x.shape == y.shape, name
+        assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3), name
+
+
+def test_one_token() -> None:
+    """The gradients of q and k are zero, up to the rounding of the largest result."""
+    got, expected = run(Problem(1, 1, 1, 8))
+    size = max(x.norm().item() for x in expected)
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert (x.double() - y).norm() <= 2e-6 * size, name
+
+
+@pytest.fixture
+def tiles(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[int, int]]:
+    rows, cols = request.param
+    cut = dict.fromkeys(degree_one_launch.TILES, Tiles(rows, cols, 4, 2))
+    monkeypatch.setattr(degree_one_launch, "TILES", cut)
+    monkeypatch.setattr(degree_one_launch, "CAUSAL_TILES", cut)
+    degree_one_launch._launch.cache_clear()
+    yield rows, cols
+    degree_one_launch._launch.cache_clear()
+
+
+@pytest.mark.parametrize("tiles", [(16, 32), (32, 16)], indirect=True, ids=str)
+@pytest.mark.parametrize("problem", [PROBLEMS[1], PROBLEMS[4]], ids=str)
+@pytest.mark.usefixtures("tiles")
+def test_tiles_of_any_size(problem: Problem) -> None:
+    for name, x, y in zip(NAMES, *run(problem), strict=True):
+        assert (x.double() - y).norm() <= 2e-6 * y.norm(), name
+
+
+@pytest.mark.parametrize("together", [1, 2, 4, 6])
+def test_every_block_of_every_head_once(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order the programs take them."""
+    problem = Problem(2, 3, 70, 16, is_causal=True)
+    monkeypatch.setattr(degree_one_launch, "_heads_together", lambda problem: together)
+    degree_one_launch._launch.cache_clear()
+    for name, x, y in zip(NAMES, *run(problem), strict=True):
+        assert (x.double() - y).norm() <= 2e-6 * y.norm(), name
+    degree_one_launch._launch.cache_clear()
+
+
+def test_heads_together_fill_the_cache() -> None:
+    problem = degree_one_launch.problem_of
+    q = torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
+    together = degree_one_launch._heads_together
+    assert together(problem(q, q, None, Options(0.1))) == 1
+    assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
+    q = torch.empty(64, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
+    assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
+
+
+def test_small_and_vanishing_weights() -> None:
+    """Nothing is divided by c1: its gradient is right where it is zero, as is that of c0."""
+    q, k, v, _, g = Problem(2, 2, 40, 16, is_causal=True).tensors()
+    coeffs = torch.tensor([[1.0, 0.0], [0.0, 1e-6]])
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    out = filter_once(*inputs, None, Options(0.25, is_causal=True))
+    got = [out, *torch.autograd.grad(out, inputs, g)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = DenseOperator.from_qk(*exact[:2], None, True, 0.25).polynomial(exact[3], exact[2])
+    expected = [out, *torch.autograd.grad(out, exact, g.double())]
+    size = max(x.norm().item() for x in expected)
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        # dq and dk are as small as c1, a difference of numbers that are as large as g and out
+        assert (x.double() - y).norm() <= 2e-6 * (size if name in ("dq", "dk") else y.norm()), name
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_filter_learns_by_the_kernels(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coefficients and θ's gradient by kernels are those that torch works out."""
+    monkeypatch.setattr(degree_one_launch, "SHORTEST", 1)
+    q, k, v, _, g = Problem(3, heads, 70, 16, is_causal=True, projected=True).tensors()
+    layer = gfsa.GFSA(heads, K=None, w0=0.2, w1=0.7)
+    assert layer.degree == 1
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
+    results = []
+    for operator in (
+        FusedOperator(AttentionCall(q, k, is_causal=True)),
+        DenseOperator.from_qk(q, k, is_causal=True),
+    ):
+        y = layer(operator, v)
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
+        with torch.no_grad():
+            assert error(layer(operator, v), y) == 0
+    for name, mine, exact in zip(NAMES, *results, strict=True):
+        assert mine.shape == exact.shape
+        assert error(mine, exact) <= 2e-6, name
+
+
+@pytest.mark.parametrize("layout", ["expanded", "features apart", "off the border", "packed"])
+def test_any_layout(layout: str) -> None:
+    given = {
+        "expanded": lambda: torch.randn(1, 1, 20, 16).expand(1, 2, 20, 16),
+        "features apart": lambda: torch.randn(1, 2, 16, 20).transpose(2, 3),
+        "off the border": lambda: torch.randn(1, 2, 20, 17)[..., 1:],
+        "packed": lambda: torch.randn(1, 20, 3, 2, 16).permute(2, 0, 3, 1, 4)[2],
+    }[layout]
+    tokens, g, coeffs = [given() for _ in range(3)], given(), torch.randn(2, 2)
+    results = []
+    for mine in (tokens, [x.clone() for x in tokens]):
+        inputs = [x.detach().requires_grad_() for x in (*mine, coeffs)]
+        out = filter_once(*inputs, None, Options(0.25))
+        results.append([out, *torch.autograd.grad(out, inputs, g)])
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_operator_registration() -> None:
+    q, k, v = torch.randn(3, 2, 20, 3, 16).transpose(2, 3).unbind(0)
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(3, 2))]
+    mask = torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    torch.library.opcheck(degree_one_attention.forward, (*inputs, mask, True, 0.25))
+
+
+def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(degree_one_launch, "SHORTEST", 1)
+    q, k, v, coeffs, g = Problem(1, 2, 18, 16, projected=True).tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
+    found: list[str] = []
+
+    def step(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+        return FusedOperator(AttentionCall(q, k, is_causal=True)).polynomial(coeffs, v) * 2
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> object:
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    y, z = step(*inputs), torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(y, z)
+    for a, b in zip(
+        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
+    ):
+        assert torch.equal(a, b)
+    torch.compile(step, fullgraph=True, backend=backend)(*inputs)
+    assert any("filter_once" in name for name in found)
+
+
+def test_checkpointing() -> None:
+    q, k, v, coeffs, g = Problem(1, 2, 40, 16).tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
+
+    def work(*inputs: Tensor) -> Tensor:
+        return filter_once(*inputs, None, Options(0.25))
+
+    results = []
+    for y in (work(*inputs), checkpoint(work, *inputs, use_reentrant=False)):
+        results.append([y, *torch.autograd.grad(y, inputs, g)])
+    for name, x, y in zip(NAMES, *results, strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_no_second_derivative_in_silence() -> None:
+    inputs = [x.requires_grad_() for x in (*torch.randn(3, 1, 1, 16, 16), torch.rand(1, 2))]
+    out = filter_once(*inputs, None, Options(0.25))
+    (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dq.sum(), inputs[:1])
+
+
+@pytest.mark.parametrize(
+    ("options", "mask", "head_dim", "reason"),
+    [
+        (Options(0.1, dropout_p=0.1), None, 64, "no dropout"),
+        (Options(-0.1), None, 64, "positive scales"),
+        (Options(0.1), torch.ones(1, 1, 300, 300, dtype=torch.bool), 64, "masks of keys"),
+        (Options(0.1), None, 80, "head dim of 64"),
+    ],
+)
+def test_left_to_other_kernels(
+    options: Options, mask: Tensor | None, head_dim: int, reason: str
+) -> None:
+    q = torch.empty(1, 1, 300, head_dim, device="meta")
+    assert reason in degree_one_launch.refusal(q, mask, options)
+    assert not degree_one_launch.serves(q, mask, options)
+
+
+@pytest.mark.parametrize(("length", "serves"), [(128, False), (256, True), (1024, True), (2000, False)])
+def test_lengths(length: int, serves: bool) -> None:
+    q = torch.empty(1, 1, length, 64, device="meta")
+    assert degree_one_launch.serves(q, None, Options(0.125)) is serves

@@ -237,7 +237,9 @@ def test_left_to_other_kernels(
     assert not degree_one_launch.serves(q, mask, options)
 
 
-@pytest.mark.parametrize(("length", "serves"), [(128, False), (256, True), (1024, True), (2000, False)])
+@pytest.mark.parametrize(
+    ("length", "serves"), [(128, False), (256, True), (1024, True), (2000, False)]
+)
 def test_lengths(length: int, serves: bool) -> None:
     q = torch.empty(1, 1, length, 64, device="meta")
     assert degree_one_launch.serves(q, None, Options(0.125)) is serves

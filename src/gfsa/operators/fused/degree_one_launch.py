@@ -131,7 +131,7 @@ def _launch(name: str, problem: Problem, powers: int) -> Launch:
     return Launch(
         kernel,
         (blocks * total, 1, 1),
-        problem.variant,
+        (*problem.variant, cut.warps),
         [
             block
             for argument in inspect.signature(kernel.function.fn).parameters

@@ -85,14 +85,15 @@ class Call:
             *(self.q, self.k, self.v, self.g, self.out, self.lse, self.coeffs),
         )
         problem = one_pass.problem_of(q, k, None, self.options)
-        launch = one_pass._launch(name, problem, 2)
         room, more, delta = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(lse)
+        read = {"attend_once": (q, v), "grad_queries_once": (q, v, g, out)}.get(name, (k, v, g))
+        launch = one_pass._launch(name, problem, 2, one_pass._strides(*read))
         if name == "attend_once":
-            return lambda: launch((q, k, v, v, room), delta, coeffs, q)
+            return lambda: launch((k, v, room), *read, delta, coeffs, q)
         if name == "grad_queries_once":
-            return lambda: launch((q, k, v, v, out, g, room), lse, delta, coeffs, q)
+            return lambda: launch((k, v, room), *read, lse, delta, coeffs, q)
         parts = coeffs.new_empty(problem.heads, 2, launch.grid[0] // problem.heads)
-        return lambda: launch((q, g, lse, delta, k, v, v, g, room, more), parts, coeffs, q)
+        return lambda: launch((q, g, lse, delta, room, more), *read, parts, coeffs, q)
 
     def step(self, attend: Callable[..., Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         inputs = [x.clone().requires_grad_() for x in (self.q, self.k, self.v, self.coeffs)]

@@ -28,7 +28,10 @@ import triton.language as tl
 from gfsa.operators.fused.long.tiles import KEY_MASK, LOG2E, NO_MASK, load_tile, store_tile
 
 JIT_OPTIONS = {
-    "do_not_specialize": ["heads", "blocks", "total", "together", "mask_b", "mask_j"],
+    "do_not_specialize": [
+        *(f"{tensor}_{axis}" for tensor in ("q", "k", "v", "g", "out") for axis in "bhn"),
+        *("heads", "blocks", "total", "together", "zero", "mask_b", "mask_j"),
+    ],
     "do_not_specialize_on_alignment": ["coeffs", "mask"],
 }
 
@@ -48,6 +51,27 @@ def _own_block(blocks, total, together, LAST_FIRST: tl.constexpr):
     if LAST_FIRST:
         block = blocks - 1 - block
     return block, first + rest % width
+
+
+@triton.jit
+def _own_rows(
+    tensor, stride_b, stride_h, stride_n, b, h, row, n,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rows ``row … row+ROWS`` of one head, zeros beyond row n and feature WIDTH.
+
+    Without the copy engine, whose loads outside of a loop wait for one another. Strides are in
+    units of 16 bytes: as in every layout that the copy engine takes, rows are aligned to them.
+    """
+    UNIT: tl.constexpr = 128 // tensor.dtype.element_ty.primitive_bitwidth
+    tensor += (b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h) * UNIT
+    i = row + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    at = (i.to(tl.int64) * stride_n * UNIT)[:, None] + d[None, :]
+    there = (i < n)[:, None]
+    if WIDTH < D:
+        there = there & (d < WIDTH)[None, :]
+    return tl.load(tensor + at, mask=there, other=0.0)
 
 
 @triton.jit
@@ -107,9 +131,10 @@ def _load_numbers(numbers, b, h, start, LENGTH: tl.constexpr):
 
 @triton.jit(**JIT_OPTIONS)
 def attend_once(
-    q_rows, k_cols, v_cols, v_rows, out_rows, lse_out, coeffs, mask,
-    heads, group, n, scale, blocks, total, together, mask_b, mask_j,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    k_cols, v_cols, out_rows, q_in, v_in, lse_out, coeffs, mask,
+    q_b, q_h, q_n, v_b, v_h, v_n,
+    heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
+    WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """``out = c0·V + c1·A·V`` and the logsumexp of the scores, for BM queries."""
@@ -118,7 +143,7 @@ def attend_once(
     key_head = h // group
     row = block * BM
     mask += b.to(tl.int64) * mask_b
-    q = load_tile(q_rows, b, h, row, BM, D)
+    q = _own_rows(q_in, q_b, q_h, q_n, b, h, row, n, BM, D, WIDTH)
     if HELD:
         q = _in_registers(q)
     i = row + tl.arange(0, BM)
@@ -142,7 +167,10 @@ def attend_once(
     tl.store(lse_out + bh.to(tl.int64) * length + i, lse, mask=i < length)
     c0 = tl.load(coeffs + h * POWERS)
     c1 = tl.load(coeffs + h * POWERS + 1)
-    v = load_tile(v_rows, b, key_head, row, BM, D).to(tl.float32)
+    # computed anew behind a zero that the compiler does not know: addresses that it recognised
+    # would occupy registers in the loop
+    row += zero
+    v = _own_rows(v_in, v_b, v_h, v_n, b, key_head, row, n, BM, D, WIDTH).to(tl.float32)
     store_tile(out_rows, c0 * v + acc * (c1 / norm)[:, None], b, h, row, BM, D)
 
 
@@ -177,9 +205,10 @@ def _attend_range(
 
 @triton.jit(**JIT_OPTIONS)
 def grad_queries_once(
-    q_rows, k_cols, v_cols, v_rows, out_rows, g_rows, dq_rows, lse_in, delta_out, coeffs, mask,
-    heads, group, n, scale, blocks, total, together, mask_b, mask_j,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    k_cols, v_cols, dq_rows, q_in, v_in, g_in, out_in, lse_in, delta_out, coeffs, mask,
+    q_b, q_h, q_n, v_b, v_h, v_n, g_b, g_h, g_n, out_b, out_h, out_n,
+    heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
+    WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries, and their δ for the gradients of the keys."""
@@ -194,12 +223,12 @@ def grad_queries_once(
     length = (n + 15) // 16 * 16
     at = bh.to(tl.int64) * length + i
     lse = tl.load(lse_in + at, mask=i < length, other=float("inf"))
-    g = load_tile(g_rows, b, h, row, BM, D)
-    out = load_tile(out_rows, b, h, row, BM, D).to(tl.float32)
-    v = load_tile(v_rows, b, key_head, row, BM, D).to(tl.float32)
+    q = _own_rows(q_in, q_b, q_h, q_n, b, h, row, n, BM, D, WIDTH)
+    g = _own_rows(g_in, g_b, g_h, g_n, b, h, row, n, BM, D, WIDTH)
+    out = _own_rows(out_in, out_b, out_h, out_n, b, h, row, n, BM, D, WIDTH).to(tl.float32)
+    v = _own_rows(v_in, v_b, v_h, v_n, b, key_head, row, n, BM, D, WIDTH).to(tl.float32)
     delta = tl.sum(g.to(tl.float32) * (out - c0 * v), 1)
     tl.store(delta_out + at, delta, mask=i < length)
-    q = load_tile(q_rows, b, h, row, BM, D)
     if HELD:
         q, g = _in_registers(q), _in_registers(g)
     dq = tl.zeros((BM, D), tl.float32)
@@ -240,17 +269,13 @@ def _grad_queries_range(
 
 @triton.jit(**JIT_OPTIONS)
 def grad_keys_once(
-    q_cols, g_cols, lse_cols, delta_cols, k_rows, v_rows, own_v_rows, own_g_rows, dk_rows, dv_rows,
-    dc_out, coeffs, mask,
-    heads, group, n, scale, blocks, total, together, mask_b, mask_j,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    q_cols, g_cols, lse_cols, delta_cols, dk_rows, dv_rows, k_in, v_in, g_in, dc_out, coeffs, mask,
+    k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
+    heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
+    WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the coefficients' gradients of BM keys, for one query head.
-
-    ``own_v_rows`` and ``own_g_rows`` are v and g again: loaded from another argument after the
-    loop, they occupy no registers in it.
-    """
+    """dK, dV and the coefficients' gradients of BM keys, for one query head."""
     block, bh = _own_block(blocks, total, together, False)
     b, h = bh // heads, bh % heads
     key_head = h // group
@@ -258,8 +283,8 @@ def grad_keys_once(
     mask += b.to(tl.int64) * mask_b
     c0 = tl.load(coeffs + h * POWERS)
     c1 = tl.load(coeffs + h * POWERS + 1)
-    k = load_tile(k_rows, b, key_head, row, BM, D)
-    v = load_tile(v_rows, b, key_head, row, BM, D)
+    k = _own_rows(k_in, k_b, k_h, k_n, b, key_head, row, n, BM, D, WIDTH)
+    v = _own_rows(v_in, v_b, v_h, v_n, b, key_head, row, n, BM, D, WIDTH)
     if HELD:
         k, v = _in_registers(k), _in_registers(v)
     j = row + tl.arange(0, BM)
@@ -274,17 +299,19 @@ def grad_keys_once(
         dk, z, k, v, q_cols, g_cols, lse_cols, delta_cols, c1, mask, b, h, j, n, clear, n,
         scale, mask_j, D, BN, STAGES, CAUSAL, MASK, False,
     )  # fmt: skip
-    store_tile(dk_rows, dk * scale, b, h, row, BM, D)
     # rows beyond the last key hold arbitrary numbers, infinities included
     z = tl.where(j[:, None] < n, z, 0.0)
-    v = load_tile(own_v_rows, b, key_head, row, BM, D).to(tl.float32)
-    g = load_tile(own_g_rows, b, h, row, BM, D).to(tl.float32)
+    # as in the forward: rows and addresses of their own
+    row += zero
+    v = _own_rows(v_in, v_b, v_h, v_n, b, key_head, row, n, BM, D, WIDTH).to(tl.float32)
+    g = _own_rows(g_in, g_b, g_h, g_n, b, h, row, n, BM, D, WIDTH).to(tl.float32)
     # (H, 2, B·blocks): what is added up is contiguous
     parts = total // heads * blocks
     dc = dc_out + h * 2 * parts + b * blocks + block
     tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
     tl.store(dc + parts, tl.sum(tl.sum(z * v, 1), 0))
     store_tile(dv_rows, c0 * g + c1 * z, b, h, row, BM, D)
+    store_tile(dk_rows, dk * scale, b, h, row, BM, D)
 
 
 @triton.jit

@@ -75,10 +75,11 @@ def forward(
         coeffs: ``(H, 2)`` or ``(H, 3)``, float32, contiguous.
         mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part.
     """
-    launch = _launch("attend_once", problem_of(q, k, mask, options), coeffs.shape[1])
+    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
+    launch = _launch("attend_once", problem, powers, _strides(q, v))
     out, lse = empty_like(q), q.new_empty(statistics_shape(q), dtype=torch.float32)
     mask_bytes, _ = pointers(mask, None, unused=q)
-    launch((q, k, v, v, out), lse, coeffs, mask_bytes)
+    launch((k, v, out), q, v, lse, coeffs, mask_bytes)
     return out, lse
 
 
@@ -97,13 +98,13 @@ def backward(
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     mask_bytes, _ = pointers(mask, None, unused=q)
     delta, dq = torch.empty_like(lse), empty_like(q)
-    queries = _launch("grad_queries_once", problem, powers)
-    queries((q, k, v, v, out, g, dq), lse, delta, coeffs, mask_bytes)
+    queries = _launch("grad_queries_once", problem, powers, _strides(q, v, g, out))
+    queries((k, v, dq), q, v, g, out, lse, delta, coeffs, mask_bytes)
     # a row of k and v for each query head; heads that share keys are added up below
     dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
-    keys = _launch("grad_keys_once", problem, powers)
+    keys = _launch("grad_keys_once", problem, powers, _strides(k, v, g))
     parts = coeffs.new_empty(problem.heads, 2, keys.grid[0] // problem.heads)
-    keys((q, g, lse, delta, k, v, v, g, dk, dv), parts, coeffs, mask_bytes)
+    keys((q, g, lse, delta, dk, dv), k, v, g, parts, coeffs, mask_bytes)
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 
@@ -119,9 +120,15 @@ _KERNELS = {
 }
 
 
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """What tensors that a kernel reads by itself step over sequences, heads and rows, in 16 bytes."""
+    size = tensors[0].element_size()
+    return tuple([stride * size // 16 for x in tensors for stride in x.stride()[:3]])
+
+
 @functools.lru_cache(maxsize=1024)
-def _launch(name: str, problem: Problem, powers: int) -> Launch:
-    """One kernel over the rows of one problem."""
+def _launch(name: str, problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
+    """One kernel over the rows of one problem, ``strides`` as by :func:`_strides`."""
     kernel = _KERNELS[name]
     scale, is_causal, _ = problem.options
     cut = (CAUSAL_TILES if is_causal else TILES)[name]
@@ -131,13 +138,14 @@ def _launch(name: str, problem: Problem, powers: int) -> Launch:
     return Launch(
         kernel,
         (blocks * total, 1, 1),
-        (*problem.variant, cut.warps),
+        (*problem.variant, cut.warps, *(stride >= 2**31 for stride in strides)),
         [
             block
             for argument in inspect.signature(kernel.function.fn).parameters
             if (block := block_of(argument, cut, width)) is not None
         ],
         (
+            *strides,
             problem.heads,
             problem.group,
             problem.length,
@@ -145,10 +153,21 @@ def _launch(name: str, problem: Problem, powers: int) -> Launch:
             blocks,
             total,
             _heads_together(problem),
+            0,
             mask_b,
             mask_j,
         ),
-        (width, cut.rows, cut.cols, cut.stages, cut.held, powers, is_causal, problem.mask_kind),
+        (
+            problem.head_dim,
+            width,
+            cut.rows,
+            cut.cols,
+            cut.stages,
+            cut.held,
+            powers,
+            is_causal,
+            problem.mask_kind,
+        ),
         num_warps=cut.warps,
     )
 

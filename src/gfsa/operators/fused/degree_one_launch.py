@@ -121,7 +121,7 @@ _KERNELS = {
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """What tensors that a kernel reads by itself step over sequences, heads and rows, in 16 bytes."""
+    """Strides over sequences, heads and rows, in 16 bytes, of what a kernel reads by itself."""
     size = tensors[0].element_size()
     return tuple([stride * size // 16 for x in tensors for stride in x.stride()[:3]])
 

@@ -18,6 +18,9 @@ memory takes seven.
 
 Logsumexps are to base 2. They and δ have a multiple of 16 numbers a head, so that the copy engine
 can read them; queries beyond the last one have an infinite logsumexp. Scales are positive.
+
+A program's own rows are read by their addresses, ``…_in`` with strides, and a row of UNITS times 16
+bytes: the copy engine's loads outside of a loop would wait for one another.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gfsa.operators.fused.long.tiles import KEY_MASK, LOG2E, NO_MASK, load_tile, store_tile
+from gfsa.operators.fused.long.tiles import KEY_MASK, LOG2E, NO_MASK
+from gfsa.operators.fused.tile_access import load_numbers, load_tile, store_tile
 
 JIT_OPTIONS = {
     "do_not_specialize": [
@@ -51,27 +55,6 @@ def _own_block(blocks, total, together, LAST_FIRST: tl.constexpr):
     if LAST_FIRST:
         block = blocks - 1 - block
     return block, first + rest % width
-
-
-@triton.jit
-def _own_rows(
-    tensor, stride_b, stride_h, stride_n, b, h, row, n,
-    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Rows ``row … row+ROWS`` of one head, zeros beyond row n and feature WIDTH.
-
-    Without the copy engine, whose loads outside of a loop wait for one another. Strides are in
-    units of 16 bytes: as in every layout that the copy engine takes, rows are aligned to them.
-    """
-    UNIT: tl.constexpr = 128 // tensor.dtype.element_ty.primitive_bitwidth
-    tensor += (b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h) * UNIT
-    i = row + tl.arange(0, ROWS)
-    d = tl.arange(0, D)
-    at = (i.to(tl.int64) * stride_n * UNIT)[:, None] + d[None, :]
-    there = (i < n)[:, None]
-    if WIDTH < D:
-        there = there & (d < WIDTH)[None, :]
-    return tl.load(tensor + at, mask=there, other=0.0)
 
 
 @triton.jit
@@ -123,18 +106,12 @@ def _query_ranges(
     return start, clear
 
 
-@triton.jit
-def _load_numbers(numbers, b, h, start, LENGTH: tl.constexpr):
-    """A number for each of LENGTH rows from ``start`` on; zeros beyond the last one."""
-    return tl.reshape(numbers.load([b, h, 0, start]), [LENGTH])
-
-
 @triton.jit(**JIT_OPTIONS)
 def attend_once(
     k_cols, v_cols, out_rows, q_in, v_in, lse_out, coeffs, mask,
     q_b, q_h, q_n, v_b, v_h, v_n,
     heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
-    WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """``out = c0·V + c1·A·V`` and the logsumexp of the scores, for BM queries."""
@@ -143,7 +120,7 @@ def attend_once(
     key_head = h // group
     row = block * BM
     mask += b.to(tl.int64) * mask_b
-    q = _own_rows(q_in, q_b, q_h, q_n, b, h, row, n, BM, D, WIDTH)
+    q = load_tile((q_in, q_b, q_h, q_n, n, UNITS), b, h, row, BM, D)
     if HELD:
         q = _in_registers(q)
     i = row + tl.arange(0, BM)
@@ -170,7 +147,7 @@ def attend_once(
     # computed anew behind a zero that the compiler does not know: addresses that it recognised
     # would occupy registers in the loop
     row += zero
-    v = _own_rows(v_in, v_b, v_h, v_n, b, key_head, row, n, BM, D, WIDTH).to(tl.float32)
+    v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D).to(tl.float32)
     store_tile(out_rows, c0 * v + acc * (c1 / norm)[:, None], b, h, row, BM, D)
 
 
@@ -208,7 +185,7 @@ def grad_queries_once(
     k_cols, v_cols, dq_rows, q_in, v_in, g_in, out_in, lse_in, delta_out, coeffs, mask,
     q_b, q_h, q_n, v_b, v_h, v_n, g_b, g_h, g_n, out_b, out_h, out_n,
     heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
-    WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries, and their δ for the gradients of the keys."""
@@ -223,10 +200,10 @@ def grad_queries_once(
     length = (n + 15) // 16 * 16
     at = bh.to(tl.int64) * length + i
     lse = tl.load(lse_in + at, mask=i < length, other=float("inf"))
-    q = _own_rows(q_in, q_b, q_h, q_n, b, h, row, n, BM, D, WIDTH)
-    g = _own_rows(g_in, g_b, g_h, g_n, b, h, row, n, BM, D, WIDTH)
-    out = _own_rows(out_in, out_b, out_h, out_n, b, h, row, n, BM, D, WIDTH).to(tl.float32)
-    v = _own_rows(v_in, v_b, v_h, v_n, b, key_head, row, n, BM, D, WIDTH).to(tl.float32)
+    q = load_tile((q_in, q_b, q_h, q_n, n, UNITS), b, h, row, BM, D)
+    g = load_tile((g_in, g_b, g_h, g_n, n, UNITS), b, h, row, BM, D)
+    out = load_tile((out_in, out_b, out_h, out_n, n, UNITS), b, h, row, BM, D).to(tl.float32)
+    v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D).to(tl.float32)
     delta = tl.sum(g.to(tl.float32) * (out - c0 * v), 1)
     tl.store(delta_out + at, delta, mask=i < length)
     if HELD:
@@ -272,7 +249,7 @@ def grad_keys_once(
     q_cols, g_cols, lse_cols, delta_cols, dk_rows, dv_rows, k_in, v_in, g_in, dc_out, coeffs, mask,
     k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
     heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
-    WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """dK, dV and the coefficients' gradients of BM keys, for one query head."""
@@ -283,8 +260,8 @@ def grad_keys_once(
     mask += b.to(tl.int64) * mask_b
     c0 = tl.load(coeffs + h * POWERS)
     c1 = tl.load(coeffs + h * POWERS + 1)
-    k = _own_rows(k_in, k_b, k_h, k_n, b, key_head, row, n, BM, D, WIDTH)
-    v = _own_rows(v_in, v_b, v_h, v_n, b, key_head, row, n, BM, D, WIDTH)
+    k = load_tile((k_in, k_b, k_h, k_n, n, UNITS), b, key_head, row, BM, D)
+    v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D)
     if HELD:
         k, v = _in_registers(k), _in_registers(v)
     j = row + tl.arange(0, BM)
@@ -303,8 +280,8 @@ def grad_keys_once(
     z = tl.where(j[:, None] < n, z, 0.0)
     # as in the forward: rows and addresses of their own
     row += zero
-    v = _own_rows(v_in, v_b, v_h, v_n, b, key_head, row, n, BM, D, WIDTH).to(tl.float32)
-    g = _own_rows(g_in, g_b, g_h, g_n, b, h, row, n, BM, D, WIDTH).to(tl.float32)
+    v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D).to(tl.float32)
+    g = load_tile((g_in, g_b, g_h, g_n, n, UNITS), b, h, row, BM, D).to(tl.float32)
     # (H, 2, B·blocks): what is added up is contiguous
     parts = total // heads * blocks
     dc = dc_out + h * 2 * parts + b * blocks + block
@@ -327,14 +304,14 @@ def _grad_keys_range(
         s = tl.dot(k, tl.trans(q))
         g = load_tile(g_cols, b, h, col, BN, D)
         da = tl.dot(v, tl.trans(g))
-        lse = _load_numbers(lse_cols, b, h, col, BN)
+        lse = load_numbers(lse_cols, b, h, col, BN)
         p = tl.exp2(s * sc - lse[None, :])
         if MASKED:
             i = col + columns
             keep = _sees(i[None, :], j[:, None], n, mask, mask_j, CAUSAL, MASK)
             p = tl.where(keep, p, 0.0)
         z = tl.dot(p.to(g.dtype), g, z)
-        delta = _load_numbers(delta_cols, b, h, col, BN)
+        delta = load_numbers(delta_cols, b, h, col, BN)
         ds = p * (c1 * da - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk)
     return dk, z

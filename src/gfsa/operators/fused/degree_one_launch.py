@@ -14,6 +14,7 @@ from gfsa.operators.fused.eligibility import is_key_mask
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.problem import Options, Problem, padded, pointers, problem_of
+from gfsa.operators.fused.tile_access import describe
 
 # of one head's keys and values, as many as half of an H200's cache holds
 CACHED_BYTES = 24 * 2**20
@@ -115,7 +116,7 @@ def statistics_shape(q: Tensor) -> tuple[int, int, int, int]:
 
 
 _KERNELS = {
-    function.fn.__name__: Kernel(function)
+    function.fn.__name__: Kernel(function, describe)
     for function in (kernels.attend_once, kernels.grad_queries_once, kernels.grad_keys_once)
 }
 
@@ -158,7 +159,7 @@ def _launch(name: str, problem: Problem, powers: int, strides: tuple[int, ...]) 
             mask_j,
         ),
         (
-            problem.head_dim,
+            problem.head_dim * problem.dtype.itemsize // 16,
             width,
             cut.rows,
             cut.cols,

@@ -58,14 +58,6 @@ def _own_block(blocks, total, together, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _in_registers(x):
-    """``x`` as an operand that a product reads from registers: the compiler cannot see through."""
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
-    )
-
-
-@triton.jit
 def _sees(i, j, n, mask, mask_j, CAUSAL: tl.constexpr, MASK: tl.constexpr):
     """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation."""
     keep = j < n
@@ -112,7 +104,7 @@ def attend_once(
     q_b, q_h, q_n, v_b, v_h, v_n,
     heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
     UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """``out = c0·V + c1·A·V`` and the logsumexp of the scores, for BM queries."""
     block, bh = _own_block(blocks, total, together, CAUSAL)
@@ -121,8 +113,6 @@ def attend_once(
     row = block * BM
     mask += b.to(tl.int64) * mask_b
     q = load_tile((q_in, q_b, q_h, q_n, n, UNITS), b, h, row, BM, D)
-    if HELD:
-        q = _in_registers(q)
     i = row + tl.arange(0, BM)
     top = tl.full((BM,), float("-inf"), tl.float32)
     norm = tl.zeros((BM,), tl.float32)
@@ -186,7 +176,7 @@ def grad_queries_once(
     q_b, q_h, q_n, v_b, v_h, v_n, g_b, g_h, g_n, out_b, out_h, out_n,
     heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
     UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries, and their δ for the gradients of the keys."""
     block, bh = _own_block(blocks, total, together, CAUSAL)
@@ -206,8 +196,6 @@ def grad_queries_once(
     v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D).to(tl.float32)
     delta = tl.sum(g.to(tl.float32) * (out - c0 * v), 1)
     tl.store(delta_out + at, delta, mask=i < length)
-    if HELD:
-        q, g = _in_registers(q), _in_registers(g)
     dq = tl.zeros((BM, D), tl.float32)
     clear, end = _key_ranges(row, n, BM, BN, CAUSAL, MASK)
     dq = _grad_queries_range(
@@ -250,7 +238,7 @@ def grad_keys_once(
     k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
     heads, group, n, scale, blocks, total, together, zero, mask_b, mask_j,
     UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    HELD: tl.constexpr, POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    POWERS: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """dK, dV and the coefficients' gradients of BM keys, for one query head."""
     block, bh = _own_block(blocks, total, together, False)
@@ -262,8 +250,6 @@ def grad_keys_once(
     c1 = tl.load(coeffs + h * POWERS + 1)
     k = load_tile((k_in, k_b, k_h, k_n, n, UNITS), b, key_head, row, BM, D)
     v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D)
-    if HELD:
-        k, v = _in_registers(k), _in_registers(v)
     j = row + tl.arange(0, BM)
     dk = tl.zeros((BM, D), tl.float32)
     z = tl.zeros((BM, D), tl.float32)

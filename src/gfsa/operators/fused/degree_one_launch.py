@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused import degree_one_kernels as kernels
-from gfsa.operators.fused.eligibility import is_key_mask
+from gfsa.operators.fused.eligibility import SHORT_LENGTH, is_key_mask
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.problem import Options, Problem, padded, pointers, problem_of
 from gfsa.operators.fused.tile_access import describe
 
-# of one head's keys and values, as many as half of an H200's cache holds
+# keys and values of heads that go through their blocks together: half of an H200's cache
 CACHED_BYTES = 24 * 2**20
 
 
@@ -30,26 +30,39 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     """Depth of the load pipeline."""
-    held: bool = False
-    """Whether the operands that stay the same lie in registers instead of shared memory."""
 
 
+# the fastest measured on an H200 (benchmarks/degree_one_tiles.py)
 TILES = {
-    "attend_once": Tiles(64, 64, 4, 3),
+    "attend_once": Tiles(64, 64, 4, 2),
     "grad_queries_once": Tiles(64, 64, 4, 2),
-    "grad_keys_once": Tiles(64, 64, 4, 2),
+    "grad_keys_once": Tiles(64, 64, 4, 3),
 }
-CAUSAL_TILES = {**TILES}
+# wider steps where every query sees every key, from this length on
+WIDE = {"attend_once": Tiles(64, 128, 4, 2)}
+WIDE_FROM = 512
 
-
-# the lengths for which one pass is faster than the short kernels, and than torch's attention
-SHORTEST = 129
-LONGEST = 1024
+# lengths and head dims for which one pass was measured, and is faster than the short kernels and
+# than the filter around torch's attention
+SHORTEST, LONGEST = 129, 1024
+NARROWEST = 33
 
 
 def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
     """Whether these are the fastest kernels of degree 1 for a call, as measured on an H200."""
-    return SHORTEST <= q.shape[2] <= LONGEST and refusal(q, mask, options) is None
+    if not SHORTEST <= q.shape[2] <= LONGEST or q.shape[3] < NARROWEST:
+        return False
+    if mask is not None and q.shape[2] <= SHORT_LENGTH:
+        # one pass was measured without masks; the short kernels were with them
+        return False
+    return refusal(q, mask, options) is None
+
+
+def tiles(name: str, length: int, is_causal: bool) -> Tiles:
+    """The tiles of one kernel for one call."""
+    if name in WIDE and length >= WIDE_FROM and not is_causal:
+        return WIDE[name]
+    return TILES[name]
 
 
 def refusal(q: Tensor, mask: Tensor | None, options: Options) -> str | None:
@@ -132,7 +145,7 @@ def _launch(name: str, problem: Problem, powers: int, strides: tuple[int, ...]) 
     """One kernel over the rows of one problem, ``strides`` as by :func:`_strides`."""
     kernel = _KERNELS[name]
     scale, is_causal, _ = problem.options
-    cut = (CAUSAL_TILES if is_causal else TILES)[name]
+    cut = tiles(name, problem.length, is_causal)
     blocks, total = -(-problem.length // cut.rows), problem.batch * problem.heads
     width = padded(problem.head_dim)
     mask_b, _, _, mask_j = problem.mask_strides
@@ -164,7 +177,6 @@ def _launch(name: str, problem: Problem, powers: int, strides: tuple[int, ...]) 
             cut.rows,
             cut.cols,
             cut.stages,
-            cut.held,
             powers,
             is_causal,
             problem.mask_kind,

@@ -26,8 +26,9 @@ class FusedOperator(Operator):
     The second pass reuses the first one's logsumexp and combines the powers. No n×n tensor is
     made; besides what attention saves for its backward pass, ``A·V`` is saved.
 
-    A filter of degree 1 runs torch's attention and one launch each way around it, and on short
-    sequences the kernels of degree 2.
+    A filter of degree 1 is one pass with the combination at its end, which saves nothing more than
+    attention; up to 128 tokens the kernels of degree 2 serve it, and calls that neither takes run
+    torch's attention with one launch each way around it.
 
     Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
     """

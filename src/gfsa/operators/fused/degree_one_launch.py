@@ -71,8 +71,8 @@ def refusal(q: Tensor, mask: Tensor | None, options: Options) -> str | None:
         return "they have no dropout"
     if options.scale <= 0.0:
         return "they take positive scales only"
-    if mask is not None and not is_key_mask(mask):
-        return "they take masks of keys only"
+    if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
+        return "they take bool masks of keys only"
     if q.shape[3] > 64:
         return "they take a head dim of 64 at most"
     return None

@@ -17,6 +17,7 @@ from gfsa.operators import AttentionCall, DenseOperator
 from gfsa.operators.fused import degree_one_attention, degree_one_launch, tile_access
 from gfsa.operators.fused.degree_one_attention import filter_once
 from gfsa.operators.fused.degree_one_launch import Tiles
+from gfsa.operators.fused.layout import copyable_by_tile
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options
 from support.fused_cases import NAMES, Problem, error
@@ -183,6 +184,16 @@ def test_any_layout(layout: str) -> None:
         results.append([out, *torch.autograd.grad(out, inputs, g)])
     for mine, other in zip(*results, strict=True):
         assert torch.equal(mine, other)
+
+
+def test_contiguous_and_off_the_border() -> None:
+    """A view into a buffer may be contiguous and begin anywhere."""
+    x = torch.randn(1 + 2 * 3 * 5 * 16)[1:].view(2, 3, 5, 16)
+    assert x.is_contiguous()
+    assert x.data_ptr() % 16
+    y = copyable_by_tile(x)
+    assert y.data_ptr() % 16 == 0
+    assert torch.equal(x, y)
 
 
 def test_operator_registration() -> None:

@@ -59,12 +59,9 @@ def _run_backward(
     # hooks on saved tensors may return them in another layout
     q, k, v, out = [copyable_by_tile(x) for x in saved[:4]]
     lse, coeffs, mask = saved[4:]
+    lse, coeffs, g = copyable_by_tile(lse.contiguous()), coeffs.contiguous(), copyable_by_tile(g)
     with on_device_of(q):
-        return one_pass.backward(
-            copyable_by_tile(g),
-            *(q, k, v, out, lse.contiguous(), coeffs.contiguous(), mask),
-            options,
-        )
+        return one_pass.backward(g, q, k, v, out, lse, coeffs, mask, options)
 
 
 class _FilterOnce(torch.autograd.Function):

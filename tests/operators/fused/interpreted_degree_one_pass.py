@@ -26,11 +26,11 @@ assert support.triton_interpreter
 
 PROBLEMS = [
     Problem(1, 2, 70, 16),
-    Problem(2, 1, 70, 24, is_causal=True, projected=True),
+    Problem(1, 2, 70, 24, is_causal=True, projected=True),
     Problem(1, 1, 130, 64, is_causal=True),
     Problem(3, 1, 64, 40, mask="keys"),
-    Problem(3, 1, 65, 16, mask="keys", is_causal=True, projected=True),
-    Problem(1, 4, 33, 16, key_heads=2, is_causal=True, scale=0.7),
+    Problem(3, 1, 20, 16, mask="keys", is_causal=True, projected=True),
+    Problem(1, 4, 20, 16, key_heads=2, is_causal=True, scale=0.7),
 ]
 
 
@@ -83,7 +83,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.mark.parametrize("tiles", [(16, 32), (32, 16)], indirect=True, ids=str)
 @pytest.mark.parametrize(
     "problem",
-    [Problem(1, 1, 50, 24, is_causal=True), Problem(2, 1, 40, 16, mask="keys")],
+    [Problem(1, 1, 50, 24, is_causal=True), Problem(2, 1, 20, 16, mask="keys")],
     ids=str,
 )
 @pytest.mark.usefixtures("tiles")
@@ -92,7 +92,7 @@ def test_tiles_of_any_size(problem: Problem) -> None:
         assert (x.double() - y).norm() <= 2e-6 * y.norm(), name
 
 
-@pytest.mark.parametrize("problem", PROBLEMS[1:6:2], ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS[1:6:4], ids=str)
 def test_on_a_gpu_without_a_copy_engine(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """By addresses instead of descriptors the kernels give the same bits."""
     expected, _ = run(problem)
@@ -102,11 +102,10 @@ def test_on_a_gpu_without_a_copy_engine(problem: Problem, monkeypatch: pytest.Mo
         assert torch.equal(x, y), name
 
 
-@pytest.mark.parametrize("together", [1, 2, 4])
-def test_every_block_of_every_head_once(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever order the programs take them."""
+def test_every_block_of_every_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order the programs take them: two heads together, then the one that is left."""
     problem = Problem(1, 3, 70, 16, is_causal=True)
-    monkeypatch.setattr(degree_one_launch, "_heads_together", lambda problem: together)
+    monkeypatch.setattr(degree_one_launch, "_heads_together", lambda problem: 2)
     degree_one_launch._launch.cache_clear()
     for name, x, y in zip(NAMES, *run(problem), strict=True):
         assert (x.double() - y).norm() <= 2e-6 * y.norm(), name
@@ -146,10 +145,10 @@ def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(degree_one_launch, "NARROWEST", 1)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.usefixtures("small_calls")
-def test_a_filter_learns_by_the_kernels(heads: int) -> None:
+def test_a_filter_learns_by_the_kernels() -> None:
     """The coefficients and θ's gradient by kernels are those that torch works out."""
+    heads = 3
     q, k, v, _, g = Problem(2, heads, 20, 16, is_causal=True, projected=True).tensors()
     layer = gfsa.GFSA(heads, K=None, w0=0.2, w1=0.7)
     assert layer.degree == 1
@@ -168,12 +167,10 @@ def test_a_filter_learns_by_the_kernels(heads: int) -> None:
         assert error(mine, exact) <= 2e-6, name
 
 
-@pytest.mark.parametrize("layout", ["expanded", "features apart", "off the border", "packed"])
+@pytest.mark.parametrize("layout", ["expanded", "packed"])
 def test_any_layout(layout: str) -> None:
     given = {
         "expanded": lambda: torch.randn(1, 1, 20, 16).expand(1, 2, 20, 16),
-        "features apart": lambda: torch.randn(1, 2, 16, 20).transpose(2, 3),
-        "off the border": lambda: torch.randn(1, 2, 20, 17)[..., 1:],
         "packed": lambda: torch.randn(1, 20, 3, 2, 16).permute(2, 0, 3, 1, 4)[2],
     }[layout]
     tokens, g, coeffs = [given() for _ in range(3)], given(), torch.randn(2, 2)
@@ -200,33 +197,10 @@ def test_operator_registration() -> None:
     q, k, v = torch.randn(3, 1, 20, 2, 16).transpose(2, 3).unbind(0)
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, 2))]
     mask = torch.ones(1, 1, 1, 20, dtype=torch.bool)
-    # all that is quick here; the compiler's part is below, and on the GPU
+    # all that is quick here; the compiler's part is in interpreted_degree_one.py, and on the GPU
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = (*inputs, mask, True, 0.25)
     torch.library.opcheck(degree_one_attention.forward, arguments, test_utils=checks)
-
-
-@pytest.mark.usefixtures("small_calls")
-def test_compiled_whole() -> None:
-    q, k, v, coeffs, g = Problem(1, 2, 18, 16, projected=True).tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
-    found: list[str] = []
-
-    def step(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        return FusedOperator(AttentionCall(q, k, is_causal=True)).polynomial(coeffs, v) * 2
-
-    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> object:
-        found.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    y, z = step(*inputs), torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs)
-    assert torch.equal(y, z)
-    for a, b in zip(
-        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
-    ):
-        assert torch.equal(a, b)
-    torch.compile(step, fullgraph=True, backend=backend)(*inputs)
-    assert any("filter_once" in name for name in found)
 
 
 def test_checkpointing() -> None:

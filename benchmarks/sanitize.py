@@ -22,6 +22,8 @@ CASES = (
     (290, 32, 2, False, True, 0.1),
     (2048, 128, 2, True, False, 0.0),
     (300, 64, 1, True, False, 0.0),
+    (300, 40, 1, False, True, 0.0),
+    (1100, 64, 1, True, False, 0.0),
 )
 
 

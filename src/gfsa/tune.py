@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -19,6 +20,9 @@ class Subject(Protocol):
 
     def refusal(self, shape: Shape) -> str | None:
         """Why the fused kernels cannot serve such a call there, or None."""
+
+    def prepare(self, shapes: Sequence[Shape]) -> Iterator[Shape]:
+        """Compile the kernels of such calls, as many at a time as it can; yields each when done."""
 
     def errors(self, shape: Shape) -> tuple[float, float]:
         """Errors of the fused kernels and of torch's against the dense operator in float64."""
@@ -43,21 +47,33 @@ def measure(
     subject: Subject,
     shapes: Sequence[Shape],
     on_row: Callable[[Shape, Row | str], None] = lambda shape, row: None,
+    on_compiled: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Row]:
     """A row for each shape that the fused kernels serve; exactness first, then times.
 
     Args:
         on_row: called with each shape and its row, or the reason why there is none.
+        on_compiled: called with the number of shapes that are compiled, and of all of them.
     """
     from gfsa.operators.fused.tuned import Row
 
+    refusals = {shape: subject.refusal(shape) for shape in shapes}
+    served = [shape for shape, refusal in refusals.items() if refusal is None]
+    # before anything is timed: compilers would take the host's time
+    for done, _ in enumerate(subject.prepare(served), 1):
+        on_compiled(done, len(served))
     rows = []
-    for shape in shapes:
-        refusal = subject.refusal(shape)
+    for shape, refusal in refusals.items():
         if refusal is not None:
             on_row(shape, refusal)
             continue
-        row = Row(shape, *subject.times(shape), *subject.errors(shape))
+        try:
+            row = Row(shape, *subject.times(shape), *subject.errors(shape))
+        except Exception as error:
+            # whatever a compiler or a driver raises on a GPU that nobody has tried: the other
+            # shapes may be served
+            on_row(shape, f"failed: {type(error).__name__}: {error}")
+            continue
         rows.append(row)
         on_row(shape, row)
     return rows
@@ -68,40 +84,63 @@ def tune(
 ) -> None:
     """Check and time the fused kernels on this GPU, once; `auto` chooses by the result."""
     import torch
-    from rich.console import Console
-    from rich.table import Table
 
     from gfsa.operators.fused import tuned
 
-    console = Console(highlight=False)
     if not torch.cuda.is_available():
         typer.echo("gfsa tune measures kernels on a GPU, and torch sees none here", err=True)
         raise typer.Exit(2)
     from gfsa.operators.fused.tune_gpu import GPU
 
-    subject = GPU(torch.device(device))
-    table = Table("degree", "head dim", "tokens", "kind", "fused ms", "torch ms", "chosen")
+    subject, shapes = GPU(torch.device(device)), list(all_shapes())
+    rows: list[Row] = []
     reasons: set[str] = set()
+    shown = itertools.count(1)
 
     def show(shape: Shape, row: Row | str) -> None:
+        found = "not served"
         if isinstance(row, str):
             reasons.add(row)
-            return
-        kind = f"{'causal ' if shape.causal else ''}{'padded' if shape.masked else ''}".strip()
-        chosen = "fused" if row.is_faster else "torch" if row.is_right else "torch (not exact)"
-        times = (f"{row.fused_ms:.3f}", f"{row.torch_ms:.3f}")
-        table.add_row(
-            str(shape.degree), str(shape.head_dim), str(shape.tokens), kind, *times, chosen
-        )
+        else:
+            rows.append(row)
+            found = f"{row.fused_ms:8.3f} {row.torch_ms:8.3f}  {_chosen(row)}"
+        typer.echo(f"{next(shown):3d} of {len(shapes)}  {_columns(shape)}  {found}")
 
-    rows = measure(subject, list(all_shapes()), show)
+    def count(done: int, of: int) -> None:
+        # one line for a while, then one for all: compiling takes half of the time
+        if done % 8 == 0 or done == of:
+            typer.echo(f"compiled {done} of {of}")
+
+    file, interrupted = tuned.path(), False
+    typer.echo(f"measures {len(shapes)} kinds of calls, and writes what it finds to {file}")
+    typer.echo("           degree  head dim  tokens  kind            fused ms torch ms  chosen")
+    try:
+        measure(subject, shapes, show, count)
+    except KeyboardInterrupt:
+        interrupted = True
     for reason in sorted(reasons):
-        console.print(f"not served: {reason}")
+        typer.echo(f"not served: {reason}")
     if not rows:
-        typer.echo("the fused kernels serve no call on this GPU: nothing was written", err=True)
-        raise typer.Exit(1)
-    console.print(table)
-    file = tuned.path()
+        why = "interrupted" if interrupted else "the fused kernels serve no call on this GPU"
+        typer.echo(f"{why}: nothing was written", err=True)
+        raise typer.Exit(130 if interrupted else 1)
+    if interrupted:
+        tuned.update(file, subject.machine, rows)
+        typer.echo(f"interrupted: the {len(rows)} kinds that were measured are in {file}", err=True)
+        raise typer.Exit(130)
     tuned.write(file, subject.machine, rows)
     faster = sum(row.is_faster for row in rows)
-    console.print(f"{faster} of {len(rows)} kinds of calls by the fused kernels; written to {file}")
+    typer.echo(f"{faster} of {len(rows)} kinds of calls by the fused kernels; written to {file}")
+
+
+def _chosen(row: Row) -> str:
+    if row.is_faster:
+        return "fused"
+    return "torch" if row.is_right else "torch (fused is not exact)"
+
+
+def _columns(shape: Shape) -> str:
+    kind = " ".join(
+        name for name, is_so in (("causal", shape.causal), ("padded", shape.masked)) if is_so
+    )
+    return f"{shape.degree:6d}  {shape.head_dim:8d}  {shape.tokens:6d}  {kind:14s}"

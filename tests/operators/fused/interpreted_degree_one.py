@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gfsa
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
-from gfsa.operators.fused import degree_one
+from gfsa.operators.fused import degree_one, degree_one_launch
 from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.operator import FusedOperator
 from support.fused_cases import NAMES, Problem, error
@@ -120,7 +120,12 @@ def test_operator_registration() -> None:
     torch.library.opcheck(degree_one.forward, tuple(inputs))
 
 
-def test_compiled_whole() -> None:
+@pytest.mark.parametrize("operator", ["degree_one", "filter_once"])
+def test_compiled_whole(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around torch's attention, and in one pass, which serves longer calls than this one."""
+    if operator == "filter_once":
+        monkeypatch.setattr(degree_one_launch, "SHORTEST", 1)
+        monkeypatch.setattr(degree_one_launch, "NARROWEST", 1)
     q, k, v, coeffs, g = Problem(1, 2, 18, 16, projected=True).tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
 
@@ -140,7 +145,7 @@ def test_compiled_whole() -> None:
     ):
         assert torch.equal(a, b)
     torch.compile(step, fullgraph=True, backend=backend)(*inputs)
-    assert any("degree_one" in name for name in found)
+    assert any(operator in name for name in found)
 
 
 def test_checkpointing_and_dropout() -> None:

@@ -1,4 +1,7 @@
-"""Every fused kernel compiles for Hopper, GPU or not; ``pytest -s`` shows what it takes."""
+"""Every fused kernel compiles, GPU or not; ``pytest -s`` shows what it takes.
+
+For Hopper, and those that need none of its features for older GPUs too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gfsa.operators.fused import decode_kernel, degree_one, elementwise, eligibility  # noqa: E402
+from gfsa.operators.fused import (  # noqa: E402
+    decode_kernel,
+    degree_one,
+    degree_one_kernels,
+    degree_one_launch,
+    elementwise,
+    eligibility,
+)
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
 
@@ -37,23 +47,31 @@ TYPES = {
 }
 
 
-def compile_for_hopper(
-    source: Any, kernel: Any, tiles: dict[str, str], constants: dict[str, Any], warps: int
-) -> str:
-    """Compile, and return the assembler's line on registers, stack and shared memory."""
+def compile_for(
+    target: GPUTarget,
+    source: Any,
+    kernel: Any,
+    tiles: dict[str, Any],
+    constants: dict[str, Any],
+    warps: int,
+) -> tuple[Any, str]:
+    """What is compiled, and the assembler's line on registers, stack and shared memory."""
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else tiles.get(name, TYPES.get(name, "i32"))
         for name in names
     }
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if signature[name].startswith("*")
-    }
+    aligned = [["tt.divisibility", 16]]
+    attributes = {}
+    for index, name in enumerate(names):
+        # the address is the first part of a tuple
+        if isinstance(signature[name], tuple):
+            attributes[index, 0] = aligned
+        elif signature[name].startswith("*"):
+            attributes[index,] = aligned
     fixed = {(names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
-        source(kernel, signature, fixed, attributes), HOPPER, {"num_warps": warps}
+        source(kernel, signature, fixed, attributes), target, {"num_warps": warps}
     )
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -61,7 +79,19 @@ def compile_for_hopper(
         file.flush()
         command = [tools / "cuobjdump", "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return re.search(r"REG:\d+ STACK:\d+", usage)[0] + f" shared {compiled.metadata.shared}"
+    taken = re.search(r"REG:\d+ STACK:\d+", usage)[0]
+    return compiled, f"{taken} shared {compiled.metadata.shared}"
+
+
+def compile_for_hopper(
+    source: Any, kernel: Any, tiles: dict[str, Any], constants: dict[str, Any], warps: int
+) -> str:
+    return compile_for(HOPPER, source, kernel, tiles, constants, warps)[1]
+
+
+def address(number: str = "bf16") -> tuple[str, ...]:
+    """What stands in for a descriptor on GPUs without a copy engine."""
+    return f"*{number}", "i32", "i32", "i32", "i32", "i32"
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -82,6 +112,59 @@ def test_passes(name: str) -> None:
     usage = compile_for_hopper(ASTSource, kernel, described, constants, tiles.warps)
     print(name, usage)
     assert "STACK:0 " in usage
+
+
+# the others compile the same code in other versions
+ONCE = ("attend_once", "grad_queries_once", "grad_keys_once")
+QUICK = (("grad_keys_once", 90), ("grad_keys_once", 80))
+# KiB of shared memory that a program may take, by compute capability
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        pytest.param(name, number, marks=() if (name, number) in QUICK else pytest.mark.slow)
+        for name in ONCE
+        for number in SHARED
+    ],
+)
+def test_degree_one_in_one_pass(name: str, capability: int) -> None:
+    """On GPUs without a copy engine as well, loads in the loop run ahead and nothing spills."""
+    kernel = getattr(degree_one_kernels, name)
+    tiles = degree_one_launch.tiles(name, 1024, True)
+    described: dict[str, Any] = dict.fromkeys(["q_in", "k_in", "v_in", "g_in", "out_in"], "*bf16")
+    described["zero"] = "i32"
+    for argument in kernel.arg_names:
+        block = degree_one_launch.block_of(argument, tiles, 64)
+        number = "fp32" if argument in ("lse_cols", "delta_cols") else "bf16"
+        if block is not None:
+            descriptor = f"tensordesc<{number}{list(block)}>"
+            described[argument] = descriptor if capability >= 90 else address(number)
+    constants = {
+        "UNITS": 8, "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages,
+        "POWERS": 2, "CAUSAL": True, "MASK": 0, "group": 1,
+    }  # fmt: skip
+    target = GPUTarget("cuda", capability, 32)
+    compiled, usage = compile_for(target, ASTSource, kernel, described, constants, tiles.warps)
+    print(name, capability, usage)
+    assert "STACK:0 " in usage
+    assert compiled.metadata.shared <= SHARED[capability] * 1024
+    ahead = "cp.async.bulk.tensor" if capability >= 90 else "cp.async.cg.shared.global"
+    assert ahead in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow)])
+def test_around_attention_on_older_gpus(capability: int) -> None:
+    kernel = elementwise.combine_degree_one
+    described = {name: address() for name in kernel.arg_names if name.endswith("_rows")}
+    constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 2}
+    target = GPUTarget("cuda", capability, 32)
+    compiled, usage = compile_for(target, ASTSource, kernel, described, constants, 4)
+    print(capability, usage)
+    assert "STACK:0 " in usage
+    # eight numbers at a time
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("dim", [64, 128])

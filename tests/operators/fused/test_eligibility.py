@@ -97,8 +97,35 @@ def test_older_gpus_and_other_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Triton (3, 6) or newer, found (3, 2)" in eligibility.refusal(*asked)
     monkeypatch.setattr(eligibility, "TRITON", ())
     assert "found none" in eligibility.refusal(*asked)
-    monkeypatch.setattr(eligibility, "capability", lambda device: (8, 0))
-    assert "this one has 8.0" in eligibility.refusal(*asked)
+    monkeypatch.setattr(eligibility, "capability", lambda device: (7, 5))
+    assert "8.0 (Ampere) or newer, this one has 7.5" in eligibility.refusal(*asked)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_other_gpus_by_name_and_not_by_themselves(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels run there; whether they are faster, gfsa tune has to measure."""
+    monkeypatch.setattr(eligibility, "capability", lambda device: capability)
+    for degree in (1, 2):
+        asked = call(2, 4, 300, 64, degree=degree)
+        assert choice.choose("fused", *asked).backend == "fused"
+        chosen = choice.choose("auto", *asked)
+        assert chosen.backend == "sdpa"
+        assert "run gfsa tune" in chosen.reason
+    assert "Hopper" in eligibility.refusal_by_short(call(2, 4, 100, 64)[0].q, None, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken"), [((8, 0), True), ((8, 6), False), ((8, 9), False), ((12, 0), False)]
+)
+def test_wide_heads_need_shared_memory(
+    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eligibility, "capability", lambda device: capability)
+    refusal = eligibility.refusal(*call(2, 4, 300, 128))
+    assert refusal is None if taken else "99 KiB" in refusal
+    assert eligibility.refusal(*call(2, 4, 300, 128, degree=1)) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,13 @@ pytest.importorskip("triton")
 import gfsa
 from gfsa.functional import graph_filter_attention
 from gfsa.operators import AttentionOperator
-from gfsa.operators.fused import autograd, degree_one, eligibility
+from gfsa.operators.fused import (
+    autograd,
+    degree_one,
+    degree_one_attention,
+    degree_one_launch,
+    eligibility,
+)
 from gfsa.operators.fused.autograd import filter_attention
 from gfsa.operators.fused.dispatch import forward_path
 from gfsa.operators.fused.long import cudnn_backward
@@ -178,7 +184,11 @@ ONCE = [
     Problem(2, 4, 128, 64, dtype=BF16, device="cuda", projected=True),
     Problem(2, 4, 197, 64, dtype=BF16, device="cuda", mask="keys"),
     Problem(2, 4, 1024, 64, dtype=BF16, device="cuda", is_causal=True, projected=True),
+    Problem(3, 4, 513, 40, dtype=FP16, device="cuda", mask="keys", is_causal=True),
+    Problem(2, 4, 1000, 64, dtype=BF16, device="cuda", scale=0.3),
+    Problem(2, 4, 256, 32, dtype=FP16, device="cuda", is_causal=True, projected=True),
     Problem(2, 4, 300, 64, dtype=FP16, device="cuda", mask="full"),
+    Problem(2, 4, 2048, 64, dtype=BF16, device="cuda", is_causal=True),
     Problem(2, 3, 2048, 128, dtype=FP16, device="cuda"),
     Problem(2, 3, 513, 80, dtype=BF16, device="cuda", scale=-0.2),
 ]
@@ -209,7 +219,7 @@ def test_degree_one_as_exact_as_attention(problem: Problem) -> None:
         assert error(mine, exact) <= most, name
 
 
-@pytest.mark.parametrize("length", [128, 1024])
+@pytest.mark.parametrize("length", [128, 1024, 2048])
 @pytest.mark.parametrize("untouched", [False, True], ids=["a filter", "at initialisation"])
 def test_degree_one_learns(length: int, untouched: bool) -> None:
     """θ's gradient by the kernels, launched directly the second time, against torch's."""
@@ -223,10 +233,10 @@ def test_degree_one_learns(length: int, untouched: bool) -> None:
         results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
     for name, first, again, other in zip(NAMES, *results, strict=True):
         # cuDNN's gradient, which longer sequences take for their tokens, adds up in any order
-        by_cudnn = length > 256 and name in ("dq", "dk", "dv")
+        by_cudnn = length > degree_one_launch.LONGEST and name in ("dq", "dk", "dv")
         assert error(first, again) <= 2e-3 if by_cudnn else torch.equal(first, again), name
         assert error(first, other) <= 0.02, name
-    if untouched and length > 256:
+    if untouched and length > degree_one_launch.LONGEST:
         assert torch.equal(results[0][0], results[2][0])
 
 
@@ -255,6 +265,56 @@ def test_degree_one_registration() -> None:
     v, u = torch.randn(2, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
     inputs = [x.requires_grad_() for x in (v, u, torch.randn(4, 2, device="cuda"))]
     torch.library.opcheck(degree_one.forward, tuple(inputs))
+
+
+def test_degree_one_pass_registration() -> None:
+    tokens = torch.randn(3, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
+    inputs = [x.requires_grad_() for x in (*tokens, torch.randn(4, 2, device="cuda"))]
+    torch.library.opcheck(degree_one_attention.forward, (*inputs, None, True, 0.125))
+
+
+@pytest.mark.parametrize("length", [129, 300, 1024])
+def test_degree_one_in_a_sea_of_nan(length: int) -> None:
+    """Rows beyond the last token are neither read nor written."""
+    problem = Problem(2, 3, length, 64, dtype=BF16, device="cuda", is_causal=True)
+    q, k, v, coeffs, g = problem.tensors()
+    seas, inside = [], []
+    for x in (q, k, v, g):
+        sea = torch.full((2, 3, length + 64, 64), float("nan"), dtype=BF16, device="cuda")
+        sea[:, :, :length] = x
+        seas.append(sea)
+        inside.append(sea[:, :, :length])
+    results = []
+    for q_, k_, v_, g_ in (inside, (q, k, v, g)):
+        inputs = [x.detach().requires_grad_() for x in (q_, k_, v_, coeffs[:, :2])]
+        out = degree_one_attention.filter_once(*inputs, None, Options(0.125, is_causal=True))
+        results.append([out, *torch.autograd.grad(out, inputs, g_)])
+    for name, x, y in zip(NAMES, *results, strict=True):
+        assert torch.isfinite(x).all(), name
+        assert torch.equal(x, y), name
+    assert all(sea[:, :, length:].isnan().all() for sea in seas)
+
+
+def test_degree_one_in_a_captured_graph() -> None:
+    q, k, v, coeffs, g = Problem(2, 4, 512, 64, dtype=BF16, device="cuda").tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2].contiguous())]
+
+    def step() -> list[Tensor]:
+        y = graph_filter_attention(*inputs, is_causal=True, backend="fused")
+        return [y, *torch.autograd.grad(y, inputs, g)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, x, y in zip(NAMES, found, expected, strict=True):
+        assert torch.equal(x, y), name
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 9])

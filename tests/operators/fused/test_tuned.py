@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
 from gfsa import cli, tune
@@ -24,6 +27,9 @@ class FakeGPU:
 
     def refusal(self, shape: Shape) -> str | None:
         return "no kernel of degree 1" if shape.degree == 1 else None
+
+    def prepare(self, shapes: Sequence[Shape]) -> Iterator[Shape]:
+        yield from shapes
 
     def errors(self, shape: Shape) -> tuple[float, float]:
         return (0.3 if shape.tokens == 512 else 0.002), 0.002
@@ -70,7 +76,7 @@ def test_without_measurements_torch_serves(file: Path) -> None:
 
 def test_the_faster_and_exact_kernels_are_taken(file: Path) -> None:
     tuned.write(file, BLACKWELL, tuned_rows())
-    for tokens in (1, 128, 129, 256, 1000, 1024):
+    for tokens in (1, 128, 513, 1000, 1024):
         assert reason(tokens) is None
         assert reason(tokens, head_dim=40, is_causal=True) is None
     assert "less exact" in (reason(300) or "")
@@ -159,6 +165,118 @@ def test_the_command_writes_what_auto_reads(file: Path, monkeypatch: pytest.Monk
     assert "not served: no kernel of degree 1" in shown.output
     assert tuned.read(file) == {BLACKWELL: tuned_rows()}
     assert reason(100) is None
+
+
+def run_command(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> Result:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune_gpu, "GPU", lambda device: gpu)
+    return CliRunner().invoke(cli.build(), ["tune"])
+
+
+def test_each_row_is_shown_as_it_comes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = list(tune.all_shapes())
+    lines: list[str] = []
+    seen: list[int] = []
+
+    class Watched(FakeGPU):
+        def times(self, shape: Shape) -> tuple[float, float]:
+            seen.append(sum(f" of {len(shapes)} " in line for line in lines))
+            return super().times(shape)
+
+    monkeypatch.setattr(tune.typer, "echo", lambda line, err=False: lines.append(line))
+    assert run_command(Watched(), monkeypatch).exit_code == 0
+    half = len(shapes) // 2
+    # the shapes of degree 1 are shown, too, as not served
+    assert seen == list(range(half, len(shapes)))
+    assert f"compiled {half} of {half}" in lines
+    numbered = [line for line in lines if f" of {len(shapes)} " in line]
+    assert [int(line.split()[0]) for line in numbered] == list(range(1, len(shapes) + 1))
+    assert "not served" in numbered[0]
+    assert numbered[half].split()[3:] == ["2", "64", "128", "1.000", "2.000", "fused"]
+
+
+class Interrupted(FakeGPU):
+    """The user loses patience at 1,024 tokens."""
+
+    def times(self, shape: Shape) -> tuple[float, float]:
+        if shape.tokens == 1024:
+            raise KeyboardInterrupt
+        return super().times(shape)
+
+
+def test_what_was_measured_before_an_interruption_is_kept(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = run_command(Interrupted(), monkeypatch)
+    assert shown.exit_code == 130
+    assert "interrupted: the 8 kinds" in shown.output
+    kept = tuned.read(file)[BLACKWELL]
+    assert {row.shape.tokens for row in kept} == {128, 512}
+    assert reason(100) is None
+    assert "did not measure" in (reason(1000) or "")
+
+
+def test_an_interruption_loses_nothing_that_was_known(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned.write(file, BLACKWELL, tuned_rows())
+    assert run_command(Interrupted(), monkeypatch).exit_code == 130
+    assert sorted(tuned.read(file)[BLACKWELL]) == sorted(tuned_rows())
+
+
+def test_interrupted_before_anything_was_measured(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(FakeGPU):
+        def prepare(self, shapes: Sequence[Shape]) -> Iterator[Shape]:
+            yield shapes[0]
+            raise KeyboardInterrupt
+
+    shown = run_command(Slow(), monkeypatch)
+    assert shown.exit_code == 130
+    assert "nothing was written" in shown.output
+    assert not file.exists()
+
+
+def test_a_kernel_that_fails_leaves_the_others(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(FakeGPU):
+        def times(self, shape: Shape) -> tuple[float, float]:
+            if shape.head_dim == 128:
+                raise RuntimeError("out of resource: shared memory")
+            return super().times(shape)
+
+    shown = run_command(Small(), monkeypatch)
+    assert shown.exit_code == 0
+    assert "not served: failed: RuntimeError: out of resource: shared memory" in shown.output
+    assert {row.shape.head_dim for row in tuned.read(file)[BLACKWELL]} == {64}
+
+
+def test_kernels_are_compiled_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shape once; what fails is left to the measurement, which reports it."""
+    compiled: list[Shape] = []
+
+    def compile_one(gpu: tune_gpu.GPU, shape: Shape) -> None:
+        compiled.append(shape)
+        if shape.causal:
+            raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(tune_gpu.GPU, "_compile", compile_one)
+    shapes = list(tune.all_shapes())
+    done = list(tune_gpu.GPU(torch.device("cpu")).prepare(shapes))
+    assert sorted(done) == sorted(compiled) == sorted(shapes)
+
+
+def test_a_backward_pass_is_compiled_in_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, bool, bool]] = []
+
+    def call(gpu: tune_gpu.GPU, shape: Shape, *arguments: object) -> None:
+        multithreading = torch._C._is_multithreading_enabled()
+        ran.append((str(arguments[-1]), torch.is_grad_enabled(), multithreading))
+
+    monkeypatch.setattr(tune_gpu.GPU, "_call", call)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    tune_gpu.GPU(torch.device("cpu"))._compile(Shape(2, 64, 128, True, True))
+    assert ran == [("fused", True, False)]
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 64, 128, True, True), Shape(1, 64, 128, False, False)])

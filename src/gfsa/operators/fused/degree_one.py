@@ -22,6 +22,7 @@ from gfsa.operators.fused.autograd import needs_registered_operator
 from gfsa.operators.fused.launcher import Kernel, Launch, on_device_of
 from gfsa.operators.fused.layout import copyable_by_tile, empty_like
 from gfsa.operators.fused.problem import padded
+from gfsa.operators.fused.tile_access import describe
 
 ROWS = 64
 
@@ -126,8 +127,8 @@ forward.register_autograd(_differentiate, setup_context=_save)
 
 # kernels, and how many tensors each of them takes
 _KERNELS = {
-    "combine_degree_one": (Kernel(elementwise.combine_degree_one), 3),
-    "grad_degree_one": (Kernel(elementwise.grad_degree_one), 5),
+    "combine_degree_one": (Kernel(elementwise.combine_degree_one, describe), 3),
+    "grad_degree_one": (Kernel(elementwise.grad_degree_one, describe), 5),
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gfsa.operators.fused.long.tiles import JIT_OPTIONS, load_tile, store_tile
+from gfsa.operators.fused.long.tiles import JIT_OPTIONS
+from gfsa.operators.fused.tile_access import load_tile, store_tile
 
 # a second pass of a smaller weight is below the rounding of an output of the first one's size
 FAINT = tl.constexpr(2.0**-13)

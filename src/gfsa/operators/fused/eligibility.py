@@ -26,6 +26,8 @@ TRITON = _installed_triton()
 MINIMAL_TRITON = (3, 6)
 MEASURED_TRITON = (3, 6)
 MEASURED_CAPABILITY = (9, 0)
+# bfloat16 in matrix products, and loads that run ahead
+MINIMAL_MAJOR = 8
 # dropout counts entries of one head's map in 32 bits
 LONGEST_WITH_DROPOUT = 65536
 # CUDA's limit for the second dimension of a launch
@@ -54,6 +56,7 @@ def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
         _refusal_of_device(call.q)
         or _refusal_of_tokens(call.q, v)
         or _refusal_of_options(call, degree)
+        or _refusal_of_wide_heads(call.q, degree)
     )
 
 
@@ -173,10 +176,10 @@ def _refusal_of_device(q: Tensor) -> str | None:
     if not q.is_cuda or torch.version.hip is not None:
         return f"the fused kernels need an NVIDIA GPU, the tokens are on {q.device}"
     major, minor = capability(q.device)
-    if major < 9:
+    if major < MINIMAL_MAJOR:
         return (
-            "the fused kernels need a GPU of compute capability 9.0 (Hopper) or newer, "
-            f"this one has {major}.{minor}"
+            f"the fused kernels need a GPU of compute capability {MINIMAL_MAJOR}.0 (Ampere) or "
+            f"newer, this one has {major}.{minor}"
         )
     if TRITON < MINIMAL_TRITON:
         return f"the fused kernels need Triton {MINIMAL_TRITON} or newer, found {TRITON or 'none'}"
@@ -205,6 +208,21 @@ def _refusal_of_tokens(q: Tensor, v: Tensor) -> str | None:
         return (
             f"the fused kernels take {MOST_HEADS} heads of all sequences together, "
             f"got {q.shape[0] * q.shape[1]}"
+        )
+    return None
+
+
+def _refusal_of_wide_heads(q: Tensor, degree: int) -> str | None:
+    """The gradient of degree 2 holds tiles of 145 KiB at a head dim of 128."""
+    if degree == 1 or q.shape[-1] <= SHORT_HEAD_DIM:
+        return None
+    major, minor = capability(q.device)
+    # 99 KiB a program, by the table of compute capabilities in CUDA's programming guide
+    if major == 12 or (major == 8 and minor in (6, 9)):
+        return (
+            f"the fused kernels of degree 2 take head dims up to {SHORT_HEAD_DIM} on GPUs with "
+            f"99 KiB of shared memory a program, as this one of compute capability "
+            f"{major}.{minor}, got {q.shape[-1]}"
         )
     return None
 

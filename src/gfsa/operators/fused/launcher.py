@@ -28,7 +28,8 @@ class Kernel:
 
     Args:
         function: the kernel; its arguments are tiles, pointers, numbers, then constants.
-        describe: makes the copy engine's descriptor of a tensor, given the shape of a tile.
+        describe: makes what the kernel takes of a tensor, given the shape of a tile: by default
+            the copy engine's descriptor.
     """
 
     def __init__(self, function: Any, describe: Callable[[Tensor, Block], Any] | None = None):
@@ -82,23 +83,21 @@ class Launch:
             launch = self.direct[strides] = self._launcher(compiled, tensors)
             launch(tensors, pointers)
             return
+        described = [*map(self.kernel.describe, tensors, self.blocks)]
         compiled = self.kernel.function[self.grid](
-            *map(self.kernel.describe, tensors, self.blocks),
-            *pointers,
-            *self.numbers,
-            *self.constants,
-            **self.options,
+            *described, *pointers, *self.numbers, *self.constants, **self.options
         )
-        # triton's interpreter compiles nothing
-        if compiled is not None:
+        # triton's interpreter compiles nothing; addresses with strides, instead of descriptors,
+        # are compiled for the strides that they have
+        if compiled is not None and not any(isinstance(x, tuple) for x in described):
             self.kernel.compiled[self.key] = compiled
 
     def _launcher(self, compiled: Any, tensors: Sequence[Tensor]) -> Callable[..., None]:
         """Launches compiled code again, on tensors of this layout."""
         try:
             return _Direct(compiled, self, tensors)
-        except (AttributeError, KeyError):
-            # another version of Triton: launch as it documents
+        except (AttributeError, KeyError, TypeError):
+            # another version of Triton, or a GPU without a copy engine: launch as it documents
             return lambda tensors, pointers: compiled[self.grid](
                 *map(self.kernel.describe, tensors, self.blocks),
                 *pointers,

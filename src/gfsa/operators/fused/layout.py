@@ -16,7 +16,8 @@ def copyable_by_tile(x: Tensor) -> Tensor:
     strides = x.stride()
     wanted = _strides_by_tile(x.shape, strides, x.element_size())
     if wanted is None or x.data_ptr() % 16:
-        return x.contiguous()
+        # contiguous() would return a tensor that is contiguous and off the border as it is
+        return x.clone(memory_format=torch.contiguous_format)
     return x if wanted == strides else x.as_strided(x.shape, wanted)
 
 

@@ -12,6 +12,8 @@ from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import coefficients
 from gfsa.operators.fused.autograd import filter_attention, needs_registered_operator
 from gfsa.operators.fused.degree_one import combine_degree_one
+from gfsa.operators.fused.degree_one_attention import filter_once
+from gfsa.operators.fused.degree_one_launch import serves as serves_once
 from gfsa.operators.fused.eligibility import SHORT_LENGTH, is_key_mask, refusal_by_short
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.sdpa import SDPAOperator
@@ -24,8 +26,9 @@ class FusedOperator(Operator):
     The second pass reuses the first one's logsumexp and combines the powers. No n×n tensor is
     made; besides what attention saves for its backward pass, ``A·V`` is saved.
 
-    A filter of degree 1 runs torch's attention and one launch each way around it, and on short
-    sequences the kernels of degree 2.
+    A filter of degree 1 is one pass with the combination at its end, which saves nothing more than
+    attention; up to 128 tokens the kernels of degree 2 serve it, and calls that neither takes run
+    torch's attention with one launch each way around it.
 
     Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
     """
@@ -57,6 +60,8 @@ class FusedOperator(Operator):
                 coeffs = coeffs.float()
             powers = coeffs.shape[1]
         if powers == 2:
+            if serves_once(q, self.mask, self.options):
+                return filter_once(q, k, v, coeffs, self.mask, self.options)
             if refusal_by_short(q, self.mask, self.options.scale) is not None:
                 return combine_degree_one(v, self.apply(v), coeffs)
             if not isinstance(coeffs, Coefficients):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -17,7 +20,9 @@ HEADS = 16
 # as many tokens in a batch whatever their length, and few where the dense operator checks
 TOKENS = 16384
 LONGEST_CHECK = 512
-ROUNDS, CALLS = 5, 5
+# calls are timed a few at a time, fewer where one of them takes longer than SAMPLE_MS
+ROUNDS, CALLS, SAMPLE_MS = 5, 5, 10.0
+THREADS = 16
 _BACKENDS: tuple[Backend, Backend] = ("fused", "sdpa")
 
 
@@ -35,6 +40,27 @@ class GPU:
         q, _, v, mask, _ = self._tensors(shape, 1, 2, 16)
         call = AttentionCall(q, q, mask, is_causal=shape.causal)
         return refusal_by_fused(call, v, shape.degree)
+
+    def prepare(self, shapes: Sequence[Shape]) -> Iterator[Shape]:
+        """Compile what the shapes need, several kernels at a time; yields each when it is done.
+
+        What cannot be compiled is reported when it is measured.
+        """
+        pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+        try:
+            work = {pool.submit(self._compile, shape): shape for shape in shapes}
+            for done in as_completed(work):
+                yield work[done]
+        finally:
+            # after an interruption too: what has not begun is left out
+            pool.shutdown(cancel_futures=True)
+
+    def _compile(self, shape: Shape) -> None:
+        """Run the kernels of a shape once, for one head."""
+        # otherwise autograd runs, and so compiles, the backward passes of all threads in one
+        with torch.cuda.device(self.device), torch.autograd.set_multithreading_enabled(False):
+            q, k, v, mask, coeffs = self._tensors(shape, 1, 1, shape.tokens)
+            self._call(shape, q, k, v, mask, coeffs, torch.randn_like(v), _BACKENDS[0])
 
     def errors(self, shape: Shape) -> tuple[float, float]:
         length = min(shape.tokens, LONGEST_CHECK)
@@ -60,18 +86,25 @@ class GPU:
         batch = max(1, TOKENS // shape.tokens)
         q, k, v, mask, coeffs = self._tensors(shape, batch, HEADS, shape.tokens)
         g = torch.randn_like(v)
-        best = dict.fromkeys(_BACKENDS, float("inf"))
-        # in turns, since a GPU becomes slower as it becomes warm; the first of them compiles
-        for _ in range(ROUNDS + 1):
-            for backend in best:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def sample(backend: Backend, calls: int) -> float:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._call(shape, q, k, v, mask, coeffs, g, backend)
+            start.record()
+            for _ in range(calls):
                 self._call(shape, q, k, v, mask, coeffs, g, backend)
-                start.record()
-                for _ in range(CALLS):
-                    self._call(shape, q, k, v, mask, coeffs, g, backend)
-                end.record()
-                torch.cuda.synchronize(self.device)
-                best[backend] = min(best[backend], start.elapsed_time(end) / CALLS)
+            end.record()
+            torch.cuda.synchronize(self.device)
+            return start.elapsed_time(end) / calls
+
+        calls = {}
+        for backend in _BACKENDS:
+            calls[backend] = max(1, min(CALLS, int(SAMPLE_MS / sample(backend, 1))))
+        best = dict.fromkeys(_BACKENDS, float("inf"))
+        # in turns, since a GPU becomes slower as it becomes warm
+        for _ in range(ROUNDS):
+            for backend in best:
+                best[backend] = min(best[backend], sample(backend, calls[backend]))
         return best["fused"], best["sdpa"]
 
     def _tensors(

@@ -21,8 +21,12 @@ import torch
 from gfsa._version import __version__
 
 FORMAT = 1
-LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-"""Lengths that are measured; a call counts as the next larger one, or as the largest."""
+LENGTHS = (128, 512, 1024, 4096)
+"""Lengths that are measured; a call counts as the next larger one, or as the largest.
+
+These decide: launches at 128, the middle at 512, degree 1 in one pass at its longest, and the
+kernels of any length, whose ratio to torch's hardly changes from 4,096 tokens on.
+"""
 HEAD_DIMS = (64, 128)
 
 
@@ -117,6 +121,13 @@ def write(file: Path, machine: Machine, rows: Sequence[Row]) -> None:
     part.write_text(json.dumps({"format": FORMAT, "machines": entries}, indent=1), encoding="utf-8")
     part.replace(file)
     _table.cache_clear()
+
+
+def update(file: Path, machine: Machine, rows: Sequence[Row]) -> None:
+    """As :func:`write`, and what is known of the machine's other shapes stays."""
+    found = {row.shape for row in rows}
+    others = [row for row in read(file).get(machine, []) if row.shape not in found]
+    write(file, machine, [*others, *rows])
 
 
 def this_machine(device: torch.device) -> Machine:

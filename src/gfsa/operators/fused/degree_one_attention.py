@@ -1,0 +1,158 @@
+"""The filter of degree 1 in one pass as a torch operator, for autograd and ``torch.compile``."""
+
+# no postponed annotations here: the operator's schema is read from them
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gfsa.operators.base import Coefficients
+from gfsa.operators.fused import coefficients
+from gfsa.operators.fused import degree_one_launch as one_pass
+from gfsa.operators.fused.autograd import needs_registered_operator
+from gfsa.operators.fused.launcher import on_device_of
+from gfsa.operators.fused.layout import copyable_by_tile, empty_like
+from gfsa.operators.fused.problem import Options
+
+
+def filter_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor | Coefficients,
+    mask: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """``c0·V + c1·A·V`` in one pass, if :func:`.degree_one_launch.refusal` has no reason.
+
+    Args:
+        q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
+        coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
+            :func:`~gfsa.operators.fused.coefficients.takes` accepts them.
+        mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part.
+    """
+    learned: Coefficients | None = None
+    if isinstance(coeffs, Coefficients):
+        learned, numbers = coeffs, coeffs.theta
+    else:
+        numbers = coeffs
+    if learned is None and needs_registered_operator(q):
+        return forward(q, k, v, numbers, mask, options.is_causal, options.scale)[0]
+    if torch.is_grad_enabled():
+        return _FilterOnce.apply(q, k, v, numbers, mask, (learned, options))
+    values = numbers if learned is None else coefficients.evaluate(learned)
+    return _run(q, k, v, values, mask, options)[0]
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
+    with on_device_of(q):
+        return one_pass.forward(q, k, v, coeffs.contiguous(), mask, options)
+
+
+def _run_backward(
+    g: Tensor, saved: tuple[Any, ...], options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # hooks on saved tensors may return them in another layout
+    q, k, v, out = [copyable_by_tile(x) for x in saved[:4]]
+    lse, coeffs, mask = saved[4:]
+    lse, coeffs, g = copyable_by_tile(lse.contiguous()), coeffs.contiguous(), copyable_by_tile(g)
+    with on_device_of(q):
+        return one_pass.backward(g, q, k, v, out, lse, coeffs, mask, options)
+
+
+class _FilterOnce(torch.autograd.Function):
+    """The filter for autograd in eager mode, bypassing torch's dispatcher.
+
+    ``numbers``, of which the gradient is taken, are the coefficients, or θ of ``learned`` ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        numbers: Tensor,
+        mask: Tensor | None,
+        settings: tuple[Coefficients | None, Options],
+    ) -> Tensor:
+        # settings are one argument: autograd inspects each of them
+        learned, options = settings
+        coeffs = numbers if learned is None else coefficients.evaluate(learned)
+        ctx.basis = None if learned is None else learned.basis
+        ctx.options = options
+        out, lse = _run(q, k, v, coeffs, mask, options)
+        ctx.save_for_backward(q, k, v, out, lse, coeffs, mask)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, parts = _run_backward(g, ctx.saved_tensors, ctx.options)
+        return dq, dk, dv, coefficients.gradient(parts, ctx.basis), None, None
+
+
+@torch.library.custom_op("gfsa::filter_once", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The registered operator: ``(out, LSE)``."""
+    return _run(q, k, v, coeffs, mask, Options(scale, is_causal))
+
+
+@torch.library.custom_op("gfsa::filter_once_backward", mutates_args=())
+def backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the coefficients."""
+    saved = (q, k, v, out, lse, coeffs, mask)
+    dq, dk, dv, parts = _run_backward(g, saved, Options(scale, is_causal))
+    return dq, dk, dv, coefficients.total(parts)
+
+
+@forward.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_like(q), q.new_empty(one_pass.statistics_shape(q), dtype=torch.float32)
+
+
+@backward.register_fake
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    coeffs = rest[2]
+    return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape[0], 2)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, coeffs, mask, *ctx.options = inputs
+    out, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, coeffs, mask)
+
+
+def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 7
+    gradients = backward(g, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, None, None, None)
+
+
+forward.register_autograd(_differentiate, setup_context=_save)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import tuned
+from gfsa.operators.visibility import refusal_of_spans
 
 
 def _installed_triton() -> tuple[int, ...]:
@@ -44,6 +45,8 @@ DECODE_HEAD_DIM = 256
 DECODE_LENGTH = 8192
 # `auto` takes kernels that were measured: benchmarks/decoding compares this one with torch's calls
 DECODE_IS_MEASURED = False
+# likewise for windows and documents: the suite `packed` of gfsa bench measures them
+SPANS_ARE_MEASURED = False
 
 
 def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
@@ -62,6 +65,8 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
 
     Calls that have not been measured, and tested on the GPU, are left to torch's own kernels.
     """
+    if call.visible is not None and not SPANS_ARE_MEASURED:
+        return "windows and documents are not measured with the fused kernels"
     length, head_dim = call.q.shape[-2:]
     # unpacked: the compiler cannot compare a tuple that is a constant to it
     major, minor = capability(call.q.device)
@@ -75,6 +80,8 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     mask = call.attn_mask
     if mask is not None and not is_key_mask(mask) and length > SHORT_LENGTH:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
+    if call.visible is not None and call.dropout_p:
+        return "dropout is not measured with windows and documents"
     if head_dim > SHORT_HEAD_DIM and (mask is not None or call.dropout_p):
         return "masks and dropout are not measured for head dims beyond 64"
     return None
@@ -83,6 +90,8 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
 def _reason_as_tuned(call: AttentionCall, degree: int) -> str | None:
     """:func:`reason_against` on a machine that is known by ``gfsa tune`` alone."""
     mask = call.attn_mask
+    if call.visible is not None:
+        return "gfsa tune measures neither windows nor documents"
     if call.dropout_p or (mask is not None and not is_key_mask(mask)):
         return "gfsa tune measures neither dropout nor masks over queries and keys"
     if degree == 1 and torch.compiler.is_compiling():
@@ -102,6 +111,8 @@ def refusal_by_short(q: Tensor, mask: Tensor | None, scale: float) -> str | None
         return f"they take {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM} at most"
     if scale <= 0.0:
         return "they take positive scales only"
+    if mask is not None and mask.dtype != torch.bool:
+        return "they take neither windows nor documents"
     if mask is not None and not _is_constant_over(mask, -3):
         return "they take masks that are the same for every head only"
     if mask is not None and not is_key_mask(mask):
@@ -214,6 +225,12 @@ def _refusal_of_options(call: AttentionCall, degree: int) -> str | None:
         return "the fused kernels of degree 1 take as many heads of keys as of queries"
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return "the fused kernels take bool masks, not additive ones"
+    if call.visible is not None:
+        if degree == 1:
+            return "the fused kernels of degree 1 take neither windows nor documents"
+        refusal = refusal_of_spans(call.visible)
+        if refusal is not None:
+            return f"the fused kernels take causal windows and documents alone, here {refusal}"
     if call.dropout_p >= 1.0:
         return f"the fused kernels need dropout_p below 1, got {call.dropout_p}"
     if call.dropout_p and call.q.shape[-2] > LONGEST_WITH_DROPOUT:

@@ -22,8 +22,10 @@ from gfsa.operators.fused.long.tiles import (
     JIT_OPTIONS,
     LOG2E,
     NO_MASK,
+    SPANS,
     allowed,
     load_tile,
+    masked_tile,
     store_tile,
     survives,
 )
@@ -31,28 +33,43 @@ from gfsa.operators.fused.long.tiles import (
 
 @triton.jit
 def _probabilities(
-    s, lse, i, j, n, mask, scale, mask_i, mask_j,
+    s, lse, i, j, n, mask, first, last, scale, mask_i, mask_j,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     p = tl.exp2(s * (scale * LOG2E) - lse)
     if MASKED:
-        p = tl.where(allowed(i, j, n, mask, mask_i, mask_j, CAUSAL, MASK), p, 0.0)
+        keep = allowed(i, j, n, mask, first, last, mask_i, mask_j, CAUSAL, MASK)
+        p = tl.where(keep, p, 0.0)
     return p
 
 
 @triton.jit
 def _query_ranges(
-    row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
+    row, n, spans, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
 ):
-    """Queries ``start … clear`` to be masked for a block of keys; the others see all of it."""
+    """Queries ``clear … stop`` that see a whole block of keys, ``start … end`` to be masked.
+
+    With spans the queries to be masked lie on both sides of the others, as in
+    :func:`~gfsa.operators.fused.long.forward.key_ranges`.
+    """
     start = 0
     clear = 0
+    stop = n
     if CAUSAL:
         start = row // BN * BN
         clear = tl.minimum(tl.cdiv(row + BM, BN) * BN, n)
-    if MASK != NO_MASK:
-        clear = n
-    return start, clear
+    if MASK == SPANS:
+        # last queries, which lie behind the first keys, do not decrease from key to key
+        spans += n
+        end = tl.load(spans + tl.minimum(row + BM, n) - 1) + 1
+        clear = tl.minimum(tl.cdiv(row + BM, BN), tl.cdiv(end, BN)) * BN
+        stop = tl.maximum((tl.load(spans + row) + 1) // BN * BN, clear)
+        end -= stop - clear
+    else:
+        if MASK != NO_MASK:
+            clear = n
+        end = clear
+    return clear, stop, start, end
 
 
 @triton.jit(**JIT_OPTIONS)
@@ -78,14 +95,19 @@ def grad_first_pass(
     j = row + tl.arange(0, BM)
     half_j = row // 2 + tl.arange(0, BM) // 2
     z = tl.zeros((BM, D), tl.float32)
-    start, clear = _query_ranges(row, n, BM, BN, CAUSAL, MASK)
+    last = None
+    if MASK == SPANS:
+        last = tl.load(mask + n + j, mask=j < n, other=-1)[:, None]
+    clear, stop, start, end = _query_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     z = _grad_first_range(
-        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, clear,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+        z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
+        start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     z = _grad_first_range(
-        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, clear, n,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
+        clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     if DROPOUT:
         z = z / (1.0 - dropout_p)
@@ -113,19 +135,23 @@ def grad_first_pass(
 
 @triton.jit
 def _grad_first_range(
-    z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, end,
-    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
+    start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
-    for col in tl.range(start, end, BN, num_stages=STAGES):
+    for step in tl.range(start, end, BN, num_stages=STAGES):
+        col = step
+        if MASKED and MASK == SPANS:
+            col = masked_tile(step, clear, stop)
         i = col + columns
         half_i = col // 2 + columns // 2
         q = load_tile(q_cols, b, h, col, BN, D)
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
         p = _probabilities(
-            s, lse[None, :], i[None, :], j[:, None], n, mask, scale, mask_i, mask_j,
+            s, lse[None, :], i[None, :], j[:, None], n, mask, None, last, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
         if DROPOUT:
@@ -168,16 +194,19 @@ def grad_keys(
     half_j = row // 2 + tl.arange(0, BM) // 2
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, D), tl.float32)
-    start, clear = _query_ranges(row, n, BM, BN, CAUSAL, MASK)
+    last = None
+    if MASK == SPANS:
+        last = tl.load(mask + n + j, mask=j < n, other=-1)[:, None]
+    clear, stop, start, end = _query_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     dk, dv = _grad_keys_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
-        half_j, n, start, clear,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
+        j, half_j, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     dk, dv = _grad_keys_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
-        half_j, n, clear, n,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
+        j, half_j, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     if DROPOUT:
         dv = dv / (1.0 - dropout_p)
@@ -188,20 +217,23 @@ def grad_keys(
 
 @triton.jit
 def _grad_keys_range(
-    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
-    half_j, n, start, end,
-    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh, j,
+    half_j, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
-    for col in tl.range(start, end, BN, num_stages=STAGES):
+    for step in tl.range(start, end, BN, num_stages=STAGES):
+        col = step
+        if MASKED and MASK == SPANS:
+            col = masked_tile(step, clear, stop)
         i = col + columns
         half_i = col // 2 + columns // 2
         q = load_tile(q_cols, b, h, col, BN, D)
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
         p = _probabilities(
-            s, lse[None, :], i[None, :], j[:, None], n, mask, scale, mask_i, mask_j,
+            s, lse[None, :], i[None, :], j[:, None], n, mask, None, last, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
         du = load_tile(du_cols, b, h, col, BN, D)
@@ -253,35 +285,41 @@ def grad_queries(
     lse = tl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
     delta = tl.load(delta_in + at, mask=i < n, other=0.0)
     dq = tl.zeros((BM, D), tl.float32)
-    clear, end = key_ranges(row, n, BM, BN, CAUSAL, MASK)
+    first = None
+    if MASK == SPANS:
+        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
+    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     dq = _grad_queries_range(
-        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
-        half_i, n, 0, clear,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
+        bh, i, half_i, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     dq = _grad_queries_range(
-        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
-        half_i, n, clear, end,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
+        bh, i, half_i, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     store_tile(dq_rows, dq * scale, b, h, row, BM, D)
 
 
 @triton.jit
 def _grad_queries_range(
-    dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, key_head, bh, i,
-    half_i, n, start, end,
-    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, key_head, bh, i,
+    half_i, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
-    for col in tl.range(start, end, BN, num_stages=STAGES):
+    for step in tl.range(start, end, BN, num_stages=STAGES):
+        col = step
+        if MASKED and MASK == SPANS:
+            col = masked_tile(step, clear, stop)
         j = col + columns
         half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
         p = _probabilities(
-            s, lse[:, None], i[:, None], j[None, :], n, mask, scale, mask_i, mask_j,
+            s, lse[:, None], i[:, None], j[None, :], n, mask, first, None, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
         u = load_tile(u_cols, b, h, col, BN, D)

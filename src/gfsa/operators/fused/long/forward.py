@@ -5,6 +5,9 @@ and no rescaling, and the combination with V and U happens before the result lea
 
 Tensors come as descriptors over ``(B, H, N, D)`` with any strides, read and written by the copy
 engine: rows beyond N and columns beyond D read as zero and are not written.
+
+Under causality the loop over keys ends at the diagonal. With spans (documents, windows) it also
+begins at the first key that the block's first query sees, so hidden tiles cost nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from gfsa.operators.fused.long.tiles import (
     JIT_OPTIONS,
     LOG2E,
     NO_MASK,
+    SPANS,
     allowed,
     load_tile,
+    masked_tile,
     store_tile,
     survives,
 )
@@ -49,14 +54,19 @@ def attend(
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
-    clear, end = key_ranges(row, n, BM, BN, CAUSAL, MASK)
+    first = None
+    if MASK == SPANS:
+        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
+    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     top, total, acc = _attend_range(
-        top, total, acc, q, k_cols, v_cols, mask, seed, b, h // group, bh, i, half_i, n, 0, clear,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        top, total, acc, q, k_cols, v_cols, mask, first, seed, b, h // group, bh, i, half_i, n,
+        clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     top, total, acc = _attend_range(
-        top, total, acc, q, k_cols, v_cols, mask, seed, b, h // group, bh, i, half_i, n, clear, end,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+        top, total, acc, q, k_cols, v_cols, mask, first, seed, b, h // group, bh, i, half_i, n,
+        start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     # a row without keys: its map is zero, and an infinite logsumexp makes it so in later passes
     empty = total == 0.0
@@ -70,37 +80,55 @@ def attend(
 
 @triton.jit
 def key_ranges(
-    row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
+    row, n, spans, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
 ):
-    """Keys ``0 … clear`` that a block of queries sees in full, ``clear … end`` to be masked."""
+    """Keys ``clear … stop`` that a block of queries sees in full, ``start … end`` to be masked.
+
+    With spans the keys to be masked lie on both sides of the others, and ``start … end`` counts
+    them as if the others were not there: see :func:`masked_tile`.
+    """
+    clear = 0
+    stop = n // BN * BN
     end = n
-    clear = n // BN * BN
     if CAUSAL:
+        stop = row // BN * BN
         end = tl.minimum(n, row + BM)
-        clear = row // BN * BN
-    if MASK != NO_MASK:
-        clear = 0
-    return clear, end
+    if MASK == SPANS:
+        # first keys do not decrease from query to query
+        start = tl.load(spans + row) // BN * BN
+        clear = tl.minimum(tl.cdiv(tl.load(spans + end - 1), BN) * BN, stop)
+        end -= stop - clear
+    else:
+        if MASK != NO_MASK:
+            stop = 0
+        start = stop
+    return clear, stop, start, end
 
 
 @triton.jit
 def _attend_range(
-    top, total, acc, q, k_cols, v_cols, mask, seed, b, h, bh, i, half_i, n, start, end,
-    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    top, total, acc, q, k_cols, v_cols, mask, first, seed, b, h, bh, i, half_i, n,
+    start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
-    for col in tl.range(start, end, BN, num_stages=STAGES):
+    for step in tl.range(start, end, BN, num_stages=STAGES):
+        col = step
+        if MASKED and MASK == SPANS:
+            col = masked_tile(step, clear, stop)
         j = col + columns
         half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, h, col, BN, D)
         s = tl.dot(q, tl.trans(k)) * (scale * LOG2E)
         if MASKED:
-            keep = allowed(i[:, None], j[None, :], n, mask, mask_i, mask_j, CAUSAL, MASK)
+            keep = allowed(
+                i[:, None], j[None, :], n, mask, first, None, mask_i, mask_j, CAUSAL, MASK
+            )
             s = tl.where(keep, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1))
         shift = new_top
-        if MASK != NO_MASK:
+        if MASKED and MASK != NO_MASK:
             # −inf minus −inf is NaN
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(s - shift[:, None])
@@ -141,14 +169,19 @@ def combine(
     half_i = row // 2 + tl.arange(0, BM) // 2
     lse = tl.load(lse_in + bh.to(tl.int64) * n + i, mask=i < n, other=float("inf")) * LOG2E
     acc = tl.zeros((BM, D), tl.float32)
-    clear, end = key_ranges(row, n, BM, BN, CAUSAL, MASK)
+    first = None
+    if MASK == SPANS:
+        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
+    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     acc = _combine_range(
-        acc, q, k_cols, u_cols, lse, mask, seed, b, h, h // group, bh, i, half_i, n, 0, clear,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        acc, q, k_cols, u_cols, lse, mask, first, seed, b, h, h // group, bh, i, half_i, n,
+        clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     acc = _combine_range(
-        acc, q, k_cols, u_cols, lse, mask, seed, b, h, h // group, bh, i, half_i, n, clear, end,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+        acc, q, k_cols, u_cols, lse, mask, first, seed, b, h, h // group, bh, i, half_i, n,
+        start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     if DROPOUT:
         acc = acc / (1.0 - dropout_p)
@@ -162,19 +195,25 @@ def combine(
 
 @triton.jit
 def _combine_range(
-    acc, q, k_cols, u_cols, lse, mask, seed, b, h, key_head, bh, i, half_i, n, start, end,
-    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    acc, q, k_cols, u_cols, lse, mask, first, seed, b, h, key_head, bh, i, half_i, n,
+    start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
-    for col in tl.range(start, end, BN, num_stages=STAGES):
+    for step in tl.range(start, end, BN, num_stages=STAGES):
+        col = step
+        if MASKED and MASK == SPANS:
+            col = masked_tile(step, clear, stop)
         j = col + columns
         half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
         p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
         if MASKED:
-            keep = allowed(i[:, None], j[None, :], n, mask, mask_i, mask_j, CAUSAL, MASK)
+            keep = allowed(
+                i[:, None], j[None, :], n, mask, first, None, mask_i, mask_j, CAUSAL, MASK
+            )
             p = tl.where(keep, p, 0.0)
         if DROPOUT:
             kept = survives(

@@ -21,6 +21,7 @@ JIT_OPTIONS = {
 NO_MASK = tl.constexpr(problem.NO_MASK)
 KEY_MASK = tl.constexpr(problem.KEY_MASK)
 FULL_MASK = tl.constexpr(problem.FULL_MASK)
+SPANS = tl.constexpr(problem.SPANS)
 
 
 @triton.jit
@@ -36,8 +37,20 @@ def store_tile(tensor, tile, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def allowed(i, j, n, mask, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: tl.constexpr):
-    """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation."""
+def masked_tile(col, clear, stop):
+    """The tile to be masked that a loop has reached: those in ``clear … stop`` are left out."""
+    return tl.where(col < clear, col, col + (stop - clear))
+
+
+@triton.jit
+def allowed(
+    i, j, n, mask, first, last, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: tl.constexpr
+):
+    """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation.
+
+    With spans, the kernel passes what it knows of the rows it owns: ``first``, the first key of
+    each query ``i``, or ``last``, the last query of each key ``j``; the other is None.
+    """
     keep = j < n
     if CAUSAL:
         keep = keep & (j <= i)
@@ -47,6 +60,10 @@ def allowed(i, j, n, mask, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: t
         # n·n may pass 2³¹
         at = i.to(tl.int64) * row_stride + j.to(tl.int64) * col_stride
         keep = keep & (tl.load(mask + at, mask=(i < n) & (j < n), other=0) != 0)
+    if first is not None:
+        keep = keep & (j >= first)
+    if last is not None:
+        keep = keep & (i <= last)
     return keep
 
 

@@ -32,7 +32,7 @@ CASES = [
     on_gpu([513, 1, 486], window=100),
     on_gpu([50, 50]),
     on_gpu([1000, 1, 24], head_dim=80),
-    on_gpu([1024], window=1, dtype=FP16),
+    on_gpu([1024], window=16, dtype=FP16),
     on_gpu([300, 212], dropout_p=0.1, heads=4),
     on_gpu([300, 212], scale=-0.2, head_dim=128),
     on_gpu(MIXED),

@@ -15,7 +15,13 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gfsa.operators.fused import decode_kernel, degree_one, elementwise, eligibility  # noqa: E402
+from gfsa.operators.fused import (  # noqa: E402
+    decode_kernel,
+    degree_one,
+    elementwise,
+    eligibility,
+    problem,
+)
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
 
@@ -64,10 +70,11 @@ def compile_for_hopper(
     return re.search(r"REG:\d+ STACK:\d+", usage)[0] + f" shared {compiled.metadata.shared}"
 
 
+@pytest.mark.parametrize("spans", [False, True], ids=["", "spans"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_passes(name: str) -> None:
+def test_passes(name: str, spans: bool) -> None:
     """The kernels of any length take no more registers than there are."""
-    tiles = tile_sizes.tiles(name, 64, 1024, False, False)
+    tiles = tile_sizes.tiles(name, 64, 1024, spans, False)
     kernel = KERNELS[name]
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     described = {
@@ -76,9 +83,11 @@ def test_passes(name: str) -> None:
         if argument[-5:] in sides
     }
     constants = {
-        "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": False,
-        "MASK": 0, "DROPOUT": False, "group": 1,
+        "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": spans,
+        "MASK": problem.SPANS if spans else problem.NO_MASK, "DROPOUT": False, "group": 1,
     }  # fmt: skip
+    if spans:
+        described["mask"] = "*i32"
     usage = compile_for_hopper(ASTSource, kernel, described, constants, tiles.warps)
     print(name, usage)
     assert "STACK:0 " in usage

@@ -132,7 +132,7 @@ def _alone(
         rows = []
         for row, lengths in enumerate(documents):
             parts = zip(*(x[row, None].split(lengths, 2) for x in (q, k, v)), strict=True)
-            alone = [graph_filter_attention(*part, coeffs, is_causal=True) for part in parts]
+            alone = [graph_filter_attention(q, k, v, coeffs, is_causal=True) for q, k, v in parts]
             rows.append(torch.cat(alone, 2))
         return torch.cat(rows)
 

@@ -51,19 +51,23 @@ def allowed(
     With spans, the kernel passes what it knows of the rows it owns: ``first``, the first key of
     each query ``i``, or ``last``, the last query of each key ``j``; the other is None.
     """
-    keep = j < n
-    if CAUSAL:
-        keep = keep & (j <= i)
+    if MASK == SPANS:
+        # keys beyond the last one are later than every query that is stored
+        keep = j <= i
+        if first is not None:
+            keep = keep & (j >= first)
+        if last is not None:
+            keep = keep & (i <= last)
+    else:
+        keep = j < n
+        if CAUSAL:
+            keep = keep & (j <= i)
     if MASK == KEY_MASK:
         keep = keep & (tl.load(mask + j * col_stride, mask=j < n, other=0) != 0)
     if MASK == FULL_MASK:
         # n·n may pass 2³¹
         at = i.to(tl.int64) * row_stride + j.to(tl.int64) * col_stride
         keep = keep & (tl.load(mask + at, mask=(i < n) & (j < n), other=0) != 0)
-    if first is not None:
-        keep = keep & (j >= first)
-    if last is not None:
-        keep = keep & (i <= last)
     return keep
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from gfsa.operators import Visibility
 from gfsa.operators.fused.long import launch
 from gfsa.operators.fused.long.tile_sizes import Tiles, tiles
-from gfsa.operators.fused.problem import Options, pointers, problem_of
+from gfsa.operators.fused.problem import SPANS, Options, pointers, problem_of
 from gfsa_benchmarks.case import Shape
 from gfsa_benchmarks.packed import document_lengths, equal_rows
 from gfsa_benchmarks.timing import interleaved
@@ -64,7 +64,8 @@ class Bench:
             self.work(name, self.present(name))()
 
     def present(self, name: str) -> Tiles:
-        return tiles(name, self.problem.head_dim, self.problem.length, True, False)
+        packed = self.problem.mask_kind == SPANS
+        return tiles(name, self.problem.head_dim, self.problem.length, True, False, packed)
 
     def work(self, name: str, cut: Tiles) -> Callable[[], None]:
         launch.tiles, usual = (lambda *_: cut), launch.tiles  # type: ignore[assignment]

@@ -31,7 +31,8 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     for name, tiles in SMALL.items():
         monkeypatch.setitem(tile_sizes.TILES, name, {128: tiles})
-    monkeypatch.setattr(tile_sizes, "CAUSAL", {})
+    for table in ("CAUSAL", "PACKED"):
+        monkeypatch.setattr(tile_sizes, table, {})
 
 
 @pytest.mark.parametrize(

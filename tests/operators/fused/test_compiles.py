@@ -74,7 +74,7 @@ def compile_for_hopper(
 @pytest.mark.parametrize("name", KERNELS)
 def test_passes(name: str, spans: bool) -> None:
     """The kernels of any length take no more registers than there are."""
-    tiles = tile_sizes.tiles(name, 64, 1024, spans, False)
+    tiles = tile_sizes.tiles(name, 64, 1024, spans, False, spans)
     kernel = KERNELS[name]
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     described = {

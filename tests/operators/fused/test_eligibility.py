@@ -107,19 +107,17 @@ def test_refused_descriptions(visible: Visibility, degree: int, reason: str) -> 
 
 
 @pytest.mark.parametrize("visible", [PACKED, Visibility(causal=True, window=8)])
-def test_windows_and_documents_by_name_and_when_measured(
+def test_windows_and_documents_where_they_are_measured(
     visible: Visibility, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = call(2, 4, 100, 64, visible=visible)
-    assert choice.choose("fused", *asked).backend == "fused"
-    monkeypatch.setattr(eligibility, "SPANS_ARE_MEASURED", False)
-    chosen = choice.choose("auto", *asked)
-    assert chosen.backend == "sdpa"
-    assert "windows and documents are not measured" in chosen.reason
-    monkeypatch.setattr(eligibility, "SPANS_ARE_MEASURED", True)
-    assert choice.choose("auto", *asked).backend == "fused"
-    dropped = call(2, 4, 100, 64, visible=visible, dropout_p=0.1)
-    assert "dropout is not measured" in choice.choose("auto", *dropped).reason
+    for head_dim in (64, 128):
+        asked = call(1, 4, 8192, head_dim, visible=visible)
+        assert choice.choose("auto", *asked).backend == "fused"
+    short = call(2, 4, 100, 64, visible=visible)
+    assert "rows of more than 256 tokens" in choice.choose("auto", *short).reason
+    assert choice.choose("fused", *short).backend == "fused"
+    dropped = call(1, 4, 8192, 64, visible=visible, dropout_p=0.1)
+    assert "measured without dropout" in choice.choose("auto", *dropped).reason
     monkeypatch.setattr(eligibility, "capability", lambda device: (10, 0))
     assert "gfsa tune measures neither windows" in choice.choose("auto", *asked).reason
 

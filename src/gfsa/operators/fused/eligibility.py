@@ -45,8 +45,6 @@ DECODE_HEAD_DIM = 256
 DECODE_LENGTH = 8192
 # `auto` takes kernels that were measured: benchmarks/decoding compares this one with torch's calls
 DECODE_IS_MEASURED = False
-# likewise for windows and documents: the suite `packed` of gfsa bench measures them
-SPANS_ARE_MEASURED = False
 
 
 def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
@@ -65,13 +63,18 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
 
     Calls that have not been measured, and tested on the GPU, are left to torch's own kernels.
     """
-    if call.visible is not None and not SPANS_ARE_MEASURED:
-        return "windows and documents are not measured with the fused kernels"
     length, head_dim = call.q.shape[-2:]
     # unpacked: the compiler cannot compare a tuple that is a constant to it
     major, minor = capability(call.q.device)
     if (major, minor) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
         return _reason_as_tuned(call, degree)
+    if call.visible is not None:
+        if call.dropout_p or length <= SHORT_LENGTH:
+            return (
+                "windows and documents are measured without dropout, in rows of more than "
+                f"{SHORT_LENGTH} tokens"
+            )
+        return None
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
         # beyond the short kernels the passes are torch's
         if torch.compiler.is_compiling():
@@ -80,8 +83,6 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     mask = call.attn_mask
     if mask is not None and not is_key_mask(mask) and length > SHORT_LENGTH:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
-    if call.visible is not None and call.dropout_p:
-        return "dropout is not measured with windows and documents"
     if head_dim > SHORT_HEAD_DIM and (mask is not None or call.dropout_p):
         return "masks and dropout are not measured for head dims beyond 64"
     return None

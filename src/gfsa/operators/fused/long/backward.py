@@ -23,24 +23,12 @@ from gfsa.operators.fused.long.tiles import (
     LOG2E,
     NO_MASK,
     SPANS,
-    allowed,
     load_tile,
     masked_tile,
+    probabilities,
     store_tile,
     survives,
 )
-
-
-@triton.jit
-def _probabilities(
-    s, lse, i, j, n, mask, first, last, scale, mask_i, mask_j,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    p = tl.exp2(s * (scale * LOG2E) - lse)
-    if MASKED:
-        keep = allowed(i, j, n, mask, first, last, mask_i, mask_j, CAUSAL, MASK)
-        p = tl.where(keep, p, 0.0)
-    return p
 
 
 @triton.jit
@@ -91,14 +79,15 @@ def grad_first_pass(
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_in)
-    k = load_tile(k_rows, b, h // group, row, BM, D)
     j = row + tl.arange(0, BM)
-    half_j = row // 2 + tl.arange(0, BM) // 2
-    z = tl.zeros((BM, D), tl.float32)
     last = None
     if MASK == SPANS:
+        # loaded while the copy engine brings the keys
         last = tl.load(mask + n + j, mask=j < n, other=-1)[:, None]
     clear, stop, start, end = _query_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
+    k = load_tile(k_rows, b, h // group, row, BM, D)
+    half_j = row // 2 + tl.arange(0, BM) // 2
+    z = tl.zeros((BM, D), tl.float32)
     z = _grad_first_range(
         z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
         start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
@@ -150,7 +139,7 @@ def _grad_first_range(
         q = load_tile(q_cols, b, h, col, BN, D)
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
-        p = _probabilities(
+        p = probabilities(
             s, lse[None, :], i[None, :], j[:, None], n, mask, None, last, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
@@ -186,18 +175,19 @@ def grad_keys(
         seed = tl.load(seed_in)
     c0 = tl.load(coeffs + h * 3)
     c2 = tl.load(coeffs + h * 3 + 2)
+    j = row + tl.arange(0, BM)
+    last = None
+    if MASK == SPANS:
+        # loaded while the copy engine brings the keys
+        last = tl.load(mask + n + j, mask=j < n, other=-1)[:, None]
+    clear, stop, start, end = _query_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     k = load_tile(k_rows, b, h // group, row, BM, D)
     v = load_tile(v_rows, b, h // group, row, BM, D)
     u = load_tile(u_rows, b, h, row, BM, D)
     u = (u.to(tl.float32) * c2).to(k.dtype)
-    j = row + tl.arange(0, BM)
     half_j = row // 2 + tl.arange(0, BM) // 2
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, D), tl.float32)
-    last = None
-    if MASK == SPANS:
-        last = tl.load(mask + n + j, mask=j < n, other=-1)[:, None]
-    clear, stop, start, end = _query_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     dk, dv = _grad_keys_range(
         dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
         j, half_j, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
@@ -232,7 +222,7 @@ def _grad_keys_range(
         q = load_tile(q_cols, b, h, col, BN, D)
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
-        p = _probabilities(
+        p = probabilities(
             s, lse[None, :], i[None, :], j[:, None], n, mask, None, last, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
@@ -275,20 +265,21 @@ def grad_queries(
     if DROPOUT:
         seed = tl.load(seed_in)
     c2 = tl.load(coeffs + h * 3 + 2)
+    i = row + tl.arange(0, BM)
+    first = None
+    if MASK == SPANS:
+        # loaded while the copy engine brings the queries
+        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
+    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     q = load_tile(q_rows, b, h, row, BM, D)
     g = load_tile(g_rows, b, h, row, BM, D)
     g = (g.to(tl.float32) * c2).to(q.dtype)
     du = load_tile(du_rows, b, h, row, BM, D)
-    i = row + tl.arange(0, BM)
     half_i = row // 2 + tl.arange(0, BM) // 2
     at = bh.to(tl.int64) * n + i
     lse = tl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
     delta = tl.load(delta_in + at, mask=i < n, other=0.0)
     dq = tl.zeros((BM, D), tl.float32)
-    first = None
-    if MASK == SPANS:
-        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
-    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     dq = _grad_queries_range(
         dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
         bh, i, half_i, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
@@ -318,7 +309,7 @@ def _grad_queries_range(
         half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
-        p = _probabilities(
+        p = probabilities(
             s, lse[:, None], i[:, None], j[None, :], n, mask, first, None, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip

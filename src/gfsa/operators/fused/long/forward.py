@@ -23,6 +23,7 @@ from gfsa.operators.fused.long.tiles import (
     allowed,
     load_tile,
     masked_tile,
+    probabilities,
     store_tile,
     survives,
 )
@@ -48,16 +49,17 @@ def attend(
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_in)
-    q = load_tile(q_rows, b, h, row, BM, D)
     i = row + tl.arange(0, BM)
+    first = None
+    if MASK == SPANS:
+        # loaded while the copy engine brings the queries
+        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
+    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
+    q = load_tile(q_rows, b, h, row, BM, D)
     half_i = row // 2 + tl.arange(0, BM) // 2
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
-    first = None
-    if MASK == SPANS:
-        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
-    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     top, total, acc = _attend_range(
         top, total, acc, q, k_cols, v_cols, mask, first, seed, b, h // group, bh, i, half_i, n,
         clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
@@ -164,15 +166,16 @@ def combine(
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_in)
-    q = load_tile(q_rows, b, h, row, BM, D)
     i = row + tl.arange(0, BM)
+    first = None
+    if MASK == SPANS:
+        # loaded while the copy engine brings the queries
+        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
+    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
+    q = load_tile(q_rows, b, h, row, BM, D)
     half_i = row // 2 + tl.arange(0, BM) // 2
     lse = tl.load(lse_in + bh.to(tl.int64) * n + i, mask=i < n, other=float("inf")) * LOG2E
     acc = tl.zeros((BM, D), tl.float32)
-    first = None
-    if MASK == SPANS:
-        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
-    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
     acc = _combine_range(
         acc, q, k_cols, u_cols, lse, mask, first, seed, b, h, h // group, bh, i, half_i, n,
         clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
@@ -209,12 +212,10 @@ def _combine_range(
         half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
-        p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
-        if MASKED:
-            keep = allowed(
-                i[:, None], j[None, :], n, mask, first, None, mask_i, mask_j, CAUSAL, MASK
-            )
-            p = tl.where(keep, p, 0.0)
+        p = probabilities(
+            s, lse[:, None], i[:, None], j[None, :], n, mask, first, None, scale, mask_i, mask_j,
+            CAUSAL, MASK, MASKED,
+        )  # fmt: skip
         if DROPOUT:
             kept = survives(
                 i[:, None], j[None, :], half_i[:, None], half_j[None, :], n, seed, bh, dropout_p

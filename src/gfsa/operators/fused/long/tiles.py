@@ -72,6 +72,23 @@ def allowed(
 
 
 @triton.jit
+def probabilities(
+    s, lse, i, j, n, mask, first, last, scale, mask_i, mask_j,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """``A = exp(scale·S − LSE)`` of one tile, zero where a query does not see a key."""
+    if MASKED:
+        keep = allowed(i, j, n, mask, first, last, mask_i, mask_j, CAUSAL, MASK)
+        if MASK == SPANS:
+            # before the exponential, where the compiler need not keep the comparisons
+            lse = tl.where(keep, lse, float("inf"))
+    p = tl.exp2(s * (scale * LOG2E) - lse)
+    if MASKED and MASK != SPANS:
+        p = tl.where(keep, p, 0.0)
+    return p
+
+
+@triton.jit
 def survives(i, j, half_i, half_j, n, seed, stream, dropout_p):
     """Whether dropout keeps entry ``(i, j)``: a function of the entry and the seed alone.
 

@@ -33,12 +33,18 @@ from gfsa.operators.fused.long.tiles import (
 
 @triton.jit
 def _query_ranges(
-    row, n, spans, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
-):
+    row, n, spans, last,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
     """Queries ``clear … stop`` that see a whole block of keys, ``start … end`` to be masked.
 
     With spans the queries to be masked lie on both sides of the others, as in
-    :func:`~gfsa.operators.fused.long.forward.key_ranges`.
+    :func:`~gfsa.operators.fused.long.forward.key_ranges`: here a key whose document ends before
+    ``clear`` is seen by none of the queries ``clear … stop``.
+
+    Args:
+        spans: first keys of all queries, then last queries of all keys.
+        last: last queries of the block's keys.
     """
     start = 0
     clear = 0
@@ -48,10 +54,10 @@ def _query_ranges(
         clear = tl.minimum(tl.cdiv(row + BM, BN) * BN, n)
     if MASK == SPANS:
         # last queries, which lie behind the first keys, do not decrease from key to key
-        spans += n
-        end = tl.load(spans + tl.minimum(row + BM, n) - 1) + 1
+        end = tl.load(spans + n + tl.minimum(row + BM, n) - 1) + 1
         clear = tl.minimum(tl.cdiv(row + BM, BN), tl.cdiv(end, BN)) * BN
-        stop = tl.maximum((tl.load(spans + row) + 1) // BN * BN, clear)
+        earliest = tl.min(tl.where(last >= clear, last + 1, end), 0)
+        stop = tl.maximum(earliest // BN * BN, clear)
         end -= stop - clear
     else:
         if MASK != NO_MASK:
@@ -83,21 +89,30 @@ def grad_first_pass(
     last = None
     if MASK == SPANS:
         # loaded while the copy engine brings the keys
-        last = tl.load(mask + n + j, mask=j < n, other=-1)[:, None]
-    clear, stop, start, end = _query_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
+        last = tl.load(mask + n + j, mask=j < n, other=-1)
+    clear, stop, start, end = _query_ranges(row, n, mask, last, BM, BN, CAUSAL, MASK)
     k = load_tile(k_rows, b, h // group, row, BM, D)
     half_j = row // 2 + tl.arange(0, BM) // 2
     z = tl.zeros((BM, D), tl.float32)
+    if MASK == SPANS:
+        z = _grad_first_range(
+            z, k, q_cols, g_cols, lse_in, mask, None, seed, b, h, bh, j, half_j, n,
+            clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        )  # fmt: skip
+        z = tl.where((last >= clear)[:, None], z, 0.0)
+        last = last[:, None]
     z = _grad_first_range(
         z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
         start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
         D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
-    z = _grad_first_range(
-        z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
-        clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-    )  # fmt: skip
+    if MASK != SPANS:
+        z = _grad_first_range(
+            z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
+            clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        )  # fmt: skip
     if DROPOUT:
         z = z / (1.0 - dropout_p)
     # rows beyond the last key hold arbitrary numbers, infinities included
@@ -179,8 +194,8 @@ def grad_keys(
     last = None
     if MASK == SPANS:
         # loaded while the copy engine brings the keys
-        last = tl.load(mask + n + j, mask=j < n, other=-1)[:, None]
-    clear, stop, start, end = _query_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
+        last = tl.load(mask + n + j, mask=j < n, other=-1)
+    clear, stop, start, end = _query_ranges(row, n, mask, last, BM, BN, CAUSAL, MASK)
     k = load_tile(k_rows, b, h // group, row, BM, D)
     v = load_tile(v_rows, b, h // group, row, BM, D)
     u = load_tile(u_rows, b, h, row, BM, D)
@@ -188,16 +203,27 @@ def grad_keys(
     half_j = row // 2 + tl.arange(0, BM) // 2
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, D), tl.float32)
+    if MASK == SPANS:
+        dk, dv = _grad_keys_range(
+            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, None, seed, b, h, bh,
+            j, half_j, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        )  # fmt: skip
+        seen = (last >= clear)[:, None]
+        dk = tl.where(seen, dk, 0.0)
+        dv = tl.where(seen, dv, 0.0)
+        last = last[:, None]
     dk, dv = _grad_keys_range(
         dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
         j, half_j, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
         D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
-    dk, dv = _grad_keys_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
-        j, half_j, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
-        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-    )  # fmt: skip
+    if MASK != SPANS:
+        dk, dv = _grad_keys_range(
+            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
+            j, half_j, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        )  # fmt: skip
     if DROPOUT:
         dv = dv / (1.0 - dropout_p)
     g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
@@ -269,8 +295,8 @@ def grad_queries(
     first = None
     if MASK == SPANS:
         # loaded while the copy engine brings the queries
-        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
-    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
+        first = tl.load(mask + i, mask=i < n, other=0)
+    clear, stop, start, end = key_ranges(row, n, mask, first, BM, BN, CAUSAL, MASK)
     q = load_tile(q_rows, b, h, row, BM, D)
     g = load_tile(g_rows, b, h, row, BM, D)
     g = (g.to(tl.float32) * c2).to(q.dtype)
@@ -280,8 +306,12 @@ def grad_queries(
     lse = tl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
     delta = tl.load(delta_in + at, mask=i < n, other=0.0)
     dq = tl.zeros((BM, D), tl.float32)
+    clear_lse = lse
+    if MASK == SPANS:
+        clear_lse = tl.where(first < stop, lse, float("inf"))
+        first = first[:, None]
     dq = _grad_queries_range(
-        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
+        dq, q, g, du, clear_lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
         bh, i, half_i, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
         D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip

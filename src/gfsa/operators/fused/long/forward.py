@@ -53,8 +53,8 @@ def attend(
     first = None
     if MASK == SPANS:
         # loaded while the copy engine brings the queries
-        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
-    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
+        first = tl.load(mask + i, mask=i < n, other=0)
+    clear, stop, start, end = key_ranges(row, n, mask, first, BM, BN, CAUSAL, MASK)
     q = load_tile(q_rows, b, h, row, BM, D)
     half_i = row // 2 + tl.arange(0, BM) // 2
     top = tl.full((BM,), float("-inf"), tl.float32)
@@ -65,6 +65,12 @@ def attend(
         clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
         D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
+    if MASK == SPANS:
+        sees = first < stop
+        top = tl.where(sees, top, float("-inf"))
+        total = tl.where(sees, total, 0.0)
+        acc = tl.where(sees[:, None], acc, 0.0)
+        first = first[:, None]
     top, total, acc = _attend_range(
         top, total, acc, q, k_cols, v_cols, mask, first, seed, b, h // group, bh, i, half_i, n,
         start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
@@ -82,12 +88,17 @@ def attend(
 
 @triton.jit
 def key_ranges(
-    row, n, spans, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
-):
+    row, n, spans, first,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
     """Keys ``clear … stop`` that a block of queries sees in full, ``start … end`` to be masked.
 
     With spans the keys to be masked lie on both sides of the others, and ``start … end`` counts
-    them as if the others were not there: see :func:`masked_tile`.
+    them as if the others were not there: see :func:`masked_tile`. Of the keys ``clear … stop`` a
+    query sees all, or none if its document begins later: the caller leaves out its row.
+
+    Args:
+        spans, first: first keys of all queries and of the block's.
     """
     clear = 0
     stop = n // BN * BN
@@ -98,7 +109,8 @@ def key_ranges(
     if MASK == SPANS:
         # first keys do not decrease from query to query
         start = tl.load(spans + row) // BN * BN
-        clear = tl.minimum(tl.cdiv(tl.load(spans + end - 1), BN) * BN, stop)
+        latest = tl.maximum(tl.max(tl.where(first < stop, first, 0), 0), start)
+        clear = tl.minimum(tl.cdiv(latest, BN) * BN, stop)
         end -= stop - clear
     else:
         if MASK != NO_MASK:
@@ -170,14 +182,18 @@ def combine(
     first = None
     if MASK == SPANS:
         # loaded while the copy engine brings the queries
-        first = tl.load(mask + i, mask=i < n, other=0)[:, None]
-    clear, stop, start, end = key_ranges(row, n, mask, BM, BN, CAUSAL, MASK)
+        first = tl.load(mask + i, mask=i < n, other=0)
+    clear, stop, start, end = key_ranges(row, n, mask, first, BM, BN, CAUSAL, MASK)
     q = load_tile(q_rows, b, h, row, BM, D)
     half_i = row // 2 + tl.arange(0, BM) // 2
     lse = tl.load(lse_in + bh.to(tl.int64) * n + i, mask=i < n, other=float("inf")) * LOG2E
     acc = tl.zeros((BM, D), tl.float32)
+    clear_lse = lse
+    if MASK == SPANS:
+        clear_lse = tl.where(first < stop, lse, float("inf"))
+        first = first[:, None]
     acc = _combine_range(
-        acc, q, k_cols, u_cols, lse, mask, first, seed, b, h, h // group, bh, i, half_i, n,
+        acc, q, k_cols, u_cols, clear_lse, mask, first, seed, b, h, h // group, bh, i, half_i, n,
         clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
         D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip

@@ -41,7 +41,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         Packed([[32, 48, 16]]),
         Packed([[1, 1, 33, 1, 2, 58, 1]]),
         Packed([[5, 91], [64, 32], [96]], heads=1),
-        Packed([[31, 46]], heads=4, key_heads=2),
+        Packed([[70, 27]], heads=2, key_heads=1),
         Packed([[70]], window=1),
         Packed([[40]], window=1000),
         Packed([[110]], heads=1, window=37),

@@ -8,7 +8,7 @@ import support.triton_interpreter  # isort:skip  (before anything imports triton
 import pytest
 import torch
 
-from gfsa.operators import AttentionCall, Visibility
+from gfsa.operators import AttentionCall, DenseOperator, Visibility
 from gfsa.operators.fused.long import tile_sizes
 from gfsa.operators.fused.operator import FusedOperator
 from support.fused_cases import NAMES, error
@@ -74,6 +74,16 @@ def test_no_tile_of_another_document_is_read() -> None:
     for x in (y, *torch.autograd.grad(y, inputs, g)):
         assert torch.isfinite(x[:, :, 64:96]).all()
         assert x[:, :, :64].isnan().all()
+
+
+def test_scores_of_another_document_are_no_maximum() -> None:
+    """In a block that two documents share, the first one's scores would make the others vanish."""
+    packed = Packed([[70, 27]], heads=1)
+    q, k, v, coeffs, _ = packed.tensors()
+    k[:, :, :70] *= 300
+    y = FusedOperator(packed.call(q, k)).polynomial(coeffs, v)
+    exact = DenseOperator.from_call(packed.call(q.double(), k.double()))
+    assert error(y[:, :, 70:], exact.polynomial(coeffs.double(), v.double())[:, :, 70:]) <= 2e-6
 
 
 def test_compiled_whole() -> None:

@@ -95,12 +95,17 @@ def test_passes(name: str, spans: bool) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_decoded_token(dim: int) -> None:
-    """One program a head keeps its sums in registers."""
+    """A program keeps its sums in registers."""
     types = {
         **dict.fromkeys(["q_in", "k_in", "v_in", "u_in", "y_out", "u_out"], "*bf16"),
         "place": "*i64",
+        "sums": "*fp32",
+        "arrived": "*i32",
     }
-    constants = {"D": dim, "WIDTH": dim, "BN": 64, "MASK": True, "ON_DEVICE": True}
+    constants = {
+        "D": dim, "WIDTH": dim, "BN": 64, "MASK": True, "ON_DEVICE": True,
+        "SPLITS": 16, "STAGES": 2,
+    }  # fmt: skip
     usage = compile_for_hopper(ASTSource, decode_kernel.decode_token, types, constants, 4)
     print(dim, usage)
     assert "STACK:0 " in usage

@@ -40,7 +40,7 @@ SHORT_MASK_ROW_STRIDE = 2**20
 # the versions of Triton whose Gluon they were measured and tested with
 SHORT_TRITON = ((3, 6),)
 
-# the kernel for one decoded token: largest head dim, most cached tokens for one program a head
+# the kernel for one decoded token: largest head dim, most cached tokens
 DECODE_HEAD_DIM = 256
 DECODE_LENGTH = 8192
 # `auto` takes kernels that were measured: benchmarks/decoding compares this one with torch's calls

@@ -13,7 +13,7 @@ export TORCHINDUCTOR_FX_GRAPH_CACHE=1
 COMPILED=(--suite models --compile --variants gfsa)
 BLOCKS=(--suite models --compile-blocks --variants gfsa)
 MODELS="32x12x128x64 256x6x197x64 8x12x1024x64:causal"
-TESTS="tests/operators/fused/test_gpu.py tests/operators/test_sdpa_cuda.py tests/baselines/test_baseline_cuda.py"
+TESTS="tests/operators/fused/test_gpu.py tests/operators/fused/test_gpu_packed.py tests/operators/test_sdpa_cuda.py tests/baselines/test_baseline_cuda.py"
 SHORT=1024x6x64x64,32x12x128x64,256x6x197x64,32x12x256x64,32x12x512x64,8x12x1024x64:causal
 LONG=4x16x4096x64,2x16x8192x128,2x16x8192x128:causal
 PADDED=32x12x128x64:padded,32x12x256x64:padded,32x12x512x64:padded
@@ -58,6 +58,7 @@ measure() {
   bench "${BLOCKS[@]}" --shapes "${MODELS// /,}" --rounds 9
   bench --suite models --graphs --variants "gfsa,gfsa even layers" --shapes "${MODELS// /,}" --rounds 9
   bench --suite lengths --rounds 3
+  bench --suite packed --graphs --variants "plain causal rows,gfsa" --rounds 5
   bench --suite decode --rounds 9
   return $FAILED
 }

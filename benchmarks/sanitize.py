@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from gfsa.functional import graph_filter_attention, which_backend
+from gfsa.operators import AttentionOperator, Visibility
 
 # tokens, head dim, degree, causal, whether some keys are padding, dropout
 CASES = (
@@ -44,6 +45,22 @@ def main() -> None:
         torch.cuda.synchronize()
         ran = which_backend(*arguments).backend
         print(f"{tokens} tokens of {dim}, degree {degree}, {is_causal=}: {ran}")
+    for dim in (64, 128):
+        packed(dim)
+
+
+def packed(dim: int) -> None:
+    """Documents of 100, 1 and 189 tokens in a window."""
+    q, k, v = (
+        torch.randn(1, 2, 290, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    visible = Visibility.packed(torch.tensor([0, 100, 101], device="cuda"), 290, window=90)
+    coeffs = torch.randn(2, 3, device="cuda", requires_grad=True)
+    y = AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
+    y.backward(torch.randn_like(y))
+    torch.cuda.synchronize()
+    print(f"290 tokens of {dim}, packed: fused")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from gfsa.operators import (
     Visibility,
     by_rows,
 )
-from gfsa.operators.choice import choose
 from support.sizes import LargestTensor
 
 B, H, N, D = 3, 4, 23, 8
@@ -161,10 +160,8 @@ def test_what_takes_its_place_is_refused() -> None:
         AttentionOperator(q, k, is_causal=True, visible=CASES["window"]).polynomial(COEFFS, v)
 
 
-def test_fused_kernels_take_keys_and_causality_only() -> None:
-    q, k, v = tokens()
-    with pytest.raises(ValueError, match="neither windows nor documents"):
-        choose("fused", AttentionCall(q, k, visible=CASES["causal window"]), v, 2)
+def test_keys_and_causality_are_a_key_mask() -> None:
+    q, k, _ = tokens()
     simple = AttentionCall(q, k, visible=CASES["causal padding"]).with_key_mask()
     assert simple.is_causal
     assert simple.visible is None

@@ -18,6 +18,7 @@ from gfsa.operators import (
     SDPAOperator,
     Visibility,
 )
+from gfsa.operators.visibility import refusal_of_spans
 
 B, H, N, D = 2, 3, 6, 4
 
@@ -113,3 +114,57 @@ def test_padding_of_efficient_attention(qk: tuple[Tensor, Tensor]) -> None:
 def test_a_matrix_and_a_function_tell_nothing() -> None:
     assert DenseOperator(torch.eye(3)).visibility() is None
     assert FunctionOperator(lambda x: x).visibility() is None
+
+
+def documents(*rows: list[int]) -> Tensor:
+    """``(B, 1, N)`` from the lengths of the documents of each row."""
+    numbers = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    return torch.stack(numbers)[:, None]
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 2**40])
+@pytest.mark.parametrize(
+    "packed",
+    [None, documents([12]), documents([1, 5, 6], [12], [3, 3, 3, 3]), documents([1] * 12)[0]],
+    ids=["none", "one", "rows", "of one token"],
+)
+def test_spans_say_what_is_visible(window: int | None, packed: Tensor | None) -> None:
+    visible = Visibility(causal=True, window=window, documents=packed, in_order=True)
+    assert refusal_of_spans(visible) is None
+    spans = visible.spans(12, torch.device("cpu"))
+    assert spans.dtype == torch.int32
+    assert visible.spans(12, torch.device("cpu")) is spans
+    first, last = spans.unbind(1)
+    assert (spans.diff() >= 0).all()
+    query, key = torch.arange(12)[:, None], torch.arange(12)
+    expected = visible.rows(0, 12, 12, torch.device("cpu")).reshape(-1, 12, 12)
+    assert torch.equal((first[:, :, None] <= key) & (key <= query), expected)
+    assert torch.equal((query <= last[:, None]) & (key <= query), expected)
+
+
+def test_spans_do_not_say_everything() -> None:
+    numbers = documents([6, 6])
+    for visible, reason in (
+        (Visibility(torch.ones(1, 1, 12).bool(), causal=True, window=3), "padding"),
+        (Visibility(window=3), "later tokens"),
+        (Visibility(causal=True, documents=numbers), "in_order"),
+        (
+            Visibility(causal=True, documents=numbers.expand(1, 2, 12), in_order=True),
+            "from head to head",
+        ),
+    ):
+        assert reason in (refusal_of_spans(visible) or "")
+
+
+def test_documents_by_their_borders() -> None:
+    visible = Visibility.packed(torch.tensor([0, 3, 4, 9], dtype=torch.int32), 12)
+    alike = Visibility(causal=True, documents=documents([3, 1, 5, 3]), in_order=True)
+    device = torch.device("cpu")
+    assert torch.equal(visible.spans(12, device), alike.spans(12, device))
+    assert torch.equal(visible.rows(0, 12, 12, device), alike.rows(0, 12, 12, device)[0])
+
+
+def test_parts_of_it_keep_their_order() -> None:
+    visible = Visibility(causal=True, documents=documents([3, 9]), in_order=True)
+    assert visible.of_heads([1]).in_order
+    assert Visibility(causal=True).signature() != Visibility(causal=True, in_order=True).signature()

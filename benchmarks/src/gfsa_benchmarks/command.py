@@ -10,7 +10,8 @@ import typer
 
 def bench(
     suite: Annotated[
-        str, typer.Option(help="ops, lengths, models, linear, decode, decode-static or deploy.")
+        str,
+        typer.Option(help="ops, lengths, models, linear, decode, decode-static, packed or deploy."),
     ] = "ops",
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1 …; auto uses a GPU if there is one.")

@@ -15,6 +15,7 @@ from gfsa.operators.choice import Backend
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, variant
 from gfsa_benchmarks.decode import decode, decode_static
 from gfsa_benchmarks.deploy import deploy
+from gfsa_benchmarks.packed import packed
 from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.training import training_step
 
@@ -183,6 +184,12 @@ SUITES: dict[str, Suite] = {
         decode_static,
         cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
         cuda_shapes=("1x12x1023x64", "16x12x1023x64"),
+    ),
+    "packed": Suite(
+        "rows of packed documents against causal rows of equal work, and document by document",
+        packed,
+        cpu_shapes=("1x4x1024x64",),
+        cuda_shapes=("4x16x8192x64", "4x16x8192x128"),
     ),
     "deploy": Suite(
         "inference of a 4-layer encoder: eager, compiled, and by ONNX Runtime on a CPU",

@@ -102,10 +102,7 @@ def refusal_by_sdpa(call: AttentionCall, degree: int) -> str | None:
 
 def refusal_by_fused(call: AttentionCall, v: Tensor, degree: int) -> str | None:
     """Why no fused kernel can serve ``call``, or None if one can."""
-    described = call.with_key_mask()
-    if described.visible is not None:
-        return "the fused kernels take neither windows nor documents"
-    return fused.refusal(described, v, degree)
+    return fused.refusal(call.with_key_mask(), v, degree)
 
 
 def _generator_cannot_be_reset(device: torch.device) -> bool:

@@ -6,7 +6,7 @@ over tokens must not include padding, nor later tokens in a causal model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ class Visibility:
         window: query i sees key j only if ``|i - j| < window``.
         documents: ``(..., H or 1, N)`` integers, a query sees the keys of its own document only
             (several sequences packed into one row).
+        in_order: the numbers of ``documents`` do not decrease from token to token, as in packed
+            rows. The caller knows it; checking it would wait for the device.
     """
 
     keys: Tensor | None = None
@@ -36,7 +38,8 @@ class Visibility:
     causal: bool = False
     window: int | None = None
     documents: Tensor | None = None
-    _written: dict[tuple[int, torch.device], Tensor] = field(
+    in_order: bool = False
+    _written: dict[tuple[str, int, torch.device], Tensor] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -55,6 +58,18 @@ class Visibility:
         if pairs is not None:
             pairs = pairs[:, None] if pairs.dim() == 3 else pairs[(None,) * (4 - pairs.dim())]
         return cls._of(pairs, None if keys is None else keys[:, None, :], causal)
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor, length: int, window: int | None = None) -> Visibility:
+        """Causal documents packed into one row of ``length`` tokens.
+
+        Args:
+            cu_seqlens: ``(documents + 1,)`` integers, where each document begins, and where the
+                last one ends; tokens before the first and after the last are documents, too.
+        """
+        tokens = torch.arange(length, device=cu_seqlens.device)
+        documents = torch.searchsorted(cu_seqlens.contiguous(), tokens, right=True)
+        return cls(None, None, True, window, documents[None], in_order=True)
 
     @classmethod
     def from_call(cls, call: AttentionCall) -> Visibility:
@@ -121,12 +136,46 @@ class Visibility:
 
     def whole(self, length: int, device: torch.device) -> Tensor:
         """:meth:`rows` of all queries, written out once for all layers that share this object."""
+        return self._once("whole", length, device, lambda: self.rows(0, length, length, device))
+
+    def spans(self, length: int, device: torch.device) -> Tensor:
+        r"""Where the keys of a query begin and the queries of a key end, computed once.
+
+        .. math:: first_i = \max(start_i,\ i - window + 1), \qquad
+            last_j = \min(end_j,\ j + window - 1)
+
+        with the first and the last token of the document that a token is in. Query i sees the keys
+        ``first_i … i``, which :func:`refusal_of_spans` must have found to be all that is described.
+
+        Returns:
+            ``(B or 1, 2, N)``, int32: first, and last.
+        """
+        return self._once("spans", length, device, lambda: self._spans(length, device))
+
+    def _spans(self, length: int, device: torch.device) -> Tensor:
+        token = torch.arange(length, device=device, dtype=torch.int32)
+        first, last = torch.zeros_like(token)[None], torch.full_like(token, length - 1)[None]
+        if self.documents is not None:
+            numbers = self.documents.reshape(-1, length).contiguous()
+            first = torch.searchsorted(numbers, numbers, out_int32=True)
+            last = torch.searchsorted(numbers, numbers, out_int32=True, right=True) - 1
+        if self.window is not None:
+            # a window may be larger than int32
+            others = min(self.window, length) - 1
+            first = torch.maximum(first, token - others)
+            last = torch.minimum(last, token + others)
+        return torch.stack((first, last), 1)
+
+    def _once(
+        self, what: str, length: int, device: torch.device, compute: Callable[[], Tensor]
+    ) -> Tensor:
+        """What all layers share that share this object."""
         if torch.compiler.is_compiling():
             # a compiled graph keeps no state, and its compiler finds what it computes twice
-            return self.rows(0, length, length, device)
-        written = self._written.get((length, device))
+            return compute()
+        written = self._written.get((what, length, device))
         if written is None:
-            written = self._written[length, device] = self.rows(0, length, length, device)
+            written = self._written[what, length, device] = compute()
         return written
 
     def needs_rows(self) -> bool:
@@ -185,7 +234,7 @@ class Visibility:
         """All of it that a choice of kernels depends on."""
         parts = (self.keys, self.pairs, self.documents)
         shapes = [None if part is None else (part.shape, part.stride()) for part in parts]
-        return (*shapes, self.causal, self.window)
+        return (*shapes, self.causal, self.window, self.in_order)
 
     def of_heads(self, heads: Sequence[int]) -> Visibility:
         """What the queries of some heads see."""
@@ -195,7 +244,7 @@ class Visibility:
         if documents is not None:
             documents = take_heads(documents[..., None], heads)[..., 0]
         pairs = None if self.pairs is None else take_heads(self.pairs, heads)
-        return Visibility(keys, pairs, self.causal, self.window, documents)
+        return Visibility(keys, pairs, self.causal, self.window, documents, self.in_order)
 
     def for_tokens(self) -> Visibility:
         """The visibility for tokens that are not split into heads: what some head sees."""
@@ -203,12 +252,26 @@ class Visibility:
             return self
         keys = None if self.keys is None else self.keys.any(-2, keepdim=True)
         pairs = None if self.pairs is None else self.pairs.any(-3, keepdim=True)
-        return Visibility(keys, pairs, self.causal, self.window, self.documents)
+        return Visibility(keys, pairs, self.causal, self.window, self.documents, self.in_order)
 
     def _counts(self, x: Tensor) -> Tensor:
         if self.keys is not None:
             return self.keys[..., None].int()
         return torch.ones(x.shape[-2], 1, dtype=torch.int32, device=x.device)
+
+
+def refusal_of_spans(visible: Visibility) -> str | None:
+    """Why :meth:`Visibility.spans` do not say what a query sees, or None if they do."""
+    if visible.pairs is not None or visible.keys is not None:
+        return "padding or a mask comes on top of a window or documents"
+    if not visible.causal:
+        return "queries see later tokens, too"
+    if visible.documents is not None:
+        if not visible.in_order:
+            return "documents may lie across one another (Visibility's in_order is False)"
+        if visible.documents.dim() > 1 and visible.documents.shape[-2] != 1:
+            return "documents differ from head to head"
+    return None
 
 
 def hidden_below(dtype: torch.dtype) -> float:

@@ -40,9 +40,21 @@ def problem(
     [(2, 4, 1, 70, 16, False), (2, 4, 2, 129, 24, True), (1, 2, 2, 1, 8, False)],
 )
 @pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
 def test_the_new_row_of_the_dense_filter(
-    batch: int, heads: int, group: int, length: int, dim: int, masked: bool, static: bool
+    batch: int,
+    heads: int,
+    group: int,
+    length: int,
+    dim: int,
+    masked: bool,
+    static: bool,
+    splits: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By one program a head, and by four, of which some have no keys."""
+    monkeypatch.setattr(kernels, "KEYS", 16)
+    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     q, k, v, coeffs, keys = problem(batch, heads, group, length, dim, masked)
     exact = DenseOperator.from_qk(q.double(), k.double(), keys, is_causal=True)
     wanted = exact.polynomial(coeffs.double(), v.double())[:, :, -1:]
@@ -61,12 +73,45 @@ def test_the_new_row_of_the_dense_filter(
     torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
 
 
-def test_a_token_that_sees_nothing() -> None:
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_token_that_sees_nothing(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, False)
     nothing = torch.zeros_like(keys)
     y, u = kernels.decode(q[:, :, -1:], k, v, torch.zeros_like(v), coeffs, nothing, None, 0.3)
     assert not u.any()
     torch.testing.assert_close(y, coeffs[None, :, :1, None] * v[:, :, -1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "processors", "splits"),
+    [
+        (12, 1023, 132, 16),
+        (192, 1023, 132, 2),
+        (600, 1023, 132, 1),
+        (12, 64, 132, 1),
+        (1, 8192, 132, 32),
+    ],
+)
+def test_programs_fill_the_gpu(
+    heads: int, length: int, processors: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "multiprocessors", lambda index: processors)
+    assert kernels._splits(heads, length, torch.device("cuda", 0)) == splits
+
+
+def test_counters_are_zero_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next launch of the same stream counts from zero."""
+    counters = torch.zeros(2, dtype=torch.int32)
+    room = kernels._room
+    monkeypatch.setattr(kernels, "_room", lambda *args: (room(*args)[0], counters))
+    monkeypatch.setattr(kernels, "_splits", lambda *_: 2)
+    q, k, v, coeffs, _ = problem(1, 2, 1, 100, 8, False)
+    arguments = (q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, 0.3)
+    first, again = kernels.decode(*arguments), kernels.decode(*arguments)
+    assert not counters.any()
+    for x, y in zip(first, again, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_the_registered_operator() -> None:

@@ -25,6 +25,7 @@ from gfsa.operators.fused import (  # noqa: E402
     degree_one_launch,
     elementwise,
     eligibility,
+    problem,
 )
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
@@ -94,10 +95,11 @@ def address(number: str = "bf16") -> tuple[str, ...]:
     return f"*{number}", "i32", "i32", "i32", "i32", "i32"
 
 
+@pytest.mark.parametrize("spans", [False, True], ids=["", "spans"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_passes(name: str) -> None:
+def test_passes(name: str, spans: bool) -> None:
     """The kernels of any length take no more registers than there are."""
-    tiles = tile_sizes.tiles(name, 64, 1024, False, False)
+    tiles = tile_sizes.tiles(name, 64, 1024, spans, False, spans)
     kernel = KERNELS[name]
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     described = {
@@ -106,9 +108,11 @@ def test_passes(name: str) -> None:
         if argument[-5:] in sides
     }
     constants = {
-        "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": False,
-        "MASK": 0, "DROPOUT": False, "group": 1,
+        "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": spans,
+        "MASK": problem.SPANS if spans else problem.NO_MASK, "DROPOUT": False, "group": 1,
     }  # fmt: skip
+    if spans:
+        described["mask"] = "*i32"
     usage = compile_for_hopper(ASTSource, kernel, described, constants, tiles.warps)
     print(name, usage)
     assert "STACK:0 " in usage
@@ -169,12 +173,17 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_decoded_token(dim: int) -> None:
-    """One program a head keeps its sums in registers."""
+    """A program keeps its sums in registers."""
     types = {
         **dict.fromkeys(["q_in", "k_in", "v_in", "u_in", "y_out", "u_out"], "*bf16"),
         "place": "*i64",
+        "sums": "*fp32",
+        "arrived": "*i32",
     }
-    constants = {"D": dim, "WIDTH": dim, "BN": 64, "MASK": True, "ON_DEVICE": True}
+    constants = {
+        "D": dim, "WIDTH": dim, "BN": 64, "MASK": True, "ON_DEVICE": True,
+        "SPLITS": 16, "STAGES": 2,
+    }  # fmt: skip
     usage = compile_for_hopper(ASTSource, decode_kernel.decode_token, types, constants, 4)
     print(dim, usage)
     assert "STACK:0 " in usage

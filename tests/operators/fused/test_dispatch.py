@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from gfsa.operators import Visibility
 from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.dispatch import backward_path, forward_path
 from gfsa.operators.fused.long import cudnn_backward
@@ -42,3 +43,11 @@ def test_paths(
     options = Options(scale, is_causal=True)
     assert forward_path(q, mask, options) is forward
     assert backward_path(q, q, q, mask, options) is backward
+
+
+@pytest.mark.parametrize(("length", "head_dim"), [(100, 64), (2048, 128)])
+def test_packed_documents_go_to_the_long_kernels(length: int, head_dim: int) -> None:
+    q = torch.empty(1, 1, length, head_dim, dtype=torch.bfloat16)
+    spans = Visibility.packed(torch.tensor([0, 40]), length).spans(length, q.device)
+    assert forward_path(q, spans, Options(0.1, True)) is long
+    assert backward_path(q, q, q, spans, Options(0.1, True)) is long

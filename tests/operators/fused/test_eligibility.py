@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gfsa.functional import which_backend
-from gfsa.operators import AttentionCall, choice
+from gfsa.operators import AttentionCall, Visibility, choice
 from gfsa.operators.fused import eligibility, tuned
 
 
@@ -88,6 +88,38 @@ KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
 def test_refused(asked: Asked, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         choice.choose("fused", *asked)
+
+
+PACKED = Visibility.packed(torch.tensor([0, 10, 100]), 100)
+
+
+@pytest.mark.parametrize(
+    ("visible", "degree", "reason"),
+    [
+        (PACKED, 1, "degree 1 take neither windows nor documents"),
+        (Visibility(window=8), 2, "queries see later tokens"),
+        (Visibility(causal=True, documents=PACKED.documents), 2, "in_order is False"),
+    ],
+)
+def test_refused_descriptions(visible: Visibility, degree: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        choice.choose("fused", *call(2, 4, 100, 64, visible=visible, degree=degree))
+
+
+@pytest.mark.parametrize("visible", [PACKED, Visibility(causal=True, window=8)])
+def test_windows_and_documents_where_they_are_measured(
+    visible: Visibility, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for head_dim in (64, 128):
+        asked = call(1, 4, 8192, head_dim, visible=visible)
+        assert choice.choose("auto", *asked).backend == "fused"
+    short = call(2, 4, 100, 64, visible=visible)
+    assert "rows of more than 256 tokens" in choice.choose("auto", *short).reason
+    assert choice.choose("fused", *short).backend == "fused"
+    dropped = call(1, 4, 8192, 64, visible=visible, dropout_p=0.1)
+    assert "measured without dropout" in choice.choose("auto", *dropped).reason
+    monkeypatch.setattr(eligibility, "capability", lambda device: (10, 0))
+    assert "gfsa tune measures neither windows" in choice.choose("auto", *asked).reason
 
 
 def test_older_gpus_and_other_tritons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lengths_that_change_from_token_to_token(
     batch: int, heads: int, group: int, dim: int, masked: bool, static: bool
 ) -> None:
-    """One compiled kernel serves every length: its rows are those of the dense operator."""
+    """Few compiled kernels serve every length: their rows are those of the dense operator."""
     torch.manual_seed(0)
     for length in (2, 17, 64, 65, 1000, 1024):
         make: Any = {"device": "cuda", "dtype": BF16}
@@ -65,6 +65,37 @@ def test_lengths_that_change_from_token_to_token(
         y, new = decode(q[:, :, -1:], k, v, past, coeffs, mask, place, dim**-0.5)
         assert _error(new, u[:, :, -1:]) < 4e-3
         assert _error(y, wanted) < 8e-3
+
+
+def test_the_same_bits_on_two_streams_at_once() -> None:
+    """Programs add up in one order, whichever comes last; streams count separately."""
+    torch.manual_seed(0)
+    q, k, v, u = torch.randn(4, 2, 6, 1000, 64, device="cuda", dtype=BF16).unbind(0)
+    arguments = (q[:, :, -1:], k, v, u, torch.randn(6, 3, device="cuda"), None, None, 0.125)
+    first = decode(*arguments)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(decode(*arguments))
+    torch.cuda.synchronize()
+    for result in results:
+        for x, y in zip(result, first, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_wide_heads_in_float32() -> None:
+    """What takes the most shared memory."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 500, 256, device="cuda").unbind(0)
+    exact = DenseOperator.from_qk(q.double(), k.double(), is_causal=True)
+    powers = exact.apply(v.double())
+    coeffs = torch.randn(2, 3, device="cuda")
+    y, u = decode(q[:, :, -1:], k, v, powers.float(), coeffs, None, None, 1 / 16)
+    assert _error(u, powers[:, :, -1:]) < 1e-5
+    assert _error(y, exact.polynomial(coeffs.double(), v.double())[:, :, -1:]) < 1e-5
 
 
 def _error(x: Tensor, y: Tensor) -> float:

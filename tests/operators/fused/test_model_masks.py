@@ -93,3 +93,39 @@ def test_a_compiled_model_keeps_the_kernels_in_its_graph(
         compiled(input_ids=ids).last_hidden_state.float().sum().backward()
     assert found.count("gfsa.filter_attention.default") == 2
     assert found.count("gfsa.filter_attention_backward.default") == 2
+
+
+def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A window and documents of 4, 2 and 3 tokens: both layers get the same few numbers."""
+    sizes = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
+    config = transformers.MistralConfig(
+        **sizes,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=3,
+    )
+    model = transformers.MistralModel(config).train()
+    gfsa.plug(model)
+    masks: list[torch.Tensor] = []
+    attend = operator.filter_attention
+
+    def note(*args: Any) -> Any:
+        masks.append(args[4])
+        assert args[-1].is_causal
+        return attend(*args)
+
+    monkeypatch.setattr(operator, "filter_attention", note)
+    # rows of nine tokens stand for long ones
+    monkeypatch.setattr(eligibility, "SHORT_LENGTH", 8)
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    ids = torch.randint(3, 50, (1, 9))
+    with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
+        model(
+            input_ids=ids, position_ids=places, use_cache=False
+        ).last_hidden_state.sum().backward()
+    first, last = [0, 0, 0, 1, 4, 4, 6, 6, 6], [2, 3, 3, 3, 5, 5, 8, 8, 8]
+    assert masks[0].tolist() == [[first, last]]
+    assert masks[1] is masks[0]

@@ -32,7 +32,8 @@ def filter_attention(
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
         coeffs: ``(H, 3)``, float32; or a filter's coefficients, in eager mode only and if
             :func:`~gfsa.operators.fused.coefficients.takes` accepts them.
-        mask: bool, broadcastable to ``(B, H, N, N)``, True takes part.
+        mask: bool, broadcastable to ``(B, H, N, N)``, True takes part; or spans with causality,
+            see :func:`~gfsa.operators.fused.problem.are_spans`.
         seed: int64, one number, needed with dropout.
     """
     learned: Coefficients | None = None

@@ -4,7 +4,7 @@ r"""One decoded token in one launch: a filter of degree 2, with cached keys, val
     y = c_0 v + c_1 u + c_2 (w + p_{new}\,u)
 
 U of past tokens does not change, and that of the new token is u itself, which the sum over past
-tokens leaves out. One sweep over the cache therefore does both passes.
+tokens leaves out. One sweep over the cache therefore does both passes. Several programs share it.
 """
 
 # no postponed annotations here: the operator's schema is read from them
@@ -16,11 +16,15 @@ from torch import Tensor
 
 from gfsa.operators.fused.autograd import needs_registered_operator
 from gfsa.operators.fused.decode_kernel import STEP, decode_token
-from gfsa.operators.fused.launcher import Kernel, Launch, on_device_of
+from gfsa.operators.fused.launcher import Kernel, Launch, multiprocessors, on_device_of
 from gfsa.operators.fused.problem import padded
 
 KEYS = 64
 """Cached tokens that a program reads at once."""
+STAGES = 2
+"""How many times as many are on their way."""
+MOST_SPLITS = 32
+"""Programs that share the keys of one head, a power of two at most."""
 
 
 def takes_layout(*tensors: Tensor) -> bool:
@@ -79,8 +83,10 @@ def _run(
     if mask is not None:
         mask = mask.expand(batch, heads, 1, k.shape[2])
         seen = (mask.stride(0), mask.stride(1), mask.stride(3))
+    splits = _splits(batch * heads, k.shape[2], q.device)
+    sums, arrived = _room(batch * heads, splits, padded(head_dim), q)
     launch = _launch(
-        batch * heads, head_dim, mask is not None, place is not None, q.dtype, q.device
+        batch * heads, head_dim, mask is not None, place is not None, splits, q.dtype, q.device
     )
     numbers = (
         *(scale, heads, heads // k.shape[1], k.shape[2] - 1, q.stride(0), q.stride(1)),
@@ -93,9 +99,34 @@ def _run(
             numbers,
             *(q, k, v, u, coeffs.contiguous()),
             *(q if mask is None else mask.view(torch.uint8), q if place is None else place),
-            *(y, u_new),
+            *(y, u_new, sums, arrived),
         )
     return y, u_new
+
+
+def _splits(heads: int, length: int, device: torch.device) -> int:
+    """How many programs share a head: enough to fill the GPU twice, with a tile for each."""
+    processors = multiprocessors(device.index) if device.type == "cuda" else 1
+    wanted = min(-(-2 * processors // heads), -(-length // KEYS), MOST_SPLITS)
+    # the largest power of two that is not more
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _room(heads: int, splits: int, width: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """For the programs' sums, and counters that are zero; neither is used without splits."""
+    if splits == 1:
+        return q, q
+    sums = torch.empty(heads * splits * (2 * width + 3), dtype=torch.float32, device=q.device)
+    if not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        # a graph has counters of its own, which each replay fills
+        return sums, torch.zeros(heads, dtype=torch.int32, device=q.device)
+    return sums, _counters(heads, q.device, torch.cuda.current_stream(q.device).cuda_stream)
+
+
+@functools.lru_cache(maxsize=64)
+def _counters(heads: int, device: torch.device, stream: int) -> Tensor:
+    """Zeros, which every launch leaves as zeros; launches of other streams have their own."""
+    return torch.zeros(heads, dtype=torch.int32, device=device)
 
 
 @torch.library.custom_op("gfsa::decode", mutates_args=())
@@ -138,16 +169,17 @@ def _launch(
     head_dim: int,
     masked: bool,
     on_device: bool,
+    splits: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Launch:
     width = padded(head_dim)
     return _Launch(
         _KERNEL,
-        (programs, 1, 1),
+        (programs, splits, 1),
         (device, dtype),
         (),
         (),
-        (head_dim, width, KEYS, masked, on_device),
+        (head_dim, width, KEYS, masked, on_device, splits, STAGES),
         num_warps=4,
     )

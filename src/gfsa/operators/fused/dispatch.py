@@ -37,7 +37,8 @@ class Path(Protocol):
         Args:
             q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
             coeffs: ``(H, 3)``, float32, contiguous.
-            mask: bool, broadcastable to ``(B, H, N, N)``, True takes part.
+            mask: bool, broadcastable to ``(B, H, N, N)``, True takes part; or spans with causality,
+                see :func:`~gfsa.operators.fused.problem.are_spans`.
             seed: one int64 on the device, which decides what dropout drops; None without dropout.
         """
 

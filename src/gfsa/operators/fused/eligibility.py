@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import tuned
+from gfsa.operators.visibility import refusal_of_spans
 
 
 def _installed_triton() -> tuple[int, ...]:
@@ -41,7 +42,7 @@ SHORT_MASK_ROW_STRIDE = 2**20
 # the versions of Triton whose Gluon they were measured and tested with
 SHORT_TRITON = ((3, 6),)
 
-# the kernel for one decoded token: largest head dim, most cached tokens for one program a head
+# the kernel for one decoded token: largest head dim, most cached tokens
 DECODE_HEAD_DIM = 256
 DECODE_LENGTH = 8192
 # `auto` takes kernels that were measured: benchmarks/decoding compares this one with torch's calls
@@ -70,6 +71,13 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     major, minor = capability(call.q.device)
     if (major, minor) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
         return _reason_as_tuned(call, degree)
+    if call.visible is not None:
+        if call.dropout_p or length <= SHORT_LENGTH:
+            return (
+                "windows and documents are measured without dropout, in rows of more than "
+                f"{SHORT_LENGTH} tokens"
+            )
+        return None
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
         # beyond the short kernels the passes are torch's
         if torch.compiler.is_compiling():
@@ -86,6 +94,8 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
 def _reason_as_tuned(call: AttentionCall, degree: int) -> str | None:
     """:func:`reason_against` on a machine that is known by ``gfsa tune`` alone."""
     mask = call.attn_mask
+    if call.visible is not None:
+        return "gfsa tune measures neither windows nor documents"
     if call.dropout_p or (mask is not None and not is_key_mask(mask)):
         return "gfsa tune measures neither dropout nor masks over queries and keys"
     if degree == 1 and torch.compiler.is_compiling():
@@ -105,6 +115,8 @@ def refusal_by_short(q: Tensor, mask: Tensor | None, scale: float) -> str | None
         return f"they take {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM} at most"
     if scale <= 0.0:
         return "they take positive scales only"
+    if mask is not None and mask.dtype != torch.bool:
+        return "they take neither windows nor documents"
     if mask is not None and not _is_constant_over(mask, -3):
         return "they take masks that are the same for every head only"
     if mask is not None and not is_key_mask(mask):
@@ -232,6 +244,12 @@ def _refusal_of_options(call: AttentionCall, degree: int) -> str | None:
         return "the fused kernels of degree 1 take as many heads of keys as of queries"
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return "the fused kernels take bool masks, not additive ones"
+    if call.visible is not None:
+        if degree == 1:
+            return "the fused kernels of degree 1 take neither windows nor documents"
+        refusal = refusal_of_spans(call.visible)
+        if refusal is not None:
+            return f"the fused kernels take causal windows and documents alone, here {refusal}"
     if call.dropout_p >= 1.0:
         return f"the fused kernels need dropout_p below 1, got {call.dropout_p}"
     if call.dropout_p and call.q.shape[-2] > LONGEST_WITH_DROPOUT:

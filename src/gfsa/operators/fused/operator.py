@@ -36,9 +36,15 @@ class FusedOperator(Operator):
     def __init__(self, call: AttentionCall) -> None:
         q, mask, scale = call.q, call.attn_mask, call.scale
         self.call = call
-        self.mask = None if mask is None else _with_contiguous_rows(mask, q.shape[-2])
+        is_causal = call.is_causal
+        if call.visible is not None:
+            # eligibility lets causal windows and documents through alone
+            mask, is_causal = call.visible.spans(q.shape[-2], q.device), True
+        elif mask is not None:
+            mask = _with_contiguous_rows(mask, q.shape[-2])
+        self.mask = mask
         self.options = Options(
-            1 / math.sqrt(q.shape[-1]) if scale is None else scale, call.is_causal, call.dropout_p
+            1 / math.sqrt(q.shape[-1]) if scale is None else scale, is_causal, call.dropout_p
         )
 
     def apply(self, x: Tensor) -> Tensor:

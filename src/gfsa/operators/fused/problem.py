@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 NO_MASK = 0
 KEY_MASK = 1
 FULL_MASK = 2
+SPANS = 3
 
 
 class Options(NamedTuple):
@@ -83,16 +84,29 @@ class Problem(NamedTuple):
         )
 
 
+def are_spans(mask: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a mask is given by the spans of what queries see, int32 ``(B or 1, 2, N)``.
+
+    Under causality query i sees the keys ``spans[:, 0, i] … i``, and key j is seen by the queries
+    ``j … spans[:, 1, j]``. Neither of them decreases. Documents and windows are such masks: see
+    :meth:`gfsa.operators.visibility.Visibility.spans`.
+    """
+    return mask is not None and mask.dtype == torch.int32
+
+
 def problem_of(q: Tensor, k: Tensor, mask: Tensor | None, options: Options) -> Problem:
     """The problem that a call poses.
 
     Args:
         q: ``(B, H, N, D)``; k: ``(B, H / group, N, D)``.
-        mask: bool, broadcastable to ``(B, H, N, N)``.
+        mask: bool, broadcastable to ``(B, H, N, N)``; or spans, see :func:`are_spans`.
     """
     batch, heads, length, head_dim = q.shape
     strides, kind = (0, 0, 0, 0), NO_MASK
-    if mask is not None:
+    if are_spans(mask):
+        # one row for all sequences, or a row for each
+        strides, kind = (0 if mask.shape[0] == 1 else 2 * length, 0, 0, 0), SPANS
+    elif mask is not None:
         strides, kind = _mask_layout(mask.shape, mask.stride(), length)
     return Problem(
         batch,
@@ -122,10 +136,13 @@ def _mask_layout(
 
 def pointers(mask: Tensor | None, seed: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
     """Mask and seed as kernels take them; ``unused``, which is never read, replaces None."""
-    return (
-        unused if mask is None else mask.view(torch.uint8),
-        unused if seed is None else seed,
-    )
+    if mask is None:
+        mask = unused
+    elif are_spans(mask):
+        mask = mask.contiguous()
+    else:
+        mask = mask.view(torch.uint8)
+    return mask, unused if seed is None else seed
 
 
 def padded(size: int) -> int:

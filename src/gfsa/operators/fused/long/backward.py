@@ -22,37 +22,48 @@ from gfsa.operators.fused.long.tiles import (
     JIT_OPTIONS,
     LOG2E,
     NO_MASK,
-    allowed,
+    SPANS,
     load_tile,
+    masked_tile,
+    probabilities,
     store_tile,
     survives,
 )
 
 
 @triton.jit
-def _probabilities(
-    s, lse, i, j, n, mask, scale, mask_i, mask_j,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    p = tl.exp2(s * (scale * LOG2E) - lse)
-    if MASKED:
-        p = tl.where(allowed(i, j, n, mask, mask_i, mask_j, CAUSAL, MASK), p, 0.0)
-    return p
-
-
-@triton.jit
 def _query_ranges(
-    row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr
-):
-    """Queries ``start … clear`` to be masked for a block of keys; the others see all of it."""
+    row, n, spans, last,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Queries ``clear … stop`` that see a whole block of keys, ``start … end`` to be masked.
+
+    With spans the queries to be masked lie on both sides of the others, as in
+    :func:`~gfsa.operators.fused.long.forward.key_ranges`: here a key whose document ends before
+    ``clear`` is seen by none of the queries ``clear … stop``.
+
+    Args:
+        spans: first keys of all queries, then last queries of all keys.
+        last: last queries of the block's keys.
+    """
     start = 0
     clear = 0
+    stop = n
     if CAUSAL:
         start = row // BN * BN
         clear = tl.minimum(tl.cdiv(row + BM, BN) * BN, n)
-    if MASK != NO_MASK:
-        clear = n
-    return start, clear
+    if MASK == SPANS:
+        # last queries, which lie behind the first keys, do not decrease from key to key
+        end = tl.load(spans + n + tl.minimum(row + BM, n) - 1) + 1
+        clear = tl.minimum(tl.cdiv(row + BM, BN), tl.cdiv(end, BN)) * BN
+        earliest = tl.min(tl.where(last >= clear, last + 1, end), 0)
+        stop = tl.maximum(earliest // BN * BN, clear)
+        end -= stop - clear
+    else:
+        if MASK != NO_MASK:
+            clear = n
+        end = clear
+    return clear, stop, start, end
 
 
 @triton.jit(**JIT_OPTIONS)
@@ -74,19 +85,34 @@ def grad_first_pass(
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_in)
-    k = load_tile(k_rows, b, h // group, row, BM, D)
     j = row + tl.arange(0, BM)
+    last = None
+    if MASK == SPANS:
+        # loaded while the copy engine brings the keys
+        last = tl.load(mask + n + j, mask=j < n, other=-1)
+    clear, stop, start, end = _query_ranges(row, n, mask, last, BM, BN, CAUSAL, MASK)
+    k = load_tile(k_rows, b, h // group, row, BM, D)
     half_j = row // 2 + tl.arange(0, BM) // 2
     z = tl.zeros((BM, D), tl.float32)
-    start, clear = _query_ranges(row, n, BM, BN, CAUSAL, MASK)
+    if MASK == SPANS:
+        z = _grad_first_range(
+            z, k, q_cols, g_cols, lse_in, mask, None, seed, b, h, bh, j, half_j, n,
+            clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        )  # fmt: skip
+        z = tl.where((last >= clear)[:, None], z, 0.0)
+        last = last[:, None]
     z = _grad_first_range(
-        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, clear,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+        z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
+        start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
-    z = _grad_first_range(
-        z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, clear, n,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-    )  # fmt: skip
+    if MASK != SPANS:
+        z = _grad_first_range(
+            z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
+            clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        )  # fmt: skip
     if DROPOUT:
         z = z / (1.0 - dropout_p)
     # rows beyond the last key hold arbitrary numbers, infinities included
@@ -113,19 +139,23 @@ def grad_first_pass(
 
 @triton.jit
 def _grad_first_range(
-    z, k, q_cols, g_cols, lse_in, mask, seed, b, h, bh, j, half_j, n, start, end,
-    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    z, k, q_cols, g_cols, lse_in, mask, last, seed, b, h, bh, j, half_j, n,
+    start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
-    for col in tl.range(start, end, BN, num_stages=STAGES):
+    for step in tl.range(start, end, BN, num_stages=STAGES):
+        col = step
+        if MASKED and MASK == SPANS:
+            col = masked_tile(step, clear, stop)
         i = col + columns
         half_i = col // 2 + columns // 2
         q = load_tile(q_cols, b, h, col, BN, D)
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
-        p = _probabilities(
-            s, lse[None, :], i[None, :], j[:, None], n, mask, scale, mask_i, mask_j,
+        p = probabilities(
+            s, lse[None, :], i[None, :], j[:, None], n, mask, None, last, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
         if DROPOUT:
@@ -160,25 +190,40 @@ def grad_keys(
         seed = tl.load(seed_in)
     c0 = tl.load(coeffs + h * 3)
     c2 = tl.load(coeffs + h * 3 + 2)
+    j = row + tl.arange(0, BM)
+    last = None
+    if MASK == SPANS:
+        # loaded while the copy engine brings the keys
+        last = tl.load(mask + n + j, mask=j < n, other=-1)
+    clear, stop, start, end = _query_ranges(row, n, mask, last, BM, BN, CAUSAL, MASK)
     k = load_tile(k_rows, b, h // group, row, BM, D)
     v = load_tile(v_rows, b, h // group, row, BM, D)
     u = load_tile(u_rows, b, h, row, BM, D)
     u = (u.to(tl.float32) * c2).to(k.dtype)
-    j = row + tl.arange(0, BM)
     half_j = row // 2 + tl.arange(0, BM) // 2
     dk = tl.zeros((BM, D), tl.float32)
     dv = tl.zeros((BM, D), tl.float32)
-    start, clear = _query_ranges(row, n, BM, BN, CAUSAL, MASK)
+    if MASK == SPANS:
+        dk, dv = _grad_keys_range(
+            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, None, seed, b, h, bh,
+            j, half_j, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        )  # fmt: skip
+        seen = (last >= clear)[:, None]
+        dk = tl.where(seen, dk, 0.0)
+        dv = tl.where(seen, dv, 0.0)
+        last = last[:, None]
     dk, dv = _grad_keys_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
-        half_j, n, start, clear,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
+        j, half_j, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
-    dk, dv = _grad_keys_range(
-        dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
-        half_j, n, clear, n,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
-    )  # fmt: skip
+    if MASK != SPANS:
+        dk, dv = _grad_keys_range(
+            dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh,
+            j, half_j, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+            D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        )  # fmt: skip
     if DROPOUT:
         dv = dv / (1.0 - dropout_p)
     g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
@@ -188,20 +233,23 @@ def grad_keys(
 
 @triton.jit
 def _grad_keys_range(
-    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, seed, b, h, bh, j,
-    half_j, n, start, end,
-    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    dk, dv, k, v, u, q_cols, g_cols, du_cols, delta_in, lse_in, mask, last, seed, b, h, bh, j,
+    half_j, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
-    for col in tl.range(start, end, BN, num_stages=STAGES):
+    for step in tl.range(start, end, BN, num_stages=STAGES):
+        col = step
+        if MASKED and MASK == SPANS:
+            col = masked_tile(step, clear, stop)
         i = col + columns
         half_i = col // 2 + columns // 2
         q = load_tile(q_cols, b, h, col, BN, D)
         lse = tl.load(lse_in + i, mask=i < n, other=float("inf")) * LOG2E
         s = tl.dot(k, tl.trans(q))
-        p = _probabilities(
-            s, lse[None, :], i[None, :], j[:, None], n, mask, scale, mask_i, mask_j,
+        p = probabilities(
+            s, lse[None, :], i[None, :], j[:, None], n, mask, None, last, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
         du = load_tile(du_cols, b, h, col, BN, D)
@@ -243,45 +291,56 @@ def grad_queries(
     if DROPOUT:
         seed = tl.load(seed_in)
     c2 = tl.load(coeffs + h * 3 + 2)
+    i = row + tl.arange(0, BM)
+    first = None
+    if MASK == SPANS:
+        # loaded while the copy engine brings the queries
+        first = tl.load(mask + i, mask=i < n, other=0)
+    clear, stop, start, end = key_ranges(row, n, mask, first, BM, BN, CAUSAL, MASK)
     q = load_tile(q_rows, b, h, row, BM, D)
     g = load_tile(g_rows, b, h, row, BM, D)
     g = (g.to(tl.float32) * c2).to(q.dtype)
     du = load_tile(du_rows, b, h, row, BM, D)
-    i = row + tl.arange(0, BM)
     half_i = row // 2 + tl.arange(0, BM) // 2
     at = bh.to(tl.int64) * n + i
     lse = tl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
     delta = tl.load(delta_in + at, mask=i < n, other=0.0)
     dq = tl.zeros((BM, D), tl.float32)
-    clear, end = key_ranges(row, n, BM, BN, CAUSAL, MASK)
+    clear_lse = lse
+    if MASK == SPANS:
+        clear_lse = tl.where(first < stop, lse, float("inf"))
+        first = first[:, None]
     dq = _grad_queries_range(
-        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
-        half_i, n, 0, clear,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
+        dq, q, g, du, clear_lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
+        bh, i, half_i, n, clear, stop, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, False,
     )  # fmt: skip
     dq = _grad_queries_range(
-        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, h // group, bh, i,
-        half_i, n, clear, end,
-        scale, mask_i, mask_j, dropout_p, D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
+        dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, h // group,
+        bh, i, half_i, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+        D, BN, STAGES, CAUSAL, MASK, DROPOUT, True,
     )  # fmt: skip
     store_tile(dq_rows, dq * scale, b, h, row, BM, D)
 
 
 @triton.jit
 def _grad_queries_range(
-    dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, seed, b, h, key_head, bh, i,
-    half_i, n, start, end,
-    scale, mask_i, mask_j, dropout_p, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    dq, q, g, du, lse, delta, k_cols, v_cols, u_cols, mask, first, seed, b, h, key_head, bh, i,
+    half_i, n, start, end, clear, stop, scale, mask_i, mask_j, dropout_p,
+    D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BN)
-    for col in tl.range(start, end, BN, num_stages=STAGES):
+    for step in tl.range(start, end, BN, num_stages=STAGES):
+        col = step
+        if MASKED and MASK == SPANS:
+            col = masked_tile(step, clear, stop)
         j = col + columns
         half_j = col // 2 + columns // 2
         k = load_tile(k_cols, b, key_head, col, BN, D)
         s = tl.dot(q, tl.trans(k))
-        p = _probabilities(
-            s, lse[:, None], i[:, None], j[None, :], n, mask, scale, mask_i, mask_j,
+        p = probabilities(
+            s, lse[:, None], i[:, None], j[None, :], n, mask, first, None, scale, mask_i, mask_j,
             CAUSAL, MASK, MASKED,
         )  # fmt: skip
         u = load_tile(u_cols, b, h, col, BN, D)

@@ -14,7 +14,15 @@ from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import backward as backward_kernels
 from gfsa.operators.fused.long import forward as forward_kernels
 from gfsa.operators.fused.long.tile_sizes import tiles
-from gfsa.operators.fused.problem import Options, Problem, Saved, padded, pointers, problem_of
+from gfsa.operators.fused.problem import (
+    SPANS,
+    Options,
+    Problem,
+    Saved,
+    padded,
+    pointers,
+    problem_of,
+)
 
 
 def forward(
@@ -102,7 +110,8 @@ def _launches(problem: Problem) -> dict[str, Launch]:
 def _launch(name: str, problem: Problem) -> Launch:
     kernel = _KERNELS[name]
     scale, is_causal, dropout_p = problem.options
-    cut = tiles(name, problem.head_dim, problem.length, is_causal, dropout_p > 0)
+    packed = problem.mask_kind == SPANS
+    cut = tiles(name, problem.head_dim, problem.length, is_causal, dropout_p > 0, packed)
     width = padded(problem.head_dim)
     # the name of each tensor argument ends in the side that it is on
     arguments = inspect.signature(kernel.function.fn).parameters

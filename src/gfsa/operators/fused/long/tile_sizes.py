@@ -29,13 +29,25 @@ TILES: dict[str, dict[int, Tiles]] = {
 # narrower steps where half of them are masked
 CAUSAL = {"grad_keys": Tiles(64, 32, 4, 2), "grad_first_pass": Tiles(64, 64, 4, 2)}
 
+# documents and windows: less of a narrow tile is hidden at their borders
+PACKED = {
+    ("grad_keys", 128): Tiles(64, 32, 4, 3),
+    ("grad_queries", 64): Tiles(64, 32, 4, 3),
+    ("grad_queries", 128): Tiles(64, 32, 4, 3),
+}
+
 # taller tiles where every row sees every key, from this length on
 TALL = Tiles(128, 64, 4, 3)
 TALL_FROM = {"combine": 2048, "grad_first_pass": 192}
 
 
-def tiles(kernel: str, head_dim: int, length: int, is_causal: bool, dropout: bool) -> Tiles:
-    """The tiles of ``kernel`` for one call."""
+def tiles(
+    kernel: str, head_dim: int, length: int, is_causal: bool, dropout: bool, packed: bool = False
+) -> Tiles:
+    """The tiles of ``kernel`` for one call; ``packed`` if there are documents or a window."""
+    limit = 64 if head_dim <= 64 else 128
+    if packed and (kernel, limit) in PACKED:
+        return PACKED[kernel, limit]
     tall = length >= TALL_FROM.get(kernel, length + 1) and not (is_causal or dropout)
     if tall and head_dim <= 64:
         return TALL

@@ -21,6 +21,7 @@ JIT_OPTIONS = {
 NO_MASK = tl.constexpr(problem.NO_MASK)
 KEY_MASK = tl.constexpr(problem.KEY_MASK)
 FULL_MASK = tl.constexpr(problem.FULL_MASK)
+SPANS = tl.constexpr(problem.SPANS)
 
 
 @triton.jit
@@ -36,11 +37,31 @@ def store_tile(tensor, tile, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def allowed(i, j, n, mask, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: tl.constexpr):
-    """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation."""
-    keep = j < n
-    if CAUSAL:
-        keep = keep & (j <= i)
+def masked_tile(col, clear, stop):
+    """The tile to be masked that a loop has reached: those in ``clear … stop`` are left out."""
+    return tl.where(col < clear, col, col + (stop - clear))
+
+
+@triton.jit
+def allowed(
+    i, j, n, mask, first, last, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: tl.constexpr
+):
+    """Whether query ``i`` sees key ``j``; the two indices broadcast, in either orientation.
+
+    With spans, the kernel passes what it knows of the rows it owns: ``first``, the first key of
+    each query ``i``, or ``last``, the last query of each key ``j``; the other is None.
+    """
+    if MASK == SPANS:
+        # keys beyond the last one are later than every query that is stored
+        keep = j <= i
+        if first is not None:
+            keep = keep & (j >= first)
+        if last is not None:
+            keep = keep & (i <= last)
+    else:
+        keep = j < n
+        if CAUSAL:
+            keep = keep & (j <= i)
     if MASK == KEY_MASK:
         keep = keep & (tl.load(mask + j * col_stride, mask=j < n, other=0) != 0)
     if MASK == FULL_MASK:
@@ -48,6 +69,23 @@ def allowed(i, j, n, mask, row_stride, col_stride, CAUSAL: tl.constexpr, MASK: t
         at = i.to(tl.int64) * row_stride + j.to(tl.int64) * col_stride
         keep = keep & (tl.load(mask + at, mask=(i < n) & (j < n), other=0) != 0)
     return keep
+
+
+@triton.jit
+def probabilities(
+    s, lse, i, j, n, mask, first, last, scale, mask_i, mask_j,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """``A = exp(scale·S − LSE)`` of one tile, zero where a query does not see a key."""
+    if MASKED:
+        keep = allowed(i, j, n, mask, first, last, mask_i, mask_j, CAUSAL, MASK)
+        if MASK == SPANS:
+            # before the exponential, where the compiler need not keep the comparisons
+            lse = tl.where(keep, lse, float("inf"))
+    p = tl.exp2(s * (scale * LOG2E) - lse)
+    if MASKED and MASK != SPANS:
+        p = tl.where(keep, p, 0.0)
+    return p
 
 
 @triton.jit

@@ -122,7 +122,7 @@ def prepared_for(
         return None
     signature = (
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), v.stride()),
-        None if mask is None else (mask.shape, mask.stride()),
+        None if mask is None else (mask.shape, mask.stride(), mask.dtype),
         options,
     )
     found = _PREPARED.get(signature)

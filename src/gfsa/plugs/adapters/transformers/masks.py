@@ -69,7 +69,7 @@ class DescribedMask:
         old = self.visible
         keys = None if old.keys is None else old.keys.to(device)
         documents = None if old.documents is None else old.documents.to(device)
-        visible = Visibility(keys, None, old.causal, old.window, documents)
+        visible = Visibility(keys, None, old.causal, old.window, documents, old.in_order)
         return DescribedMask(visible, self.shape[0], self.shape[-1], device)
 
     def __getattr__(self, name: str) -> Any:
@@ -219,7 +219,7 @@ def _describe(
     documents = None
     if causal and padding is None and _may_be_packed(mask_function, config):
         documents = _documents(mask_function, batch_size, length, device)
-    return Visibility(keys, None, causal, window, documents)
+    return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
 
 
 def _may_be_packed(mask_function: Any, config: Any) -> bool:

@@ -1,0 +1,153 @@
+"""Documents and windows on a GPU: as exact as torch's attention, no tensor of N×N, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+from gfsa.functional import graph_filter_attention
+from gfsa.operators import AttentionOperator, Visibility
+from support.fused_cases import NAMES, error
+from support.packed_cases import Packed, attention_errors, run
+
+BF16, FP16 = torch.bfloat16, torch.float16
+MIXED = [1800, 64, 1, 2500, 77, 640, 1, 1, 1000, 128, 300, 1680]
+
+
+def on_gpu(*rows: list[int], **options: object) -> Packed:
+    return Packed(rows, device="cuda", **{"head_dim": 64, "dtype": BF16, **options})  # type: ignore[arg-type]
+
+
+CASES = [
+    on_gpu([700, 300, 1, 1047]),
+    on_gpu([700, 300, 1, 1047], dtype=FP16, window=256, projected=True),
+    on_gpu([700, 300, 1, 1047], head_dim=128),
+    on_gpu([700, 300, 1, 1047], head_dim=128, dtype=FP16, heads=4, key_heads=2, window=300),
+    on_gpu([64, 128, 256, 64], [500, 12], [512], heads=4, key_heads=1, projected=True),
+    on_gpu([513, 1, 486], window=100),
+    on_gpu([50, 50]),
+    on_gpu([1000, 1, 24], head_dim=80),
+    on_gpu([1024], window=16, dtype=FP16),
+    on_gpu([300, 212], dropout_p=0.1, heads=4),
+    on_gpu([300, 212], scale=-0.2, head_dim=128),
+    on_gpu(MIXED),
+    on_gpu(MIXED, head_dim=128, key_heads=1),
+    on_gpu([8192], head_dim=128, dtype=FP16, window=1024),
+]
+
+
+@pytest.mark.parametrize("packed", CASES, ids=str)
+def test_as_exact_as_attention(packed: Packed) -> None:
+    torch.manual_seed(1)
+    got, expected = run(packed)
+    plain = attention_errors(packed)
+    # rounding of the inputs to the last product, where n is too small for errors to average
+    floor = 0.2 * torch.finfo(packed.dtype).eps
+    allowed = dict(zip(NAMES, [2 * e + floor for e in plain], strict=False), dc=5e-3)
+    size = max(x.norm().item() for x in expected)
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert torch.isfinite(x).all(), name
+        # a gradient that vanishes but for rounding (of q, in a window of one token)
+        negligible = (x.double() - y).norm().item() <= 1e-4 * size
+        assert negligible or error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+
+
+@pytest.mark.parametrize("packed", [CASES[0], CASES[3], CASES[12]], ids=str)
+def test_the_same_bits_again(packed: Packed) -> None:
+    """Also of launches that bypass Triton's launcher, from the second call on."""
+    results = []
+    for _ in range(3):
+        torch.manual_seed(2)
+        results.append(run(packed)[0])
+    for again in results[1:]:
+        for name, x, y in zip(NAMES, results[0], again, strict=True):
+            assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_documents_are_documents_alone(head_dim: int) -> None:
+    packed = on_gpu(MIXED, head_dim=head_dim)
+    q, k, v, coeffs, g = packed.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    together = AttentionOperator(q, k, visible=packed.visible(), backend="fused")
+    y = together.polynomial(coeffs, v)
+    alone = [
+        graph_filter_attention(*parts, coeffs, is_causal=True)
+        for parts in zip(*(x.split(MIXED, 2) for x in (q, k, v)), strict=True)
+    ]
+    z = torch.cat(alone, 2)
+    grads = [torch.autograd.grad(out, inputs, g) for out in (y, z)]
+    for name, mine, other in zip(NAMES, (y, *grads[0]), (z, *grads[1]), strict=True):
+        assert error(mine, other) <= 0.02, name
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    """A bool mask of all queries and keys alone would take 64 MiB."""
+    packed = on_gpu(MIXED)
+    q, k, v, coeffs, g = packed.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+
+    def step() -> None:
+        operator = AttentionOperator(q, k, visible=packed.visible(), backend="fused")
+        torch.autograd.grad(operator.polynomial(coeffs, v), inputs, g)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    taken = torch.cuda.max_memory_allocated() - before
+    print(f"{taken / 2**20:.1f} MiB, q takes {q.numel() * 2 / 2**20:.1f}")
+    assert taken <= 12 * q.numel() * q.element_size()
+
+
+def step_of(documents: Tensor, inputs: list[Tensor], g: Tensor) -> list[Tensor]:
+    q, k, v, coeffs = inputs
+    visible = Visibility(causal=True, documents=documents, in_order=True)
+    y = AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
+    return [y, *torch.autograd.grad(y, inputs, g)]
+
+
+def test_captured_in_a_graph() -> None:
+    """Replays see the documents that the caller has written since."""
+    first, second = on_gpu([200, 312]), on_gpu([400, 50, 62])
+    q, k, v, coeffs, g = first.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    documents = first.visible().documents
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step_of(documents, inputs, g)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step_of(documents, inputs, g)
+    for packed in (first, second):
+        documents.copy_(packed.visible().documents)
+        graph.replay()
+        for name, x, y in zip(NAMES, replayed, step_of(documents, inputs, g), strict=True):
+            assert torch.equal(x, y), name
+
+
+def test_compiled_whole() -> None:
+    packed = on_gpu([200, 312])
+    q, k, v, coeffs, g = packed.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+
+    def forward(documents: Tensor, *inputs: Tensor) -> Tensor:
+        q, k, v, coeffs = inputs
+        visible = Visibility(causal=True, window=150, documents=documents, in_order=True)
+        return AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
+
+    documents = packed.visible().documents
+    y = forward(documents, *inputs)
+    z = torch.compile(forward, fullgraph=True)(documents, *inputs)
+    assert torch.equal(y, z)
+    for a, b in zip(
+        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
+    ):
+        assert torch.equal(a, b)

@@ -1,0 +1,110 @@
+"""Packed rows and windows for the fused kernels, and what they must give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator, Visibility
+from gfsa.operators.fused.autograd import filter_attention
+from gfsa.operators.fused.problem import Options
+from support.dropout import surviving
+from support.fused_cases import Problem, error
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A causal call on rows of documents."""
+
+    lengths: Sequence[Sequence[int]]
+    """The lengths of the documents, row by row; each row has as many tokens."""
+    heads: int = 2
+    head_dim: int = 16
+    key_heads: int = 0
+    window: int | None = None
+    dropout_p: float = 0.0
+    projected: bool = False
+    scale: float | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        # rows of a hundred documents would make a long name
+        rows = "+".join(
+            "-".join(map(str, row)) if len(row) < 8 else f"{len(row)} of {sum(row)}"
+            for row in self.lengths
+        )
+        options = (self.window, self.key_heads, self.dropout_p, self.projected, self.scale)
+        return f"{rows} {self.heads}x{self.head_dim} {options} {self.dtype}"
+
+    @property
+    def length(self) -> int:
+        (length,) = {sum(row) for row in self.lengths}
+        return length
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, coefficients and the output's gradient."""
+        sizes = (len(self.lengths), self.heads, self.length, self.head_dim, self.key_heads)
+        problem = Problem(*sizes, projected=self.projected, dtype=self.dtype, device=self.device)
+        return problem.tensors()
+
+    def visible(self) -> Visibility:
+        documents = torch.stack(
+            [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in self.lengths]
+        )
+        return Visibility(
+            causal=True,
+            window=self.window,
+            documents=documents[:, None].to(self.device),
+            in_order=True,
+        )
+
+    def call(self, q: Tensor, k: Tensor) -> AttentionCall:
+        """Without dropout."""
+        return AttentionCall(
+            q,
+            k,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            visible=self.visible(),
+        )
+
+
+def run(packed: Packed, seed: int = 7) -> tuple[list[Tensor], list[Tensor]]:
+    """What the kernels give for one call, and what the specification gives in float64.
+
+    Both as [out, dq, dk, dv, dc].
+    """
+    q, k, v, coeffs, g = packed.tensors()
+    call = packed.call(q, k)
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    drop = packed.dropout_p
+    key = torch.tensor([seed], device=packed.device) if drop else None
+    spans = packed.visible().spans(packed.length, q.device)
+    assert call.scale is not None
+    out = filter_attention(*inputs, spans, key, Options(call.scale, True, drop))
+    got = [out, *torch.autograd.grad(out, inputs, g)]
+
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    matrix = DenseOperator.from_call(packed.call(*exact[:2])).matrix
+    if drop:
+        sizes = (*q.shape[:3], seed, drop, packed.device)
+        matrix = matrix * (surviving(*sizes).double() / (1 - drop))
+    out = DenseOperator(matrix).polynomial(exact[3], exact[2])
+    expected = [out, *torch.autograd.grad(out, exact, g.double())]
+    return [x.detach() for x in got], [x.detach() for x in expected]
+
+
+def attention_errors(packed: Packed) -> list[float]:
+    """Relative errors of torch's attention on such inputs, in their dtype: out, dq, dk, dv."""
+    q, k, v, _, g = packed.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = SDPAOperator(packed.call(q, k)).apply(v)
+    got = [out, *torch.autograd.grad(out, inputs, g)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = DenseOperator.from_call(packed.call(*exact[:2])).apply(exact[2])
+    expected = [out, *torch.autograd.grad(out, exact, g.double())]
+    return [error(x, y) for x, y in zip(got, expected, strict=True)]

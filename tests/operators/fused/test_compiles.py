@@ -118,6 +118,28 @@ def test_passes(name: str, spans: bool) -> None:
     assert "STACK:0 " in usage
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize("name", KERNELS)
+def test_passes_on_older_gpus(name: str, capability: int) -> None:
+    """Loads run ahead there as well, and next to nothing spills."""
+    tiles = tile_sizes.tiles(name, 64, 1024, True, False)
+    kernel = KERNELS[name]
+    described = {
+        argument: address() for argument in kernel.arg_names if argument[-5:] in ("_rows", "_cols")
+    }
+    constants = {
+        "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages, "CAUSAL": True,
+        "MASK": 0, "DROPOUT": False, "group": 1,
+    }  # fmt: skip
+    target = GPUTarget("cuda", capability, 32)
+    compiled, usage = compile_for(target, ASTSource, kernel, described, constants, tiles.warps)
+    print(name, capability, usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 64
+    assert compiled.metadata.shared <= SHARED[capability] * 1024
+    assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
+
+
 # the others compile the same code in other versions
 ONCE = ("attend_once", "grad_queries_once", "grad_keys_once")
 QUICK = (("grad_keys_once", 90), ("grad_keys_once", 80))

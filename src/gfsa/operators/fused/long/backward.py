@@ -23,12 +23,11 @@ from gfsa.operators.fused.long.tiles import (
     LOG2E,
     NO_MASK,
     SPANS,
-    load_tile,
     masked_tile,
     probabilities,
-    store_tile,
     survives,
 )
+from gfsa.operators.fused.tile_access import load_tile, store_tile
 
 
 @triton.jit

@@ -36,6 +36,7 @@ from gfsa.operators.fused.launcher import Kernel, Launch, multiprocessors
 from gfsa.operators.fused.layout import empty_like, result_strides
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import Options, Problem, Saved, padded, problem_of
+from gfsa.operators.fused.tile_access import describe
 
 SHORTEST = 2048
 ROWS = 64
@@ -184,9 +185,9 @@ def _attention_gradient(
 
 # kernels, and how many tensors each of them takes
 _KERNELS = {
-    "second_pass": (Kernel(elementwise.second_pass), 5),
-    "grad_first": (Kernel(elementwise.grad_first), 4),
-    "add_up": (Kernel(elementwise.add_up), 9),
+    "second_pass": (Kernel(elementwise.second_pass, describe), 5),
+    "grad_first": (Kernel(elementwise.grad_first, describe), 4),
+    "add_up": (Kernel(elementwise.add_up, describe), 9),
 }
 
 

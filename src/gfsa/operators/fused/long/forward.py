@@ -21,12 +21,11 @@ from gfsa.operators.fused.long.tiles import (
     NO_MASK,
     SPANS,
     allowed,
-    load_tile,
     masked_tile,
     probabilities,
-    store_tile,
     survives,
 )
+from gfsa.operators.fused.tile_access import load_tile, store_tile
 
 
 @triton.jit(**JIT_OPTIONS)

@@ -23,6 +23,7 @@ from gfsa.operators.fused.problem import (
     pointers,
     problem_of,
 )
+from gfsa.operators.fused.tile_access import describe
 
 
 def forward(
@@ -90,7 +91,7 @@ def cudnn_would_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, option
 
 
 _KERNELS = {
-    function.fn.__name__: Kernel(function)
+    function.fn.__name__: Kernel(function, describe)
     for function in (
         forward_kernels.attend,
         forward_kernels.combine,

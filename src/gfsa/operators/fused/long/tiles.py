@@ -1,4 +1,4 @@
-"""Steps of the long kernels on one tile: load and store it, mask its scores, drop entries."""
+"""Steps of the long kernels on one tile: mask its scores, drop entries."""
 
 from __future__ import annotations
 
@@ -22,18 +22,6 @@ NO_MASK = tl.constexpr(problem.NO_MASK)
 KEY_MASK = tl.constexpr(problem.KEY_MASK)
 FULL_MASK = tl.constexpr(problem.FULL_MASK)
 SPANS = tl.constexpr(problem.SPANS)
-
-
-@triton.jit
-def load_tile(tensor, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows ``row … row+ROWS`` of one head; rows beyond the tensor read as zero."""
-    return tl.reshape(tensor.load([b, h, row, 0]), [ROWS, D])
-
-
-@triton.jit
-def store_tile(tensor, tile, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
-    """Write rows ``row … row+ROWS`` of one head; rows beyond the tensor are not written."""
-    tensor.store([b, h, row, 0], tl.reshape(tile.to(tensor.dtype), [1, 1, ROWS, D]))
 
 
 @triton.jit

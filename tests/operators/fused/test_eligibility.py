@@ -110,6 +110,9 @@ def test_refused_descriptions(visible: Visibility, degree: int, reason: str) -> 
 def test_windows_and_documents_where_they_are_measured(
     visible: Visibility, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = call(1, 4, 8192, 64, visible=visible)
+    assert "not measured yet" in choice.choose("auto", *asked).reason
+    monkeypatch.setattr(eligibility, "SPANS_ARE_MEASURED", True)
     for head_dim in (64, 128):
         asked = call(1, 4, 8192, head_dim, visible=visible)
         assert choice.choose("auto", *asked).backend == "fused"

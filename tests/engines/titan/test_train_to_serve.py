@@ -40,12 +40,19 @@ def vllm() -> Path:
 
 
 # so few steps that a text still depends on more than the word before
-@pytest.mark.parametrize(("name", "steps"), [("llama", 8), ("qwen", 20)])
+@pytest.mark.parametrize(("name", "steps", "files"), [("llama", 8, 2), ("qwen", 20, 1)])
 def test_a_trained_model_is_served(
-    name: str, steps: int, vllm: Path, tmp_path: Path, record: Callable[[str, str], None]
+    name: str,
+    steps: int,
+    files: int,
+    vllm: Path,
+    tmp_path: Path,
+    record: Callable[[str, str], None],
 ) -> None:
     assets = tmp_path / "assets"
     tiny.write_assets(assets, name)
+    if files > 1:
+        tiny.write_index(assets, name)
     run = runs.train(
         tmp_path / "run",
         name,
@@ -56,6 +63,7 @@ def test_a_trained_model_is_served(
     )
     assert run.losses[-1] < run.losses[0] - 0.5, "the model learned too little"
     folder = run.checkpoint(steps)
+    assert len(list(folder.glob("model-*.safetensors"))) == files
 
     expected = generated(folder, with_filters=True)
     # a filter that changed nothing, or a text of one word, would hide an error
@@ -73,7 +81,7 @@ def test_a_trained_model_is_served(
     )
     assert worst < TOLERANCE
     record(
-        f"{tiny.TITLES[name]}, trained {steps} steps on FSDP2, exported, served by vLLM: "
+        f"{tiny.TITLES[name]}, trained on FSDP2, exported (files: {files}), served by vLLM: "
         f"{len(PROMPTS)} prompts, {NEW_TOKENS} greedy tokens each",
         f"the text that transformers generates, log-probabilities to {worst:.0e}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,3 +203,17 @@ def write_assets(folder: Path, name: str) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<s>"
     ).save_pretrained(folder)
+
+
+def write_index(folder: Path, name: str) -> None:
+    """The index of weights in two files, as ``hf_assets_path`` has it for a large model."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(transformers_config(name)).state_dict()
+    upper = f"model.layers.{LAYERS // 2}."
+    weight_map = {
+        key: f"model-0000{1 if key < upper else 2}-of-00002.safetensors" for key in weights
+    }
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -1,9 +1,9 @@
 """Lets torchtitan's trainer run on a CPU with gloo and torch 2.13, for tests.
 
 torchtitan trains on accelerators only: its globals name one, its metrics ask for the memory of
-one, gloo has no PREMUL_SUM, and flex attention has no backward on a CPU. Its pipeline schedules
-take microbatches, as those of a newer torch do. What is replaced here is around the model;
-attention is replaced by masked SDPA, which is the same map.
+one, gloo has no PREMUL_SUM, flex attention has no backward on a CPU, and varlen attention has no
+kernel. Its pipeline schedules take microbatches, as those of a newer torch do. What is replaced
+here is around the model; attention is replaced by SDPA, which is the same map.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def use_cpu() -> None:
     FSDPModule.set_gradient_divide_factor = _sum_then_divide
     PipelineScheduleSingle.step = _step_of_microbatches
     attention.FlexAttention._compiled_flex_attn = staticmethod(_masked_sdpa)
+    attention.varlen_attn = _sdpa_of_documents
     # compiling it takes a CPU a minute
     attention._compiled_create_block_mask = create_block_mask
 
@@ -96,3 +97,30 @@ def _masked_sdpa(
     assert enable_gqa == (q.shape[1] != k.shape[1]), "keys are grouped without enable_gqa"
     y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
     return y, None
+
+
+def _sdpa_of_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    *_: Any,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+    **__: Any,
+) -> Tensor:
+    """Varlen attention ``(tokens, heads, D)``, one document after the other."""
+    assert window_size == (-1, 0), "causal, without a window"
+    assert torch.equal(starts, key_starts)
+    assert enable_gqa == (q.shape[1] != k.shape[1]), "keys are grouped without enable_gqa"
+    sizes = starts.diff().tolist()
+    documents = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (q, k, v)), strict=True)
+    attended = [
+        F.scaled_dot_product_attention(
+            *document, is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
+        for document in documents
+    ]
+    return torch.cat(attended, dim=1).transpose(0, 1)

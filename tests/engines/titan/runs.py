@@ -12,12 +12,15 @@ from typing import Any
 
 HERE = Path(__file__).parent
 
-OVERRIDES = (
-    "--override.imports",
-    'gfsa.titan.filters={"K": 3}',
-    'gfsa.titan.optimizer={"lr": 0.05}',
-    "gfsa.titan.checkpoint",
-)
+
+def overrides(rate: float = 0.05) -> tuple[str, ...]:
+    """The arguments that put filters into a model, trained with a rate of their own."""
+    return (
+        "--override.imports",
+        'gfsa.titan.filters={"K": 3}',
+        f'gfsa.titan.optimizer={{"lr": {rate}}}',
+        "gfsa.titan.checkpoint",
+    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def seed(folder: Path, assets: Path, config: str = "llama") -> Path:
         folder,
         config,
         *("--hf_assets_path", str(assets), "--checkpoint.enable"),
-        *OVERRIDES,
+        *overrides(),
         steps=4,
     )
     return run.checkpoint(4)
@@ -87,9 +90,7 @@ def export(folder: Path, assets: Path, checkpoint: Path, processes: int = 1) -> 
         *("--hf_assets_path", str(assets), "--checkpoint.enable", "--checkpoint.last_save_in_hf"),
         *("--checkpoint.initial_load_path", str(checkpoint)),
         *("--training.local_batch_size", str(4 // processes)),
-        *OVERRIDES[:2],
-        'gfsa.titan.optimizer={"lr": 0.0}',
-        OVERRIDES[3],
+        *overrides(rate=0.0),
         steps=1,
         processes=processes,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -28,6 +29,8 @@ VOCABULARY = 96
 LENGTH = 256  # context parallelism shards whole blocks of 128 tokens
 BATCH = 4
 LAYERS = 4
+WIDTH = 128  # heads are 32 wide, the least that vLLM serves on a CPU
+TITLES = {"llama": "Llama 3", "qwen": "Qwen3"}
 
 
 class Documents(BaseDataLoader):
@@ -67,17 +70,17 @@ def document_row(number: int) -> tuple[Tensor, Tensor]:
     return tokens, positions
 
 
-def llama() -> Trainer.Config:
+def llama(inner_attention: str = "flex") -> Trainer.Config:
     """Llama 3 with two query heads for each key."""
     spec = llama3.model_registry("debugmodel")
     spec.model.layers = llama3._build_llama3_layers(
         n_layers=LAYERS,
-        dim=64,
+        dim=WIDTH,
         n_heads=4,
         n_kv_heads=2,
         hidden_dim=96,
-        rope=ComplexRoPE.Config(dim=16, max_seq_len=LENGTH, theta=10000, scaling="none"),
-        attn_backend="flex",
+        rope=ComplexRoPE.Config(dim=WIDTH // 4, max_seq_len=LENGTH, theta=10000, scaling="none"),
+        attn_backend=inner_attention,
     )
     return trainer(spec)
 
@@ -90,20 +93,28 @@ def llama_at_rest() -> Trainer.Config:
 
 
 def qwen() -> Trainer.Config:
-    """Qwen3, which normalises queries and keys."""
+    """Qwen3, which normalises queries and keys; its output layer is tied to its embeddings."""
     spec = qwen3.model_registry("debugmodel")
     spec.model.layers = qwen3._build_qwen3_layers(
         n_layers=LAYERS,
-        dim=64,
+        dim=WIDTH,
         n_heads=4,
         n_kv_heads=2,
-        head_dim=24,
+        head_dim=64,
         hidden_dim=96,
-        rope=CosSinRoPE.Config(dim=24, max_seq_len=LENGTH, theta=10000.0),
+        rope=CosSinRoPE.Config(dim=64, max_seq_len=LENGTH, theta=10000.0),
         fuse_qkv=True,
         attn_backend="flex",
     )
     return trainer(spec)
+
+
+def untied_qwen() -> Trainer.Config:
+    """:func:`qwen` with an output layer of its own, as from 8B on; a pipeline needs that."""
+    config = qwen()
+    config.model_spec.model.enable_weight_tying = False
+    config.model_spec.model.tok_embeddings.param_init = {"weight": nn.init.normal_}
+    return config
 
 
 def upper_llama() -> Trainer.Config:
@@ -116,10 +127,10 @@ def upper_llama() -> Trainer.Config:
 
 def trainer(spec: ModelSpec) -> Trainer.Config:
     model = spec.model
-    model.dim, model.vocab_size = 64, VOCABULARY
-    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCABULARY, 64
-    model.lm_head.in_features, model.lm_head.out_features = 64, VOCABULARY
-    model.norm.normalized_shape = 64
+    model.dim, model.vocab_size = WIDTH, VOCABULARY
+    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCABULARY, WIDTH
+    model.lm_head.in_features, model.lm_head.out_features = WIDTH, VOCABULARY
+    model.norm.normalized_shape = WIDTH
     return Trainer.Config(
         loss=ChunkedLossWrapper.Config(
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
@@ -153,7 +164,7 @@ def transformers_config(name: str) -> Any:
 
     shared: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 64,
+        "hidden_size": WIDTH,
         "intermediate_size": 96,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
@@ -164,11 +175,20 @@ def transformers_config(name: str) -> Any:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    if name == "qwen":
+    if name.endswith("qwen"):
         return transformers.Qwen3Config(
-            **shared, head_dim=24, rms_norm_eps=1e-6, tie_word_embeddings=True
+            **shared,
+            architectures=["Qwen3ForCausalLM"],
+            head_dim=64,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=name == "qwen",
         )
-    return transformers.LlamaConfig(**shared, rms_norm_eps=1e-5, tie_word_embeddings=False)
+    return transformers.LlamaConfig(
+        **shared,
+        architectures=["LlamaForCausalLM"],
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    )
 
 
 def write_assets(folder: Path, name: str) -> None:
@@ -183,3 +203,17 @@ def write_assets(folder: Path, name: str) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<s>"
     ).save_pretrained(folder)
+
+
+def write_index(folder: Path, name: str) -> None:
+    """The index of weights in two files, as ``hf_assets_path`` has it for a large model."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(transformers_config(name)).state_dict()
+    upper = f"model.layers.{LAYERS // 2}."
+    weight_map = {
+        key: f"model-0000{1 if key < upper else 2}-of-00002.safetensors" for key in weights
+    }
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -35,7 +35,8 @@ _FILTER = re.compile(rf"^layers\.(\d+)\.attention\.{CHILD}\.(\w+)$")
 # files of a transformers folder that are weights, which the export has itself
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _INDEX = "model.safetensors.index.json"
-_DESCRIPTIONS = "gfsa-descriptions.safetensors"
+# torchtitan's adapters take the first number of a name in the index for the number of the file
+_DESCRIPTIONS = "gfsa-descriptions-00001.safetensors"
 
 
 class FilterAdapter(BaseStateDictAdapter):
@@ -56,6 +57,8 @@ class FilterAdapter(BaseStateDictAdapter):
         self._adapter = adapter
         self._projection = projection[0]
         self._attention = projection[0].removesuffix(".weight").rpartition(".")[0]
+        layers = re.escape(self._attention).replace(r"\{\}", r"(\d+)")
+        self._of_filters = re.compile(rf"^{layers}\.{CHILD}\.(\w+)$")
         self.leaves_out_filters = False
         """Whether the transformers folder that is read has no filters."""
 
@@ -77,21 +80,24 @@ class FilterAdapter(BaseStateDictAdapter):
         return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        layers = re.escape(self._attention).replace(r"\{\}", r"(\d+)")
-        of_filters = re.compile(rf"^{layers}\.{CHILD}\.(\w+)$")
-        filters, rest = _split(hf_state_dict, of_filters)
+        filters, rest = _split(hf_state_dict, self._of_filters)
         converted: dict[str, Any] = self._adapter.from_hf(rest)
         for key, value in filters.items():
-            layer, name = _groups(of_filters, key)
+            layer, name = _groups(self._of_filters, key)
             converted[f"layers.{layer}.attention.{CHILD}.{name}"] = value
         return converted
 
     @property
     def fqn_to_index_mapping(self) -> dict[Any, int] | None:
-        """The file of each key where the weights are in several: a filter's is its layer's."""
-        files: dict[Any, int] | None = self._adapter.fqn_to_index_mapping
-        if files is None:
+        """The file of each key where the weights are in several: a filter's is its layer's.
+
+        ``hf_assets_path`` may be a folder with filters, such as an export: what its index says of
+        them is left out, because the model has filters of its own or none.
+        """
+        named: dict[Any, int] | None = self._adapter.fqn_to_index_mapping
+        if named is None:
             return None
+        _, files = _split(named, self._of_filters)
         added = {
             self.name_of(layer, "theta"): files[self._projection.format(layer)]
             for layer, filter in self.filters().items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import difflib
 import math
 import re
@@ -71,6 +72,10 @@ Fraction = Annotated[float, Bounds(0, 1, lower_open=True)]
 Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
 
 
+# a plan of hundreds of runs asks for the hints of a few classes thousands of times
+_hints_of = functools.cache(get_type_hints)
+
+
 def check_bounds(config: Any) -> None:
     """Raise ValueError if a field of a config is outside the bounds in its type; None is inside.
 
@@ -78,7 +83,7 @@ def check_bounds(config: Any) -> None:
     its plain type.
     """
     for kind in filter(dataclasses.is_dataclass, type(config).__mro__):
-        for name, hint in get_type_hints(kind, include_extras=True).items():
+        for name, hint in _hints_of(kind, include_extras=True).items():
             value = getattr(config, name)
             for bounds in _bounds_of(hint):
                 refusal = bounds.refusal(value) if value is not None else None
@@ -276,7 +281,7 @@ def as_text(values: dict[str, Any]) -> str:
 
 def from_text(kind: type[AnyConfig], settings: dict[str, str]) -> AnyConfig:
     """A config with some fields parsed from text; the others have their defaults."""
-    hints = get_type_hints(kind)
+    hints = _hints_of(kind)
     names = field_names(kind)
     given: dict[str, Any] = {}
     for name, text in settings.items():

@@ -73,6 +73,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _forget_lazy_modules() -> None:
     """SpeechBrain leaves modules behind that fail when looked at, and hypothesis looks at all."""
+    global _looked_through
+    # a look through thousands of modules before each of thousands of tests takes its time
+    if len(sys.modules) == _looked_through:
+        return
     for name, module in list(sys.modules.items()):
         if name.startswith("speechbrain.") and "__file__" not in vars(type(module)) | vars(module):
             del sys.modules[name]
+    _looked_through = len(sys.modules)
+
+
+_looked_through = 0
+"""How many modules there were when all of them had been looked at."""

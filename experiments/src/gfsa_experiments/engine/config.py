@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import difflib
+import functools
 import math
 import re
 import types
@@ -73,7 +73,9 @@ Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
 
 
 # a plan of hundreds of runs asks for the hints of a few classes thousands of times
-_hints_of = functools.cache(get_type_hints)
+@functools.cache
+def _hints_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def check_bounds(config: Any) -> None:
@@ -83,7 +85,7 @@ def check_bounds(config: Any) -> None:
     its plain type.
     """
     for kind in filter(dataclasses.is_dataclass, type(config).__mro__):
-        for name, hint in _hints_of(kind, include_extras=True).items():
+        for name, hint in _hints_of(kind).items():
             value = getattr(config, name)
             for bounds in _bounds_of(hint):
                 refusal = bounds.refusal(value) if value is not None else None
@@ -281,7 +283,7 @@ def as_text(values: dict[str, Any]) -> str:
 
 def from_text(kind: type[AnyConfig], settings: dict[str, str]) -> AnyConfig:
     """A config with some fields parsed from text; the others have their defaults."""
-    hints = _hints_of(kind)
+    hints = get_type_hints(kind)
     names = field_names(kind)
     given: dict[str, Any] = {}
     for name, text in settings.items():

@@ -43,7 +43,7 @@ def pytest_collection() -> Generator[None, object, object]:
     """Keep the garbage collector away from what the imports of all tests leave behind.
 
     Those are 800,000 objects that stay until the end, and a look at each of them takes half a
-    second: a quarter of the processor time of tests that train or compile.
+    second: a third of the processor time of tests that train.
     """
     gc.disable()
     try:

@@ -49,8 +49,8 @@ def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
 
 
 def test_adds_less_than_a_fifth_of_a_second() -> None:
-    # its own time, not that of others on the machine; the least of a few
-    assert min(float(run(SECONDS)) for _ in range(4)) < 0.2
+    # its own time, not that of others on the machine, which may still delay some of a few
+    assert any(float(run(SECONDS)) < 0.2 for _ in range(4))
 
 
 def test_public_names_are_there() -> None:

@@ -7,6 +7,7 @@ recorded as a failure, and another worker takes over.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import queue
@@ -50,6 +51,7 @@ def worker() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _out_of_time)
     known = {entry.name: entry for entry in entries()}
+    gc.freeze()
     for line in sys.stdin:
         name, begun = line.strip(), time.perf_counter()
         signal.alarm(TIME_LIMIT)
@@ -63,6 +65,9 @@ def worker() -> None:
         verdict.seconds = round(time.perf_counter() - begun, 2)
         results.write(json.dumps(verdict.to_json()) + "\n")
         results.flush()
+        # the collector need not look again at what was imported for this entry
+        gc.collect()
+        gc.freeze()
 
 
 def _out_of_time(*_: object) -> None:

@@ -288,10 +288,32 @@ def test_a_model_that_needs_numbers_is_tried_with_some(monkeypatch: pytest.Monke
         return make(config, num_classes)
 
     monkeypatch.setattr(image_recipe, "make_model", fails_without)
+    monkeypatch.setattr(image_recipe, "_sketches", {})
     sketch = SMALL.sketch()
     assert tried == ["meta", "cpu"]
     assert sketch is not None
     assert next(sketch.parameters()).device.type == "cpu"
+
+
+def test_the_model_of_many_runs_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, built = image_recipe.make_model, []
+
+    def counting(config: ImageConfig, num_classes: int) -> torch.nn.Module:
+        built.append(config.depth)
+        return make(config, num_classes)
+
+    monkeypatch.setattr(image_recipe, "make_model", counting)
+    monkeypatch.setattr(image_recipe, "_sketches", {})
+    first = SMALL.sketch()
+    assert first is not None
+    gfsa.plug(first)
+    again = dataclasses.replace(SMALL, lr=1e-4, seed=7, mixup=0.0).sketch()
+    assert again is not None
+    assert not gfsa.filters_of(again)
+    # whatever timm builds the model from
+    for other in ({"depth": 1}, {"drop_path": 0.2}, {"patch_size": 8}, {"image_size": 64}):
+        dataclasses.replace(SMALL, **other).sketch()
+    assert built == [2, 1, 2, 2, 2]
 
 
 def test_an_unknown_model_is_named(data: Path) -> None:

@@ -28,12 +28,14 @@ class TestCompile:
         yield
         torch.compiler.reset()
 
+    # evaluation of the other models: test_a_new_length_is_no_new_graph, tests/scale/test_compile.py
     @pytest.mark.parametrize(
-        ("training", "dropout"),
-        [(False, 0.0), (True, 0.0), (True, 0.2)],
-        ids=["eval", "train", "train-dropout"],
+        ("name", "training", "dropout"),
+        [
+            *((name, True, dropout) for name in MODELS for dropout in (0.0, 0.2)),
+            ("gpt2", False, 0.0),
+        ],
     )
-    @pytest.mark.parametrize("name", MODELS)
     def test_one_graph(self, name: str, training: bool, dropout: float) -> None:
         model = plugged(name, dropout=dropout, layers=1).train(training)
         batch = batch_for(name)
@@ -125,7 +127,8 @@ class TestCompile:
             found = torch.compile(model, fullgraph=True)(**batch)[0]
         assert (found - expected).abs().max() < 1e-5
 
-    @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+    # GPT-2: test_one_graph_for_all_sizes of tests/scale/test_compile.py
+    @pytest.mark.parametrize("name", ["bert", "llama"])
     def test_a_new_length_is_no_new_graph(self, name: str) -> None:
         model = plugged(name, layers=1)
         counting = Counting()

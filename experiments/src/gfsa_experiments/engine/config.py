@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -71,6 +72,12 @@ Fraction = Annotated[float, Bounds(0, 1, lower_open=True)]
 Epochs = Annotated[float, Bounds(0, 1e9, lower_open=True)]
 
 
+# a plan of hundreds of runs asks for the hints of a few classes thousands of times
+@functools.cache
+def _hints_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
 def check_bounds(config: Any) -> None:
     """Raise ValueError if a field of a config is outside the bounds in its type; None is inside.
 
@@ -78,7 +85,7 @@ def check_bounds(config: Any) -> None:
     its plain type.
     """
     for kind in filter(dataclasses.is_dataclass, type(config).__mro__):
-        for name, hint in get_type_hints(kind, include_extras=True).items():
+        for name, hint in _hints_of(kind).items():
             value = getattr(config, name)
             for bounds in _bounds_of(hint):
                 refusal = bounds.refusal(value) if value is not None else None

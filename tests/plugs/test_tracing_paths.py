@@ -1,0 +1,206 @@
+"""A traced module is verified once for each path through its forward; compiled graphs too."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gfsa
+from gfsa.plugs.tracing.adapter import TraceError
+from support.plugging import disturb
+from support.written_attention import (
+    DIM,
+    HEADS,
+    B,
+    Block,
+    N,
+    TwoInputs,
+    WrittenAttention,
+    X,
+    traced,
+)
+
+
+def test_another_path_through_the_forward_is_verified_too():
+    class Branching(WrittenAttention):
+        def by_matmul(self, q, k, v):
+            return super().by_matmul(q.flip(2) if q.shape[2] < N else q, k, v)
+
+    model = nn.Sequential(Branching()).eval()
+    gfsa.plug(model, unknown="trace")
+    for _ in range(2):
+        model(X)
+        with pytest.raises(TraceError, match="the same tokens in another order"):
+            model(X[:, 1:])
+
+
+class Choosing(TwoInputs):
+    """One list of operations; an argument or an attribute chooses what they are applied to."""
+
+    memory: Tensor | None = None
+    positions_of_keys = None
+
+    def forward(self, x, y=None, use_y=False, start=0, order=(0, 2, 1, 3), back=(0, 2, 1, 3)):
+        n = len(x[0]) // 2
+        keys = y if use_y else x if self.memory is None else self.memory
+        keys = keys[:, start : start + n]
+        queries = x[:, :n]
+        if self.positions_of_keys is not None:
+            queries, keys = queries[:, self.positions], keys[:, self.positions_of_keys]
+        given = ((self.q, queries), (self.k, keys), (self.v, keys))
+        q, k, v = (
+            project(tokens).unflatten(-1, (HEADS, -1)).permute(order) for project, tokens in given
+        )
+        return ((q @ k.mT).softmax(-1) @ v).permute(back).flatten(2)
+
+
+def test_the_same_operations_on_another_tensor_are_another_path():
+    x, y = torch.randn(2, B, 2 * N, DIM)
+
+    def verified() -> Choosing:
+        module = Choosing().eval()
+        gfsa.plug(module, unknown="trace")
+        module(x, y)
+        return module
+
+    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
+        verified()(x, y, use_y=True)
+    module = verified()
+    module.memory = y.clone()
+    with pytest.raises(TraceError, match="could not be followed"):
+        module(x, y)
+    with pytest.raises(TraceError, match="different parts of x"):
+        verified()(x, y, start=N)
+
+
+def test_another_flag_is_not_verified_where_a_graph_is_compiled():
+    class Flagged(WrittenAttention):
+        def forward(self, x, y, use_y=False):
+            b, n, _ = x.shape
+            (q, _, _), (_, k, v) = (
+                self.qkv(tokens).reshape(b, n, 3, HEADS, DIM // HEADS).permute(2, 0, 3, 1, 4)
+                for tokens in (x, y if use_y else x)
+            )
+            return torch.matmul(torch.matmul(q, k.transpose(-2, -1)).softmax(-1), v)
+
+    module = Flagged().eval()
+    gfsa.plug(module, unknown="trace", wK=0.2)
+    y = torch.randn(B, N, DIM)
+    expected = module(X, y)
+    compiled = torch.compile(module, backend="eager")
+    torch.testing.assert_close(compiled(X, y), expected)
+    torch.testing.assert_close(compiled(X, y, use_y=False), expected)
+    with pytest.raises(TraceError, match="queries come from x and its keys from y"):
+        compiled(X, y, use_y=True)
+
+
+def test_another_index_of_the_same_size_is_another_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    module.positions = module.positions_of_keys = torch.randperm(N)
+    x = torch.randn(B, 2 * N, DIM)
+    for _ in range(2):
+        module(x)
+    module.positions_of_keys = module.positions.flip(0)
+    with pytest.raises(TraceError, match="the same tokens in another order"):
+        module(x)
+
+
+def test_another_order_of_axes_is_another_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    disturb(module)
+    x = torch.randn(HEADS, 2 * N, DIM)
+    heads_first = {"order": (2, 0, 1, 3), "back": (1, 2, 0, 3)}
+    expected = module(x)
+    module(x[1:])
+    torch.testing.assert_close(module(x, **heads_first), expected)
+
+
+def test_other_sizes_are_the_same_path():
+    module = Choosing().eval()
+    gfsa.plug(module, unknown="trace")
+    for batch, tokens in ((3, 2 * N), (3, 4 * N), (5, 2 * N), (2, 6)):
+        module(torch.randn(batch, tokens, DIM))
+    assert len(module.__dict__["_gfsa_memory"].paths) == 1
+
+
+class Catching(WrittenAttention):
+    """Returns its input where its attention raises."""
+
+    caught: type[BaseException] = Exception
+    scale = None
+
+    def forward(self, x):
+        try:
+            return super().forward(x if self.scale is None else x * self.scale)
+        except self.caught:
+            return x
+
+
+@pytest.mark.parametrize("caught", [Exception, BaseException])
+def test_a_new_path_is_verified_in_a_module_that_catches_errors(caught):
+    module = Catching().eval()
+    module.caught = caught
+    gfsa.plug(module, unknown="trace")
+    expected = module(X)
+    module.scale = 1.0
+    assert torch.equal(module(X), expected)
+
+
+def test_a_refusal_is_raised_though_the_module_catches_it():
+    module = Catching().eval()
+    module.way = "reordered_keys"
+    gfsa.plug(module, unknown="trace")
+    for _ in range(2):
+        with pytest.raises(TraceError, match="the same tokens in another order"):
+            module(X)
+
+
+def test_another_sequence_is_refused_though_the_module_catches_it():
+    class CatchingTwo(TwoInputs):
+        def forward(self, x, y):
+            try:
+                return super().forward(x, y)
+            except ValueError:
+                return x
+
+    module = CatchingTwo()
+    gfsa.plug(module, unknown="trace")
+    module(X, X.clone())
+    with pytest.raises(ValueError, match="its key has other values than its query"):
+        module(X, X + 1)
+
+
+def test_compiles_into_one_graph_once_verified():
+    for way in ("mixed_heads", "sdpa", "merged_heads", "heads_before_samples_merged"):
+        model = Block(way).eval()
+        gfsa.plug(model, unknown="trace", wK=0.2)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        if way == "sdpa":
+            with pytest.raises(Exception, match="Run one forward without"):
+                compiled(X)
+            torch.compiler.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = model(X)
+        torch.testing.assert_close(compiled(X), expected)
+
+
+def test_a_graph_breaks_where_nothing_is_verified_yet():
+    model = traced("heads_before_samples_merged")
+    compiled = torch.compile(model, backend="aot_eager")
+    for x in (X[:1], X[:1], X, X, torch.randn(5, N, DIM)):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_copies_of_a_verified_module_stay_verified_and_a_fresh_one_is_not():
+    model = traced("joined")
+    fresh = copy.deepcopy(model)
+    model(X)
+    assert copy.deepcopy(model).attn.__dict__["_gfsa_memory"].paths
+    assert not fresh.attn.__dict__["_gfsa_memory"].paths

@@ -10,7 +10,16 @@ import pytest
 import transformers as hf
 
 import gfsa
-from support.batching import DECODERS, by_batching, by_generate, decoder, greedy, prompts
+from support.batching import (
+    DECODERS,
+    SECTORS,
+    by_batching,
+    by_generate,
+    bytes_of,
+    decoder,
+    greedy,
+    prompts,
+)
 from support.cost import time_ratio
 
 hf.logging.set_verbosity_error()
@@ -69,7 +78,8 @@ def test_a_pruned_model() -> None:
 def test_compiled_with_padding(name: str, record: Record) -> None:
     model = decoder(name)
     inputs = prompts(5, 11)
-    compiled = hf.CompileConfig(backend="aot_eager", fullgraph=True, dynamic=True)
+    # since 5.19 transformers updates the cache outside of the graph, filters or not
+    compiled = hf.CompileConfig(backend="aot_eager", fullgraph=not SECTORS, dynamic=True)
     found = by_batching(
         model,
         inputs,
@@ -80,7 +90,8 @@ def test_compiled_with_padding(name: str, record: Record) -> None:
         kv_padding_interval_size=16,
     )
     assert found == by_generate(model, inputs, new=10)
-    record(f"{name}: compiled without a graph break, padded", "identical")
+    how = "compiled, padded" if SECTORS else "compiled without a graph break, padded"
+    record(f"{name}: {how}", "identical")
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, grouped queries"])
@@ -106,7 +117,4 @@ def size_of_cache(model: Any) -> int:
     )
     cache = manager._create_batch_processor().cache
     model.set_attn_implementation("sdpa")
-    tensors = [*cache.key_cache, *cache.value_cache]
-    if hasattr(cache, "gfsa_powers"):
-        tensors += cache.gfsa_powers.tensors
-    return sum(x.numel() * x.element_size() for x in tensors)
+    return bytes_of(cache)

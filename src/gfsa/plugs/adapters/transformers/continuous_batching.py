@@ -39,17 +39,9 @@ class _Entry:
             raise NotImplementedError(
                 f"this plugged model cannot run with continuous batching: {reason}. Use generate()"
             )
-        try:
-            from gfsa.plugs.adapters.transformers.batching_manager import start
-        except ImportError as error:
-            # transformers 5.18 has another paged cache, with other names
-            import transformers
+        # imported here, because what it overrides need not exist in every transformers
+        from gfsa.plugs.adapters.transformers.batching_manager import start
 
-            raise NotImplementedError(
-                "continuous batching of a plugged model needs transformers 5.15 to 5.17, got "
-                f"{transformers.__version__} ({error.msg}). Use generate(), or install "
-                "'transformers>=5.15,<5.18'"
-            ) from error
         return start(self.model, generation_config, continuous_batching_config, workload_hints)
 
 
@@ -66,6 +58,20 @@ def refusal_of_batching(model: nn.Module) -> str | None:
         if getattr(module, "layer_idx", None) is None:
             return f"{name_of(module)} does not say which layer of the cache it uses"
     return None
+
+
+def plugged_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that have a filter."""
+    return [module for module in model.modules() if CHILD in module._modules]
+
+
+def powers_by_layer(model: nn.Module) -> dict[int, int]:
+    """How many powers of a past token each layer of the cache stores: its degree less one."""
+    powers: dict[int, int] = {}
+    for module in plugged_modules(model):
+        layer = module.layer_idx
+        powers[layer] = max(module.gfsa.degree - 1, powers.get(layer, 0))
+    return powers
 
 
 def enter_where_plugged(model: nn.Module) -> None:

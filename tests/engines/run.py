@@ -64,6 +64,9 @@ def examine(engine: Engine, python: Path, extra: Sequence[str]) -> dict[str, Any
     begun = time.monotonic()
     tests = [str(engine.folder / path) for path in engine.tests]
     outcome = subprocess.run([*command, *extra, *tests], cwd=ROOT, env=environment)
+    if not report.exists():
+        # pytest ended before the first test; it has said why
+        return {"exit": outcome.returncode or 1}
     version = subprocess.run(
         [str(python), "-c", _VERSION, engine.package], capture_output=True, text=True, check=True
     )
@@ -91,7 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--write needs all tests of an engine; leave out {' '.join(extra)}")
     failed = []
     for engine in (ENGINES[name] for name in options.names or ENGINES):
-        found = examine(engine, build(engine), extra)
+        try:
+            found = examine(engine, build(engine), extra)
+        except subprocess.CalledProcessError as error:
+            # the other engines are examined nevertheless
+            print(f"{engine.title}: {error}", file=sys.stderr)
+            found = {"exit": error.returncode}
         if found["exit"]:
             failed.append(engine.title)
         elif options.write:

@@ -11,15 +11,16 @@ from typing import Any
 def time_ratio(plugged: Callable[[], Any], plain: Callable[[], Any], rounds: int = 15) -> float:
     """The median time of ``plugged`` over that of ``plain``.
 
-    The calls alternate, so that whatever else the machine does slows both. The first call of each
-    is not measured.
+    It is the time of this process on the CPU, which other programs do not lengthen by taking turns
+    with it. The calls alternate, so that whatever else they slow down, they slow down in both. The
+    first call of each is not measured.
     """
     taken: tuple[list[float], list[float]] = ([], [])
     for measured in range(-1, rounds):
         for call, seconds in zip((plugged, plain), taken, strict=True):
-            begun = time.perf_counter()
+            begun = time.process_time()
             call()
             if measured >= 0:
-                seconds.append(time.perf_counter() - begun)
+                seconds.append(time.process_time() - begun)
     first, second = map(statistics.median, taken)
     return first / second

@@ -177,11 +177,10 @@ class SectorPowers:
         self.twins: list[Any] = []
         for power in range(max(counts.values(), default=0)):
             twin = copy.copy(cache)
-            twin.layer_to_allocator = {
-                layer: _TwinAllocator(allocators[name], division, power, tensor.flatten(0, 1))
-                for name, division in self.divisions.items()
-                for layer in division.first_page
-            }
+            twin.layer_to_allocator = {}
+            for name, division in self.divisions.items():
+                own = _TwinAllocator(allocators[name], division, power, tensor.flatten(0, 1))
+                twin.layer_to_allocator |= dict.fromkeys(division.first_page, own)
             self.twins.append(twin)
 
     def first_pass(self, cache: Any) -> _FirstPass:

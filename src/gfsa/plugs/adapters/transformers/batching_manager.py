@@ -13,7 +13,6 @@ How a cache is laid out depends on the version of transformers: ``paged_groups.p
 from __future__ import annotations
 
 import copy
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from gfsa.plugs.adapters.transformers.continuous_batching import plugged_modules
+from gfsa.plugs.adapters.transformers.paged import plugged_modules
 
 
 def start(model: Any, generation_config: Any, config: Any, workload_hints: Any) -> Any:
@@ -69,11 +68,8 @@ class FilteredBatchingManager(ContinuousBatchingManager):
 
 def _layout() -> ModuleType:
     """The module for the paged cache of this transformers; raises if there is none."""
-    # a cache of sectors, which blocks of different sizes share
-    sectors = hasattr(PagedAttentionCache, "perform_cache_copy")
-    name = "paged_sectors" if sectors else "paged_groups"
     try:
-        layout = importlib.import_module(f"gfsa.plugs.adapters.transformers.{name}")
+        layout = _imported_layout()
     except ImportError as error:
         raise NotImplementedError(
             "continuous batching of a plugged model needs transformers 5.15 to 5.17 or 5.19 to "
@@ -89,3 +85,14 @@ def _layout() -> ModuleType:
             "'transformers>=5.15,<5.23,!=5.18.*'"
         )
     return layout
+
+
+def _imported_layout() -> ModuleType:
+    # a cache of sectors, which blocks of different sizes share
+    if hasattr(PagedAttentionCache, "perform_cache_copy"):
+        import gfsa.plugs.adapters.transformers.paged_sectors as sectors
+
+        return sectors
+    import gfsa.plugs.adapters.transformers.paged_groups as groups
+
+    return groups

@@ -60,20 +60,6 @@ def refusal_of_batching(model: nn.Module) -> str | None:
     return None
 
 
-def plugged_modules(model: nn.Module) -> list[Any]:
-    """The modules of a model that have a filter."""
-    return [module for module in model.modules() if CHILD in module._modules]
-
-
-def powers_by_layer(model: nn.Module) -> dict[int, int]:
-    """How many powers of a past token each layer of the cache stores: its degree less one."""
-    powers: dict[int, int] = {}
-    for module in plugged_modules(model):
-        layer = module.layer_idx
-        powers[layer] = max(module.gfsa.degree - 1, powers.get(layer, 0))
-    return powers
-
-
 def enter_where_plugged(model: nn.Module) -> None:
     """Give an entry to every model in ``model`` that has filters, and to no other.
 

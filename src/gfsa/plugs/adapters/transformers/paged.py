@@ -16,15 +16,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
+from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.product_check import name_of
 
 POWERS = "gfsa_powers"
 """The attribute of a paged cache that holds its :class:`PagedPowers`."""
+
+
+def plugged_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that have a filter."""
+    return [module for module in model.modules() if CHILD in module._modules]
+
+
+def powers_by_layer(model: nn.Module) -> dict[int, int]:
+    """How many powers of a past token each layer of the cache stores: its degree less one."""
+    powers: dict[int, int] = {}
+    for module in plugged_modules(model):
+        layer = module.layer_idx
+        powers[layer] = max(module.gfsa.degree - 1, powers.get(layer, 0))
+    return powers
 
 
 class PagedPowers(Protocol):

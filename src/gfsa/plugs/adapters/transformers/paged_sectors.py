@@ -27,8 +27,11 @@ from transformers.generation.continuous_batching.cache import (
 )
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
-from gfsa.plugs.adapters.transformers.continuous_batching import powers_by_layer
-from gfsa.plugs.adapters.transformers.paged import POWERS, refuse_another_degree
+from gfsa.plugs.adapters.transformers.paged import (
+    POWERS,
+    powers_by_layer,
+    refuse_another_degree,
+)
 
 OVERRIDDEN = (
     (PagedAttentionCache, "update"),

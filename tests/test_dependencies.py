@@ -71,6 +71,9 @@ FRAMEWORK_MODULES = {
     "gfsa.plugs.adapters.transformers.mask_hooks": {"transformers"},
     "gfsa.plugs.adapters.transformers.masks": {"transformers"},
     "gfsa.plugs.adapters.transformers.operators": {"transformers"},
+    "gfsa.plugs.adapters.transformers.paged": {"transformers"},
+    "gfsa.plugs.adapters.transformers.paged_groups": {"transformers"},
+    "gfsa.plugs.adapters.transformers.paged_sectors": {"transformers"},
     "gfsa.plugs.adapters.transformers.serving": {"transformers", "typer"},
     "gfsa.titan": {"torchtitan"},
 }

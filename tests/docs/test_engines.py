@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engines import page
+from engines import page, run
 from engines.catalogue import ENGINES, ROOT, Engine
 
 
@@ -17,10 +19,32 @@ def test_page_is_made_from_the_findings() -> None:
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
 def test_engines_are_described(engine: Engine) -> None:
     assert (engine.folder / "requirements.txt").is_file()
-    assert list(engine.folder.glob("test_*.py"))
+    for path in (engine.folder / name for name in engine.tests):
+        assert path.is_file() or list(path.glob("test_*.py"))
     assert (ROOT / "docs" / engine.page.partition("#")[0]).is_file()
 
 
 def test_every_folder_with_tests_is_an_engine() -> None:
     folders = {path.parent.name for path in Path(page.__file__).parent.glob("*/test_*.py")}
-    assert folders == set(ENGINES)
+    assert folders == {engine.name for engine in ENGINES.values() if "." in engine.tests}
+
+
+def test_an_engine_that_cannot_be_built_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examined = []
+
+    def build(engine: Engine) -> Path:
+        if engine.name == "litgpt":
+            raise subprocess.CalledProcessError(1, ["pip", "install"])
+        return Path("python")
+
+    def examine(engine: Engine, python: Path, extra: Any) -> dict[str, Any]:
+        examined.append(engine.name)
+        return {"exit": 0}
+
+    monkeypatch.setattr(run, "build", build)
+    monkeypatch.setattr(run, "examine", examine)
+    assert run.main(["litgpt", "trl"]) == 1
+    assert examined == ["trl"]
+    assert "failed: litgpt" in capsys.readouterr().err

@@ -28,6 +28,8 @@ class Engine:
     """The page about it, relative to the folder ``docs``."""
     remove: tuple[str, ...] = ()
     """Distributions that its requirements bring and that break it."""
+    tests: tuple[str, ...] = (".",)
+    """Where its tests are, relative to its folder."""
 
     @property
     def name(self) -> str:
@@ -45,7 +47,8 @@ class Engine:
 
 def _read(path: Path) -> Engine:
     content = tomllib.loads(path.read_text(encoding="utf-8"))
-    return Engine(path.parent, **{**content, "remove": tuple(content.get("remove", ()))})
+    lists = {key: tuple(value) for key, value in content.items() if isinstance(value, list)}
+    return Engine(path.parent, **{**content, **lists})
 
 
 ENGINES = {

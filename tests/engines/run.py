@@ -3,7 +3,8 @@
 From the folder ``tests``: ``python -m engines.run [NAME …] [--write]``. An engine is a folder with
 
 - ``requirements.txt``, pinned: what its environment has besides gfsa;
-- ``engine.toml``: its title, package, how to start it, the page about it;
+- ``engine.toml``: its title, package, how to start it, the page about it; where its tests are, if
+  they are those of another version;
 - tests, which keep what they find by the fixture ``record``.
 
 ``--write`` keeps findings in ``findings.json`` beside the tests and writes docs/engines.md.
@@ -61,7 +62,11 @@ def examine(engine: Engine, python: Path, extra: Sequence[str]) -> dict[str, Any
     environment = {**os.environ, FINDINGS: str(kept), "PATH": programs}
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}"]
     begun = time.monotonic()
-    outcome = subprocess.run([*command, *extra, str(engine.folder)], cwd=ROOT, env=environment)
+    tests = [str(engine.folder / path) for path in engine.tests]
+    outcome = subprocess.run([*command, *extra, *tests], cwd=ROOT, env=environment)
+    if not report.exists():
+        # pytest ended before the first test; it has said why
+        return {"exit": outcome.returncode or 1}
     version = subprocess.run(
         [str(python), "-c", _VERSION, engine.package], capture_output=True, text=True, check=True
     )
@@ -89,7 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--write needs all tests of an engine; leave out {' '.join(extra)}")
     failed = []
     for engine in (ENGINES[name] for name in options.names or ENGINES):
-        found = examine(engine, build(engine), extra)
+        try:
+            found = examine(engine, build(engine), extra)
+        except subprocess.CalledProcessError as error:
+            # the other engines are examined nevertheless
+            print(f"{engine.title}: {error}", file=sys.stderr)
+            found = {"exit": error.returncode}
         if found["exit"]:
             failed.append(engine.title)
         elif options.write:

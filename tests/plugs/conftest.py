@@ -31,6 +31,8 @@ def supported(request: pytest.FixtureRequest) -> Supported:
     return Supported(_rows, None if writing else text)
 
 
+# a hook of pytest-xdist, without which these tests run, too
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: Any) -> None:
     """What a worker of pytest-xdist has stated comes to where all of it is looked at."""
     _rows.extend(Row(*cells) for cells in getattr(node, "workeroutput", {}).get("supported", []))

@@ -320,6 +320,17 @@ def test_ctrl_c_in_a_forward_leaves_no_view_in_an_unplugged_model() -> None:
     assert model.config is config
 
 
+def test_a_call_may_say_whether_it_is_causal() -> None:
+    model, batch = plugged("llama"), batches()["left"]
+    # transformers writes the argument into the config, and deletes it there afterwards
+    assert torch.equal(result(model(**batch, is_causal=True)), result(model(**batch)))
+    assert not hasattr(model.model.config, "is_causal")
+    found = result(model(**batch, is_causal=False))
+    with written_by_transformers():
+        torch.testing.assert_close(found, result(model(**batch, is_causal=False)))
+    assert not torch.allclose(found, result(model(**batch)))
+
+
 def test_threads_may_leave_a_model_at_the_same_time() -> None:
     real = plugged("bert").config
     reads = [mask_hooks.MaskConfigView(real, False)]

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import transformers as hf
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import gfsa
 
+# since transformers 5.19 the paged cache is one tensor of sectors
+SECTORS = hasattr(PagedAttentionCache, "perform_cache_copy")
 VOCABULARY = 61
 NEW = 40
 
@@ -93,3 +96,11 @@ def greedy(new: int = NEW, **options: Any) -> Any:
     return hf.GenerationConfig(
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0, **options
     )
+
+
+def bytes_of(cache: Any) -> int:
+    """The size of a paged cache, with the powers that it stores."""
+    tensors = [cache.cache_tensor] if SECTORS else [*cache.key_cache, *cache.value_cache]
+    if hasattr(cache, "gfsa_powers"):
+        tensors += cache.gfsa_powers.tensors
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,6 +1,7 @@
 """One process of a DeepSpeed run: ``torchrun worker.py STAGE FOLDER``, or the run without it.
 
-Writes the filters to ``FOLDER/filters`` and what it saw to ``FOLDER/RANK.json``.
+Writes the filters to ``FOLDER/filters`` and what it saw to ``FOLDER/RANK.json``. With a third
+argument, ``cost``, it writes what a step with filters takes relative to one without.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ import torch.distributed as dist
 import transformers
 
 import gfsa
+from support.cost import time_ratio
 
 STEPS, BATCH, LENGTH = 4, 4, 16
 RATES = {"lr": 1e-3, "filter_lr": 1e-1}
 
 
-def fresh() -> Any:
+def fresh(wide: bool = False) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=128 if wide else 32,
+        intermediate_size=384 if wide else 64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -64,8 +66,7 @@ def alone(folder: Path) -> list[float]:
     return losses
 
 
-def sharded(stage: int, folder: Path) -> None:
-    model, optimizer = plugged()
+def engine_of(model: Any, optimizer: torch.optim.Optimizer, stage: int) -> Any:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         # small parameters stay whole by default, and a filter is small
@@ -82,6 +83,11 @@ def sharded(stage: int, folder: Path) -> None:
             "zero_force_ds_cpu_optimizer": False,
         },
     )
+    return engine
+
+
+def sharded(stage: int, folder: Path) -> None:
+    engine = engine_of(*plugged(), stage)
     rank, world = dist.get_rank(), dist.get_world_size()
     losses = []
     for step in range(STEPS):
@@ -108,5 +114,20 @@ def sharded(stage: int, folder: Path) -> None:
     dist.barrier()
 
 
+def cost(stage: int, folder: Path) -> None:
+    filtered, plain = fresh(wide=True), fresh(wide=True)
+    gfsa.plug(filtered, K=3)
+    engines = [engine_of(m, torch.optim.AdamW(m.parameters()), stage) for m in (filtered, plain)]
+    ids = torch.randint(64, (2, 256), generator=torch.Generator().manual_seed(0))
+
+    def step(engine: Any) -> None:
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+    time = time_ratio(lambda: step(engines[0]), lambda: step(engines[1]))
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps({"time": time}), encoding="utf-8")
+    dist.barrier()
+
+
 if __name__ == "__main__":
-    sharded(int(sys.argv[1]), Path(sys.argv[2]))
+    (cost if sys.argv[3:] == ["cost"] else sharded)(int(sys.argv[1]), Path(sys.argv[2]))

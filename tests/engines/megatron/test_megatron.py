@@ -15,6 +15,7 @@ import worker
 from torch import Tensor, nn
 
 from gfsa.engines.megatron import with_filters
+from support.cost import time_ratio
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +158,18 @@ def test_wrong_specifications_are_refused() -> None:
         with_filters(worker.get_gpt_layer_local_spec(), filter="Cubic")
     with pytest.raises(ValueError, match=r"layers with self_attention\.core_attention"):
         with_filters(worker.get_gpt_layer_local_spec().submodules.mlp)
+
+
+def test_what_a_step_costs(process: Any, record: Callable[[str, str], None]) -> None:
+    spec = worker.get_gpt_layer_local_spec()
+    wide = {"hidden_size": 128, "length": 256}
+    filtered, plain = worker.gpt(with_filters(spec, K=3), **wide), worker.gpt(spec, **wide)
+    inputs = worker.inputs(256)
+
+    def step(model: Any) -> None:
+        model(*inputs).logsumexp(-1).mean().backward()
+        model.zero_grad()
+
+    time = time_ratio(lambda: step(filtered), lambda: step(plain))
+    record("time", f"{time:.2f}× a step (2 layers of 128 features, 2 × 256 tokens)")
+    assert time < 3

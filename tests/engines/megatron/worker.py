@@ -47,21 +47,21 @@ def configuration(groups: int = 2, **changes: Any) -> TransformerConfig:
     return TransformerConfig(**settings | changes)
 
 
-def gpt(spec: Any, groups: int = 2, **changes: Any) -> GPTModel:
+def gpt(spec: Any, groups: int = 2, length: int = LENGTH, **changes: Any) -> GPTModel:
     torch.manual_seed(0)
     return GPTModel(
         config=configuration(groups, **changes),
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
+        max_sequence_length=length,
         parallel_output=False,
     )
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-    future = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
-    return ids, torch.arange(LENGTH).expand(2, -1), future
+def inputs(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(3))
+    future = torch.ones(length, length).triu(1).bool()[None, None]
+    return ids, torch.arange(length).expand(2, -1), future
 
 
 def filters(model: GPTModel) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,17 @@ import pytest
 import transformers as hf
 
 import gfsa
-from support.batching import DECODERS, by_batching, by_generate, decoder, greedy, prompts
+from support.batching import (
+    DECODERS,
+    SECTORS,
+    by_batching,
+    by_generate,
+    bytes_of,
+    decoder,
+    greedy,
+    prompts,
+)
+from support.cost import time_ratio
 
 hf.logging.set_verbosity_error()
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -69,7 +78,8 @@ def test_a_pruned_model() -> None:
 def test_compiled_with_padding(name: str, record: Record) -> None:
     model = decoder(name)
     inputs = prompts(5, 11)
-    compiled = hf.CompileConfig(backend="aot_eager", fullgraph=True, dynamic=True)
+    # since 5.19 transformers updates the cache outside of the graph, filters or not
+    compiled = hf.CompileConfig(backend="aot_eager", fullgraph=not SECTORS, dynamic=True)
     found = by_batching(
         model,
         inputs,
@@ -80,31 +90,31 @@ def test_compiled_with_padding(name: str, record: Record) -> None:
         kv_padding_interval_size=16,
     )
     assert found == by_generate(model, inputs, new=10)
-    record(f"{name}: compiled without a graph break, padded", "identical")
+    how = "compiled, padded" if SECTORS else "compiled without a graph break, padded"
+    record(f"{name}: {how}", "identical")
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, grouped queries"])
 def test_what_it_costs(name: str, record: Record) -> None:
-    sizes, seconds = {}, {}
+    filtered, plain = decoder(name), decoder(name)
+    gfsa.unplug(plain)
+    sizes = [size_of_cache(model) for model in (filtered, plain)]
     inputs = prompts(*LENGTHS)
-    for plugged in (True, False):
-        model = decoder(name)
-        if not plugged:
-            gfsa.unplug(model)
-        manager = model.init_continuous_batching(
-            greedy(), hf.ContinuousBatchingConfig(num_blocks=16, block_size=4, max_batch_tokens=8)
-        )
-        cache = manager._create_batch_processor().cache
-        tensors = [*cache.key_cache, *cache.value_cache]
-        tensors += cache.gfsa_powers.tensors if plugged else []
-        sizes[plugged] = sum(x.numel() * x.element_size() for x in tensors)
-        model.set_attn_implementation("sdpa")
-        taken = []
-        for _ in range(5):
-            begun = time.perf_counter()
-            by_batching(model, inputs)
-            taken.append(time.perf_counter() - begun)
-        seconds[plugged] = min(taken)
-    record("memory", f"{name}: {sizes[True] / sizes[False]:.2g}×")
-    record("time", f"{name}: {seconds[True] / seconds[False]:.2f}×")
-    assert sizes[True] / sizes[False] == (1.5 if name == "llama" else 2.0)
+    time = time_ratio(
+        lambda: by_batching(filtered, inputs), lambda: by_batching(plain, inputs), rounds=7
+    )
+    heads = "as many key heads" if name == "llama" else "half as many key heads"
+    record("memory", f"{sizes[0] / sizes[1]:.2g}× a token ({heads})")
+    record("time", f"{time:.2f}× a batch of 5 requests, 40 tokens each ({heads})")
+    assert sizes[0] / sizes[1] == (1.5 if name == "llama" else 2.0)
+    assert time < 3
+
+
+def size_of_cache(model: Any) -> int:
+    """Bytes of a model's paged cache, with the powers that it stores."""
+    manager = model.init_continuous_batching(
+        greedy(), hf.ContinuousBatchingConfig(num_blocks=16, block_size=4, max_batch_tokens=8)
+    )
+    cache = manager._create_batch_processor().cache
+    model.set_attn_implementation("sdpa")
+    return bytes_of(cache)

@@ -66,13 +66,16 @@ def address(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     server = subprocess.Popen([sys.executable, "-m", "gfsa", "serve", str(folder), *options])
     url = f"http://localhost:{port}"
     try:
-        for _ in range(600):
+        # a busy machine takes minutes to import everything
+        for _ in range(1500):
             assert server.poll() is None, "the server has stopped"
             try:
                 urllib.request.urlopen(f"{url}/health")
                 break
             except urllib.error.URLError:
                 time.sleep(0.2)
+        else:
+            pytest.fail("the server did not answer within five minutes")
         yield url
     finally:
         server.terminate()

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ConfigView:
-    """Reads and writes the real config; a subclass overrides ``_attn_implementation``."""
+    """Passes everything to the real config; a subclass overrides ``_attn_implementation``."""
 
     real: Any
 
@@ -19,6 +19,9 @@ class ConfigView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.real, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.real, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConfigView:
         return type(self)(copy.deepcopy(self.real, memo))

@@ -39,17 +39,9 @@ class _Entry:
             raise NotImplementedError(
                 f"this plugged model cannot run with continuous batching: {reason}. Use generate()"
             )
-        try:
-            from gfsa.plugs.adapters.transformers.batching_manager import start
-        except ImportError as error:
-            # transformers 5.18 has another paged cache, with other names
-            import transformers
+        # imported here, because what it overrides need not exist in every transformers
+        from gfsa.plugs.adapters.transformers.batching_manager import start
 
-            raise NotImplementedError(
-                "continuous batching of a plugged model needs transformers 5.15 to 5.17, got "
-                f"{transformers.__version__} ({error.msg}). Use generate(), or install "
-                "'transformers>=5.15,<5.18'"
-            ) from error
         return start(self.model, generation_config, continuous_batching_config, workload_hints)
 
 

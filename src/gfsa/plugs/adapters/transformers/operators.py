@@ -28,7 +28,7 @@ from gfsa.operators.base import take_heads
 from gfsa.operators.dense import DropoutPlace, repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
 from gfsa.plugs.adapters.transformers.masks import DescribedMask, written_out
-from gfsa.plugs.adapters.transformers.paged import PagedOperator, refuse_call
+from gfsa.plugs.adapters.transformers.paged import PagedOperator, is_paged_cache, refuse_call
 from gfsa.plugs.adapters.transformers.product_check import check_product, needs_check
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
@@ -88,6 +88,16 @@ def _sdpa_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map of transformers' own sdpa function; gfsa chooses the kernel."""
+    if "cache" in kwargs and is_paged_cache(kwargs["cache"]):
+        # continuous batching since transformers 5.19; before, the name is paged|sdpa
+        return _paged_operator(
+            *("sdpa", module, query, key, value, attention_mask),
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            **kwargs,
+        )
     registry = _REGISTRIES.get(type(module))
     registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
     if registered is not sdpa_attention_forward:
@@ -274,6 +284,8 @@ def _any_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """Flash, flex or any other registered attention function, called once per pass."""
+    if "cache" in kwargs and is_paged_cache(kwargs["cache"]):
+        return _paged_operator(implementation, module, query, key, value, attention_mask, **kwargs)
     function = functions_of(type(module))[implementation]
     mask = written_out(attention_mask)
     return _function_rows(function, implementation, module, query, key, value, mask, **kwargs)

@@ -1,120 +1,70 @@
 r"""Attention with a paged cache (continuous batching): a call of transformers' function a pass.
 
-The functions ``paged|sdpa``, ``paged|eager`` and ``paged|flash_attention_…`` fill the cache
-themselves: each calls ``cache.update`` with the new keys and values and attends to what that
-returns. A filter of degree m calls the function m times. The first call gets the cache, the others
-get a stand-in whose ``update`` returns the same keys and, as values, a power of all tokens:
+An attention function that is given a paged cache fills it itself: it calls ``cache.update`` with
+the new keys and values and attends to what that returns. A filter of degree m calls the function m
+times. The first call gets the cache, the others get a stand-in whose ``update`` returns the same
+keys and, as values, a power of all tokens:
 
 .. math:: (A^{k+1} v)_{new} = A_{new}\,[(A^k v)_{past};\,(A^k v)_{new}]
 
-The powers of past tokens are in :class:`PagedPowers`, at the indices of their keys and values.
+The powers of past tokens are stored where their keys and values are. How that is depends on the
+version of transformers: ``paged_groups.py`` (5.15 to 5.17), ``paged_sectors.py`` (since 5.19).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
+from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.product_check import name_of
 
 POWERS = "gfsa_powers"
 """The attribute of a paged cache that holds its :class:`PagedPowers`."""
 
 
-class PagedPowers:
-    """``A·v, A²·v, …`` of past tokens, in tensors indexed like the keys of a paged cache.
-
-    A paged cache has one tensor of keys for each layer of a group; layers of different groups use
-    different blocks of it. The powers have the same layout, with a head for each query head.
-
-    Args:
-        cache: the paged cache.
-        counts: for each of its tensors of keys, how many powers are stored: the degree less one.
-        heads: query heads of a layer (of this process, under tensor parallelism).
-    """
-
-    def __init__(self, cache: Any, counts: Sequence[int], heads: int) -> None:
-        shape = (cache.cache_shape[0], heads, cache.head_dim)
-        self.tensors: list[Tensor] = []
-        # a twin of the cache for each power: the same indices and the same update, other tensors
-        self.twins: list[Any] = []
-        for power in range(max(counts, default=0)):
-            twin = copy.copy(cache)
-            twin.key_cache = [
-                # zeros: the rows that padding reads must be finite
-                torch.zeros(
-                    shape if power < count else (0,), dtype=cache.dtype, device=cache.device
-                )
-                for count in counts
-            ]
-            # the slot for values is not used: it gets tensors without features
-            twin.value_cache = [tensor[..., :0] for tensor in twin.key_cache]
-            for tensor in (*twin.key_cache, *twin.value_cache):
-                torch._dynamo.mark_static_address(tensor)
-            self.twins.append(twin)
-            self.tensors += [tensor for tensor in twin.key_cache if tensor.dim() > 1]
-        self.counts = tuple(counts)
-        self.slots: dict[int, tuple[int, int]] = cache.layer_index_to_group_indices
-        self.block_size: int = cache.block_size
-
-    def blocks(self) -> list[Tensor]:
-        """Every tensor as ``(blocks, block size, heads, features)``, a view."""
-        return [tensor.view(-1, self.block_size, *tensor.shape[1:]) for tensor in self.tensors]
-
-    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy whole blocks, when a request is forked."""
-        for blocks in self.blocks():
-            blocks[destinations] = blocks[sources]
-
-    def twin(self, power: int, module: Any) -> Any:
-        """The twin that stores power ``power + 1`` of a layer; raises if it has no room for it."""
-        _, slot = self.slots[module.layer_idx]
-        if power >= self.counts[slot]:
-            raise ValueError(
-                f"the paged cache stores {self.counts[slot]} powers of A·v for {name_of(module)}, "
-                f"whose filter needs {power + 1} or more: the filter was changed after continuous "
-                "batching had started. Start it again"
-            )
-        return self.twins[power]
+def plugged_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that have a filter."""
+    return [module for module in model.modules() if CHILD in module._modules]
 
 
-class _FirstPass:
-    """A paged cache, which keeps the keys that it returned for the passes that follow."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.keys: Any = None
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, values = self.cache.update(*args, **kwargs)
-        return self.keys, values
+def powers_by_layer(model: nn.Module) -> dict[int, int]:
+    """How many powers of a past token each layer of the cache stores: its degree less one."""
+    powers: dict[int, int] = {}
+    for module in plugged_modules(model):
+        layer = module.layer_idx
+        powers[layer] = max(module.gfsa.degree - 1, powers.get(layer, 0))
+    return powers
 
 
-class _FurtherPass:
-    """Returns the keys of the first pass and, as values, a power of all tokens."""
+class PagedPowers(Protocol):
+    """``A·v, A²·v, …`` of past tokens, stored beside the keys and values of a paged cache."""
 
-    def __init__(self, keys: Tensor, twin: Any) -> None:
-        self.keys = keys
-        self.twin = twin
+    def first_pass(self, cache: Any) -> Any:
+        """The cache; after a call of its ``update``, the keys that it returned are ``keys``."""
 
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        read_index: list[Tensor],
-        write_index: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        powers, _ = self.twin.update(
-            value_states, value_states[..., :0], layer_idx, read_index, write_index
+    def further_pass(self, keys: Tensor, power: int, module: Any) -> Any:
+        """A cache whose ``update`` stores power ``power + 1`` and returns it with these keys."""
+
+
+def refuse_another_degree(module: Any, power: int, stored: int) -> None:
+    """Raise where a layer needs power ``power + 1`` and only ``stored`` of them have room."""
+    if power >= stored:
+        raise ValueError(
+            f"the paged cache stores {stored} powers of A·v for {name_of(module)}, "
+            f"whose filter needs {power + 1} or more: the filter was changed after continuous "
+            "batching had started. Start it again"
         )
-        return self.keys, powers
+
+
+def is_paged_cache(cache: Any) -> bool:
+    """Whether an attention function's argument ``cache`` is the cache of continuous batching."""
+    return isinstance(cache, PagedAttentionCache)
 
 
 class PagedOperator(Operator):
@@ -148,14 +98,14 @@ class PagedOperator(Operator):
         if degree == 0:
             return tokens
         heads = self.query.shape[1]
-        first = _FirstPass(self.cache)
+        stored: PagedPowers = getattr(self.cache, POWERS)
+        first = stored.first_pass(self.cache)
         tokens.append(self.attend(self.key, v, first, heads // self.key.shape[1]))
         if degree > 1:
             # all keys, with a head for each query head like the powers
             keys = first.keys.repeat_interleave(heads // first.keys.shape[1], dim=1)
-            stored: PagedPowers = getattr(self.cache, POWERS)
             for power in range(degree - 1):
-                further = _FurtherPass(keys, stored.twin(power, self.module))
+                further = stored.further_pass(keys, power, self.module)
                 tokens.append(self.attend(self.key, tokens[-1], further, 1))
         return tokens
 

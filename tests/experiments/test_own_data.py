@@ -359,6 +359,33 @@ def test_a_setting_by_its_short_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "kept"),
+    [
+        ("/home/someone/my.csv", "my.csv"),
+        ("~/my.csv", "my.csv"),
+        ("../other/my.csv", "my.csv"),
+        ("reviews/my.csv", "reviews/my.csv"),
+        ("hub:someone/reviews:en", "hub:someone/reviews:en"),
+    ],
+)
+def test_a_row_has_no_folders_of_a_machine(path: str, kept: str) -> None:
+    settings = (("data", path), ("model", "/models/mine/bert"))
+    (run,) = Request("text", settings=settings).runs()
+    # the label has the model's name
+    assert run.key().settings == f"data={kept}"
+    assert run.command.endswith(f"--set data={kept} --set model=bert")
+    assert run.config.data == path  # type: ignore[attr-defined]
+
+
+def test_runs_with_one_folder_are_the_same_or_refused() -> None:
+    each = (("data", "/one/my.csv,/two/my.csv"),)
+    with pytest.raises(ValueError, match=r"data=/one/my\.csv and data=/two/my\.csv.*rename one"):
+        Request("text", each=each).runs()
+    same = (("lr", "1e-3,0.001"),)
+    assert len(Request("text", settings=(("data", "my.csv"),), each=same).runs()) == 1
+
+
+@pytest.mark.parametrize(
     ("recipe", "settings", "error"),
     [
         ("text", {}, "set data= to a table of your own"),

@@ -128,6 +128,7 @@ class TestTables:
             ("x.csv", b"\xff\xfe", "no UTF-8 text"),
             ("x.csv.gz", b"review,stars", "damaged, or not packed"),
             ("x.csv", b"review,stars\n", "has no rows"),
+            ("x.csv", b"review,stars,review\na,1,b\n", "has 2 columns 'review', and text= names"),
             ("x.csv", b"review,stars\ngood\n", r"line 2: .*fewer fields .*\n  1: review,stars"),
             ("x.csv", b"review,stars\ngood,\n", r"line 2: nothing in the column stars"),
             ("x.jsonl", b'{"review": 1}\n{', r"x\.jsonl, line 2: expected a JSON object"),
@@ -253,6 +254,9 @@ class TestLabels:
             decide(["1", "good"], "stars", "numbers")
 
     def test_a_column_that_is_no_label(self) -> None:
+        numbers = [*(f"{0.5 * i}" for i in range(40)), "nan"]
+        with pytest.raises(ValueError, match=r"has 40 numbers and 1 labels that are none, .* nan:"):
+            decide(numbers, "label")
         with pytest.raises(ValueError, match=r"10 different values in 10 rows, such as text 0,"):
             decide([f"text {i}" for i in range(10)], "review")
         with pytest.raises(ValueError, match=r"predicts classes, .*from 0\.5 to 2; set lab"):

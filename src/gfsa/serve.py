@@ -15,7 +15,12 @@ def serve(context: typer.Context) -> None:
             err=True,
         )
         raise typer.Exit(2) from error
-    run(context.args)
+    try:
+        run(context.args)
+    except ImportError as error:
+        # transformers looks for the packages of its server when it starts, and names them
+        typer.echo(f"gfsa serve: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 # every option is one of transformers serve, --help too

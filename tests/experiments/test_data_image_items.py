@@ -44,3 +44,11 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     images = FolderImages(list_images(tmp_path).parts["test"])
     with pytest.raises(ValueError, match=r"n001/1\.JPEG is no readable image"):
         images[1]
+
+
+def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"train": 2, "val": 1})
+    for name in ("a.gif", "b.GIF", "notes.txt", ".hidden"):
+        (tmp_path / "train" / "n001" / name).touch()
+    with pytest.warns(UserWarning, match=r"train: 3 files .* left out \(2 \.gif, 1 \.txt\)"):
+        list_images(tmp_path)

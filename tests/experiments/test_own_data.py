@@ -128,6 +128,7 @@ class TestTables:
             ("x.csv", b"\xff\xfe", "no UTF-8 text"),
             ("x.csv.gz", b"review,stars", "damaged, or not packed"),
             ("x.csv", b"review,stars\n", "has no rows"),
+            ("x.csv", b"review,stars,review\na,1,b\n", "has 2 columns 'review', and text= names"),
             ("x.csv", b"review,stars\ngood\n", r"line 2: .*fewer fields .*\n  1: review,stars"),
             ("x.csv", b"review,stars\ngood,\n", r"line 2: nothing in the column stars"),
             ("x.jsonl", b'{"review": 1}\n{', r"x\.jsonl, line 2: expected a JSON object"),
@@ -253,6 +254,9 @@ class TestLabels:
             decide(["1", "good"], "stars", "numbers")
 
     def test_a_column_that_is_no_label(self) -> None:
+        numbers = [*(f"{0.5 * i}" for i in range(40)), "nan"]
+        with pytest.raises(ValueError, match=r"has 40 numbers and 1 labels that are none, .* nan:"):
+            decide(numbers, "label")
         with pytest.raises(ValueError, match=r"10 different values in 10 rows, such as text 0,"):
             decide([f"text {i}" for i in range(10)], "review")
         with pytest.raises(ValueError, match=r"predicts classes, .*from 0\.5 to 2; set lab"):
@@ -356,6 +360,33 @@ def test_a_setting_by_its_short_name() -> None:
     assert run.key().settings == "data=my.csv label_column=stars"
     with pytest.raises(ValueError, match="label and label_column are one setting"):
         Request("text", settings=(*settings, ("label_column", "other"))).runs()
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [
+        ("/home/someone/my.csv", "my.csv"),
+        ("~/my.csv", "my.csv"),
+        ("../other/my.csv", "my.csv"),
+        ("reviews/my.csv", "reviews/my.csv"),
+        ("hub:someone/reviews:en", "hub:someone/reviews:en"),
+    ],
+)
+def test_a_row_has_no_folders_of_a_machine(path: str, kept: str) -> None:
+    settings = (("data", path), ("model", "/models/mine/bert"))
+    (run,) = Request("text", settings=settings).runs()
+    # the label has the model's name
+    assert run.key().settings == f"data={kept}"
+    assert run.command.endswith(f"--set data={kept} --set model=bert")
+    assert run.config.data == path  # type: ignore[attr-defined]
+
+
+def test_runs_with_one_folder_are_the_same_or_refused() -> None:
+    each = (("data", "/one/my.csv,/two/my.csv"),)
+    with pytest.raises(ValueError, match=r"data=/one/my\.csv and data=/two/my\.csv.*rename one"):
+        Request("text", each=each).runs()
+    same = (("lr", "1e-3,0.001"),)
+    assert len(Request("text", settings=(("data", "my.csv"),), each=same).runs()) == 1
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             LensReport.from_json(path)
 
 
+@pytest.mark.parametrize("content", [b"", b"a,b\n", b"\xff\xfe", b'{"format": "gfsa'])
+def test_a_file_that_is_no_report_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(ValueError, match=r"other is not a lens report, or damaged: expected the"):
+        LensReport.from_json(tmp_path / "other")
+
+
 def test_table_fits_a_terminal_of_80_columns(report: LensReport) -> None:
     from rich.console import Console
 

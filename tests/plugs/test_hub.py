@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import peft
 import pytest
 import torch
@@ -375,6 +376,30 @@ class TestPeft:
         for path in (tmp_path / "adapter", "user/adapter"):
             again = gfsa.load_peft(gpt2(), path).eval()
             assert torch.equal(logits(again), logits(model))
+
+    def test_filters_beside_an_adapter_in_a_subfolder(
+        self, server: HubServer, tmp_path: Path
+    ) -> None:
+        config = peft.LoraConfig(
+            target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+        )
+        torch.manual_seed(3)
+        model = plugged(peft.get_peft_model(gpt2(), config).eval())
+        folder = tmp_path / "repository" / "adapters" / "best"
+        model.save_pretrained(folder)
+        gfsa.save(model, folder)
+        api = huggingface_hub.HfApi()
+        api.create_repo("user/many")
+        api.upload_folder(repo_id="user/many", folder_path=tmp_path / "repository")
+        where = {"subfolder": "adapters/best", "cache_dir": tmp_path / "elsewhere"}
+        for path in (tmp_path / "repository", "user/many"):
+            again = gfsa.load_peft(gpt2(), path, **where).eval()
+            assert torch.equal(logits(again), logits(model))
+        # the filters are in the cache that the caller named: no further request asks for them
+        server.requests.clear()
+        again = gfsa.load_peft(gpt2(), "user/many", **where, local_files_only=True).eval()
+        assert torch.equal(logits(again), logits(model))
+        assert not [request for request in server.requests if "filters." in request]
 
     def test_on_the_hub(self, server: HubServer, recwarn: pytest.WarningsRecorder) -> None:
         model = self.adapter()

@@ -367,3 +367,21 @@ def test_a_description_answers_like_the_mask() -> None:
     assert torch.equal(described == 0, mask == 0)
     assert torch.equal(described != mask.mT, mask != mask.mT)
     assert described.sum() == mask.sum()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["mistral", "bert"])
+def test_torch_jit_traces_a_plugged_model_for_other_lengths(name: str) -> None:
+    """While torch.jit traces, the sizes of a tensor are tensors."""
+    model = plugged(name, depth=1).requires_grad_(False)
+
+    def forward(ids: Tensor, mask: Tensor) -> Tensor:
+        cache = {} if name == "bert" else {"use_cache": False}
+        return result(model(input_ids=ids, attention_mask=mask, **cache))
+
+    batch = batches()["left"]
+    with torch.no_grad():
+        traced = torch.jit.trace(forward, tuple(batch.values()), check_trace=False)
+        for rows, first in ((3, 0), (2, 3)):
+            ids, mask = (part[:rows, first:] for part in batch.values())
+            torch.testing.assert_close(traced(ids, mask), forward(ids, mask))

@@ -84,7 +84,13 @@ class LensReport:
     @classmethod
     def from_json(cls, path: str | Path) -> LensReport:
         """A report that :meth:`to_json` wrote."""
-        plain = json.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            plain = json.loads(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is not a lens report, or damaged: expected the JSON that "
+                f"report.to_json or gfsa diagnose --json wrote, got {error}"
+            ) from error
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
             raise ValueError(

@@ -7,6 +7,7 @@ rebuilt first, from the description that each filter keeps beside its numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.backbone import canonical_name
 from gfsa.plugs.checkpoint import EXTRA, FORMAT, check_restorable, load, restore
 from gfsa.plugs.filter_files import DESCRIPTION, MOST_TENSORS
-from gfsa.plugs.hub.download import filter_folder
+from gfsa.plugs.hub.download import Download, download_filters
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites
 
@@ -31,7 +32,7 @@ PEFT_ENTRY = "filters_need_gfsa_load_peft"
 
 _WEIGHTS = "adapter_model.safetensors"
 # arguments that say where on the Hub the files of an adapter are
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+_HUB_ARGUMENTS = tuple(field.name for field in dataclasses.fields(Download))
 
 
 def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> Any:
@@ -96,7 +97,8 @@ def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> 
         if Path(path).is_dir():
             folder = Path(path) / (kwargs.get("subfolder") or "")
         else:
-            folder = filter_folder(str(path), kwargs.get("revision"), kwargs.get("token"))
+            wanted = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+            folder = download_filters(str(path), Download(**wanted))
     except FileNotFoundError:
         folder = Path()
     if not (folder / DESCRIPTION).is_file():
@@ -128,9 +130,8 @@ def _reset(model: nn.Module) -> None:
 
 def _weights_file(path: str | Path, kwargs: dict[str, Any]) -> Path:
     """The adapter's safetensors, downloaded if ``path`` is a name on the Hub."""
-    subfolder = kwargs.get("subfolder") or ""
     if Path(path).is_dir():
-        file = Path(path) / subfolder / _WEIGHTS
+        file = Path(path) / (kwargs.get("subfolder") or "") / _WEIGHTS
         if not file.is_file():
             raise FileNotFoundError(
                 f"{file} does not exist: filters are read from safetensors only; save the adapter "
@@ -142,9 +143,7 @@ def _weights_file(path: str | Path, kwargs: dict[str, Any]) -> Path:
 
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     try:
-        return Path(
-            huggingface_hub.hf_hub_download(str(path), _WEIGHTS, subfolder=subfolder or None, **hub)
-        )
+        return Path(huggingface_hub.hf_hub_download(str(path), _WEIGHTS, **hub))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{path} is neither a folder here with an adapter of peft, nor can {_WEIGHTS} be read "

@@ -70,6 +70,12 @@ def decide(
     names = [str(int(v)) for v in values if v is not None] if whole else list(texts)
     classes = sorted(set(names), key=(lambda name: (int(name), name)) if whole else None)
     if wanted == "auto" and len(classes) > max(2, len(texts) / 2):
+        words = [text for text, value in zip(texts, values, strict=True) if value is None]
+        if 0 < len(words) <= len(texts) / 10:
+            raise ValueError(
+                f"the column {column} has {len(texts) - len(words)} numbers and {len(words)} "
+                f"labels that are none, such as {_some(words)}: correct or delete these rows"
+            )
         override = "" if only_classes else ", or labels=classes if each of them is a class"
         raise ValueError(
             f"the column {column} has {len(classes)} different values in {len(texts)} rows, such "

@@ -99,12 +99,17 @@ def _texts(table: Table, column: str) -> list[str]:
 
 
 def _refuse_missing(table: Table, columns: Sequence[str], settings: Sequence[str]) -> None:
-    """Raise ValueError if a table lacks a wanted column."""
+    """Raise ValueError if a table lacks a wanted column, or has it twice."""
     for column, setting in zip(columns, settings, strict=True):
         if column not in table.columns:
             raise ValueError(
                 f"{table.where} has no column {column!r}; it has "
                 f"{', '.join(table.columns) or 'none'}: set {setting}= to one of them{table.begin}"
+            )
+        if table.columns.count(column) > 1:
+            raise ValueError(
+                f"{table.where} has {table.columns.count(column)} columns {column!r}, and "
+                f"{setting}= names one: rename them{table.begin}"
             )
 
 

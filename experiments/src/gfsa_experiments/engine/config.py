@@ -6,10 +6,12 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import re
 import types
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -253,8 +255,27 @@ HARMLESS = (
 
 def settings_of(config: TrainConfig) -> str:
     """The settings that differ from the recipe's defaults: ``epochs=2 lr=0.001``."""
-    changed = changed_settings(config)
+    changed = without_folders(changed_settings(config))
     return as_text({k: v for k, v in changed.items() if not _label_shows(config, k, v)})
+
+
+def without_folders(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings as a row has them: of a path outside of the working folder, its last part.
+
+    A row is published and compared with rows of other machines: ``/home/me/my.csv`` is ``my.csv``
+    there. Which ``my.csv`` it was, the fingerprint of the data says.
+    """
+    return {name: _last_part(value) for name, value in values.items()}
+
+
+# an absolute path, also one of Windows, or one from the home folder or the folder above
+_OUTSIDE = re.compile(r"[/\\~]|[A-Za-z]:[/\\]|\.\.([/\\]|$)")
+
+
+def _last_part(value: Any) -> Any:
+    if not isinstance(value, str) or not _OUTSIDE.match(value):
+        return value
+    return Path(os.path.abspath(Path(value).expanduser())).name or value
 
 
 def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:

@@ -32,6 +32,7 @@ from gfsa_experiments.engine.config import (
     as_text,
     changed_settings,
     settings_of,
+    without_folders,
 )
 from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.randomness import seed_everything
@@ -121,9 +122,9 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command of this run alone."""
+        """The command of this run alone; data outside of the working folder needs --data-dir."""
         words = ["gfsa train", self.recipe, "--method", self.method, "--seeds", self.config.seed]
-        changed = changed_settings(self.config) | self._changed_options()
+        changed = without_folders(changed_settings(self.config)) | self._changed_options()
         # quoted one by one: a value may have blanks in it
         pairs = [shlex.quote(as_text({name: value})) for name, value in changed.items()]
         return " ".join(map(str, words)) + "".join(f" --set {pair}" for pair in pairs)

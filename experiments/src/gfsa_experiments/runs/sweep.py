@@ -78,7 +78,7 @@ class Request:
         if unused:
             reasons = "; ".join(f"{name} ({why})" for name, why in unused.items())
             raise ValueError(f"leave out settings that would have no effect: {reasons}")
-        return runs
+        return _one_per_folder(runs)
 
     def _runs(self, **places: Any) -> tuple[list[Run], dict[str, str]]:
         """The runs of one combination of settings, and why some settings have no effect."""
@@ -160,6 +160,22 @@ class Request:
             f"options: {', '.join(sorted(used)) or 'none'}"
         )
         return {name: why for name in given if name not in used}
+
+
+def _one_per_folder(runs: Sequence[Run]) -> list[Run]:
+    """The runs, each once; ValueError for different runs that rows could not tell apart."""
+    folders: dict[Path, Run] = {}
+    for run in runs:
+        other = folders.setdefault(run.folder, run)
+        if other.config == run.config:
+            continue
+        pairs = zip(vars(other.config).items(), vars(run.config).values(), strict=True)
+        differing = "; ".join(f"{name}={a} and {name}={b}" for (name, a), b in pairs if a != b)
+        raise ValueError(
+            f"two runs would have the folder {run.folder}: {differing}. Of a path outside of the "
+            "working folder only the last part counts: rename one of them, or use another --out"
+        )
+    return list(folders.values())
 
 
 def _config(kind: type[TrainConfig], given: dict[str, str]) -> tuple[TrainConfig, dict[str, str]]:

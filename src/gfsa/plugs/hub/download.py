@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gfsa.plugs.filter_files import DESCRIPTION, MOST_DESCRIPTION, MOST_TENSORS, TENSORS
@@ -12,7 +13,30 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MOST = {DESCRIPTION: MOST_DESCRIPTION, TENSORS: MOST_TENSORS}
 
 
-def filter_folder(path: str | Path, revision: str | None = None, token: str | None = None) -> Path:
+@dataclass(frozen=True)
+class Download:
+    """Which files of a repository are meant, and how they are downloaded.
+
+    Args:
+        revision: a branch, tag or commit.
+        token: of an account that may read the repository.
+        subfolder: the folder of the repository that the files are in.
+        cache_dir: where downloads are kept; None is the cache of huggingface_hub.
+        local_files_only: take what was downloaded before, without a connection.
+        force_download: download again what is in the cache.
+    """
+
+    revision: str | None = None
+    token: str | bool | None = None
+    subfolder: str | None = None
+    cache_dir: str | Path | None = None
+    local_files_only: bool = False
+    force_download: bool = False
+
+
+def filter_folder(
+    path: str | Path, revision: str | None = None, token: str | bool | None = None
+) -> Path:
     """The folder with the filters of ``path``, which are downloaded if it is a name on the Hub.
 
     A folder that exists here comes first. A ``Path``, and a string that is not ``user/name``, are
@@ -25,7 +49,7 @@ def filter_folder(path: str | Path, revision: str | None = None, token: str | No
                 f"{path} is a folder"
             )
         return Path(path)
-    return _download(str(path), revision, token)
+    return download_filters(str(path), Download(revision, token))
 
 
 def is_repository(path: str | Path) -> bool:
@@ -47,18 +71,22 @@ def hub_library(name: str) -> Any:
     return huggingface_hub
 
 
-def _download(name: str, revision: str | None, token: str | None) -> Path:
+def download_filters(name: str, wanted: Download) -> Path:
+    """The folder with the filters of a repository, downloaded or from the cache."""
     try:
         hub = hub_library(f"{name!r} is no folder here; reading it from the Hub")
     except ImportError as error:
         raise FileNotFoundError(str(error)) from error
     try:
-        folder = _file(hub, name, DESCRIPTION, revision, token).parent
-        # the folder is named after the commit: both files are of one save
-        _file(hub, name, TENSORS, folder.name, token)
+        folder = _file(hub, name, DESCRIPTION, wanted).parent
+        # the folder of a snapshot is named after its commit: both files are of one save
+        depth = len(PurePosixPath(wanted.subfolder or "").parts)
+        commit = (folder, *folder.parents)[depth].name
+        _file(hub, name, TENSORS, replace(wanted, revision=commit))
     # an OSError: no such repository, revision or file, no access, no connection
     except OSError as error:
-        where = name if revision is None else f"{name} at {revision!r}"
+        where = name if wanted.revision is None else f"{name} at {wanted.revision!r}"
+        where = f"{where}, subfolder {wanted.subfolder!r}," if wanted.subfolder else where
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
             f"{where} is neither a folder here with filters that gfsa.save wrote, nor can they be "
@@ -67,33 +95,35 @@ def _download(name: str, revision: str | None, token: str | None) -> Path:
     return folder
 
 
-def _file(hub: Any, name: str, file: str, revision: str | None, token: str | None) -> Path:
+def _file(hub: Any, name: str, file: str, wanted: Download) -> Path:
     """A file of a repository, from the cache if the Hub gives no answer.
 
     A file that is too large for filters is refused before it is downloaded.
     """
+    if wanted.local_files_only:
+        return _cached(hub, name, file, wanted, "local_files_only=True")
+    url = hub.hf_hub_url(name, file, subfolder=wanted.subfolder, revision=wanted.revision)
     try:
-        found = hub.get_hf_file_metadata(hub.hf_hub_url(name, file, revision=revision), token=token)
+        found = hub.get_hf_file_metadata(url, token=wanted.token)
     except Exception as error:
         if not _is_no_answer(hub, error):
             raise
-        return _cached(hub, name, file, revision, error)
+        return _cached(hub, name, file, wanted, f"no answer ({error})")
     if found.size is not None and found.size > _MOST[file]:
         raise ValueError(
             f"{file} of {name} has {found.size} bytes; filters are a few numbers per head, more "
             f"than {_MOST[file]} is refused"
         )
-    return Path(hub.hf_hub_download(name, file, revision=revision, token=token))
+    return Path(hub.hf_hub_download(name, file, **asdict(wanted)))
 
 
-def _cached(hub: Any, name: str, file: str, revision: str | None, silence: Exception) -> Path:
+def _cached(hub: Any, name: str, file: str, wanted: Download, reason: str) -> Path:
     """A file that was downloaded before, without another attempt to reach the Hub."""
+    offline = replace(wanted, local_files_only=True, force_download=False)
     try:
-        return Path(hub.hf_hub_download(name, file, revision=revision, local_files_only=True))
+        return Path(hub.hf_hub_download(name, file, **asdict(offline)))
     except OSError as error:
-        raise ConnectionError(
-            f"no answer ({silence}), and {file} was not downloaded before"
-        ) from error
+        raise ConnectionError(f"{reason}, and {file} was not downloaded before") from error
 
 
 def _is_no_answer(hub: Any, error: Exception) -> bool:

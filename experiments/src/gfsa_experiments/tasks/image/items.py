@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +121,27 @@ def _images_in(folder: Path, classes: list[str]) -> list[File]:
 
     numbers = {name: number for number, name in enumerate(classes)}
     files: list[File] = make_dataset(str(folder), numbers, _ENDINGS, allow_empty=True)
+    if files:
+        _warn_of_others(folder, classes)
     return files
+
+
+def _warn_of_others(folder: Path, classes: list[str]) -> None:
+    """Warn of files in the folders of classes that are not read."""
+    endings = Counter(
+        os.path.splitext(name)[1].lower() or "no ending"
+        for label in classes
+        for _, _, names in os.walk(folder / label, followlinks=True)
+        for name in names
+        if not name.startswith(".") and not name.lower().endswith(_ENDINGS)
+    )
+    if endings:
+        counts = ", ".join(f"{count} {ending}" for ending, count in endings.most_common(5))
+        warnings.warn(
+            f"{folder}: {endings.total()} files of its classes are left out ({counts}); images "
+            f"are {', '.join(_ENDINGS)}",
+            stacklevel=2,
+        )
 
 
 def _refuse_empty(folder: Path, classes: list[str], files: list[File]) -> None:

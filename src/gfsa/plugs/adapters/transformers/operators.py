@@ -124,13 +124,13 @@ def _sdpa_operator(
     if isinstance(attention_mask, DescribedMask):
         if position_bias is None and new == key.shape[2] == attention_mask.shape[-1]:
             return AttentionOperator(
-                *(query, key, None, dropout, False, scaling, key.shape[1] != query.shape[1]),
+                *(query, key, None, dropout, False, scaling, _grouped(query, key)),
                 dropout_after=after,
                 visible=attention_mask.visible,
             ), value
         attention_mask = attention_mask.tensor()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = new > 1 and attention_mask is None and causal
+    causal = bool(new > 1 and attention_mask is None and causal)
     if causal and key.shape[2] > new:
         # the prefill of a static cache: the rows after the prompt are empty
         key, value = key[:, :, :new], value[:, :, :new]
@@ -139,18 +139,24 @@ def _sdpa_operator(
         attention_mask = _biased_mask(position_bias, attention_mask, causal, query)
         causal = False
     if new != key.shape[2]:
-        grouped = key.shape[1] != query.shape[1]
+        grouped = _grouped(query, key)
         call = AttentionCall(query, key, attention_mask, dropout, False, scaling, grouped)
         return SDPAOperator(call), value
     if attention_mask is not None:
         attention_mask = _one_row(attention_mask)
         # torch's grouped-query kernels accept no mask
         key, value = repeat_heads(key, query), repeat_heads(value, query)
-    grouped = key.shape[1] != query.shape[1]
+    grouped = _grouped(query, key)
     operator = AttentionOperator(
         query, key, attention_mask, dropout, causal, scaling, grouped, dropout_after=after
     )
     return operator, value
+
+
+def _grouped(query: Tensor, key: Tensor) -> bool:
+    """Whether several query heads share a key head."""
+    # while torch.jit traces, sizes are tensors
+    return bool(key.shape[1] != query.shape[1])
 
 
 def _one_row(mask: Tensor) -> Tensor:

@@ -172,8 +172,9 @@ def _one_per_folder(runs: Sequence[Run]) -> list[Run]:
         pairs = zip(vars(other.config).items(), vars(run.config).values(), strict=True)
         differing = "; ".join(f"{name}={a} and {name}={b}" for (name, a), b in pairs if a != b)
         raise ValueError(
-            f"two runs would have the folder {run.folder}: {differing}. Of a path outside of the "
-            "working folder only the last part counts: rename one of them, or use another --out"
+            f"two runs would have the folder {run.folder}: {differing}. Give one value, or several "
+            "commands with an --out each; of a path outside of the working folder only the last "
+            "part counts, so rename one of them"
         )
     return list(folders.values())
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import largest_difference, serve
+from serving import Engine, largest_difference
 
 TOLERANCE = 1e-5
 NEW = 12
@@ -24,11 +24,10 @@ KINDS = {
 @pytest.mark.parametrize("recipe", KINDS)
 def test_every_kind(recipe: str, checkpoints: Any, record: Any) -> None:
     checkpoint = checkpoints(recipe)
-    served = serve(
-        checkpoint.folder, (checkpoint.prompts, NEW), enforce_eager=True, max_num_batched_tokens=24
-    )
+    with Engine(checkpoint.folder, enforce_eager=True, max_num_batched_tokens=24) as engine:
+        found = engine.generate(checkpoint.prompts, NEW)
     expected = [text.first(NEW) for text in checkpoint.texts]
-    difference = largest_difference(served.rounds[0].texts, expected)
+    difference = largest_difference(found.texts, expected)
     assert difference < TOLERANCE
     record(f"{KINDS[recipe]}: 16 requests", f"identical, log-probabilities within {difference:.0e}")
 
@@ -36,9 +35,10 @@ def test_every_kind(recipe: str, checkpoints: Any, record: Any) -> None:
 def test_coefficients_are_float32_in_a_bfloat16_model(checkpoints: Any) -> None:
     folder = checkpoints("bfloat16").folder
     saved = load_file(folder / "model.safetensors")
-    served = serve(folder, coefficients=True, enforce_eager=True, dtype="bfloat16")
-    assert len(served.coefficients) == 3
-    for layer, coefficients, dtype in served.coefficients:
+    with Engine(folder, enforce_eager=True, dtype="bfloat16") as engine:
+        found = engine.coefficients()
+    assert len(found) == 3
+    for layer, coefficients, dtype in found:
         theta = saved[f"{layer}.gfsa.theta"]
         assert dtype == str(theta.dtype) == "torch.float32"
         # K = 3: c0 = w0, c1 = w1 − wK, c2 = 2·wK, where θ is the difference to (0, 1, 0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import EngineError, serve
+from serving import Engine, EngineError
 from tiny_models import Checkpoint
 
 from gfsa.engines.vllm.checkpoint import descriptions_in
@@ -130,8 +130,8 @@ def test_damaged_filters_are_refused(
     edit: Any, message: str, checkpoints: Any, tmp_path: Path
 ) -> None:
     folder = change(checkpoints("Llama"), tmp_path, edit)
-    with pytest.raises(EngineError, match=message):
-        serve(folder, enforce_eager=True)
+    with pytest.raises(EngineError, match=message), Engine(folder, enforce_eager=True):
+        pass
 
 
 def test_a_filter_without_its_description_is_refused(checkpoints: Any, tmp_path: Path) -> None:

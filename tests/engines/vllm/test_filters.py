@@ -20,7 +20,7 @@ NEW = 12
 KINDS = {
     "learned": "K = 5 learned in part, exact K = 4, a layer without a filter",
     "polynomials": "polynomials of degree 0 and 1, a pruned one of degree 3",
-    "fixed": "twicing, PageRank of three hops, a layer without a filter",
+    "fixed": "twicing, the Laplacian, PageRank of three hops",
     "soft cap": "capped attention scores (Gemma 2), K = 3 on all layers",
     "experts": "a mixture of experts (Qwen3 MoE), filters on odd layers",
 }

@@ -122,7 +122,7 @@ POLYNOMIALS = [
     lambda heads: gfsa.Polynomial(heads, degree=0),
     lambda heads: PartialPolynomial(heads, degree=3, high=[0, 2]),
 ]
-FIXED = [gfsa.Twicing, None, lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)]
+FIXED = [gfsa.Twicing, gfsa.Laplacian, lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)]
 
 ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 3", "GPT-2")
 MODELS["Bert"] = _bert

@@ -56,6 +56,8 @@ class Counters:
     drafted: int
     capacity: int
     """Tokens that fit into the cache."""
+    compiled: int
+    """Operations in the graphs that torch.compile traced."""
 
 
 class EngineError(RuntimeError):
@@ -83,7 +85,8 @@ class Engine:
     def __enter__(self) -> Engine:
         try:
             self._ask("ready")
-        except EngineError:
+        # an interrupted test must not leave an engine behind
+        except BaseException:
             self.__exit__()
             raise
         return self
@@ -172,11 +175,14 @@ def _metrics(llm: Any) -> dict[str, int]:
 
 
 def _counters(llm: Any) -> Counters:
-    found = _metrics(llm)
+    from torch._dynamo.utils import counters
+
+    found, compiled = _metrics(llm), counters["stats"]
     return Counters(
         accepted=found.get("spec_decode_num_accepted_tokens", 0),
         drafted=found.get("spec_decode_num_draft_tokens", 0),
         capacity=llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
+        compiled=compiled["calls_captured"],
     )
 
 

@@ -73,6 +73,6 @@ def test_cost(architecture: str, checkpoints: Any, record: Any) -> None:
         ),
     )
     if architecture in ("Llama", "GPT-2"):
-        kind = f"{architecture}, {queries // keys} query heads a key head"
+        kind = f"{architecture}, {queries} query heads, {keys} key heads"
         record("memory", f"{fewer:.1f} times the cache a token ({kind})")
         record("time", f"{slower[UNPLUGGED]:.2f} times a token ({architecture}, eager)")

@@ -59,7 +59,9 @@ def check(architecture: str, checkpoint: Checkpoint, record: Any) -> Callable[..
 
 def test_eager(checkpoint: Checkpoint, check: Any) -> None:
     with Engine(checkpoint.folder, **EAGER) as engine:
-        found = engine.generate(checkpoint.prompts)
+        found, counted = engine.generate(checkpoint.prompts), engine.counters()
+    # vLLM compiles the log-probabilities of tokens, the model must not be compiled
+    assert counted.compiled < 30
     # one step a token: all requests are in every step
     assert found.steps == 40
     check("eager, 16 requests at once", found, f"; {found.steps} steps")
@@ -67,7 +69,10 @@ def test_eager(checkpoint: Checkpoint, check: Any) -> None:
 
 def test_compiled(checkpoint: Checkpoint, check: Any) -> None:
     with Engine(checkpoint.folder, **{**EAGER, "enforce_eager": False}) as engine:
-        check("compiled", engine.generate(checkpoint.prompts))
+        found, counted = engine.generate(checkpoint.prompts), engine.counters()
+    # the model: an engine that falls back to eager mode would give the same tokens
+    assert counted.compiled > 100
+    check("compiled", found)
 
 
 def test_chunked_prefill_and_prefix_caching(checkpoint: Checkpoint, check: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import EngineError, serve
+from serving import Engine, EngineError
 from tiny_models import Checkpoint
 
 from gfsa.engines.vllm.checkpoint import descriptions_in
@@ -85,6 +85,21 @@ def test_a_method_that_is_no_polynomial_is_refused(checkpoints: Any) -> None:
         parse(checkpoints("attnscale").folder)
 
 
+def test_gpt2_needs_the_implementation_of_vllm(checkpoints: Any, record: Any) -> None:
+    """Why a plugged GPT-2 is not served by the Transformers backend: that runs no GPT-2."""
+    plain = checkpoints("GPT-2").plain
+    with (
+        pytest.raises(EngineError, match=r"weights were not initialized.*attn.c_attn.bias"),
+        Engine(plain, model_impl="transformers", enforce_eager=True),
+    ):
+        pass
+    record(
+        "GPT-2 without filters in vLLM's Transformers backend",
+        "refused by vLLM: it finds no weights for `attn.c_attn.bias`; plugged and unplugged GPT-2 "
+        "are served by vLLM's own class",
+    )
+
+
 def change(checkpoint: Checkpoint, folder: Path, edit: Any) -> Path:
     """A copy of a checkpoint with other tensors."""
     shutil.copytree(checkpoint.folder, folder, dirs_exist_ok=True)
@@ -130,8 +145,8 @@ def test_damaged_filters_are_refused(
     edit: Any, message: str, checkpoints: Any, tmp_path: Path
 ) -> None:
     folder = change(checkpoints("Llama"), tmp_path, edit)
-    with pytest.raises(EngineError, match=message):
-        serve(folder, enforce_eager=True)
+    with pytest.raises(EngineError, match=message), Engine(folder, enforce_eager=True):
+        pass
 
 
 def test_a_filter_without_its_description_is_refused(checkpoints: Any, tmp_path: Path) -> None:

@@ -1,18 +1,15 @@
 """Small random models with filters, saved as a user saves them, and what transformers generates.
 
-    python tiny_models.py RECIPE FOLDER
-
-makes one, in a process of its own: vLLM's Transformers backend changes the classes of transformers
-in its process, which then cannot build a model outside of vLLM. Initial weights are large, so that
-a text does not repeat one token, and the filters differ from head to head. Windows are shorter than
-the prompts.
+Each is made in a process of its own: vLLM's Transformers backend changes the classes of
+transformers in its process, which then cannot build a model outside of vLLM. Initial weights are
+large, so that a text does not repeat one token, and the filters differ from head to head. Windows
+are shorter than the prompts.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -81,6 +78,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Mistral": lambda: transformers.MistralForCausalLM(
         transformers.MistralConfig(**_SIZES, **_WINDOW)
     ),
+    # its attention scores are capped
     "Gemma 2": lambda: transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(**_SIZES, **_GEMMA)
     ),
@@ -124,14 +122,15 @@ POLYNOMIALS = [
     lambda heads: gfsa.Polynomial(heads, degree=0),
     lambda heads: PartialPolynomial(heads, degree=3, high=[0, 2]),
 ]
-FIXED = [gfsa.Twicing, None, lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)]
+FIXED = [gfsa.Twicing, gfsa.Laplacian, lambda heads: gfsa.PageRank(heads, alpha=0.2, hops=3)]
 
-ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "GPT-2")
+ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 3", "GPT-2")
 MODELS["Bert"] = _bert
 
 # recipe → the model and how it is plugged
 RECIPES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **{name: (name, partial(gfsa.plug, K=3)) for name in ARCHITECTURES},
+    "soft cap": ("Gemma 2", partial(gfsa.plug, K=3)),
     "experts": ("Qwen3 MoE", partial(gfsa.plug, K=3, layers="odd")),
     "learned": ("Llama", partial(_plug_layers, kinds=LEARNED)),
     "polynomials": ("Llama", partial(_plug_layers, kinds=POLYNOMIALS)),
@@ -171,7 +170,12 @@ class Checkpoint:
 
 def checkpoint_of(recipe: str, folder: Path) -> Checkpoint:
     """Make a checkpoint in ``folder``, in another process."""
-    subprocess.run([sys.executable, __file__, recipe, str(folder)], check=True)
+    # forked: to import torch and transformers again takes longer than to make a model
+    process = multiprocessing.get_context("fork").Process(target=make, args=(recipe, folder))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the checkpoint {recipe} was not made; its error is above")
     texts, plain_texts = (
         [Text(**text) for text in texts] for texts in json.loads((folder / "texts").read_text())
     )
@@ -186,6 +190,8 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 def make(recipe: str, folder: Path) -> None:
     """Build, plug and save a model, load it again, and let transformers generate."""
     architecture, plug = RECIPES[recipe]
+    # a forked process has none of the threads of its parent's pool
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = MODELS[architecture]().eval()
     model.save_pretrained(folder / "plain")
@@ -235,7 +241,3 @@ def _texts(model: Any, prompts: list[list[int]]) -> list[Text]:
     tokens = out.sequences[:, longest:]
     logprobs = rows.gather(-1, tokens[..., None])[..., 0]
     return [Text(*pair) for pair in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
-
-
-if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]))

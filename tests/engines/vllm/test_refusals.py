@@ -80,6 +80,15 @@ def test_an_encoder_is_refused(checkpoints: Any) -> None:
         parse(checkpoints("encoder").folder)
 
 
+def test_a_config_without_architectures_is_refused(checkpoints: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints("Llama").folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["architectures"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"no architectures.*this llama is.*ForCausalLM"):
+        parse(folder)
+
+
 def test_a_method_that_is_no_polynomial_is_refused(checkpoints: Any) -> None:
     with pytest.raises(ValueError, match=r"AttnScale.*polynomials of the attention map"):
         parse(checkpoints("attnscale").folder)

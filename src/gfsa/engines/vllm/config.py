@@ -88,7 +88,13 @@ def mark(config: Any, filters: dict[str, Any], source: str) -> None:
 
 
 def _architecture(config: Any, architectures: list[str], source: str) -> str:
-    name = architectures[0] if architectures else config.model_type
+    if not architectures:
+        raise ValueError(
+            f"{source}: config.json has no architectures, so vLLM cannot tell which model class "
+            f"this {config.model_type} is. Save it from the model with a head "
+            '(model.save_pretrained writes them), or add "architectures": ["…ForCausalLM"]'
+        )
+    name = architectures[0]
     if name == "GPT2LMHeadModel":
         return GPT2
     text = config.get_text_config()

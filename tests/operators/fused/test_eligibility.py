@@ -125,6 +125,23 @@ def test_windows_and_documents_where_they_are_measured(
     assert "gfsa tune measures neither windows" in choice.choose("auto", *asked).reason
 
 
+def test_turned_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = call(2, 4, 100, 64)
+    assert choice.choose("auto", *asked).backend == "fused"
+    monkeypatch.setattr(eligibility, "TURNED_OFF", True)
+    assert "GFSA_FUSED=0" in choice.choose("auto", *asked).reason
+    with pytest.raises(ValueError, match="GFSA_FUSED=0 in the environment"):
+        choice.choose("fused", *asked)
+
+
+def test_what_turns_them_off() -> None:
+    assert eligibility.turned_off("0")
+    assert not eligibility.turned_off("")
+    assert not eligibility.turned_off("1")
+    with pytest.raises(ValueError, match="must be 0 .* or 1, got 'off'"):
+        eligibility.turned_off("off")
+
+
 def test_older_gpus_and_other_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = call(2, 4, 100, 64)
     assert eligibility.refusal(*asked) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import re
 
 import torch
@@ -23,6 +24,15 @@ def _installed_triton() -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
+def turned_off(value: str) -> bool:
+    """Whether ``GFSA_FUSED`` with this value turns the fused kernels off."""
+    if value not in ("", "0", "1"):
+        raise ValueError(f"GFSA_FUSED must be 0 (no fused kernels) or 1, got {value!r}")
+    return value == "0"
+
+
+# read once: a process that has compiled a call keeps the operator that served it
+TURNED_OFF = turned_off(os.environ.get("GFSA_FUSED", ""))
 TRITON = _installed_triton()
 MINIMAL_TRITON = (3, 6)
 MEASURED_TRITON = (3, 6)
@@ -189,6 +199,8 @@ capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refusal_of_device(q: Tensor) -> str | None:
+    if TURNED_OFF:
+        return "GFSA_FUSED=0 in the environment turns the fused kernels off"
     if not q.is_cuda or torch.version.hip is not None:
         return f"the fused kernels need an NVIDIA GPU, the tokens are on {q.device}"
     major, minor = capability(q.device)

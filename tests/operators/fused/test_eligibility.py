@@ -138,7 +138,7 @@ def test_what_turns_them_off() -> None:
     assert eligibility.turned_off("0")
     assert not eligibility.turned_off("")
     assert not eligibility.turned_off("1")
-    with pytest.raises(ValueError, match="must be 0 .* or 1, got 'off'"):
+    with pytest.raises(ValueError, match=r"must be 0 .* or 1, got 'off'"):
         eligibility.turned_off("off")
 
 

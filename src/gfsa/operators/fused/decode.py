@@ -21,8 +21,8 @@ from gfsa.operators.fused.problem import padded
 
 KEYS = 64
 """Cached tokens that a program reads at once."""
-STAGES = 2
-"""How many times as many are on their way."""
+MOST_AHEAD = 100 * 1024
+"""Bytes of keys, values and U that a program holds while the next ones are on their way."""
 MOST_SPLITS = 32
 """Programs that share the keys of one head, a power of two at most."""
 
@@ -115,6 +115,12 @@ def _splits(heads: int, length: int, device: torch.device) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
+def _stages(width: int, dtype: torch.dtype) -> int:
+    """Of the pipeline of loads: two have one tile on chip, waited for; three have the next, too."""
+    tile = 3 * KEYS * width * dtype.itemsize
+    return 3 if 2 * tile <= MOST_AHEAD else 2
+
+
 def _room(
     heads: int, splits: int, width: int, q: Tensor, keep_counters: bool
 ) -> tuple[Tensor, Tensor]:
@@ -181,6 +187,6 @@ def _launch(
         (device, dtype),
         (),
         (),
-        (head_dim, width, KEYS, masked, on_device, splits, STAGES),
+        (head_dim, width, KEYS, masked, on_device, splits, _stages(width, dtype)),
         num_warps=4,
     )

@@ -12,6 +12,8 @@ import torch
 
 from gfsa.functional import graph_filter_attention, which_backend
 from gfsa.operators import AttentionOperator, Visibility
+from gfsa.operators.fused import degree_one_launch
+from gfsa.operators.fused.decode import decode
 
 # tokens, head dim, degree, causal, whether some keys are padding, dropout
 CASES = (
@@ -29,6 +31,8 @@ CASES = (
 
 
 def main() -> None:
+    # one pass also where it was not timed
+    degree_one_launch.NARROWEST, degree_one_launch.MASKS_ARE_MEASURED = 33, True
     for tokens, dim, degree, is_causal, padded, dropout_p in CASES:
         q, k, v = (
             torch.randn(2, 2, tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -47,6 +51,17 @@ def main() -> None:
         print(f"{tokens} tokens of {dim}, degree {degree}, {is_causal=}: {ran}")
     for dim in (64, 128):
         packed(dim)
+        decoded(dim)
+
+
+def decoded(dim: int) -> None:
+    """One token after 299, whose keys several programs share."""
+    q, k, v, u = torch.randn(4, 2, 2, 300, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    coeffs = torch.randn(2, 3, device="cuda")
+    for _ in range(2):
+        decode(q[:, :, -1:], k, v, u, coeffs, None, None, dim**-0.5)
+    torch.cuda.synchronize()
+    print(f"one token of {dim} after 299")
 
 
 def packed(dim: int) -> None:

@@ -164,6 +164,36 @@ def test_documents_by_their_borders() -> None:
     assert torch.equal(visible.rows(0, 12, 12, device), alike.rows(0, 12, 12, device)[0])
 
 
+@pytest.mark.parametrize(
+    ("visible", "part"),
+    [
+        (Visibility(causal=True, documents=documents([5, 7], [6, 6]), in_order=True), "documents"),
+        (Visibility(causal=True, documents=documents([6, 18]), in_order=True), "documents"),
+        (Visibility(keys=torch.ones(2, 1, 12, dtype=torch.bool)), "keys"),
+    ],
+    ids=["other rows", "other tokens", "other keys"],
+)
+def test_it_fits_the_tokens(visible: Visibility, part: str) -> None:
+    """Kernels would read beyond the end of it."""
+    x = torch.randn(3, 2, 12, 8)
+    with pytest.raises(ValueError, match=rf"visible\.{part} .* does not fit .* \(3, 2, 12\)"):
+        AttentionOperator(x, x, visible=visible).polynomial(torch.ones(3), x)
+
+
+def test_it_is_where_the_tokens_are() -> None:
+    """A kernel on a GPU would read the address of a tensor of the host."""
+    x = torch.empty(1, 2, 12, 8, device="meta")
+    visible = Visibility.packed(torch.tensor([0, 5]), 12)
+    with pytest.raises(ValueError, match="q is on meta, documents on cpu; move one"):
+        AttentionOperator(x, x, visible=visible).polynomial(torch.ones(3, device="meta"), x)
+    keys = torch.ones(1, 1, 1, 12, dtype=torch.bool)
+    with pytest.raises(ValueError, match="q is on meta, attn_mask on cpu"):
+        AttentionOperator(x, x, keys).polynomial(torch.ones(3, device="meta"), x)
+    elsewhere = Visibility(causal=True, documents=visible.documents.to("meta"), in_order=True)
+    here = Visibility(causal=True, documents=visible.documents, in_order=True)
+    assert elsewhere.signature() != here.signature()
+
+
 def test_parts_of_it_keep_their_order() -> None:
     visible = Visibility(causal=True, documents=documents([3, 9]), in_order=True)
     assert visible.of_heads([1]).in_order

@@ -72,7 +72,8 @@ def _without_c_functions(launch: Any, tensors: Any) -> Any:
         encoding = (3, 2, 10, block, tuple(x.shape), x.stride(), 0)
         direct.tiles.append((len(direct.arguments), encoding, {}))
         direct.arguments += [None, *x.shape, *x.stride()]
-    direct.constants = (*launch.numbers, *launch.constants)
+    direct.constants = launch.constants
+    direct.fixed = (*launch.numbers, *launch.constants)
     return direct
 
 

@@ -136,8 +136,9 @@ class AttentionOperator(Operator):
         q, k, mask, *options, visible = self.call
         return (
             *(type(q), q.shape, q.dtype, q.device),
-            *(k.shape, k.dtype, v.shape, v.dtype, coeffs.shape, coeffs.dtype, coeffs.device),
-            None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+            *(k.shape, k.dtype, k.device, v.shape, v.dtype, v.device),
+            *(coeffs.shape, coeffs.dtype, coeffs.device),
+            None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
             None if visible is None else visible.signature(),
             *options,
             *(self.backend, F.scaled_dot_product_attention, torch.is_grad_enabled()),

@@ -142,6 +142,7 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
             "q, k and v must share one floating-point dtype, "
             f"got {q.dtype}, {k.dtype} and {v.dtype}; cast them first"
         )
+    _check_devices(q.device, k=k, v=v, attn_mask=call.attn_mask)
     if q.is_nested or k.is_nested or v.is_nested:
         _check_jagged(call, v)
     if min(q.dim(), k.dim(), v.dim()) < 2 or not (q.dim() == k.dim() == v.dim()):
@@ -171,6 +172,8 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
             "visible takes the place of attn_mask and is_causal, and nested tensors have none: "
             "pass one of them"
         )
+    if call.visible is not None:
+        _check_described(call.visible, q)
 
 
 def _check_jagged(call: AttentionCall, v: Tensor) -> None:
@@ -227,6 +230,34 @@ def _check_mask(attn_mask: Tensor, dtype: torch.dtype, scores: tuple[int, ...]) 
             f"attn_mask of shape {shape} does not broadcast to the scores' {scores}; "
             "pass a key-padding mask (B, N) as attn_mask[:, None, None, :]"
         )
+
+
+def _check_devices(device: torch.device, **tensors: Tensor | None) -> None:
+    """The fused kernels take addresses, and would read those of another device."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"q is on {device}, {name} on {tensor.device}; move one of them")
+
+
+def _check_described(visible: Visibility, q: Tensor) -> None:
+    """The fused kernels read ``keys`` and ``documents`` by token, and do not look for their end."""
+    _check_devices(q.device, keys=visible.keys, pairs=visible.pairs, documents=visible.documents)
+    tokens = tuple(q.shape[:-1])
+    for name, part in (("keys", visible.keys), ("documents", visible.documents)):
+        if part is None:
+            continue
+        shape = tuple(part.shape)
+        # torch 2.6's compiler zips tuples of one length only
+        last = tokens[len(tokens) - len(shape) :]
+        if (
+            len(shape) > len(tokens)
+            or shape[-1] != tokens[-1]
+            or any(size not in (1, wanted) for size, wanted in zip(shape, last, strict=True))
+        ):
+            raise ValueError(
+                f"visible.{name} of shape {shape} does not fit the tokens' (..., H, N) = {tokens}: "
+                "expected N numbers for all rows, or (B, 1, N), a row for each sequence"
+            )
 
 
 def check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:

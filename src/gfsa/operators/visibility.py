@@ -233,8 +233,10 @@ class Visibility:
     def signature(self) -> tuple[Any, ...]:
         """All of it that a choice of kernels depends on."""
         parts = (self.keys, self.pairs, self.documents)
-        shapes = [None if part is None else (part.shape, part.stride()) for part in parts]
-        return (*shapes, self.causal, self.window, self.in_order)
+        layouts = [
+            None if part is None else (part.shape, part.stride(), part.device) for part in parts
+        ]
+        return (*layouts, self.causal, self.window, self.in_order)
 
     def of_heads(self, heads: Sequence[int]) -> Visibility:
         """What the queries of some heads see."""

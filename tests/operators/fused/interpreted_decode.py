@@ -114,6 +114,43 @@ def test_counters_are_zero_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "in a graph"])
+def test_a_compiled_graph_keeps_no_counters(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would find memory of its CUDA graphs in use that is no result of theirs."""
+    kept: list[bool] = []
+    room = kernels._room
+
+    def watched(*arguments: Any) -> Any:
+        kept.append(arguments[-1])
+        return room(*arguments)
+
+    monkeypatch.setattr(kernels, "_room", watched)
+    monkeypatch.setattr(kernels, "needs_registered_operator", lambda q: graph)
+    q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
+    kernels.decode(q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, 0.3)
+    assert kept == [not graph]
+
+
+def test_inputs_of_a_graph_may_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernel loads 16 bytes at a time."""
+    q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
+    u = torch.randn_like(v)
+    arguments = [q[:, :, -1:].clone(), k, v, u]
+    expected = kernels.decode(*arguments, coeffs, None, None, 0.3)
+    off = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in arguments]
+    assert all(x.data_ptr() % 16 for x in off)
+    run = kernels._run
+
+    def checked(*arguments: Any, **options: Any) -> Any:
+        assert not any(x.data_ptr() % 16 for x in arguments[:4])
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(kernels, "_run", checked)
+    found = kernels.registered(*off, coeffs, None, None, 0.3)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_the_registered_operator() -> None:
     q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, True)
     arguments = (q[:, :, -1:], k, v, torch.randn_like(v), coeffs, keys, None, 0.3)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -19,6 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from gfsa.operators.fused import (  # noqa: E402
+    decode,
     decode_kernel,
     degree_one,
     degree_one_kernels,
@@ -195,7 +197,7 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_decoded_token(dim: int) -> None:
-    """A program keeps its sums in registers."""
+    """A program keeps its sums in registers, and works while the next keys are on their way."""
     types = {
         **dict.fromkeys(["q_in", "k_in", "v_in", "u_in", "y_out", "u_out"], "*bf16"),
         "place": "*i64",
@@ -204,11 +206,24 @@ def test_a_decoded_token(dim: int) -> None:
     }
     constants = {
         "D": dim, "WIDTH": dim, "BN": 64, "MASK": True, "ON_DEVICE": True,
-        "SPLITS": 16, "STAGES": 2,
+        "SPLITS": 16, "STAGES": decode._stages(dim, torch.bfloat16),
     }  # fmt: skip
-    usage = compile_for_hopper(ASTSource, decode_kernel.decode_token, types, constants, 4)
+    kernel = decode_kernel.decode_token
+    compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, 4)
     print(dim, usage)
     assert "STACK:0 " in usage
+    # loads of the next keys, values and U that the loop does not wait for
+    assert re.search(r"cp\.async\.wait_group\s+3;", compiled.asm["ptx"])
+    # what all threads have written is there for the program that counts last
+    written = compiled.asm["ptx"].partition("atom.global.gpu.acq_rel.add")[0].splitlines()
+    barrier = max(i for i, line in enumerate(written) if "bar.sync" in line)
+    assert barrier > max(i for i, line in enumerate(written) if "st.global" in line)
+
+
+def test_stages_of_a_decoded_token() -> None:
+    """As many as fit on chip, also on GPUs with 99 KiB where heads are not too wide."""
+    assert decode._stages(128, torch.bfloat16) == decode._stages(64, torch.float32) == 3
+    assert decode._stages(256, torch.bfloat16) == decode._stages(256, torch.float32) == 2
 
 
 @pytest.mark.parametrize("module", [cudnn_backward, degree_one], ids=lambda module: module.__name__)

@@ -7,11 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from gfsa.operators import Visibility
+from gfsa.operators import AttentionCall, Visibility
 from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.dispatch import backward_path, forward_path
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
+from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.short import launch as short
 
@@ -51,3 +52,12 @@ def test_packed_documents_go_to_the_long_kernels(length: int, head_dim: int) -> 
     spans = Visibility.packed(torch.tensor([0, 40]), length).spans(length, q.device)
     assert forward_path(q, spans, Options(0.1, True)) is long
     assert backward_path(q, q, q, spans, Options(0.1, True)) is long
+
+
+def test_integers_are_no_other_kernels() -> None:
+    """Triton compiles the int 1 in, and the code would serve every other scale after it."""
+    q = torch.empty(1, 1, 16, 16, dtype=torch.bfloat16)
+    options = FusedOperator(AttentionCall(q, q, dropout_p=0, scale=1)).options
+    assert options == Options(1.0, False, 0.0)
+    assert type(options.scale) is float
+    assert type(options.dropout_p) is float

@@ -168,6 +168,23 @@ def test_other_gpus_by_name_and_not_by_themselves(
     assert "Hopper" in eligibility.refusal_by_short(call(2, 4, 100, 64)[0].q, None, 0.1)
 
 
+def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    token, v, _ = call(2, 4, 1, 64)
+
+    def refusal() -> str | None:
+        with torch.no_grad():
+            return eligibility.refusal_of_decoding(token, v)
+
+    assert "not measured" in (refusal() or "")
+    monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", True)
+    assert refusal() is None
+    monkeypatch.setattr(eligibility, "TRITON", (3, 7))
+    assert "not measured" in (refusal() or "")
+    monkeypatch.setattr(eligibility, "TRITON", (3, 6))
+    monkeypatch.setattr(eligibility, "capability", lambda device: (8, 6))
+    assert "not measured" in (refusal() or "")
+
+
 @pytest.mark.parametrize(
     ("capability", "taken"), [((8, 0), True), ((8, 6), False), ((8, 9), False), ((12, 0), False)]
 )

@@ -72,3 +72,54 @@ def test_descriptors_on_a_gpu_without_a_copy_engine(monkeypatch: pytest.MonkeyPa
         launch([x], x)
     assert len(fake.by_triton) == 1
     assert [described.base is x for described, _ in fake.by_code] == [True, True]
+
+
+class Pointer:
+    """A tensor that is asked for its address in the middle of a launch."""
+
+    device = SimpleNamespace(index=0)
+
+    def __init__(self, address: int, asked: Any = lambda: None) -> None:
+        self.address, self.asked = address, asked
+
+    def data_ptr(self) -> int:
+        self.asked()
+        return self.address
+
+
+@pytest.mark.parametrize("scratch", [0, 1], ids=["by the C launcher", "by Triton's own"])
+def test_numbers_of_a_call_are_its_own(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may launch the same kernel with its numbers before this one has."""
+    launched: list[tuple[Any, ...]] = []
+
+    def by_c(*arguments: Any) -> None:
+        launched.append(arguments[13:])
+
+    utils = SimpleNamespace(fill_tma_descriptor=None)
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    fake = FakeKernel(None)
+    fake.run.global_scratch_size, fake.run.launch = scratch, by_c
+    launch = Launch(Kernel(fake), (1, 1, 1), (), (), (), ("constant",), num_warps=4)
+    launch((), Pointer(1), numbers=(1,))
+    other = Pointer(3)
+
+    def meanwhile() -> None:
+        launch((), other, numbers=(3,))
+
+    mine = Pointer(2, meanwhile)
+    launch((), mine, numbers=(2,))
+    if scratch:
+        assert fake.by_triton == [(fake.by_triton[0][0], 1, "constant")]
+        assert fake.by_code == [(mine, 2, "constant")]
+    else:
+        assert launched == [(3, 3, "constant"), (2, 2, "constant")]
+
+
+def test_options_of_the_compiler_are_compiled_for() -> None:
+    """Two cuts of the same tiles that differ in warps alone are two kernels."""
+    fake = FakeKernel(None)
+    kernel, x = Kernel(fake), torch.zeros(1)
+    for warps in (4, 8):
+        Launch(kernel, (1, 1, 1), (), (), (), (64, 64), num_warps=warps)((), x)
+    assert len(fake.by_triton) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
 from gfsa.operators.fused import coefficients, launcher
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options, Saved
+from gfsa.operators.fused.short import launch as short
 from gfsa.operators.fused.short.prepared import Prepared, prepared_for
 from gfsa_benchmarks.host_calls import nothing_launched
 
@@ -47,6 +49,25 @@ def test_one_for_each_signature() -> None:
         ]
         assert all(isinstance(each, Prepared) for each in others)
         assert len({id(each) for each in [first, *others]}) == 7
+
+
+def test_what_is_kept_is_not_of_a_graph_that_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's compiler takes the memory that a thread allocates meanwhile for its CUDA graphs."""
+    allocating: list[int] = []
+    zeros = torch.zeros
+
+    def watched(*arguments: Any, **options: Any) -> Tensor:
+        allocating.append(threading.get_ident())
+        return zeros(*arguments, **options)
+
+    monkeypatch.setattr(short, "_ZEROS", {})
+    monkeypatch.setattr(torch, "zeros", watched)
+    zero = short.zero(torch.device("cpu"))
+    assert short.zero(torch.device("cpu")) is zero
+    assert zero.dtype == torch.int32
+    assert zero.tolist() == [0]
+    assert len(allocating) == 1
+    assert threading.get_ident() not in allocating
 
 
 def test_what_goes_the_longer_way() -> None:

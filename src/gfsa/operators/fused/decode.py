@@ -21,8 +21,8 @@ from gfsa.operators.fused.problem import padded
 
 KEYS = 64
 """Cached tokens that a program reads at once."""
-STAGES = 2
-"""How many times as many are on their way."""
+MOST_AHEAD = 100 * 1024
+"""Bytes of keys, values and U that a program holds while the next ones are on their way."""
 MOST_SPLITS = 32
 """Programs that share the keys of one head, a power of two at most."""
 
@@ -76,6 +76,7 @@ def _run(
     mask: Tensor | None,
     place: Tensor | None,
     scale: float,
+    keep_counters: bool = True,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, _, head_dim = q.shape
     y, u_new = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
@@ -84,22 +85,24 @@ def _run(
         mask = mask.expand(batch, heads, 1, k.shape[2])
         seen = (mask.stride(0), mask.stride(1), mask.stride(3))
     splits = _splits(batch * heads, k.shape[2], q.device)
-    sums, arrived = _room(batch * heads, splits, padded(head_dim), q)
     launch = _launch(
         batch * heads, head_dim, mask is not None, place is not None, splits, q.dtype, q.device
     )
     numbers = (
-        *(scale, heads, heads // k.shape[1], k.shape[2] - 1, q.stride(0), q.stride(1)),
+        # the compiled code takes a float, and would be compiled again for an int
+        *(float(scale), heads, heads // k.shape[1], k.shape[2] - 1, q.stride(0), q.stride(1)),
         *(stride // STEP.value for x in (k, v, u) for stride in x.stride()[:3]),
         *seen,
     )
     with on_device_of(q):
+        sums, arrived = _room(batch * heads, splits, padded(head_dim), q, keep_counters)
         # a pointer that the kernel does not read may be any
-        launch.with_numbers(
-            numbers,
+        launch(
+            (),
             *(q, k, v, u, coeffs.contiguous()),
             *(q if mask is None else mask.view(torch.uint8), q if place is None else place),
             *(y, u_new, sums, arrived),
+            numbers=numbers,
         )
     return y, u_new
 
@@ -112,13 +115,25 @@ def _splits(heads: int, length: int, device: torch.device) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def _room(heads: int, splits: int, width: int, q: Tensor) -> tuple[Tensor, Tensor]:
-    """For the programs' sums, and counters that are zero; neither is used without splits."""
+def _stages(width: int, dtype: torch.dtype) -> int:
+    """Of the pipeline of loads: two have one tile on chip, waited for; three have the next, too."""
+    tile = 3 * KEYS * width * dtype.itemsize
+    return 3 if 2 * tile <= MOST_AHEAD else 2
+
+
+def _room(
+    heads: int, splits: int, width: int, q: Tensor, keep_counters: bool
+) -> tuple[Tensor, Tensor]:
+    """For the programs' sums, and counters that are zero; neither is used without splits.
+
+    Args:
+        keep_counters: whether later calls may find the counters again.
+    """
     if splits == 1:
         return q, q
     sums = torch.empty(heads * splits * (2 * width + 3), dtype=torch.float32, device=q.device)
-    if not q.is_cuda or torch.cuda.is_current_stream_capturing():
-        # a graph has counters of its own, which each replay fills
+    if not keep_counters or not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        # a captured graph has counters of its own, which each replay sets to zero
         return sums, torch.zeros(heads, dtype=torch.int32, device=q.device)
     return sums, _counters(heads, q.device, torch.cuda.current_stream(q.device).cuda_stream)
 
@@ -141,23 +156,15 @@ def registered(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The registered operator."""
-    return _run(q, k, v, u, coeffs, mask, place, scale)
+    # a graph's inputs may begin anywhere, which takes_layout cannot see while it is compiled
+    q, k, v, u = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v, u))
+    # nothing allocated here may be kept: mode="reduce-overhead" runs it in the memory of its graphs
+    return _run(q, k, v, u, coeffs, mask, place, scale, keep_counters=False)
 
 
 @registered.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape)
-
-
-class _Launch(Launch):
-    """A launch whose numbers change from call to call."""
-
-    def with_numbers(self, numbers: tuple[Any, ...], *pointers: Tensor) -> None:
-        self.numbers = numbers
-        direct: Any = self.direct.get(())
-        if direct is not None and hasattr(direct, "constants"):
-            direct.constants = (*numbers, *self.constants)
-        self((), *pointers)
 
 
 _KERNEL = Kernel(decode_token)
@@ -172,14 +179,14 @@ def _launch(
     splits: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> _Launch:
+) -> Launch:
     width = padded(head_dim)
-    return _Launch(
+    return Launch(
         _KERNEL,
         (programs, splits, 1),
         (device, dtype),
         (),
         (),
-        (head_dim, width, KEYS, masked, on_device, splits, STAGES),
+        (head_dim, width, KEYS, masked, on_device, splits, _stages(width, dtype)),
         num_warps=4,
     )

@@ -80,7 +80,8 @@ def decode_token(
         u = u * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
         w = w * shrink + tl.sum(past[:, None] * other.to(tl.float32), 0)
         top = higher
-    v = tl.load(v_rows + new * (v_n * STEP) + column, mask=inside, other=0.0).to(tl.float32)
+    newest = v_rows + new.to(tl.int64) * (v_n * STEP)
+    v = tl.load(newest + column, mask=inside, other=0.0).to(tl.float32)
     coeffs += h * 3
     if SPLITS == 1:
         _finish(u, w, total, own, v, coeffs, y_out, u_out, D, WIDTH)

@@ -42,18 +42,19 @@ TILES = {
 WIDE = {"attend_once": Tiles(64, 128, 4, 2)}
 WIDE_FROM = 512
 
-# lengths and head dims for which one pass was measured, and is faster than the short kernels and
-# than the filter around torch's attention
-SHORTEST, LONGEST = 129, 1024
-NARROWEST = 33
+# lengths and head dims for which one pass was measured (results/kernels.md), and is faster than the
+# filter around torch's attention, and at least as fast as the short kernels
+SHORTEST, LONGEST = 197, 1024
+NARROWEST = 64
+# padded batches beyond the short kernels, which were measured with masks
+MASKS_ARE_MEASURED = False
 
 
 def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
     """Whether these are the fastest kernels of degree 1 for a call, as measured on an H200."""
     if not SHORTEST <= q.shape[2] <= LONGEST or q.shape[3] < NARROWEST:
         return False
-    if mask is not None and q.shape[2] <= SHORT_LENGTH:
-        # one pass was measured without masks; the short kernels were with them
+    if mask is not None and (not MASKS_ARE_MEASURED or q.shape[2] <= SHORT_LENGTH):
         return False
     return refusal(q, mask, options) is None
 

@@ -79,9 +79,7 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     Calls that have not been measured, and tested on the GPU, are left to torch's own kernels.
     """
     length, head_dim = call.q.shape[-2:]
-    # unpacked: the compiler cannot compare a tuple that is a constant to it
-    major, minor = capability(call.q.device)
-    if (major, minor) != MEASURED_CAPABILITY or TRITON != MEASURED_TRITON:
+    if not _is_measured(call.q.device):
         return _reason_as_tuned(call, degree)
     if call.visible is not None:
         if not SPANS_ARE_MEASURED:
@@ -155,7 +153,7 @@ def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
     """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
     q, k, mask = call.q, call.k, call.attn_mask
     refusal = _refusal_of_device(q)
-    if refusal is None and not DECODE_IS_MEASURED:
+    if refusal is None and not (DECODE_IS_MEASURED and _is_measured(q.device)):
         refusal = "the kernel for a decoded token is not measured on this GPU"
     if refusal is not None:
         return refusal
@@ -196,6 +194,13 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_measured(device: torch.device) -> bool:
+    """Whether the kernels were measured on such a GPU, with the Triton that is installed."""
+    # unpacked: the compiler cannot compare a tuple that is a constant to it
+    major, minor = capability(device)
+    return (major, minor) == MEASURED_CAPABILITY and TRITON == MEASURED_TRITON
 
 
 def _refusal_of_device(q: Tensor) -> str | None:

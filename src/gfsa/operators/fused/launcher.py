@@ -46,9 +46,10 @@ class Launch:
     but the tensors' addresses is fixed when the launch is constructed.
 
     Args:
-        variant: everything that the compiled code depends on besides the constants.
+        variant: everything that the compiled code depends on besides constants and options.
         blocks: the shape of a tile of each tensor that the copy engine moves.
         numbers: the kernel's arguments between its pointers and its constants.
+        options: those of the compiler, ``num_warps`` for one.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Launch:
     ) -> None:
         self.kernel = kernel
         self.grid = grid
-        self.key = (variant, constants)
+        self.key = (variant, constants, *sorted(options.items()))
         self.blocks = tuple(blocks)
         self.numbers = numbers
         self.constants = constants
@@ -71,21 +72,32 @@ class Launch:
         # by the tensors' strides: a saved tensor may come back in another layout
         self.direct: dict[tuple[Strides, ...], Callable[..., None]] = {}
 
-    def __call__(self, tensors: Sequence[Tensor], *pointers: Tensor) -> None:
-        """Launch on ``tensors``, one for each block, whose shapes are always the same."""
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        *pointers: Tensor,
+        numbers: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Launch on ``tensors``, one for each block, whose shapes are always the same.
+
+        Args:
+            numbers: in place of the launch's own, for this call alone; they are not kept, since
+                other threads use the same launch.
+        """
         strides = tuple([x.stride() for x in tensors])
         launch = self.direct.get(strides)
         if launch is not None:
-            launch(tensors, pointers)
+            launch(tensors, pointers, numbers)
             return
         compiled = self.kernel.compiled.get(self.key)
         if compiled is not None:
             launch = self.direct[strides] = self._launcher(compiled, tensors)
-            launch(tensors, pointers)
+            launch(tensors, pointers, numbers)
             return
         described = [*map(self.kernel.describe, tensors, self.blocks)]
+        given = self.numbers if numbers is None else numbers
         compiled = self.kernel.function[self.grid](
-            *described, *pointers, *self.numbers, *self.constants, **self.options
+            *described, *pointers, *given, *self.constants, **self.options
         )
         # triton's interpreter compiles nothing; addresses with strides, instead of descriptors,
         # are compiled for the strides that they have
@@ -98,10 +110,10 @@ class Launch:
             return _Direct(compiled, self, tensors)
         except (AttributeError, KeyError, TypeError):
             # another version of Triton, or a GPU without a copy engine: launch as it documents
-            return lambda tensors, pointers: compiled[self.grid](
+            return lambda tensors, pointers, numbers=None: compiled[self.grid](
                 *map(self.kernel.describe, tensors, self.blocks),
                 *pointers,
-                *self.numbers,
+                *(self.numbers if numbers is None else numbers),
                 *self.constants,
             )
 
@@ -146,9 +158,15 @@ class _Direct:
             )
             self.tiles.append((len(self.arguments), (*box, shape, strides, 0), {}))
             self.arguments += [None, *shape, *strides]
-        self.constants = (*launch.numbers, *launch.constants)
+        self.constants = launch.constants
+        self.fixed = (*launch.numbers, *launch.constants)
 
-    def __call__(self, tensors: Sequence[Tensor], pointers: Sequence[Tensor]) -> None:
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        pointers: Sequence[Tensor],
+        numbers: tuple[Any, ...] | None = None,
+    ) -> None:
         arguments = self.arguments.copy()
         arguments[3] = self.stream(pointers[0].device.index)
         for (index, encoding, known), x in zip(self.tiles, tensors, strict=True):
@@ -159,7 +177,8 @@ class _Direct:
                     known.clear()
                 descriptor = known[address] = self.encode(address, *encoding)
             arguments[index] = descriptor
-        self.c_launcher(*arguments, *[x.data_ptr() for x in pointers], *self.constants)
+        fixed = self.fixed if numbers is None else (*numbers, *self.constants)
+        self.c_launcher(*arguments, *[x.data_ptr() for x in pointers], *fixed)
 
 
 def _describe(x: Tensor, block: Block) -> TensorDescriptor:

@@ -16,8 +16,9 @@ def copyable_by_tile(x: Tensor) -> Tensor:
     strides = x.stride()
     wanted = _strides_by_tile(x.shape, strides, x.element_size())
     if wanted is None or x.data_ptr() % 16:
-        # contiguous() would return a tensor that is contiguous and off the border as it is
-        return x.clone(memory_format=torch.contiguous_format)
+        # heads or tokens first as in x: results are laid out as the copy is, and the compiler
+        # expects them to be laid out as x is
+        return empty_like(x).copy_(x)
     return x if wanted == strides else x.as_strided(x.shape, wanted)
 
 

@@ -27,7 +27,7 @@ class FusedOperator(Operator):
     made; besides what attention saves for its backward pass, ``A·V`` is saved.
 
     A filter of degree 1 is one pass with the combination at its end, which saves nothing more than
-    attention; up to 128 tokens the kernels of degree 2 serve it, and calls that neither takes run
+    attention; shorter sequences take the kernels of degree 2, and calls that neither serves run
     torch's attention with one launch each way around it.
 
     Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
@@ -43,8 +43,11 @@ class FusedOperator(Operator):
         elif mask is not None:
             mask = _with_contiguous_rows(mask, q.shape[-2])
         self.mask = mask
+        # kernels are compiled for floats: an int would be compiled in, and serve other scales too
         self.options = Options(
-            1 / math.sqrt(q.shape[-1]) if scale is None else scale, is_causal, call.dropout_p
+            1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+            is_causal,
+            float(call.dropout_p),
         )
 
     def apply(self, x: Tensor) -> Tensor:

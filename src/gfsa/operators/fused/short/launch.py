@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,23 @@ def kernels() -> _Kernels:
     return _Kernels()
 
 
-@functools.cache
 def zero(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    """A zero that every launch on the device reads.
+
+    Another thread allocates it: where the compiler prepares CUDA graphs
+    (``mode="reduce-overhead"``), all that the calling thread allocates belongs to these graphs, and
+    torch raises an error if any of it is kept.
+    """
+    known = _ZEROS.get(device)
+    if known is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # it belongs to the graph, and each replay sets it to zero
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        with ThreadPoolExecutor(1) as pool:
+            # a copy from the host: it is there when the other thread returns
+            work = pool.submit(lambda: torch.zeros(1, dtype=torch.int32, device="cpu").to(device))
+            known = _ZEROS[device] = work.result()
+    return known
+
+
+_ZEROS: dict[torch.device, Tensor] = {}

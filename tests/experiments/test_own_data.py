@@ -255,7 +255,7 @@ class TestLabels:
 
     def test_a_column_that_is_no_label(self) -> None:
         numbers = [*(f"{0.5 * i}" for i in range(40)), "nan"]
-        with pytest.raises(ValueError, match=r"has 40 numbers and 1 labels that are none, .* nan:"):
+        with pytest.raises(ValueError, match=r"has 40 finite numbers and 1 other labels, .* nan:"):
             decide(numbers, "label")
         with pytest.raises(ValueError, match=r"10 different values in 10 rows, such as text 0,"):
             decide([f"text {i}" for i in range(10)], "review")
@@ -367,6 +367,7 @@ def test_a_setting_by_its_short_name() -> None:
     [
         ("/home/someone/my.csv", "my.csv"),
         ("~/my.csv", "my.csv"),
+        ("~someone-unknown/my.csv", "my.csv"),
         ("../other/my.csv", "my.csv"),
         ("reviews/my.csv", "reviews/my.csv"),
         ("hub:someone/reviews:en", "hub:someone/reviews:en"),
@@ -379,6 +380,11 @@ def test_a_row_has_no_folders_of_a_machine(path: str, kept: str) -> None:
     assert run.key().settings == f"data={kept}"
     assert run.command.endswith(f"--set data={kept} --set model=bert")
     assert run.config.data == path  # type: ignore[attr-defined]
+
+
+def test_the_home_of_an_unknown_user_has_no_data(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no ~someone-unknown/my\.csv in"):
+        find_own("~someone-unknown/my.csv", tmp_path)
 
 
 def test_runs_with_one_folder_are_the_same_or_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.data.corpus import corpus_of
 from gfsa_experiments.data.labelled import LabelledRows, read_labelled
 from gfsa_experiments.data.labels import decide
@@ -393,6 +394,15 @@ def test_runs_with_one_folder_are_the_same_or_refused() -> None:
         Request("text", each=each).runs()
     same = (("lr", "1e-3,0.001"),)
     assert len(Request("text", settings=(("data", "my.csv"),), each=same).runs()) == 1
+
+
+def test_lines_of_a_plan_with_one_folder_are_the_same_or_refused(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text("text --set data=my.csv --seeds 0-1\ntext --set data=my.csv --seeds 1-2\n")
+    assert [run.config.seed for run in runs_of_plan(plan)] == [0, 1, 2]
+    plan.write_text("text --set data=/one/my.csv\ntext --set data=/two/my.csv\n")
+    with pytest.raises(ValueError, match=r"plan\.txt: two runs .*data=/one/my\.csv and data=/two"):
+        runs_of_plan(plan)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,31 @@ def test_engines_are_described(engine: Engine) -> None:
 def test_every_folder_with_tests_is_an_engine() -> None:
     folders = {path.parent.name for path in Path(page.__file__).parent.glob("*/test_*.py")}
     assert folders == {engine.name for engine in ENGINES.values() if "." in engine.tests}
+
+
+def test_the_page_names_the_file_of_descriptions_that_an_export_has() -> None:
+    source = (ROOT / "src" / "gfsa" / "engines" / "titan" / "checkpoints.py").read_text("utf-8")
+    (expected,) = re.findall(r'_DESCRIPTIONS = "(.*)"', source)
+    text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert re.findall(r"gfsa-descriptions[\w.-]*\w", text) == [expected]
+
+
+def test_slow_tests_are_run_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def ran(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(run, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(subprocess, "run", ran)
+    newest = ENGINES["transformers-newest"]
+    assert run.examine(newest, Path("python"), ["-x"]) == {"exit": 1}
+    ((*_, option, marker, extra, first, second),) = commands
+    assert (option, marker, extra) == ("-m", "slow or not slow", "-x")
+    # the layout of this version's cache is tested nowhere else
+    assert "mark.slow" in Path(second).read_text(encoding="utf-8")
+    assert Path(first).is_dir()
 
 
 def test_an_engine_that_cannot_be_built_does_not_stop_the_others(

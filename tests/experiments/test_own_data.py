@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.data.corpus import corpus_of
 from gfsa_experiments.data.labelled import LabelledRows, read_labelled
 from gfsa_experiments.data.labels import decide
@@ -255,7 +256,7 @@ class TestLabels:
 
     def test_a_column_that_is_no_label(self) -> None:
         numbers = [*(f"{0.5 * i}" for i in range(40)), "nan"]
-        with pytest.raises(ValueError, match=r"has 40 numbers and 1 labels that are none, .* nan:"):
+        with pytest.raises(ValueError, match=r"has 40 finite numbers and 1 other labels, .* nan:"):
             decide(numbers, "label")
         with pytest.raises(ValueError, match=r"10 different values in 10 rows, such as text 0,"):
             decide([f"text {i}" for i in range(10)], "review")
@@ -367,6 +368,7 @@ def test_a_setting_by_its_short_name() -> None:
     [
         ("/home/someone/my.csv", "my.csv"),
         ("~/my.csv", "my.csv"),
+        ("~someone-unknown/my.csv", "my.csv"),
         ("../other/my.csv", "my.csv"),
         ("reviews/my.csv", "reviews/my.csv"),
         ("hub:someone/reviews:en", "hub:someone/reviews:en"),
@@ -381,12 +383,26 @@ def test_a_row_has_no_folders_of_a_machine(path: str, kept: str) -> None:
     assert run.config.data == path  # type: ignore[attr-defined]
 
 
+def test_the_home_of_an_unknown_user_has_no_data(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no ~someone-unknown/my\.csv in"):
+        find_own("~someone-unknown/my.csv", tmp_path)
+
+
 def test_runs_with_one_folder_are_the_same_or_refused() -> None:
     each = (("data", "/one/my.csv,/two/my.csv"),)
     with pytest.raises(ValueError, match=r"data=/one/my\.csv and data=/two/my\.csv.*rename one"):
         Request("text", each=each).runs()
     same = (("lr", "1e-3,0.001"),)
     assert len(Request("text", settings=(("data", "my.csv"),), each=same).runs()) == 1
+
+
+def test_lines_of_a_plan_with_one_folder_are_the_same_or_refused(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text("text --set data=my.csv --seeds 0-1\ntext --set data=my.csv --seeds 1-2\n")
+    assert [run.config.seed for run in runs_of_plan(plan)] == [0, 1, 2]
+    plan.write_text("text --set data=/one/my.csv\ntext --set data=/two/my.csv\n")
+    with pytest.raises(ValueError, match=r"plan\.txt: two runs .*data=/one/my\.csv and data=/two"):
+        runs_of_plan(plan)
 
 
 @pytest.mark.parametrize(

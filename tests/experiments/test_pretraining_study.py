@@ -15,6 +15,7 @@ from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.results.families import read_family
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.collect import write_tables
+from gfsa_experiments.results.pretraining.figure import draw
 from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
 from gfsa_experiments.results.pretraining.page import (
     blocks,
@@ -30,6 +31,7 @@ from gfsa_experiments.results.pretraining.savings import (
 )
 from gfsa_experiments.results.pretraining.stability import breakdowns
 from gfsa_experiments.results.pretraining.study import (
+    Study,
     arm_of,
     read_speeds,
     read_study,
@@ -227,6 +229,22 @@ def test_ends_of_whole_schedules_are_interpolated() -> None:
     assert saving_of_ends(table, "GFSA", "15M") == pytest.approx(0.7, rel=1e-6)
     assert saving_of_ends(table[table.ratio == 10], "GFSA", "15M") is None
     assert saving_of_ends(runs({"15M": (1, 3)}, lambda x: 0.1), "GFSA", "15M") is None
+
+
+def test_the_time_axis_has_the_batch_size_of_the_runs_that_are_drawn() -> None:
+    table = runs({"15M": (1, 10)}, lambda x: -0.1, (0,))
+    table.loc[table.ratio == 1, "batch_size"] = 16
+    lines = [
+        curve("15M", arm, 0, (1e7, 1.5e8), lambda t: 9 - math.log(t) / 3)
+        for arm in ("plain", "GFSA")
+    ]
+    none = pd.DataFrame()
+    study = Study(table, pd.concat(lines), none, none, none, [])
+    speeds = {("15M", arm, 16): 1e6 for arm in ("plain", "GFSA")}
+    speeds |= {("15M", "plain", 32): 2.0e6, ("15M", "GFSA", 32): 1.5e6}
+    by_time = draw(study, speeds, None).axes[1]
+    ends = [float(np.max(line.get_xdata())) for line in by_time.lines]
+    assert ends == pytest.approx([75, 100])
 
 
 # stability

@@ -196,7 +196,7 @@ def test_filters(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--recipe", "image"), "no run of recipe 'image'; there are glue, graph"),
+        (("--recipe", "image"), "no exploratory run of recipe 'image'; there are glue, graph"),
         (("--task", "rte"), "no task with 'rte' in its name; there are cola minilm, zinc gps"),
         (("--method", "gfsa,nope"), "no run of method nope; there are contranorm, gfsa, plain"),
         (("--write", "--task", "zinc"), "--write makes the whole pages"),

@@ -388,6 +388,21 @@ def test_the_command_prints_a_family_and_keeps_its_rows_out_of_the_tables(folder
     assert "gfsa train support.toy_recipe --method gfsa --seeds 100-103 --set epochs=3" in text
 
 
+def test_a_folder_with_an_unfinished_family_alone(folder: Path) -> None:
+    append_rows(folder / "toy.csv", without(rows_of(written(folder)), 3))
+    text = text_of(folder)
+    assert "3 of 4 pairs missing: no verdict" in text
+    assert "How to read the tables" not in text
+    text_of(folder, "--write")
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert "3 of 4 pairs missing: no verdict" in page
+    assert "figures of the paper" not in page
+    for asked in (("--recipe", "toy"), ("--task", "toy")):
+        done = CliRunner().invoke(cli.build(), ["results", "--dir", str(folder), *asked])
+        assert done.exit_code == 1
+        assert "there are none. Runs of families are shown by --family: toy" in done.stderr
+
+
 def test_a_complete_family_is_drawn_filled_and_first(folder: Path) -> None:
     family = written(folder)
     drawn = marks([], [(family, judged(family, rows_of(family)))])

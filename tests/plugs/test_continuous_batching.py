@@ -6,6 +6,7 @@ More models, degrees and implementations are in ``tests/engines/transformers``.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import pickle
 import sys
@@ -23,6 +24,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.integrations import flash_paged
 
 import gfsa
+from gfsa.plugs.adapters.transformers import paged
 from support.batching import (
     SECTORS,
     by_batching,
@@ -138,13 +140,19 @@ def test_requests_that_wait_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatc
     assert moved
 
 
-def test_the_powers_take_their_share_of_the_offloading_memory_once(grouped: Any) -> None:
-    given = settings(cpu_offload_space=None)
+@pytest.mark.parametrize("space", [None, 1e6])
+def test_the_powers_take_their_share_of_the_offloading_memory_once(
+    space: float | None, grouped: Any
+) -> None:
+    given = settings(cpu_offload_space=space)
     manager = grouped.init_continuous_batching(greedy(), given)
     grouped.set_attn_implementation("sdpa")
-    # keys and values have 2 heads each, the powers 4
-    assert manager.continuous_batching_config.cpu_offload_space_safety_threshold == 0.4
-    assert given.cpu_offload_space_safety_threshold == 0.8
+    # keys and values have 2 heads each, the powers 4. The threshold limits a space that is larger
+    # than the memory, too
+    found = manager.continuous_batching_config
+    assert found.cpu_offload_space_safety_threshold == 0.4
+    assert found.cpu_offload_space == (None if space is None else space / 2)
+    assert (given.cpu_offload_space, given.cpu_offload_space_safety_threshold) == (space, 0.8)
 
 
 def test_requests_that_are_evicted_and_start_again(grouped: Any) -> None:
@@ -300,6 +308,25 @@ def test_a_transformers_with_another_paged_cache_is_refused(
     monkeypatch.delattr(paged_cache, name)
     expected = rf"needs transformers 5\.15 to 5\.17 or 5\.19.*got .*{name}.*Use generate\(\)"
     with pytest.raises(NotImplementedError, match=expected):
+        grouped.generate_batch([[5, 6]])
+
+
+def test_a_transformers_with_the_paged_cache_elsewhere_is_refused(
+    grouped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, paged_cache.__name__, None)
+    # a copy: other modules have imported from the original
+    spec = importlib.util.spec_from_file_location("paged_copy", paged.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    # plugging imports this module, and must not fail with it
+    assert not found.is_paged_cache(object())
+    monkeypatch.delitem(sys.modules, "gfsa.plugs.adapters.transformers.batching_manager", False)
+    with pytest.raises(
+        NotImplementedError, match=r"another continuous batching .*Use generate\(\)"
+    ):
         grouped.generate_batch([[5, 6]])
 
 

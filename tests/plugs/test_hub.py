@@ -363,6 +363,22 @@ class TestPeft:
         with pytest.raises(ValueError, match="has no filters: its adapter was saved without"):
             gfsa.load_peft(gpt2(), tmp_path)
 
+    def test_filters_in_the_working_folder_are_not_those_of_an_adapter(
+        self, server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        peft.get_peft_model(gpt2(), config).save_pretrained(tmp_path / "adapter")
+        api = huggingface_hub.HfApi()
+        api.create_repo("user/bare")
+        api.upload_folder(repo_id="user/bare", folder_path=tmp_path / "adapter")
+        gfsa.save(plugged(gpt2()), tmp_path / "here")
+        monkeypatch.chdir(tmp_path / "here")
+        base = gpt2()
+        # the reason may be a lost connection, so it is said
+        with pytest.raises(ValueError, match=r"user/bare has no filters.* read from the Hub"):
+            gfsa.load_peft(base, "user/bare")
+        assert not gfsa.filters_of(base)
+
     def test_filters_beside_an_adapter(self, server: HubServer, tmp_path: Path) -> None:
         """Of a model that was plugged after get_peft_model: peft does not know its filters."""
         config = peft.LoraConfig(

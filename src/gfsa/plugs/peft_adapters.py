@@ -93,19 +93,18 @@ def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> 
     """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
     import peft
 
-    try:
-        if Path(path).is_dir():
-            folder = Path(path) / (kwargs.get("subfolder") or "")
-        else:
-            wanted = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    without = f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and"
+    advice = "Load it with peft.PeftModel.from_pretrained"
+    if Path(path).is_dir():
+        folder = Path(path) / (kwargs.get("subfolder") or "")
+        if not (folder / DESCRIPTION).is_file():
+            raise ValueError(f"{without} gfsa.save wrote none beside it. {advice}")
+    else:
+        wanted = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        try:
             folder = download_filters(str(path), Download(**wanted))
-    except FileNotFoundError:
-        folder = Path()
-    if not (folder / DESCRIPTION).is_file():
-        raise ValueError(
-            f"{path} has no filters: its adapter was saved without modules_to_save=['gfsa'], and "
-            "gfsa.save wrote none beside it. Load it with peft.PeftModel.from_pretrained"
-        )
+        except FileNotFoundError as error:
+            raise ValueError(f"{without} none can be read beside it: {error}. {advice}") from error
     with all_or_nothing(model), _without_warning():
         loaded = peft.PeftModel.from_pretrained(model, str(path), **kwargs)
         load(loaded, folder)

@@ -162,10 +162,19 @@ def test_its_cache_is_refused(ids: Tensor) -> None:
 
 def test_without_a_cache_it_generates(ids: Tensor) -> None:
     model = with_noise(plugged())
-    ids = ids[:1, :4]
-    for _ in range(5):
+    coefficients = {n: f.coefficients().detach() for n, f in gfsa.filters_of(model).items()}
+    reference = gpt()
+    ByHand(reference, coefficients)
+    texts = [continued(decoder, ids[:1, :4]) for decoder in (model, reference, gpt())]
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+
+
+def continued(model: nn.Module, ids: Tensor) -> Tensor:
+    """Twelve greedy tokens from whole prefixes."""
+    for _ in range(12):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
-    assert ids.shape == (1, 9)
+    return ids
 
 
 def plugged() -> GPT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -66,7 +67,7 @@ def results(
                 f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
             )
         found = _read(folder)
-        shown = _chosen(found.tables, recipe, task, method)
+        shown = _chosen(found, recipe, task, method)
         if plot is not None:
             from gfsa_experiments.results import figures
 
@@ -135,7 +136,8 @@ def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> 
     from gfsa_experiments.results.page_sections import sections
 
     head = [] if part else [*overview(found.tables, found.judged), *costs(found.times)]
-    return [*head, Heading("Tables"), *sections(shown, paper)]
+    # a folder may have the runs of families alone
+    return [*head, Heading("Tables"), *sections(shown, paper)] if shown else head
 
 
 def _family(found: _Folder, name: str, plan: Path | None) -> list[Block]:
@@ -189,7 +191,8 @@ def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None
         place = Path(os.path.relpath(plot, folder)).as_posix()
         head = [Picture(place, "Relative error reduction by domain, with 95 % intervals")]
     links = ", ".join(f"[{DOMAINS.get(recipe, recipe)}]({recipe}.md)" for recipe in by_recipe)
-    foot = Text(f"Tables, commands, figures of the paper: {links}. {source.text}")
+    pointer = f"Tables, commands, figures of the paper: {links}. " if links else ""
+    foot = Text(f"{pointer}{source.text}")
     first = [*head, *overview(found.tables, found.judged), *costs(found.times), foot]
     pages = {folder / PAGE: updated_page(folder / PAGE, "Results", first)}
     for recipe, tables in by_recipe.items():
@@ -200,16 +203,22 @@ def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None
     typer.echo(f"wrote {', '.join(map(str, pages))}", err=True)
 
 
-def _chosen(tables: list[ResultTable], recipe: str, task: str, method: str) -> list[ResultTable]:
+def _chosen(found: _Folder, recipe: str, task: str, method: str) -> list[ResultTable]:
     """The tables and lines that were asked for; a ValueError names one that does not exist."""
-    recipes = sorted({table.recipe for table in tables})
+    recipes = sorted({table.recipe for table in found.tables})
     if recipe and recipe not in recipes:
-        raise ValueError(f"no run of recipe {recipe!r}; there are {', '.join(recipes)}")
-    tables = [table for table in tables if recipe in ("", table.recipe)]
+        raise ValueError(
+            f"no exploratory run of recipe {recipe!r}; there are {', '.join(recipes) or 'none'}"
+            + _families_with(found, lambda own, _: own == recipe)
+        )
+    tables = [table for table in found.tables if recipe in ("", table.recipe)]
     tasks = sorted({table.task for table in tables})
     tables = [table for table in tables if task in table.task]
     if task and not tables:
-        raise ValueError(f"no task with {task!r} in its name; there are {', '.join(tasks)}")
+        raise ValueError(
+            f"no task with {task!r} in its name; there are {', '.join(tasks) or 'none'}"
+            + _families_with(found, lambda own, name: recipe in ("", own) and task in name)
+        )
     wanted = {name.strip() for name in method.split(",") if name.strip()}
     if not wanted:
         return tables
@@ -229,3 +238,13 @@ def _chosen(tables: list[ResultTable], recipe: str, task: str, method: str) -> l
         for table in tables
         if any(line.method in wanted for line in table.lines)
     ]
+
+
+def _families_with(found: _Folder, has: Callable[[str, str], bool]) -> str:
+    """Which families have runs of a recipe and task, for a message; empty if none has."""
+    names = [
+        family.name
+        for family, _ in found.judged
+        if any(has(*task) for comparison in family.comparisons for task in comparison.tasks)
+    ]
+    return f". Runs of families are shown by --family: {', '.join(names)}" if names else ""

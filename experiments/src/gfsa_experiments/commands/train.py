@@ -104,7 +104,6 @@ def train(
         else:
             request = Request.from_arguments(recipe, method, K, seeds, setting, each)
             runs = request.runs(**places)
-        runs = list({run.folder: run for run in runs}.values())
         for name in {run.key().recipe for run in runs}:
             check_rows_fit(results / f"{name}.csv")
         # reads every row: a damaged table is found now, not when the first row is appended
@@ -123,14 +122,19 @@ def train(
 
 
 def runs_of_plan(path: Path, **places: Any) -> list[Run]:
-    """The runs of every line of a plan; an error names its line."""
+    """The runs of every line of a plan, each once; an error names its line."""
+    from gfsa_experiments.runs.sweep import one_per_folder
+
     runs: list[Run] = []
     for number, request in _read_plan(path):
         try:
             runs += request.runs(**places)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
-    return runs
+    try:
+        return one_per_folder(runs)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_plan(path: Path) -> list[tuple[int, Request]]:

@@ -73,8 +73,8 @@ def decide(
         words = [text for text, value in zip(texts, values, strict=True) if value is None]
         if 0 < len(words) <= len(texts) / 10:
             raise ValueError(
-                f"the column {column} has {len(texts) - len(words)} numbers and {len(words)} "
-                f"labels that are none, such as {_some(words)}: correct or delete these rows"
+                f"the column {column} has {len(texts) - len(words)} finite numbers and "
+                f"{len(words)} other labels, such as {_some(words)}: correct or delete these rows"
             )
         override = "" if only_classes else ", or labels=classes if each of them is a class"
         raise ValueError(

@@ -31,7 +31,7 @@ def name_of(data: str) -> str:
         name = "-".join(word for word in words if word)
     else:
         # symbolic links are not resolved; "." is a folder with a name too
-        name = Path(os.path.abspath(Path(data).expanduser())).name
+        name = os.path.basename(os.path.abspath(os.path.expanduser(data)))
         for packed in PACKED:
             name = name.removesuffix(packed)
         name = re.sub(r"(?<=.)\.[A-Za-z]\w*$", "", name)
@@ -41,13 +41,14 @@ def name_of(data: str) -> str:
 
 def find_own(data: str, data_dir: Path, expected: str = "a file or folder") -> Path:
     """The file or folder that ``data`` names: below ``data_dir``, or a path of its own."""
-    for path in (data_dir / data, Path(data).expanduser()):
+    # not Path.expanduser, which raises for a user that the machine does not know
+    own = Path(os.path.expanduser(data))
+    for path in (data_dir / data, own):
         if path.exists():
             return path
-    parent = Path(data).expanduser().parent
     raise FileNotFoundError(
         f"there is no {data} in {data_dir.absolute()}, nor a file or folder of that path; "
-        f"set data= to {expected}, or give --data-dir{entries_of(parent)}"
+        f"set data= to {expected}, or give --data-dir{entries_of(own.parent)}"
     )
 
 

@@ -11,7 +11,6 @@ import re
 import types
 import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -275,7 +274,8 @@ _OUTSIDE = re.compile(r"[/\\~]|[A-Za-z]:[/\\]|\.\.([/\\]|$)")
 def _last_part(value: Any) -> Any:
     if not isinstance(value, str) or not _OUTSIDE.match(value):
         return value
-    return Path(os.path.abspath(Path(value).expanduser())).name or value
+    # not Path.expanduser, which raises for a user that the machine does not know
+    return os.path.basename(os.path.abspath(os.path.expanduser(value))) or value
 
 
 def _label_shows(config: TrainConfig, name: str, value: Any) -> bool:

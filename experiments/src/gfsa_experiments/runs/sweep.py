@@ -78,7 +78,7 @@ class Request:
         if unused:
             reasons = "; ".join(f"{name} ({why})" for name, why in unused.items())
             raise ValueError(f"leave out settings that would have no effect: {reasons}")
-        return _one_per_folder(runs)
+        return one_per_folder(runs)
 
     def _runs(self, **places: Any) -> tuple[list[Run], dict[str, str]]:
         """The runs of one combination of settings, and why some settings have no effect."""
@@ -162,7 +162,7 @@ class Request:
         return {name: why for name in given if name not in used}
 
 
-def _one_per_folder(runs: Sequence[Run]) -> list[Run]:
+def one_per_folder(runs: Sequence[Run]) -> list[Run]:
     """The runs, each once; ValueError for different runs that rows could not tell apart."""
     folders: dict[Path, Run] = {}
     for run in runs:

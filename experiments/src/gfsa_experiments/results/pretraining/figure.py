@@ -70,15 +70,17 @@ def _loss_panels(
         # of lengths that several arms have; plain alone may have trained for longer
         shared = own.groupby("tokens").arm.nunique()
         tokens = shared[shared == shared.max()].index.max()
+        own = own[own.tokens == tokens]
+        # runs of another length may have other batches
+        batch = int(own.batch_size.iloc[0])
         for arm in ARMS:
-            seeds = own[(own.arm == arm) & (own.tokens == tokens)].seed
+            seeds = own[own.arm == arm].seed
             curve = mean_curve(study.curves, size, arm, int(tokens), set(seeds))
             if curve is None:
                 continue
             look: dict[str, Any] = {"color": COLOURS[numbers[arm]], "linestyle": style}
             label = f"{arm}, {size}: {curve.iloc[-1]:.3f}"
             by_tokens.plot(curve.index / 1e6, curve, label=label, **look)
-            batch = int(own.batch_size.iloc[0])
             speed = speed_at(speeds, size, arm, batch)
             if speed is None:
                 unmeasured.append(f"{arm} at {size}")

@@ -100,7 +100,7 @@ def _planned(rows: pd.DataFrame, plan: Path, missing: list[str]) -> pd.DataFrame
     found = rows[is_of(rows, keys)].drop_duplicates(RUN, keep="last")
     if len(found) < len(keys):
         link = f"[{plan.stem}](plans/{plan.name})"
-        missing.append(f"{link}: {len(keys) - len(found)} of {len(keys)} runs.")
+        missing.append(f"{link}: {len(keys) - len(found)} of {len(keys)} runs are missing.")
     return found
 
 

@@ -404,7 +404,7 @@ def label(config: ImageConfig, data_dir: Path) -> str:
 
 def _folder_name(config: ImageConfig, data_dir: Path) -> str:
     # symbolic links are not resolved; a blank would end the name
-    folder = Path(config.data).expanduser() if config.data else data_dir
+    folder = Path(os.path.expanduser(config.data)) if config.data else data_dir
     return re.sub(r"\s+", "_", Path(os.path.abspath(folder)).name)
 
 

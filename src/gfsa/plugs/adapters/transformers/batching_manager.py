@@ -21,7 +21,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from gfsa.plugs.adapters.transformers.paged import plugged_modules
+from gfsa.plugs.adapters.transformers.paged import VERSIONS, plugged_modules
 
 
 def start(model: Any, generation_config: Any, config: Any, workload_hints: Any) -> Any:
@@ -38,11 +38,10 @@ def start(model: Any, generation_config: Any, config: Any, workload_hints: Any) 
         )
     config = copy.deepcopy(config)
     config.max_blocks_per_request = 0
-    # the powers take the rest of the memory on the CPU
+    # the powers take the rest of the memory on the CPU, of the space and of its limit
     share = layout.share_of_keys_and_values(model, config)
-    if config.cpu_offload_space is None:
-        config.cpu_offload_space_safety_threshold *= share
-    else:
+    config.cpu_offload_space_safety_threshold *= share
+    if config.cpu_offload_space is not None:
         config.cpu_offload_space *= share
     manager = type(model).init_continuous_batching(model, generation_config, config, workload_hints)
     if type(manager) is ContinuousBatchingManager:
@@ -74,7 +73,7 @@ def _layout() -> ModuleType:
         raise NotImplementedError(
             "continuous batching of a plugged model needs transformers 5.15 to 5.17 or 5.19 to "
             f"5.22, got {transformers.__version__} ({error.msg}). Use generate(), or install "
-            "'transformers>=5.15,<5.23,!=5.18.*'"
+            f"{VERSIONS}"
         ) from error
     overridden = ((ContinuousBatchingManager, "_create_batch_processor"), *layout.OVERRIDDEN)
     missing = [f"{kind.__name__}.{name}" for kind, name in overridden if not hasattr(kind, name)]
@@ -82,7 +81,7 @@ def _layout() -> ModuleType:
         raise NotImplementedError(
             f"transformers {transformers.__version__} has no {', '.join(missing)}, which is "
             "needed for continuous batching of a plugged model. Use generate(), or install "
-            "'transformers>=5.15,<5.23,!=5.18.*'"
+            f"{VERSIONS}"
         )
     return layout
 

@@ -40,7 +40,15 @@ class _Entry:
                 f"this plugged model cannot run with continuous batching: {reason}. Use generate()"
             )
         # imported here, because what it overrides need not exist in every transformers
-        from gfsa.plugs.adapters.transformers.batching_manager import start
+        try:
+            from gfsa.plugs.adapters.transformers.batching_manager import start
+        except ImportError as error:
+            from gfsa.plugs.adapters.transformers.paged import VERSIONS
+
+            raise NotImplementedError(
+                "this transformers has another continuous batching than a plugged model can run "
+                f"with ({error}). Use generate(), or install {VERSIONS}"
+            ) from error
 
         return start(self.model, generation_config, continuous_batching_config, workload_hints)
 

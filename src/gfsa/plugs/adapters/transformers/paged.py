@@ -17,12 +17,23 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.product_check import name_of
+
+_CACHES: tuple[type, ...] = ()
+try:
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    _CACHES = (PagedAttentionCache,)
+except ImportError:
+    # a transformers that has it elsewhere: models are plugged, and batching refuses to start
+    pass
+
+VERSIONS = "'transformers>=5.15,<5.23,!=5.18.*'"
+"""What pip installs for continuous batching of a plugged model."""
 
 POWERS = "gfsa_powers"
 """The attribute of a paged cache that holds its :class:`PagedPowers`."""
@@ -64,7 +75,7 @@ def refuse_another_degree(module: Any, power: int, stored: int) -> None:
 
 def is_paged_cache(cache: Any) -> bool:
     """Whether an attention function's argument ``cache`` is the cache of continuous batching."""
-    return isinstance(cache, PagedAttentionCache)
+    return isinstance(cache, _CACHES)
 
 
 class PagedOperator(Operator):

@@ -22,8 +22,7 @@ NEW = 8
 
 
 def plugged(name: str, filter: Any = None, **arguments: Any) -> Any:
-    implementation = "eager" if name == "gpt_oss" else "sdpa"
-    model = ZOO[name].model(implementation).float()
+    model = ZOO[name].model(ZOO[name].implementations[0]).float()
     gfsa.plug(model, filter=filter, **arguments)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

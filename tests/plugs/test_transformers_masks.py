@@ -68,6 +68,14 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "gpt2": gpt2,
     "llama": lambda depth: decoder("Llama", depth),
     "mistral": lambda depth: decoder("Mistral", depth, sliding_window=5),
+    # calls the functions that make masks in a lambda
+    "mellum": lambda depth: decoder(
+        "Mellum",
+        depth,
+        sliding_window=5,
+        layer_types=both(depth),
+        mlp_layer_types=["dense"] * depth,
+    ),
     "olmo3": lambda depth: decoder("Olmo3", depth, sliding_window=5, layer_types=both(depth)),
     "bert": bert,
 }

@@ -74,6 +74,7 @@ NUMBERS: tuple[tuple[str, Rule], ...] = (
     (r"max_(source|target)_positions$|max_position_embeddings$|^n_positions$|^n_ctx$"
      r"|^context_length$|num_position_embeddings$|^max_seq_len", POSITIONS),
     (r"^sliding_window$", 5),
+    (r"^index_topk$", 3),
     (r"^attention_window$|^local_attention$", 4),
     (r"^rotary_dim$", _at_most(4)),
     (r"^moe_k$", CHOSEN_EXPERTS),

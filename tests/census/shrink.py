@@ -54,6 +54,8 @@ NUMBERS: tuple[tuple[str, Rule], ...] = (
     (r"^type_vocab_size$", lambda value: value),
     (r"(key_value|kv)_heads$", KEY_HEADS),
     (r"linear_num_(key|value)_heads$", HEADS),
+    # with few of them many scores are 0, and which of equal scores is chosen varies with the length
+    (r"^index_n_heads$", _at_most(16)),
     (r"heads?$|^attention_heads$", HEADS),
     (r"qk_rope_head_dim$|head_dim$|^d_kv$|^dim_head$|head_width$|_head_size$", HEAD_WIDTH),
     (r"lora_rank$", 16),
@@ -74,6 +76,7 @@ NUMBERS: tuple[tuple[str, Rule], ...] = (
     (r"max_(source|target)_positions$|max_position_embeddings$|^n_positions$|^n_ctx$"
      r"|^context_length$|num_position_embeddings$|^max_seq_len", POSITIONS),
     (r"^sliding_window$", 5),
+    (r"^index_topk$", 3),
     (r"^attention_window$|^local_attention$", 4),
     (r"^rotary_dim$", _at_most(4)),
     (r"^moe_k$", CHOSEN_EXPERTS),

@@ -48,6 +48,11 @@ def decoder(kind: str, depth: int, **options: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
+def both(depth: int) -> list[str]:
+    """Layers with a window and without, by turns."""
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(depth)]
+
+
 def bert(depth: int) -> Any:
     config = transformers.BertConfig(
         vocab_size=32,
@@ -63,7 +68,15 @@ MODELS: dict[str, Callable[[int], Any]] = {
     "gpt2": gpt2,
     "llama": lambda depth: decoder("Llama", depth),
     "mistral": lambda depth: decoder("Mistral", depth, sliding_window=5),
-    "gemma2": lambda depth: decoder("Gemma2", depth, sliding_window=5),
+    # calls the functions that make masks in a lambda
+    "mellum": lambda depth: decoder(
+        "Mellum",
+        depth,
+        sliding_window=5,
+        layer_types=both(depth),
+        mlp_layer_types=["dense"] * depth,
+    ),
+    "olmo3": lambda depth: decoder("Olmo3", depth, sliding_window=5, layer_types=both(depth)),
     "bert": bert,
 }
 

@@ -315,6 +315,7 @@ def test_queries_and_keys_of_equal_length_must_be_the_same_tokens() -> None:
 def test_the_same_layer_by_the_names_that_models_give_to_cross_attention() -> None:
     names = ("cross_attn_image", "final_attn_token_to_image", "x_attn", "text_cross_attn")
     names += ("vision_cross_attn", "prompt_cross_attn", "encoder_attn_text", "attn2")
+    names += ("image_pooling_2d",)
     model = nn.ModuleDict({name: sam_attention() for name in (*names, "attn", "encoder_attns")})
     report = gfsa.plug(model)
     assert report.skipped == dict.fromkeys(names, REASON)
@@ -330,7 +331,7 @@ HARMLESS = {
     "position_embeddings_k", "rope_k_repeat", "positional_encoding", "attention_bias",
     "input_features_mask", "cycle_offset", "latents", "conv_mask", "freqs_ci", "value_tensor",
     "value_embeds", "height", "width", "merged_attention_mask", "position_mask", "values",
-    "layer_idx",
+    "layer_idx", "attention_scaling",
 }  # fmt: skip
 
 

@@ -49,8 +49,11 @@ def crosses_by_design(owners: Owners) -> bool:
             return True
         if (type(owner).__name__, attribute) in _CROSSING_LAYERS:
             return True
-    # a pooling head attends to the tokens with a learned query
-    return bool(owners) and "pool" in type(owners[0][0]).__name__.lower()
+    if not owners:
+        return False
+    # a pooling head attends to the tokens with a learned query, or with their mean (Molmo 2)
+    owner, attribute = owners[0]
+    return "pool" in type(owner).__name__.lower() or "pooling" in attribute.lower()
 
 
 def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:

@@ -131,5 +131,6 @@ def _is_no_answer(hub: Any, error: Exception) -> bool:
     if isinstance(error, hub.errors.HfHubHTTPError):
         return False
     offline = isinstance(error, (hub.errors.OfflineModeIsEnabled, ConnectionError, TimeoutError))
-    # the client library of huggingface_hub is httpx, in older versions requests
-    return offline or type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests")
+    # the client library of huggingface_hub is httpx2, in older versions httpx or requests
+    library = type(error).__module__.partition(".")[0].rstrip("0123456789")
+    return offline or library in ("httpx", "httpcore", "requests")

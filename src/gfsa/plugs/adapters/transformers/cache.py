@@ -187,7 +187,14 @@ def place_in(cache: Any, index: int | None, module: Any) -> Place:
 
 
 def _source_of(module: Any) -> int | None:
-    """The layer whose keys and values a sharing layer uses: the last of its type with its own."""
+    """The layer whose keys and values a sharing layer uses.
+
+    The config lists it (Mistral Large 4), or it is the last of its type with its own.
+    """
+    listed = getattr(module.config, "kv_source_layers", None)
+    if listed is not None:
+        source: int = listed[module.layer_idx]
+        return source
     kinds = module.config.layer_types
     own = len(kinds) - module.config.num_kv_shared_layers
     alike = [i for i, kind in enumerate(kinds[:own]) if kind == kinds[module.layer_idx]]

@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from gfsa.plugs.adapters.transformers.config_view import ConfigView
+from gfsa.plugs.adapters.transformers.code_names import names_in
 from gfsa.plugs.adapters.transformers.masks import NAME, written_out
 from gfsa.plugs.tracing.candidates import looks_like_attention
 
@@ -146,6 +147,5 @@ def _makes_masks(kind: type[nn.Module]) -> bool:
             # what is decided when a model is built, the real config decides
             if name == "__init__" or not callable(function):
                 continue
-            code = getattr(inspect.unwrap(function), "__code__", None)
-            names.update(() if code is None else code.co_names)
+            names.update(names_in(inspect.unwrap(function)))
     return bool(names & _CREATORS) and "_attn_implementation" not in names

@@ -27,11 +27,15 @@ from gfsa.operators import (
 from gfsa.operators.base import take_heads
 from gfsa.operators.dense import DropoutPlace, repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
+from gfsa.plugs.adapters.transformers.chosen_keys import refuse_choice, with_chosen_keys
 from gfsa.plugs.adapters.transformers.masks import DescribedMask, written_out
 from gfsa.plugs.adapters.transformers.paged import PagedOperator, is_paged_cache, refuse_call
-from gfsa.plugs.adapters.transformers.product_check import check_product, needs_check
+from gfsa.plugs.adapters.transformers.product_check import check_product, name_of, needs_check
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
+
+# since 5.18 transformers' sdpa raises for softcapped scores; before, it left the cap out
+_REFUSES_SOFTCAP = "softcap" in sdpa_attention_forward.__code__.co_consts
 
 # attention class → the registry in which it looks its function up
 _REGISTRIES: dict[type, AttentionInterface] = {}
@@ -61,6 +65,7 @@ def _paged_operator(
 ) -> tuple[Operator, Tensor]:
     """Attention with the paged cache of continuous batching, by any of its functions."""
     refuse_call(module, implementation, cache, block_table)
+    refuse_choice(name_of(module), kwargs)
     function = functions_of(type(module))[implementation]
     heads, new = query.shape[1:3]
 
@@ -97,6 +102,12 @@ def _sdpa_operator(
             is_causal=is_causal,
             position_bias=position_bias,
             **kwargs,
+        )
+    attention_mask = with_chosen_keys(module, query, key, attention_mask, kwargs)
+    if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
+        raise ValueError(
+            f"{name_of(module)} caps its scores (softcap={kwargs['softcap']}), which sdpa cannot. "
+            "Use model.set_attn_implementation('eager')"
         )
     registry = _REGISTRIES.get(type(module))
     registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
@@ -191,7 +202,7 @@ def _eager_operator(
     **kwargs: Any,
 ) -> tuple[Operator, Tensor]:
     """The map that the model's own eager code computes, including its dropout."""
-    attention_mask = written_out(attention_mask)
+    attention_mask = written_out(with_chosen_keys(module, query, key, attention_mask, kwargs))
     later = dropout if module.gfsa.dropout_after == "filter" else 0.0
     function = eager_function_of(module)
     if function is None:

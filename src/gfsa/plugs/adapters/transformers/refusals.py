@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from gfsa.plugs.adapters.transformers.chosen_keys import CHOICES
+from gfsa.plugs.adapters.transformers.code_names import names_in, strings_in
 from gfsa.plugs.cross_attention import REASON
 
 OTHER_TOKENS = frozenset(
@@ -63,6 +65,11 @@ def refusal_of_interface(module: Any) -> str | None:
         return "its keys are its tokens and compressed ones: the map is not square"
     if _requires_other_tokens(type(module)) or hasattr(module, "append_to_cache"):
         return f"{REASON} (or some of them are)"
+    if _depends_on_name(type(module)):
+        return (
+            "it computes something else for the implementations eager and sdpa than for others, "
+            "and the filtered ones are others"
+        )
     return None
 
 
@@ -93,6 +100,15 @@ def _requires_other_tokens(kind: type[nn.Module]) -> bool:
         name in OTHER_TOKENS and parameter.default is inspect.Parameter.empty
         for name, parameter in parameters.items()
     )
+
+
+def _depends_on_name(kind: type[nn.Module]) -> bool:
+    """Whether the forward compares its implementation's name, and not to pass on chosen keys."""
+    forward = inspect.unwrap(kind.forward)
+    if "_attn_implementation" not in names_in(forward):
+        return False
+    strings = strings_in(forward)
+    return strings.issuperset(("eager", "sdpa")) and not strings & CHOICES
 
 
 def _strides(projection: nn.Module) -> bool:

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.plugs.adapters.transformers.masks import written_out
-
 INDICES = "indices"
 BLOCKS = "block_indices"
 CHOICES = frozenset((INDICES, BLOCKS))
@@ -34,21 +32,23 @@ def with_chosen_keys(
     """
     indices, blocks = kwargs.pop(INDICES, None), kwargs.pop(BLOCKS, None)
     if blocks is not None:
-        mask = written_out(attention_mask)
         keys, positions = key.shape[2], _positions(query, key, kwargs)
         build = module.indexer.build_block_mask
-        return build(blocks, mask, keys, query.dtype, query.device, positions)
+        return build(blocks, attention_mask, keys, query.dtype, query.device, positions)
     if indices is None:
         return attention_mask
     # (B, 1, N, T), True where the indexer has not chosen a key
     left_out = indices.new_ones((*indices.shape[:2], key.shape[2]), dtype=torch.bool)
     left_out = left_out.scatter(-1, indices.long(), False)[:, None]
-    mask = written_out(attention_mask)
-    if mask is None:
-        return ~left_out
-    if mask.dtype == torch.bool:
-        return mask & ~left_out
-    return mask.masked_fill(left_out, torch.finfo(query.dtype).min)
+    if attention_mask is None:
+        raise ValueError(
+            f"{type(module).__name__} chooses keys by an indexer, but passes no mask on; expected "
+            "one that hides later tokens and padding. Leave it out with plug(..., layers=...)"
+        )
+    # a described mask is a bool one, and & writes it out
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & ~left_out
+    return attention_mask.masked_fill(left_out, torch.finfo(query.dtype).min)
 
 
 def refuse_choice(name: str, kwargs: dict[str, Any]) -> None:

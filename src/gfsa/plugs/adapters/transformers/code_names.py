@@ -17,7 +17,7 @@ def strings_in(function: Callable[..., Any]) -> set[str]:
 
     Its documentation is one of them.
     """
-    found = set()
+    found: set[str] = set()
     for code in _codes(function):
         for constant in code.co_consts:
             parts = constant if isinstance(constant, tuple) else (constant,)

@@ -17,8 +17,8 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
-from gfsa.plugs.adapters.transformers.config_view import ConfigView
 from gfsa.plugs.adapters.transformers.code_names import names_in
+from gfsa.plugs.adapters.transformers.config_view import ConfigView
 from gfsa.plugs.adapters.transformers.masks import NAME, written_out
 from gfsa.plugs.tracing.candidates import looks_like_attention
 

@@ -29,23 +29,17 @@ SHAPES = (
     "32x12x256x64,32x12x512x64,8x12x1024x64:causal,8x12x1024x64,32x12x512x64:causal,"
     "32x12x256x64:causal,64x8x1024x64:causal,256x6x197x64"
 )
+BY_QUERIES = (
+    Tiles(64, 64, 4, 2),
+    Tiles(64, 64, 4, 3),
+    Tiles(64, 128, 4, 2),
+    Tiles(128, 64, 4, 2),
+    Tiles(128, 64, 8, 2),
+    Tiles(128, 128, 8, 2),
+)
 CANDIDATES = {
-    "attend_once": (
-        Tiles(64, 64, 4, 2),
-        Tiles(64, 64, 4, 3),
-        Tiles(64, 128, 4, 2),
-        Tiles(128, 64, 4, 2),
-        Tiles(128, 64, 8, 2),
-        Tiles(128, 128, 8, 2),
-    ),
-    "grad_queries_once": (
-        Tiles(64, 64, 4, 2),
-        Tiles(64, 64, 4, 3),
-        Tiles(64, 128, 4, 2),
-        Tiles(128, 64, 4, 2),
-        Tiles(128, 64, 8, 2),
-        Tiles(128, 128, 8, 2),
-    ),
+    "attend_once": BY_QUERIES,
+    "grad_queries_once": BY_QUERIES,
     "grad_keys_once": (
         Tiles(64, 64, 4, 2),
         Tiles(64, 64, 4, 3),

@@ -92,8 +92,8 @@ def compile_all(case: tuple[str, str]) -> None:
         try:
             bench.work(name, Tiles(*cut))()
         except Exception as error:
-            # too large for the chip: the table says so
-            print(name, cut, type(error).__name__, flush=True)
+            # measure() meets it again and says which candidate is left out
+            print(f"{text} {name} {cut} does not run: {error!r}"[:300], flush=True)
 
 
 def measure(text: str) -> None:
@@ -106,7 +106,9 @@ def measure(text: str) -> None:
             work = bench.work(name, Tiles(*cut))
             try:
                 work()
-            except Exception:
+            except Exception as error:
+                # most often too large for the GPU's shared memory
+                print(f"{text} {name:16} {cut!s:22} left out: {type(error).__name__}", flush=True)
                 continue
             works.append(work)
             labels.append(f"{cut}{' now' if Tiles(*cut) == bench.present(name) else ''}")

@@ -13,6 +13,7 @@ import functools
 import multiprocessing
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -68,11 +69,8 @@ class Bench:
         return tiles(name, self.problem.head_dim, self.problem.length, True, False, packed)
 
     def work(self, name: str, cut: Tiles) -> Callable[[], None]:
-        launch.tiles, usual = (lambda *_: cut), launch.tiles  # type: ignore[assignment]
-        try:
+        with mock.patch.object(launch, "tiles", lambda *_: cut):
             ready = launch._launch(name, self.problem)
-        finally:
-            launch.tiles = usual
         return functools.partial(ready, *self.arguments[name])  # type: ignore[arg-type]
 
 

@@ -69,7 +69,7 @@ class Bench:
         return tiles(name, self.problem.head_dim, self.problem.length, True, False, packed)
 
     def work(self, name: str, cut: Tiles) -> Callable[[], None]:
-        with mock.patch.object(launch, "tiles", lambda *_: cut):
+        with mock.patch.object(launch, "tiles", return_value=cut):
             ready = launch._launch(name, self.problem)
         return functools.partial(ready, *self.arguments[name])  # type: ignore[arg-type]
 

@@ -147,6 +147,8 @@ def test_a_captured_step_of_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> N
     cache, token = filled(), ids[:, 20:21].clone()
     position = torch.full((2, 1), 20, device="cuda")
     stream = torch.cuda.Stream()
+    # which fills the token and its position
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
         # compiled before it is captured; the token is decoded again below
         model(token, past_key_values=cache, position_ids=position)

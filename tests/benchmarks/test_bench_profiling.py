@@ -19,6 +19,8 @@ OWN = {"attend", "grad_keys", "add_parts"}
     ("name", "kind"),
     [
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o<true, 64>", "attention"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_3", "kernels of the compiler"),
         ("grad_keys", "attention"),
         ("add_parts", "coefficients of filters"),
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT", "matrix products"),
@@ -44,13 +46,16 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
         Kernel("attend", 5 * ms, 6 * ms),
         Kernel("memcpy", 10 * ms, 11 * ms),
         Kernel("nvjet", 1 * ms, 3 * ms),
+        # the same kernel to the compiler, numbered within its graph
+        Kernel("triton_poi_fused_add_7", 11 * ms, 12 * ms),
     ]
     found = profiling.summarised(ran, 2, OWN)
-    assert found.ms == 5
+    assert found.ms == 5.5
     assert found.kinds[profiling.IDLE] == Spent(2, 0)
     assert found.kinds["attention"] == Spent(1.5, 1)
     assert found.kinds["matrix products"] == Spent(1, 0.5)
     assert found.kernels["attend"] == Spent(1.5, 1)
+    assert found.kernels["triton_poi_fused_add"] == Spent(1.5, 1)
 
 
 def test_nothing_recorded_is_an_error() -> None:

@@ -19,6 +19,7 @@ from gfsa_experiments.runs.csv_table import check_table
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # per function: each model of a case has a graph with gradients and one without
 _GRAPHS = 64
+_PROFILE_WIDTH = 150
 
 
 def run_suite(
@@ -98,8 +99,10 @@ def _print_profiles(case: Case, setting: Setting, console: Console) -> None:
         variant.name: profiling.profile_step(variant.step or variant.forward, setting.device)
         for variant in case.variants
     }
-    console.print(profiling.kinds_table(profiles))
-    console.print(profiling.kernels_table(profiles))
+    # names of kernels are long: a narrow terminal breaks the lines, and no number is cut
+    wide = Console(file=console.file, width=_PROFILE_WIDTH)
+    wide.print(profiling.kinds_table(profiles))
+    wide.print(profiling.kernels_table(profiles))
 
 
 @contextmanager

@@ -93,6 +93,7 @@ def test_one_graph_for_forward_and_step(compiled: str, monkeypatch: pytest.Monke
     setting = Setting(CPU, torch.float32, compiled=compiled)  # type: ignore[arg-type]
     with run_suite.compiling():
         case = pretraining.pretraining_step(Shape.parse("1x2x8x4"), setting)
+        assert [variant.backend for variant in case.variants] == ["torch", "sdpa"]
         for count, variant in enumerate(case.variants, 1):
             before = variant.forward()
             assert counting.graphs == count

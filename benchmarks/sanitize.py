@@ -12,7 +12,7 @@ import torch
 
 from gfsa.functional import graph_filter_attention, which_backend
 from gfsa.operators import AttentionOperator, Visibility
-from gfsa.operators.fused import degree_one_launch
+from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.decode import decode
 
 # tokens, head dim, degree, causal, whether some keys are padding, dropout
@@ -32,7 +32,7 @@ CASES = (
 
 def main() -> None:
     # one pass also where it was not timed
-    degree_one_launch.NARROWEST, degree_one_launch.MASKS_ARE_MEASURED = 33, True
+    eligibility.ONE_PASS_NARROWEST, eligibility.ONE_PASS_MASKS_ARE_MEASURED = 33, True
     for tokens, dim, degree, is_causal, padded, dropout_p in CASES:
         q, k, v = (
             torch.randn(2, 2, tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -16,6 +16,7 @@ from gfsa_benchmarks.case import Case, Setting, Shape, Variant, variant
 from gfsa_benchmarks.decode import decode, decode_static
 from gfsa_benchmarks.deploy import deploy
 from gfsa_benchmarks.packed import packed
+from gfsa_benchmarks.pretraining import pretraining_step
 from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.training import training_step
 
@@ -165,6 +166,13 @@ SUITES: dict[str, Suite] = {
             "256x6x197x64",
             "8x12x1024x64:causal",
         ),
+        compiles=True,
+    ),
+    "pretrain-step": Suite(
+        "a pretraining step of the recipe's decoder, without and with filters",
+        pretraining_step,
+        cpu_shapes=("1x8x128x64:causal",),
+        cuda_shapes=("64x8x1024x64:causal", "32x12x1024x64:causal"),
         compiles=True,
     ),
     "linear": Suite(

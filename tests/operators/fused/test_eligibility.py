@@ -285,7 +285,7 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eligibility, "capability", CAPABILITY)
     monkeypatch.setattr(eligibility, "_capability", lambda device: (9, 0))
 
-    def chosen(q: torch.Tensor, mask: torch.Tensor, degree: int = 2) -> torch.Tensor:
+    def chosen(q: torch.Tensor, mask: torch.Tensor | None, degree: int = 2) -> torch.Tensor:
         picked = choice.choose("auto", AttentionCall(q, q, mask), q, degree)
         return q + 1 if picked.backend == "fused" else q - 1
 
@@ -296,3 +296,24 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     # the compiler combines two tensors in one kernel itself, unless all is one kernel already
     assert (compiled(q, KEYS, 1) == -1).all()
     assert (compiled(q[:, :, :100], KEYS[..., :100], 1) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "scale", "expected"),
+    [
+        (300, 64, None, "fused"),
+        (1024, 64, 0.1, "fused"),
+        (1025, 64, None, "sdpa"),
+        (1024, 56, None, "sdpa"),
+        (1024, 128, None, "sdpa"),
+        (1024, 64, -0.1, "sdpa"),
+    ],
+)
+def test_degree_one_compiled_is_one_pass_where_that_was_measured(
+    length: int, head_dim: int, scale: float | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = call(2, 4, length, head_dim, degree=1, scale=scale, is_causal=True)
+    # eager, kernels of the library are around torch's attention too
+    assert choice.choose("auto", *asked).backend == "fused"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choice.choose("auto", *asked).backend == expected

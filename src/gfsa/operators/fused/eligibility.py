@@ -52,6 +52,14 @@ SHORT_MASK_ROW_STRIDE = 2**20
 # the versions of Triton whose Gluon they were measured and tested with
 SHORT_TRITON = ((3, 6),)
 
+# the one-pass kernels of degree 1: lengths and head dims for which they were measured
+# (results/kernels.md), and are faster than the filter around torch's attention, and at least as
+# fast as the short kernels
+ONE_PASS_SHORTEST, ONE_PASS_LONGEST = 197, 1024
+ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
+# padded batches beyond the short kernels, which were measured with masks
+ONE_PASS_MASKS_ARE_MEASURED = False
+
 # the kernel for one decoded token: largest head dim, most cached tokens
 DECODE_HEAD_DIM = 256
 DECODE_LENGTH = 8192
@@ -90,12 +98,14 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
                 f"{SHORT_LENGTH} tokens"
             )
         return None
+    mask = call.attn_mask
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
-        # beyond the short kernels the passes are torch's
-        if torch.compiler.is_compiling():
+        # what one pass does not serve is torch's attention, and a kernel around it
+        if torch.compiler.is_compiling() and not one_pass_is_fastest(
+            call.q, mask, call.scale, call.dropout_p
+        ):
             return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
         return None
-    mask = call.attn_mask
     if mask is not None and not is_key_mask(mask) and length > SHORT_LENGTH:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
     if head_dim > SHORT_HEAD_DIM and (mask is not None or call.dropout_p):
@@ -146,6 +156,32 @@ def _refusal_of_device_by_short(q: Tensor) -> str | None:
         return "they are written for Hopper GPUs"
     if TRITON not in SHORT_TRITON:
         return f"they are written for Triton {SHORT_TRITON}, found {TRITON}"
+    return None
+
+
+def one_pass_is_fastest(
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+) -> bool:
+    """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements."""
+    if not ONE_PASS_SHORTEST <= q.shape[2] <= ONE_PASS_LONGEST or q.shape[3] < ONE_PASS_NARROWEST:
+        return False
+    if mask is not None and (not ONE_PASS_MASKS_ARE_MEASURED or q.shape[2] <= SHORT_LENGTH):
+        return False
+    return refusal_by_one_pass(q, mask, scale, dropout_p) is None
+
+
+def refusal_by_one_pass(
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+) -> str | None:
+    """Why the one-pass kernels cannot serve a call that the fused kernels take, or None."""
+    if dropout_p:
+        return "they have no dropout"
+    if scale is not None and scale <= 0.0:
+        return "they take positive scales only"
+    if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
+        return "they take bool masks of keys only"
+    if q.shape[3] > ONE_PASS_WIDEST:
+        return f"they take a head dim of {ONE_PASS_WIDEST} at most"
     return None
 
 

@@ -19,7 +19,7 @@ from gfsa.operators.fused.short import launch as short
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "_refusal_of_device_by_short", lambda q: None)
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
     monkeypatch.setattr(long, "cudnn_would_run", lambda q, k, v, mask, options: mask is None)
 
 

@@ -182,6 +182,9 @@ def _filter_half(
         rows = row + gl.arange(0, HALF, layout=O_ROWS)
         d = gl.arange(0, D, layout=gl.SliceLayout(0, O))
         gl.store(at + rows[:, None] * out_i + d[None, :], y.to(dt), mask=(rows < n)[:, None])
+        if W == 0:
+            # nothing was loaded, but the warp that loads U must not fall behind the slot's phases
+            mbarrier.wait(ufull.index(vslot), vphase)
         # only now: loads of v that are on their way do not hold the copy engine back
         mbarrier.arrive(vempty.index(vslot), count=1)
         vslot, vphase = following(vslot, vphase, STAGES)
@@ -191,6 +194,7 @@ def _filter_half(
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
             mbarrier.wait(vfull.index(vslot), vphase)
+            mbarrier.wait(ufull.index(vslot), vphase)
             mbarrier.arrive(vempty.index(vslot), count=1)
             vslot, vphase = following(vslot, vphase, STAGES)
         phase = phase ^ 1

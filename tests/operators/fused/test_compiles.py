@@ -31,6 +31,7 @@ from gfsa.operators.fused import (  # noqa: E402
 )
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
+from gfsa.operators.fused.sweep import launch as sweep  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KERNELS = {
@@ -288,3 +289,45 @@ def test_short(length: int, mask: int, most_stack: int) -> None:
         )
         print(kernel.__name__, length, mask, usage)
         assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize(
+    ("dim", "most_stack"), [(64, 0), pytest.param(128, 32, marks=pytest.mark.slow)]
+)
+def test_one_causal_sweep(dim: int, most_stack: int) -> None:
+    """A program fits on a multiprocessor, and products run beside the softmax."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    kernel = sweep.kernel().function
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    tile = f"tensordesc<bf16[1, 1, {sweep.HALF}, {dim}],{layout!r}>"
+    types = dict.fromkeys(("q_in", "k_in", "v_in", "u_io"), tile)
+    types |= {"out": "*bf16", "flags": "*i32"}
+    constants = {"D": dim, "STAGES": sweep.STAGES[dim], "group": 1}
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
+    print(dim, usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    # the next scores are waited for while two products are in flight, and the exponentials follow
+    # before these are waited for
+    ptx = compiled.asm["ptx"]
+    loops = re.findall(r"wgmma\.wait_group\.sync\.aligned 2;(.*?)wgmma\.wait_group", ptx, re.DOTALL)
+    assert len(loops) == 2
+    assert all(loop.count("ex2.approx") == 34 for loop in loops)
+    # the assembler runs products one by one where it cannot prove that their registers are free:
+    # it then waits once for each of them
+    assert _waits_for_products(compiled.asm["cubin"]) <= 16
+
+
+def _waits_for_products(cubin: bytes) -> int:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tools / "cuobjdump", "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sass.count("WARPGROUP.DEPBAR")

@@ -15,11 +15,12 @@ from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.short import launch as short
+from gfsa.operators.fused.sweep import launch as sweep
 
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "_refusal_of_device_by_short", lambda q: None)
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
     monkeypatch.setattr(long, "cudnn_would_run", lambda q, k, v, mask, options: mask is None)
 
 
@@ -44,6 +45,29 @@ def test_paths(
     options = Options(scale, is_causal=True)
     assert forward_path(q, mask, options) is forward
     assert backward_path(q, q, q, mask, options) is backward
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "forward"),
+    [
+        ((8, 12, 1024, 64), Options(0.1, True), sweep),
+        ((4, 16, 4096, 128), Options(0.1, True), sweep),
+        ((8, 12, 1024, 64), Options(0.1), long),
+        ((8, 12, 1024, 64), Options(-0.1, True), long),
+        ((8, 12, 1024, 64), Options(0.1, True, 0.1), long),
+        ((8, 12, 1024, 80), Options(0.1, True), long),
+        ((8, 12, 1000, 64), Options(0.1, True), long),
+        ((8, 12, 100, 64), Options(0.1, True), short),
+        ((1, 12, 1024, 64), Options(0.1, True), long),
+        ((1, 70000, 1024, 64), Options(0.1, True), long),
+    ],
+    ids=str,
+)
+def test_one_causal_sweep(shape: tuple[int, ...], options: Options, forward: object) -> None:
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    assert forward_path(q, None, options) is forward
+    mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool)
+    assert forward_path(q, mask, options) is (short if forward is short else long)
 
 
 @pytest.mark.parametrize(("length", "head_dim"), [(100, 64), (2048, 128)])

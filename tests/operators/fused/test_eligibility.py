@@ -254,7 +254,7 @@ def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPa
 def test_masks_of_the_short_kernels(
     mask: torch.Tensor, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eligibility, "_refusal_of_device_by_short", lambda q: None)
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
     found = eligibility.refusal_by_short(OnHopper(2, 4, 100, 64), mask, 0.1)
     assert found is None if reason is None else reason in found
 

@@ -60,6 +60,11 @@ ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
 # padded batches beyond the short kernels, which were measured with masks
 ONE_PASS_MASKS_ARE_MEASURED = False
 
+# the kernel of one causal sweep: head dims, least and most tokens, least heads of all sequences
+SWEEP_HEAD_DIMS = (64, 128)
+SWEEP_LENGTHS = (1024, 4096)
+SWEEP_HEADS = 64
+
 # the kernel for one decoded token: largest head dim, most cached tokens
 DECODE_HEAD_DIM = 256
 DECODE_LENGTH = 8192
@@ -145,10 +150,36 @@ def refusal_by_short(q: Tensor, mask: Tensor | None, scale: float) -> str | None
         row, key = mask.stride()[-2:]
         if mask.shape[-1] != q.shape[2] or key != 1 or row > SHORT_MASK_ROW_STRIDE:
             return "they take masks over queries and keys with contiguous rows only"
-    return _refusal_of_device_by_short(q)
+    return _refusal_of_device_by_gluon(q)
 
 
-def _refusal_of_device_by_short(q: Tensor) -> str | None:
+def refusal_by_sweep(
+    q: Tensor, mask: Tensor | None, scale: float, is_causal: bool, dropout_p: float
+) -> str | None:
+    """Why one causal sweep does not serve a call that the fused kernels take, or None.
+
+    The long kernels serve what it refuses: what it cannot do, and what was not measured.
+    """
+    batch, heads, length, head_dim = q.shape
+    if not is_causal or mask is not None:
+        return "it takes a causal mask and none beside it"
+    if dropout_p:
+        return "it takes no dropout"
+    if scale <= 0.0:
+        return "it takes positive scales only"
+    if head_dim not in SWEEP_HEAD_DIMS:
+        return f"it takes head dims of {SWEEP_HEAD_DIMS}, got {head_dim}"
+    least, most = SWEEP_LENGTHS
+    if not least <= length <= most:
+        return f"it is measured for {least} to {most} tokens, got {length}"
+    if batch * heads < SWEEP_HEADS:
+        return f"it is measured for {SWEEP_HEADS} heads of all sequences together or more"
+    if heads * head_dim * length >= 2**31:
+        return "it counts a sequence's output in 32 bits"
+    return _refusal_of_device_by_gluon(q)
+
+
+def _refusal_of_device_by_gluon(q: Tensor) -> str | None:
     if not q.is_cuda:
         return "they are written for GPUs"
     major, minor = capability(q.device)

@@ -328,7 +328,14 @@ def remarks(ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
-        command = [tools / "ptxas", "-arch=sm_90a", "-v", source, "-o", Path(folder, "kernel.cubin")]
+        command = [
+            tools / "ptxas",
+            "-arch=sm_90a",
+            "-v",
+            source,
+            "-o",
+            Path(folder, "kernel.cubin"),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     # a remark on every kernel: without it the search above would find nothing in any case
     assert "registers" in done.stderr

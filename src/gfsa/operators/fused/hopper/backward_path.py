@@ -124,4 +124,4 @@ def block_of(argument: str, tiles: Tiles, width: int) -> Block | None:
         return 1, 1, 1, tiles.cols
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     side = sides.get(argument[-5:])
-    return side and (1, 1, side, width)
+    return None if side is None else (1, 1, side, width)

@@ -1,10 +1,11 @@
 r"""Backward kernels for Hopper, with the formulas of ``long/backward.py``.
 
-They compute what those compute, in the same order, so repeated runs give the same bits. What makes
-them faster is when a product is waited for, which Triton's compiler decides by itself and Gluon
-leaves to the kernel: a step begins with its own scores and with the products of the step before
-it, and its exponentials are computed while these run. No product is in flight at the end of a
-step, since the assembler runs products one by one where one is.
+Each number is written by one program, so repeated runs give the same bits. What makes them faster
+than those is when a product is waited for, which Triton's compiler decides by itself and Gluon
+leaves to the kernel: exponentials are computed while the next products run. No product is in flight
+at the end of a step, since the assembler runs all of them one by one where one is. Registers and
+shared memory are small enough for three programs on a multiprocessor at head dims up to 64 (four of
+the first kernel), which fill each other's gaps.
 
 Tokens, logsumexps and δ come by the copy engine, one step ahead. Rows beyond the last token read
 as zeros: a query among them adds nothing, since its g, dU and δ are zero.
@@ -183,7 +184,7 @@ def _load_keys_step(
     now = step % 2
     bar = bars.index(now)
     mbarrier.expect(bar, 3 * BN * D * 2 + 2 * BN * 4, pred=pred)
-    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(step % 3), pred=pred)
+    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(now), pred=pred)
     tma.async_copy_global_to_shared(lse_cols, [b, h, 0, col], bar, lss.index(now), pred=pred)
     tma.async_copy_global_to_shared(g_cols, [b, h, col, 0], bar, gs.index(now), pred=pred)
     tma.async_copy_global_to_shared(du_cols, [b, h, col, 0], bar, dus.index(now), pred=pred)
@@ -206,7 +207,7 @@ def grad_keys(
     ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
     vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
     us = gl.allocate_shared_memory(dt, [1, 1, BM, D], u_rows.layout)
-    qs = gl.allocate_shared_memory(dt, [3, 1, 1, BN, D], q_cols.layout)
+    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
     gs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], g_cols.layout)
     dus = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], du_cols.layout)
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
@@ -234,9 +235,6 @@ def grad_keys(
     k = _tile(ks, BM, D)
     v = _tile(vs, BM, D)
     u = _tile(us, BM, D)
-    # the first step has no step before it: zeros times zeros
-    _tile(qs.index(2), BN, D).store(gl.full([BN, D], 0.0, dt, AL))
-    operand = gl.convert_layout(gl.full([BM, BN], 0.0, dt, SL), PL)
     mbarrier.wait(bars.index(2), 0)
     u.store((u.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
@@ -251,16 +249,14 @@ def grad_keys(
             q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
             col + BN, step + 1, step + 1 < steps, D, BN,
         )  # fmt: skip
-        q = _tile(qs.index(step % 3), BN, D)
+        q = _tile(qs.index(now), BN, D)
         g = _tile(gs.index(now), BN, D)
         du = _tile(dus.index(now), BN, D)
-        former_q = _tile(qs.index((step + 2) % 3), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
         s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dk = warpgroup_mma(operand, former_q, dk, is_async=True)
         da = warpgroup_mma(u, g.permute((1, 0)), zero, use_acc=False, is_async=True)
         da = warpgroup_mma(v, du.permute((1, 0)), da, is_async=True)
-        s = warpgroup_mma_wait(3, deps=[s])
+        s = warpgroup_mma_wait(2, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
         if CAUSAL:
@@ -269,14 +265,11 @@ def grad_keys(
                 j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
                 p = gl.where(j[:, None] <= i[None, :], p, 0.0)
         dv = warpgroup_mma(gl.convert_layout(p.to(dt), PL), du, dv, is_async=True)
-        dk, da = warpgroup_mma_wait(1, deps=[dk, da])
-        delta = _vector(dls.index(now), BN, SL)
-        operand = gl.convert_layout((p * (da - delta[None, :])).to(dt), PL)
-        dv = warpgroup_mma_wait(0, deps=[dv])
+        da = warpgroup_mma_wait(1, deps=[da])
+        ds = p * (da - _vector(dls.index(now), BN, SL)[None, :])
+        dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         gl.thread_barrier()
-    dk = warpgroup_mma(operand, _tile(qs.index((steps - 1) % 3), BN, D), dk, is_async=True)
-    dk = warpgroup_mma_wait(0, deps=[dk])
-    gl.thread_barrier()
     # keys, values and U have been used: their room takes g and the results
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
@@ -302,7 +295,7 @@ def _load_queries_step(
     bar = bars.index(now)
     mbarrier.expect(bar, 3 * BN * D * 2, pred=pred)
     key = h // group
-    tma.async_copy_global_to_shared(k_cols, [b, key, col, 0], bar, ks.index(step % 3), pred=pred)
+    tma.async_copy_global_to_shared(k_cols, [b, key, col, 0], bar, ks.index(now), pred=pred)
     tma.async_copy_global_to_shared(u_cols, [b, h, col, 0], bar, us.index(now), pred=pred)
     tma.async_copy_global_to_shared(v_cols, [b, key, col, 0], bar, vs.index(now), pred=pred)
 
@@ -324,7 +317,7 @@ def grad_queries(
     qs = gl.allocate_shared_memory(dt, [1, 1, BM, D], q_rows.layout)
     gs = gl.allocate_shared_memory(dt, [1, 1, BM, D], g_rows.layout)
     dus = gl.allocate_shared_memory(dt, [1, 1, BM, D], du_rows.layout)
-    ks = gl.allocate_shared_memory(dt, [3, 1, 1, BN, D], k_cols.layout)
+    ks = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], k_cols.layout)
     vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
     us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
     bars = _barriers(3)
@@ -355,9 +348,6 @@ def grad_queries(
     q = _tile(qs, BM, D)
     g = _tile(gs, BM, D)
     du = _tile(dus, BM, D)
-    # the first step has no step before it: zeros times zeros
-    _tile(ks.index(2), BN, D).store(gl.full([BN, D], 0.0, dt, AL))
-    operand = gl.convert_layout(gl.full([BM, BN], 0.0, dt, SL), PL)
     mbarrier.wait(bars.index(2), 0)
     g.store((g.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
@@ -371,16 +361,14 @@ def grad_queries(
             k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
             step + 1 < steps, D, BN,
         )  # fmt: skip
-        k = _tile(ks.index(step % 3), BN, D)
+        k = _tile(ks.index(now), BN, D)
         v = _tile(vs.index(now), BN, D)
         u = _tile(us.index(now), BN, D)
-        former_k = _tile(ks.index((step + 2) % 3), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma(operand, former_k, dq, is_async=True)
         da = warpgroup_mma(g, u.permute((1, 0)), zero, use_acc=False, is_async=True)
         da = warpgroup_mma(du, v.permute((1, 0)), da, is_async=True)
-        s = warpgroup_mma_wait(3, deps=[s])
+        s = warpgroup_mma_wait(2, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if CAUSAL:
             if col + BN > row:
@@ -391,12 +379,11 @@ def grad_queries(
                 # keys beyond the last one are zeros, whose exponential may be infinite
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where((j < n)[None, :], p, 0.0)
-        dq, da = warpgroup_mma_wait(0, deps=[dq, da])
-        operand = gl.convert_layout((p * (da - delta[:, None])).to(dt), PL)
+        da = warpgroup_mma_wait(0, deps=[da])
+        ds = p * (da - delta[:, None])
+        dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
         gl.thread_barrier()
-    dq = warpgroup_mma(operand, _tile(ks.index((steps - 1) % 3), BN, D), dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    gl.thread_barrier()
     q.store((dq * scale).to(dt))
     fence_async_shared()
     gl.thread_barrier()

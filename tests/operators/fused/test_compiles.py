@@ -312,7 +312,10 @@ def test_backward_for_hopper(name: str, width: int) -> None:
             number, bits = ("fp32", 32) if block[2] == 1 else ("bf16", 16)
             layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
             described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
-    constants = {"D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True, "group": 1}
+    constants = {
+        "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True, "HELD": tiles.held,
+        "group": 1,
+    }  # fmt: skip
     compiled, usage = compile_for(
         HOPPER, GluonASTSource, kernel, described, constants, tiles.rows // 16
     )

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.operators.fused.short.tiles import product_layout
+from gfsa.operators.fused.short.tiles import pin, product_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # tiles and vectors as products and threads read them, whatever the copy engine's shape
@@ -49,6 +49,14 @@ def _tile(room, ROWS: gl.constexpr, D: gl.constexpr):
 def _vector(room, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
     """A number for each column of a product."""
     return room._reinterpret(gl.float32, [LENGTH], VECTOR).load(gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def _operand(tile, LAYOUT: gl.constexpr, HELD: gl.constexpr):
+    """The left side of products whose result has ``LAYOUT``, from registers if it is held there."""
+    if HELD:
+        return tile.load(gl.DotOperandLayout(0, LAYOUT, 2))
+    return tile
 
 
 @gluon.jit
@@ -80,7 +88,7 @@ def grad_first_pass(
     q_cols, g_cols, lse_cols, k_rows, g_rows, v_rows, u_rows, out_rows, du_rows,
     delta_out, dc_out, coeffs,
     heads, group, n, scale,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
     W: gl.constexpr = gl.num_warps()
@@ -115,6 +123,7 @@ def grad_first_pass(
     fence_async_shared()
     mbarrier.wait(bars.index(2), 0)
     gl.thread_barrier()
+    keys = _operand(k, SL, HELD > 0)
     z = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -127,7 +136,7 @@ def grad_first_pass(
         q = _tile(qs.index(now), BN, D)
         former_g = _tile(gs.index((step + 2) % 3), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
@@ -196,7 +205,7 @@ def grad_keys(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
     dv_rows, coeffs,
     heads, group, n, scale,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
     W: gl.constexpr = gl.num_warps()
@@ -230,7 +239,6 @@ def grad_keys(
         q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, start, 0,
         True, D, BN,
     )  # fmt: skip
-    c0 = gl.load(coeffs + h * 3)
     c2 = gl.load(coeffs + h * 3 + 2)
     k = _tile(ks, BM, D)
     v = _tile(vs, BM, D)
@@ -239,6 +247,7 @@ def grad_keys(
     u.store((u.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
+    keys = _operand(k, SL, HELD > 0)
     dk = gl.full([BM, D], 0.0, gl.float32, AL)
     dv = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
@@ -253,7 +262,7 @@ def grad_keys(
         g = _tile(gs.index(now), BN, D)
         du = _tile(dus.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         da = warpgroup_mma(u, g.permute((1, 0)), zero, use_acc=False, is_async=True)
         da = warpgroup_mma(v, du.permute((1, 0)), da, is_async=True)
         s = warpgroup_mma_wait(2, deps=[s])
@@ -264,8 +273,14 @@ def grad_keys(
                 i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
                 p = gl.where(j[:, None] <= i[None, :], p, 0.0)
-        dv = warpgroup_mma(gl.convert_layout(p.to(dt), PL), du, dv, is_async=True)
+        operand = gl.convert_layout(p.to(dt), PL)
+        if HELD:
+            # registers are short: 16 bits of A for dS as well
+            operand = pin(operand)
+        dv = warpgroup_mma(operand, du, dv, is_async=True)
         da = warpgroup_mma_wait(1, deps=[da])
+        if HELD:
+            p = gl.convert_layout(operand, SL).to(gl.float32)
         ds = p * (da - _vector(dls.index(now), BN, SL)[None, :])
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -277,6 +292,7 @@ def grad_keys(
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(dk_rows, [b, h, row, 0], ks)
+    c0 = gl.load(coeffs + h * 3)
     mbarrier.wait(bars.index(2), 1)
     v.store((dv + c0 * u.load(AL).to(gl.float32)).to(dt))
     fence_async_shared()
@@ -305,7 +321,7 @@ def grad_queries(
     k_cols, v_cols, u_cols, q_rows, g_rows, du_rows, dq_rows,
     delta_in, lse_in, coeffs,
     heads, group, n, scale,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
     W: gl.constexpr = gl.num_warps()
@@ -352,6 +368,9 @@ def grad_queries(
     g.store((g.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
+    queries = _operand(q, SL, HELD > 0)
+    gradients = _operand(g, SL, HELD > 1)
+    first_gradients = _operand(du, SL, HELD > 2)
     dq = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -365,9 +384,9 @@ def grad_queries(
         v = _tile(vs.index(now), BN, D)
         u = _tile(us.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(g, u.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(du, v.permute((1, 0)), da, is_async=True)
+        s = warpgroup_mma(queries, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        da = warpgroup_mma(gradients, u.permute((1, 0)), zero, use_acc=False, is_async=True)
+        da = warpgroup_mma(first_gradients, v.permute((1, 0)), da, is_async=True)
         s = warpgroup_mma_wait(2, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if CAUSAL:

@@ -23,6 +23,8 @@ class Tiles(NamedTuple):
     """Rows that a program owns, 16 a warp."""
     cols: int
     """Rows of the other side that it takes at a time."""
+    held: int = 0
+    """Tiles of the rows that stay in registers, where products read them faster."""
 
 
 # by kernel, then by the width of a head on chip: the fastest measured on an H200
@@ -113,7 +115,7 @@ def _launch(name: str, problem: Problem) -> Launch:
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
         (problem.heads, problem.group, problem.length, scale),
-        (width, tiles.rows, tiles.cols, is_causal),
+        (width, tiles.rows, tiles.cols, is_causal, tiles.held),
         num_warps=tiles.rows // 16,
     )
 

@@ -30,12 +30,16 @@ from gfsa_benchmarks.timing import captured, interleaved
 ROUNDS = 5
 CANDIDATES = {
     64: {
-        "grad_first_pass": (Tiles(64, 64), Tiles(64, 64, 1)),
-        "grad_keys": (Tiles(64, 64), Tiles(64, 64, 1), Tiles(64, 32)),
-        "grad_queries": (Tiles(64, 64), Tiles(64, 64, 1), Tiles(64, 64, 2)),
+        "grad_first_pass": tuple(Tiles(rows, 64, held) for rows in (64, 128) for held in (0, 1)),
+        "grad_keys": (Tiles(64, 64), Tiles(64, 32), Tiles(128, 32, 0, 32)),
+        "grad_queries": (
+            *(Tiles(64, 64, held) for held in range(3)),
+            *(Tiles(128, cols, 0, 32) for cols in (32, 64)),
+            Tiles(128, 64),
+        ),
     },
     128: {
-        "grad_first_pass": (Tiles(64, 64), Tiles(64, 64, 1)),
+        "grad_first_pass": tuple(Tiles(rows, 64, held) for rows in (64, 128) for held in (0, 1)),
         "grad_keys": (Tiles(128, 64), Tiles(128, 64, 1), Tiles(64, 32), Tiles(64, 32, 1)),
         "grad_queries": (
             *(Tiles(128, 64, held) for held in range(4)),
@@ -111,9 +115,10 @@ def measure(text: str) -> None:
     for name, candidates in CANDIDATES[call.width].items():
         works = [captured(call.kernel(name, tiles)) for tiles in candidates]
         times = interleaved(works, ROUNDS, torch.device("cuda"))
-        line = [f"{rows}x{cols}, {held} held: " for rows, cols, held in candidates]
-        line = [f"{label}{time.median:.4f}" for label, time in zip(line, times, strict=True)]
-        print(f"{text} {name} ms: {'; '.join(line)}", flush=True)
+        for tiles, time in zip(candidates, times, strict=True):
+            now = " now" if tiles == hopper.TILES[name][call.width] else ""
+            cut = f"{tiles.rows}x{tiles.cols}, {tiles.warps} warps, {tiles.held} held"
+            print(f"{text} {name} {cut}: {time.median:.4f} ms{now}", flush=True)
     works = [captured(call.plain), *(captured(call.whole(p)) for p in call.paths().values())]
     plain, *times = interleaved(works, ROUNDS, torch.device("cuda"))
     ratios = zip(call.paths(), [time.median / plain.median for time in times], strict=True)

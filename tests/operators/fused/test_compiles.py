@@ -316,9 +316,7 @@ def test_backward_for_hopper(name: str, width: int) -> None:
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True, "HELD": tiles.held,
         "group": 1,
     }  # fmt: skip
-    compiled, usage = compile_for(
-        HOPPER, GluonASTSource, kernel, described, constants, tiles.rows // 16
-    )
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
     print(name, width, usage)
     assert "STACK:0 " in usage
     assert compiled.metadata.shared <= SHARED[90] * 1024

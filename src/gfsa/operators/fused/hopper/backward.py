@@ -11,7 +11,7 @@ Tokens, logsumexps and δ come by the copy engine, one step ahead. Rows beyond t
 as zeros: a query among them adds nothing, since its g, dU and δ are zero.
 """
 
-# ruff: noqa: SIM102 - Gluon compiles a subset of Python
+# ruff: noqa: RET505, SIM102 - Gluon compiles a subset of Python
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def _operand(tile, LAYOUT: gl.constexpr, HELD: gl.constexpr):
     """The left side of products whose result has ``LAYOUT``, from registers if it is held there."""
     if HELD:
         return tile.load(gl.DotOperandLayout(0, LAYOUT, 2))
-    return tile
+    else:
+        return tile
 
 
 @gluon.jit
@@ -96,11 +97,11 @@ def grad_first_pass(
     SL: gl.constexpr = product_layout(W, BN)
     AL: gl.constexpr = product_layout(W, D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
-    # the last tiles go where queries and their gradients were
-    gl.static_assert(BM == BN)
+    gl.static_assert(BM == BN or BM == 2 * BN)
     ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
     qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
-    gs = gl.allocate_shared_memory(dt, [3, 1, 1, BN, D], g_cols.layout)
+    # three are in use at a time
+    gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     bars = _barriers(3)
     block = gl.program_id(0)
@@ -152,11 +153,20 @@ def grad_first_pass(
     z = warpgroup_mma(operand, _tile(gs.index((steps - 1) % 3), BN, D), z, is_async=True)
     z = warpgroup_mma_wait(0, deps=[z])
     gl.thread_barrier()
+    # rows of g, U, V and the output go where keys, queries and their gradients were
+    if BM == BN:
+        us = qs.index(0)
+        vs = qs.index(1)
+        outs = gs.index(0)
+    else:
+        us = qs._reinterpret(dt, [1, 1, BM, D], u_rows.layout)
+        vs = gs._reinterpret(dt, [2, 1, 1, BM, D], v_rows.layout).index(0)
+        outs = gs._reinterpret(dt, [2, 1, 1, BM, D], out_rows.layout).index(1)
     mbarrier.expect(bars.index(2), 4 * BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), ks)
-    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), qs.index(0))
-    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), qs.index(1))
-    tma.async_copy_global_to_shared(out_rows, [b, h, row, 0], bars.index(2), gs.index(0))
+    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
+    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
+    tma.async_copy_global_to_shared(out_rows, [b, h, row, 0], bars.index(2), outs)
     c0 = gl.load(coeffs + h * 3)
     c1 = gl.load(coeffs + h * 3 + 1)
     c2 = gl.load(coeffs + h * 3 + 2)
@@ -164,16 +174,16 @@ def grad_first_pass(
     # rows beyond the last key hold arbitrary numbers, infinities included
     z = gl.where((rows < n)[:, None], z, 0.0)
     mbarrier.wait(bars.index(2), 1)
-    u = _tile(qs.index(0), BM, D).load(AL).to(gl.float32)
+    u = _tile(us, BM, D).load(AL).to(gl.float32)
     g = k.load(AL).to(gl.float32)
     zu = gl.sum(z * u, 1)
     gu = gl.sum(g * u, 1)
-    gv = gl.sum(g * _tile(qs.index(1), BM, D).load(AL).to(gl.float32), 1)
-    go = gl.sum(g * _tile(gs.index(0), BM, D).load(AL).to(gl.float32), 1)
-    _tile(gs.index(1), BM, D).store((c1 * g + c2 * z).to(dt))
+    gv = gl.sum(g * _tile(vs, BM, D).load(AL).to(gl.float32), 1)
+    go = gl.sum(g * _tile(outs, BM, D).load(AL).to(gl.float32), 1)
+    k.store((c1 * g + c2 * z).to(dt))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], gs.index(1))
+    tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], ks)
     gl.store(delta_out + bh.to(gl.int64) * n + rows, go - c0 * gv + c2 * zu, mask=rows < n)
     # (H, 3, B·blocks): what is added up is contiguous
     parts = gl.num_programs(1) // heads * blocks

@@ -20,11 +20,16 @@ class Tiles(NamedTuple):
     """How one kernel cuts its work."""
 
     rows: int
-    """Rows that a program owns, 16 a warp."""
+    """Rows that a program owns."""
     cols: int
     """Rows of the other side that it takes at a time."""
     held: int = 0
     """Tiles of the rows that stay in registers, where products read them faster."""
+    rows_a_warp: int = 16
+
+    @property
+    def warps(self) -> int:
+        return self.rows // self.rows_a_warp
 
 
 # by kernel, then by the width of a head on chip: the fastest measured on an H200
@@ -116,7 +121,7 @@ def _launch(name: str, problem: Problem) -> Launch:
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
         (problem.heads, problem.group, problem.length, scale),
         (width, tiles.rows, tiles.cols, is_causal, tiles.held),
-        num_warps=tiles.rows // 16,
+        num_warps=tiles.warps,
     )
 
 

@@ -29,6 +29,7 @@ from gfsa.operators.fused import (  # noqa: E402
     eligibility,
     problem,
 )
+from gfsa.operators.fused.hopper import backward_path  # noqa: E402
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
 from gfsa.operators.fused.sweep import launch as sweep  # noqa: E402
@@ -331,3 +332,55 @@ def _waits_for_products(cubin: bytes) -> int:
         command = [tools / "cuobjdump", "-sass", file.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return sass.count("WARPGROUP.DEPBAR")
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", backward_path.TILES)
+def test_backward_for_hopper(name: str, width: int) -> None:
+    """Nothing spills, and products run while something else is computed."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from gfsa.operators.fused.hopper import backward as kernels
+
+    tiles = backward_path.TILES[name][width]
+    kernel = getattr(kernels, name)
+    described = {}
+    for argument in kernel.arg_names:
+        block = backward_path.block_of(argument, tiles, width)
+        if block is not None:
+            number, bits = ("fp32", 32) if block[2] == 1 else ("bf16", 16)
+            layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
+            described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
+    constants = {
+        "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True, "HELD": tiles.held,
+        "group": 1,
+    }  # fmt: skip
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
+    print(name, width, usage)
+    assert "STACK:0 " in usage
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    assert "serialized" not in remarks(compiled.asm["ptx"])
+
+
+def remarks(ptx: str) -> str:
+    """What the assembler has to say; it notes where it runs products one by one."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [
+            tools / "ptxas",
+            "-arch=sm_90a",
+            "-v",
+            source,
+            "-o",
+            Path(folder, "kernel.cubin"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # a remark on every kernel: without it the search above would find nothing in any case
+    assert "registers" in done.stderr
+    return done.stderr

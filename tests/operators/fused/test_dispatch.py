@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from gfsa.operators import AttentionCall, Visibility
 from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.dispatch import backward_path, forward_path
+from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.operator import FusedOperator
@@ -29,11 +30,13 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (100, 64, False, 0.1, short, short),
         (100, 64, True, 0.1, short, short),
-        (100, 64, False, -0.1, long, long),
-        (100, 128, False, 0.1, long, long),
-        (300, 64, False, 0.1, long, long),
-        (2048, 64, False, 0.1, long, long),
-        (2048, 128, False, 0.1, long, cudnn_backward),
+        (100, 64, False, -0.1, long, hopper_backward),
+        (100, 128, False, 0.1, long, hopper_backward),
+        (300, 64, False, 0.1, long, hopper_backward),
+        (300, 64, True, 0.1, long, long),
+        (301, 64, False, 0.1, long, long),
+        (2048, 128, False, 0.1, long, hopper_backward),
+        (2050, 128, False, 0.1, long, cudnn_backward),
         (2048, 128, True, 0.1, long, long),
     ],
 )
@@ -66,8 +69,15 @@ def test_paths(
 def test_one_causal_sweep(shape: tuple[int, ...], options: Options, forward: object) -> None:
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     assert forward_path(q, None, options) is forward
+    if forward is sweep:
+        assert backward_path(q, q, q, None, options) is hopper_backward
     mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool)
     assert forward_path(q, mask, options) is (short if forward is short else long)
+
+
+def test_dropout_goes_to_the_long_kernels() -> None:
+    q = torch.empty(1, 1, 300, 64, dtype=torch.bfloat16)
+    assert backward_path(q, q, q, None, Options(0.1, dropout_p=0.1)) is long
 
 
 @pytest.mark.parametrize(("length", "head_dim"), [(100, 64), (2048, 128)])

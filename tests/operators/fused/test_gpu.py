@@ -23,10 +23,11 @@ from gfsa.operators.fused import (
     eligibility,
 )
 from gfsa.operators.fused.autograd import filter_attention
-from gfsa.operators.fused.dispatch import forward_path
+from gfsa.operators.fused.dispatch import backward_path, forward_path, run_backward, run_forward
+from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, Saved
 from gfsa.operators.fused.short import launch as short
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 
@@ -105,6 +106,49 @@ WIDE = [
 ]
 
 
+@pytest.fixture
+def _without_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient by what serves other GPUs, and calls that the Hopper kernels refuse."""
+    monkeypatch.setattr(hopper_backward, "serves", lambda q, mask, options: False)
+
+
+HOPPER = [
+    Problem(2, 4, 300, 64, dtype=BF16, device="cuda"),
+    Problem(3, 4, 1024, 64, dtype=FP16, device="cuda", is_causal=True, projected=True),
+    Problem(2, 6, 1100, 48, 2, dtype=BF16, device="cuda", is_causal=True, scale=-0.2),
+    Problem(2, 4, 260, 8, dtype=BF16, device="cuda", scale=0.3),
+    Problem(2, 4, 200, 96, dtype=FP16, device="cuda", projected=True),
+    Problem(2, 8, 1500, 80, 4, dtype=BF16, device="cuda"),
+    Problem(1, 4, 1996, 128, 1, dtype=FP16, device="cuda", is_causal=True, projected=True),
+    Problem(2, 2, 2304, 128, dtype=BF16, device="cuda"),
+    Problem(12, 16, 1024, 64, dtype=BF16, device="cuda", is_causal=True),
+]
+
+
+@pytest.mark.skipif(
+    torch.cuda.get_device_capability() != (9, 0)
+    or eligibility.TRITON not in eligibility.SHORT_TRITON,
+    reason="written for Hopper GPUs, in the Gluon of certain versions of Triton",
+)
+@pytest.mark.parametrize("problem", HOPPER, ids=str)
+def test_gradient_by_hopper_kernels(problem: Problem) -> None:
+    """As exact as attention, the same bits again, and what the long kernels compute."""
+    q, k, v, coeffs, g = problem.tensors()
+    options = Options(problem.head_dim**-0.5, problem.is_causal)
+    assert backward_path(q, k, v, None, options) is hopper_backward
+    test_as_exact_as_attention(problem)
+    kept = run_forward(long, q, k, v, coeffs, None, None, options)
+    saved = Saved(q, k, v, kept[1], kept[0], kept[2], coeffs)
+    first, again, other = (
+        run_backward(path, g, saved, options) for path in (hopper_backward, hopper_backward, long)
+    )
+    for name, x, y, z in zip(("dq", "dk", "dv", "dc"), first, again, other, strict=True):
+        assert torch.equal(x, y), name
+        if name == "dc":
+            x, z = x.sum(2), z.sum(2)
+        assert error(x, z.double()) <= torch.finfo(problem.dtype).eps, name
+
+
 @pytest.fixture(params=[2, 4, 10**6], ids=["some heads", "a sequence", "all at once"])
 def _at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """How many heads of all sequences the gradient of wide heads takes at a time."""
@@ -115,7 +159,7 @@ def _at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     cudnn_backward.pieces.cache_clear()
 
 
-@pytest.mark.usefixtures("_at_a_time")
+@pytest.mark.usefixtures("_at_a_time", "_without_hopper_kernels")
 @pytest.mark.parametrize("problem", WIDE, ids=str)
 def test_wide_heads_piece_by_piece(problem: Problem) -> None:
     q, k, v, *_ = problem.tensors()
@@ -123,7 +167,7 @@ def test_wide_heads_piece_by_piece(problem: Problem) -> None:
     test_as_exact_as_attention(problem)
 
 
-@pytest.mark.usefixtures("_at_a_time")
+@pytest.mark.usefixtures("_at_a_time", "_without_hopper_kernels")
 def test_wide_heads_in_mixed_layouts() -> None:
     """Torch keeps cuDNN's plans by the layouts of q, k and v, whatever the gradient's is."""
     q, k, v, coeffs, g = WIDE[1].tensors()
@@ -138,6 +182,7 @@ def test_wide_heads_in_mixed_layouts() -> None:
             assert error(x, y) <= 2e-3, name
 
 
+@pytest.mark.usefixtures("_without_hopper_kernels")
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("c2", [0.0, 1e-6, -1e-4, 0.01])
 def test_a_weak_second_pass_over_wide_heads(c2: float, dtype: torch.dtype) -> None:

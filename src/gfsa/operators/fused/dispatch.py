@@ -1,4 +1,4 @@
-"""Which kernels run a call: the short, the long, one causal sweep, or cuDNN's for a gradient.
+"""Which kernels run a call: short, long, one causal sweep, and others for a gradient.
 
 A path is a module with the two functions of :class:`Path`. All paths give and save the same
 tensors, so the backward pass may take another path than the forward pass did.
@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gfsa.operators.fused.eligibility import refusal_by_short, refusal_by_sweep
+from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.launcher import on_device_of
 from gfsa.operators.fused.layout import copyable_by_tile
 from gfsa.operators.fused.long import cudnn_backward
@@ -58,9 +59,12 @@ def forward_path(q: Tensor, mask: Tensor | None, options: Options) -> Path:
 
 def backward_path(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> Path:
     """The fastest kernels that serve the gradient of a call."""
+    path = forward_path(q, mask, options)
+    if path is not short and hopper_backward.serves(q, mask, options):
+        return hopper_backward
     if cudnn_backward.serves(q, k, v, mask, options):
         return cudnn_backward
-    return forward_path(q, mask, options)
+    return path
 
 
 def run_forward(

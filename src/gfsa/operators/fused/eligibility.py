@@ -179,6 +179,19 @@ def refusal_by_sweep(
     return _refusal_of_device_by_gluon(q)
 
 
+def refusal_by_hopper_backward(q: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
+    """Why the Hopper kernels cannot serve the gradient of a call that the fused kernels take.
+
+    They are written in Gluon, as the short kernels are; the long kernels serve what they refuse.
+    """
+    if mask is not None or dropout_p:
+        return "they take neither masks nor dropout"
+    if q.shape[2] % 4:
+        # rows of logsumexps, which the copy engine takes from multiples of 16 bytes on
+        return f"they take lengths that are multiples of 4, got {q.shape[2]}"
+    return _refusal_of_device_by_gluon(q)
+
+
 def _refusal_of_device_by_gluon(q: Tensor) -> str | None:
     if not q.is_cuda:
         return "they are written for GPUs"

@@ -1,0 +1,420 @@
+r"""Backward kernels for Hopper, with the formulas of ``long/backward.py``.
+
+Each number is written by one program, so repeated runs give the same bits. What makes them faster
+than those is when a product is waited for, which Triton's compiler decides by itself and Gluon
+leaves to the kernel: exponentials are computed while the next products run. No product is in flight
+at the end of a step, since the assembler runs all of them one by one where one is. Registers and
+shared memory are small enough for three programs on a multiprocessor at head dims up to 64 (four of
+the first kernel), which fill each other's gaps.
+
+Tokens, logsumexps and δ come by the copy engine, one step ahead. Rows beyond the last token read
+as zeros: a query among them adds nothing, since its g, dU and δ are zero.
+"""
+
+# ruff: noqa: RET505, SIM102 - Gluon compiles a subset of Python
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gfsa.operators.fused.short.tiles import pin, product_layout
+
+LOG2E = gl.constexpr(1.4426950408889634)
+# tiles and vectors as products and threads read them, whatever the copy engine's shape
+FLAT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+# compiled code must not depend on these numbers, nor on the alignment of these tensors
+JIT_OPTIONS = {
+    "do_not_specialize": ["heads"],
+    "do_not_specialize_on_alignment": ["coeffs", "dc_out"],
+}
+
+
+@gluon.jit
+def _tile(room, ROWS: gl.constexpr, D: gl.constexpr):
+    """Shared memory of one tile as a matrix."""
+    return room._reinterpret(room.dtype, [ROWS, D], FLAT)
+
+
+@gluon.jit
+def _vector(room, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """A number for each column of a product."""
+    return room._reinterpret(gl.float32, [LENGTH], VECTOR).load(gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def _operand(tile, LAYOUT: gl.constexpr, HELD: gl.constexpr):
+    """The left side of products whose result has ``LAYOUT``, from registers if it is held there."""
+    if HELD:
+        return tile.load(gl.DotOperandLayout(0, LAYOUT, 2))
+    else:
+        return tile
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for x in gl.static_range(COUNT):
+        mbarrier.init(bars.index(x), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return bars
+
+
+@gluon.jit
+def _load_first_step(
+    q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col, step, pred,
+    D: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Begin to load what step number ``step`` of ``grad_first_pass`` takes."""
+    now = step % 2
+    bar = bars.index(now)
+    mbarrier.expect(bar, 2 * BN * D * 2 + BN * 4, pred=pred)
+    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(now), pred=pred)
+    tma.async_copy_global_to_shared(lse_cols, [b, h, 0, col], bar, lss.index(now), pred=pred)
+    tma.async_copy_global_to_shared(g_cols, [b, h, col, 0], bar, gs.index(step % 3), pred=pred)
+
+
+@gluon.jit(**JIT_OPTIONS)
+def grad_first_pass(
+    q_cols, g_cols, lse_cols, k_rows, g_rows, v_rows, u_rows, out_rows, du_rows,
+    delta_out, dc_out, coeffs,
+    heads, group, n, scale,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
+    W: gl.constexpr = gl.num_warps()
+    dt: gl.constexpr = q_cols.dtype
+    SL: gl.constexpr = product_layout(W, BN)
+    AL: gl.constexpr = product_layout(W, D)
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    gl.static_assert(BM == BN or BM == 2 * BN)
+    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
+    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
+    # three are in use at a time
+    gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
+    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
+    bars = _barriers(3)
+    block = gl.program_id(0)
+    blocks = gl.num_programs(0)
+    bh = gl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    start = 0
+    if CAUSAL:
+        start = row
+    steps = gl.cdiv(n, BN) - start // BN
+    mbarrier.expect(bars.index(2), BM * D * 2)
+    tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
+    _load_first_step(q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, start, 0, True, D, BN)
+    k = _tile(ks, BM, D)
+    # the first step has no step before it: zeros times zeros
+    _tile(gs.index(2), BN, D).store(gl.full([BN, D], 0.0, dt, AL))
+    operand = gl.convert_layout(gl.full([BM, BN], 0.0, dt, SL), PL)
+    fence_async_shared()
+    mbarrier.wait(bars.index(2), 0)
+    gl.thread_barrier()
+    keys = _operand(k, SL, HELD > 0)
+    z = gl.full([BM, D], 0.0, gl.float32, AL)
+    zero = gl.full([BM, BN], 0.0, gl.float32, SL)
+    for step in range(steps):
+        now = step % 2
+        col = start + step * BN
+        _load_first_step(
+            q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col + BN, step + 1,
+            step + 1 < steps, D, BN,
+        )  # fmt: skip
+        q = _tile(qs.index(now), BN, D)
+        former_g = _tile(gs.index((step + 2) % 3), BN, D)
+        mbarrier.wait(bars.index(now), (step // 2) & 1)
+        s = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        z = warpgroup_mma(operand, former_g, z, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        lse = _vector(lss.index(now), BN, SL) * LOG2E
+        p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        if CAUSAL:
+            if col < row + BM:
+                i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
+                p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+        z = warpgroup_mma_wait(0, deps=[z])
+        operand = gl.convert_layout(p.to(dt), PL)
+        gl.thread_barrier()
+    z = warpgroup_mma(operand, _tile(gs.index((steps - 1) % 3), BN, D), z, is_async=True)
+    z = warpgroup_mma_wait(0, deps=[z])
+    gl.thread_barrier()
+    # rows of g, U, V and the output go where keys, queries and their gradients were
+    if BM == BN:
+        us = qs.index(0)
+        vs = qs.index(1)
+        outs = gs.index(0)
+    else:
+        us = qs._reinterpret(dt, [1, 1, BM, D], u_rows.layout)
+        vs = gs._reinterpret(dt, [2, 1, 1, BM, D], v_rows.layout).index(0)
+        outs = gs._reinterpret(dt, [2, 1, 1, BM, D], out_rows.layout).index(1)
+    mbarrier.expect(bars.index(2), 4 * BM * D * 2)
+    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), ks)
+    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
+    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
+    tma.async_copy_global_to_shared(out_rows, [b, h, row, 0], bars.index(2), outs)
+    c0 = gl.load(coeffs + h * 3)
+    c1 = gl.load(coeffs + h * 3 + 1)
+    c2 = gl.load(coeffs + h * 3 + 2)
+    rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
+    # rows beyond the last key hold arbitrary numbers, infinities included
+    z = gl.where((rows < n)[:, None], z, 0.0)
+    mbarrier.wait(bars.index(2), 1)
+    u = _tile(us, BM, D).load(AL).to(gl.float32)
+    g = k.load(AL).to(gl.float32)
+    zu = gl.sum(z * u, 1)
+    gu = gl.sum(g * u, 1)
+    gv = gl.sum(g * _tile(vs, BM, D).load(AL).to(gl.float32), 1)
+    go = gl.sum(g * _tile(outs, BM, D).load(AL).to(gl.float32), 1)
+    k.store((c1 * g + c2 * z).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], ks)
+    gl.store(delta_out + bh.to(gl.int64) * n + rows, go - c0 * gv + c2 * zu, mask=rows < n)
+    # (H, 3, B·blocks): what is added up is contiguous
+    parts = gl.num_programs(1) // heads * blocks
+    dc = dc_out + h * 3 * parts + b * blocks + block
+    gl.store(dc, gl.sum(gv, 0))
+    gl.store(dc + parts, gl.sum(gu, 0))
+    gl.store(dc + 2 * parts, gl.sum(zu, 0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_keys_step(
+    q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, col, step,
+    pred, D: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Begin to load what step number ``step`` of ``grad_keys`` takes."""
+    now = step % 2
+    bar = bars.index(now)
+    mbarrier.expect(bar, 3 * BN * D * 2 + 2 * BN * 4, pred=pred)
+    tma.async_copy_global_to_shared(q_cols, [b, h, col, 0], bar, qs.index(now), pred=pred)
+    tma.async_copy_global_to_shared(lse_cols, [b, h, 0, col], bar, lss.index(now), pred=pred)
+    tma.async_copy_global_to_shared(g_cols, [b, h, col, 0], bar, gs.index(now), pred=pred)
+    tma.async_copy_global_to_shared(du_cols, [b, h, col, 0], bar, dus.index(now), pred=pred)
+    tma.async_copy_global_to_shared(delta_cols, [b, h, 0, col], bar, dls.index(now), pred=pred)
+
+
+@gluon.jit(**JIT_OPTIONS)
+def grad_keys(
+    q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
+    dv_rows, coeffs,
+    heads, group, n, scale,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
+    W: gl.constexpr = gl.num_warps()
+    dt: gl.constexpr = q_cols.dtype
+    SL: gl.constexpr = product_layout(W, BN)
+    AL: gl.constexpr = product_layout(W, D)
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
+    vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
+    us = gl.allocate_shared_memory(dt, [1, 1, BM, D], u_rows.layout)
+    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
+    gs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], g_cols.layout)
+    dus = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], du_cols.layout)
+    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
+    dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
+    bars = _barriers(3)
+    block = gl.program_id(0)
+    bh = gl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    start = 0
+    if CAUSAL:
+        start = row
+    steps = gl.cdiv(n, BN) - start // BN
+    mbarrier.expect(bars.index(2), 3 * BM * D * 2)
+    tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
+    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
+    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
+    _load_keys_step(
+        q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, start, 0,
+        True, D, BN,
+    )  # fmt: skip
+    c2 = gl.load(coeffs + h * 3 + 2)
+    k = _tile(ks, BM, D)
+    v = _tile(vs, BM, D)
+    u = _tile(us, BM, D)
+    mbarrier.wait(bars.index(2), 0)
+    u.store((u.load(AL).to(gl.float32) * c2).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    keys = _operand(k, SL, HELD > 0)
+    dk = gl.full([BM, D], 0.0, gl.float32, AL)
+    dv = gl.full([BM, D], 0.0, gl.float32, AL)
+    zero = gl.full([BM, BN], 0.0, gl.float32, SL)
+    for step in range(steps):
+        now = step % 2
+        col = start + step * BN
+        _load_keys_step(
+            q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
+            col + BN, step + 1, step + 1 < steps, D, BN,
+        )  # fmt: skip
+        q = _tile(qs.index(now), BN, D)
+        g = _tile(gs.index(now), BN, D)
+        du = _tile(dus.index(now), BN, D)
+        mbarrier.wait(bars.index(now), (step // 2) & 1)
+        s = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        da = warpgroup_mma(u, g.permute((1, 0)), zero, use_acc=False, is_async=True)
+        da = warpgroup_mma(v, du.permute((1, 0)), da, is_async=True)
+        s = warpgroup_mma_wait(2, deps=[s])
+        lse = _vector(lss.index(now), BN, SL) * LOG2E
+        p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        if CAUSAL:
+            if col < row + BM:
+                i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
+                p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+        operand = gl.convert_layout(p.to(dt), PL)
+        if HELD:
+            # registers are short: 16 bits of A for dS as well
+            operand = pin(operand)
+        dv = warpgroup_mma(operand, du, dv, is_async=True)
+        da = warpgroup_mma_wait(1, deps=[da])
+        if HELD:
+            p = gl.convert_layout(operand, SL).to(gl.float32)
+        ds = p * (da - _vector(dls.index(now), BN, SL)[None, :])
+        dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        gl.thread_barrier()
+    # keys, values and U have been used: their room takes g and the results
+    mbarrier.expect(bars.index(2), BM * D * 2)
+    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
+    k.store((dk * scale).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dk_rows, [b, h, row, 0], ks)
+    c0 = gl.load(coeffs + h * 3)
+    mbarrier.wait(bars.index(2), 1)
+    v.store((dv + c0 * u.load(AL).to(gl.float32)).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_queries_step(
+    k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col, step, pred,
+    D: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Begin to load what step number ``step`` of ``grad_queries`` takes."""
+    now = step % 2
+    bar = bars.index(now)
+    mbarrier.expect(bar, 3 * BN * D * 2, pred=pred)
+    key = h // group
+    tma.async_copy_global_to_shared(k_cols, [b, key, col, 0], bar, ks.index(now), pred=pred)
+    tma.async_copy_global_to_shared(u_cols, [b, h, col, 0], bar, us.index(now), pred=pred)
+    tma.async_copy_global_to_shared(v_cols, [b, key, col, 0], bar, vs.index(now), pred=pred)
+
+
+@gluon.jit(**JIT_OPTIONS)
+def grad_queries(
+    k_cols, v_cols, u_cols, q_rows, g_rows, du_rows, dq_rows,
+    delta_in, lse_in, coeffs,
+    heads, group, n, scale,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    """``dQ = dS·K·scale`` for BM queries."""
+    W: gl.constexpr = gl.num_warps()
+    dt: gl.constexpr = q_rows.dtype
+    SL: gl.constexpr = product_layout(W, BN)
+    AL: gl.constexpr = product_layout(W, D)
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SL)
+    qs = gl.allocate_shared_memory(dt, [1, 1, BM, D], q_rows.layout)
+    gs = gl.allocate_shared_memory(dt, [1, 1, BM, D], g_rows.layout)
+    dus = gl.allocate_shared_memory(dt, [1, 1, BM, D], du_rows.layout)
+    ks = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], k_cols.layout)
+    vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
+    us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
+    bars = _barriers(3)
+    block = gl.program_id(0)
+    if CAUSAL:
+        # the longest ones first
+        block = gl.num_programs(0) - 1 - block
+    bh = gl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    end = n
+    if CAUSAL:
+        end = gl.minimum(row + BM, n)
+    steps = gl.cdiv(end, BN)
+    mbarrier.expect(bars.index(2), 3 * BM * D * 2)
+    tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
+    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), gs)
+    tma.async_copy_global_to_shared(du_rows, [b, h, row, 0], bars.index(2), dus)
+    _load_queries_step(
+        k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, 0, 0, True, D, BN
+    )  # fmt: skip
+    c2 = gl.load(coeffs + h * 3 + 2)
+    i = row + gl.arange(0, BM, layout=ROWS)
+    at = bh.to(gl.int64) * n + i
+    lse = gl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
+    delta = gl.load(delta_in + at, mask=i < n, other=0.0)
+    q = _tile(qs, BM, D)
+    g = _tile(gs, BM, D)
+    du = _tile(dus, BM, D)
+    mbarrier.wait(bars.index(2), 0)
+    g.store((g.load(AL).to(gl.float32) * c2).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    queries = _operand(q, SL, HELD > 0)
+    gradients = _operand(g, SL, HELD > 1)
+    first_gradients = _operand(du, SL, HELD > 2)
+    dq = gl.full([BM, D], 0.0, gl.float32, AL)
+    zero = gl.full([BM, BN], 0.0, gl.float32, SL)
+    for step in range(steps):
+        now = step % 2
+        col = step * BN
+        _load_queries_step(
+            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
+            step + 1 < steps, D, BN,
+        )  # fmt: skip
+        k = _tile(ks.index(now), BN, D)
+        v = _tile(vs.index(now), BN, D)
+        u = _tile(us.index(now), BN, D)
+        mbarrier.wait(bars.index(now), (step // 2) & 1)
+        s = warpgroup_mma(queries, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        da = warpgroup_mma(gradients, u.permute((1, 0)), zero, use_acc=False, is_async=True)
+        da = warpgroup_mma(first_gradients, v.permute((1, 0)), da, is_async=True)
+        s = warpgroup_mma_wait(2, deps=[s])
+        p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
+        if CAUSAL:
+            if col + BN > row:
+                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                p = gl.where(j[None, :] <= i[:, None], p, 0.0)
+        else:
+            if col + BN > n:
+                # keys beyond the last one are zeros, whose exponential may be infinite
+                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                p = gl.where((j < n)[None, :], p, 0.0)
+        da = warpgroup_mma_wait(0, deps=[da])
+        ds = p * (da - delta[:, None])
+        dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        gl.thread_barrier()
+    q.store((dq * scale).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dq_rows, [b, h, row, 0], qs)
+    tma.store_wait(0)

@@ -1,0 +1,134 @@
+"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gfsa.operators.fused.eligibility import refusal_by_hopper_backward
+from gfsa.operators.fused.launcher import Block, Kernel, Launch
+from gfsa.operators.fused.layout import empty_like, sum_groups
+from gfsa.operators.fused.long import launch as long
+from gfsa.operators.fused.problem import Options, Problem, Saved, padded, problem_of
+
+
+class Tiles(NamedTuple):
+    """How one kernel cuts its work."""
+
+    rows: int
+    """Rows that a program owns."""
+    cols: int
+    """Rows of the other side that it takes at a time."""
+    held: int = 0
+    """Tiles of the rows that stay in registers, where products read them faster."""
+    rows_a_warp: int = 16
+
+    @property
+    def warps(self) -> int:
+        return self.rows // self.rows_a_warp
+
+
+# by kernel, then by the width of a head on chip: the fastest measured on an H200
+TILES: dict[str, dict[int, Tiles]] = {
+    "grad_first_pass": {64: Tiles(64, 64), 128: Tiles(64, 64)},
+    "grad_keys": {64: Tiles(64, 64), 128: Tiles(128, 64)},
+    "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
+}
+
+forward = long.forward
+
+
+def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
+    """Whether these kernels take a call."""
+    return refusal_by_hopper_backward(q, mask, options.dropout_p) is None
+
+
+def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; without mask and dropout."""
+    q, k, v, u, out, lse, coeffs, *_ = saved
+    launches = _launches(problem_of(q, k, None, options))
+    lse = copyable_by_row(lse)
+    du, delta = empty_like(q), torch.empty_like(lse)
+    lses, deltas = as_tiles(lse), as_tiles(delta)
+    grad_first = launches["grad_first_pass"]
+    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * grad_first.grid[0])
+    grad_first((q, g, lses, k, g, v, u, out, du), delta, dc, coeffs)
+    # a row of k and v for each query head; heads that share keys are added up below
+    grouped = q.shape[1] != k.shape[1]
+    dk, dv = (empty_like(q if grouped else x) for x in (k, v))
+    launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs)
+    dq = empty_like(q)
+    launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), dc
+
+
+def copyable_by_row(x: Tensor) -> Tensor:
+    """Numbers ``(B, H, N)``, or a copy that is contiguous and begins where the copy engine can."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def as_tiles(x: Tensor) -> Tensor:
+    """Numbers ``(B, H, N)`` in the four dimensions that launches describe."""
+    return x.view(*x.shape[:2], 1, x.shape[2])
+
+
+class _Kernels:
+    """The kernels by name; Gluon is imported when they are first used."""
+
+    def __init__(self) -> None:
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from gfsa.operators.fused.hopper import backward as kernels
+
+        tokens = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+        numbers = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
+
+        def describe(x: Tensor, block: Block) -> Any:
+            layout = numbers if x.dtype == torch.float32 else tokens
+            return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+
+        self.by_name = {name: Kernel(getattr(kernels, name), describe) for name in TILES}
+
+
+@functools.cache
+def _kernels() -> _Kernels:
+    return _Kernels()
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(problem: Problem) -> dict[str, Launch]:
+    """Each kernel over the rows of one problem."""
+    return {name: _launch(name, problem) for name in TILES}
+
+
+def _launch(name: str, problem: Problem) -> Launch:
+    kernel = _kernels().by_name[name]
+    scale, is_causal, _ = problem.options
+    # no narrower: a row of a tile has 128 bytes, as the swizzle does
+    width = max(64, padded(problem.head_dim))
+    tiles = TILES[name][width]
+    arguments = inspect.signature(kernel.function.fn).parameters
+    return Launch(
+        kernel,
+        (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
+        problem.variant,
+        [block for argument in arguments if (block := block_of(argument, tiles, width))],
+        (problem.heads, problem.group, problem.length, scale),
+        (width, tiles.rows, tiles.cols, is_causal, tiles.held),
+        num_warps=tiles.warps,
+    )
+
+
+def block_of(argument: str, tiles: Tiles, width: int) -> Block | None:
+    """The tile of a kernel's argument, by its name; None if it is no tile."""
+    if argument in ("lse_cols", "delta_cols"):
+        return 1, 1, 1, tiles.cols
+    sides = {"_rows": tiles.rows, "_cols": tiles.cols}
+    side = sides.get(argument[-5:])
+    return None if side is None else (1, 1, side, width)

@@ -10,6 +10,7 @@ import re
 import torch
 from torch import Tensor
 
+from gfsa.operators.base import Coefficients
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import tuned
 from gfsa.operators.visibility import refusal_of_spans
@@ -149,7 +150,9 @@ def _refusal_of_device_by_short(q: Tensor) -> str | None:
     return None
 
 
-def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
+def refusal_of_decoding(
+    call: AttentionCall, v: Tensor, coeffs: Tensor | Coefficients
+) -> str | None:
     """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
     q, k, mask = call.q, call.k, call.attn_mask
     refusal = _refusal_of_device(q)
@@ -157,7 +160,15 @@ def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
         refusal = "the kernel for a decoded token is not measured on this GPU"
     if refusal is not None:
         return refusal
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    learned, numbers = (
+        (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
+    )
+    if numbers.shape[-1] != 3:
+        return (
+            "the kernel for a decoded token takes filters of degree 2, "
+            f"this one has {numbers.shape[-1] - 1}"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):
         return "the kernel for a decoded token has no gradient"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"

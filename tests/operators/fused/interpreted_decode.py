@@ -5,11 +5,14 @@ Not collected by itself: ``test_interpreted.py`` runs this file in a process of 
 
 import support.triton_interpreter  # isort:skip  (before anything imports triton)
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import gfsa
@@ -21,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 from gfsa.plugs.adapters.transformers import cache as caches  # noqa: E402
 
 assert support.triton_interpreter
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "decode_splits.py"
 
 
 def problem(
@@ -187,6 +191,54 @@ def test_the_registered_operator(static: bool) -> None:
     # it has no gradient, and dynamic shapes are those of the cache
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
+
+
+def test_tiles_and_programs_that_the_script_times() -> None:
+    """Every candidate decodes the same token."""
+    spec = importlib.util.spec_from_file_location("decode_splits", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.FEWEST_PROGRAMS = 2
+    bench = script.Bench(script.Shape.parse("1x2x65x8"), "cpu", caches=1)
+    candidates = list(bench.candidates())
+    assert {tile.keys for tile, _ in candidates} == {16, 32, 64}
+    (wanted,) = bench.kernel(*bench.present(), static=False)()
+    for tile, splits in candidates:
+        (found,) = bench.kernel(tile, splits, static=True)()
+        torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_compiled_decoding_calls_one_operator_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph, without torch's attention; what it does to the cache, later tokens see."""
+    subject = model("llama")
+    ids = torch.randint(1, 32, (2, 9))
+    with torch.no_grad():
+        wanted = subject(ids, use_cache=False).logits[:, 5:]
+    monkeypatch.setattr(caches, "refusal_of_decoding", lambda *_: None)
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    cache = transformers.StaticCache(config=subject.config, max_cache_len=16)
+    compiled = torch.compile(subject, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    rows = []
+    with torch.no_grad():
+        subject(ids[:, :5], past_key_values=cache)
+        for step in range(5, 9):
+            position = torch.full((2, 1), step)
+            token = ids[:, step : step + 1]
+            rows.append(compiled(token, past_key_values=cache, position_ids=position).logits)
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-5, rtol=2e-5)
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    text = graph.print_readable(print_output=False)
+    # the model has one layer
+    assert text.count("gfsa.decode.default") == 1
+    assert not any("attention" in name for name in called)
 
 
 def model(kind: str) -> Any:

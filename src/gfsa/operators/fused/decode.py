@@ -39,6 +39,7 @@ class Tile(NamedTuple):
     stages: int
 
 
+@functools.cache
 def tile_of(width: int) -> Tile:
     """The tile for a head dim: 16 numbers of it for each thread, whose sums are 32 registers.
 
@@ -140,8 +141,7 @@ def _run(
     learned, by_head = (0, False)
     if theta is not None and basis is not None:
         learned, by_head = theta.shape[1], basis.dim() == 3
-    # the number of tiles alone, so that a cached launch is found for most tokens
-    width = padded(head_dim)
+    width = _width(head_dim)
     tile = tile_of(width)
     splits = _splits(batch * heads, -(-rows // tile.keys), q.device.index if q.is_cuda else None)
     launch = _launch(
@@ -178,6 +178,9 @@ def _run(
         with torch.cuda.device_of(q):
             launch((), *pointers, numbers=numbers)
     return y
+
+
+_width = functools.cache(padded)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -181,7 +181,9 @@ def place_in(cache: Any, index: int | None, module: Any) -> Place:
             f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
             "None), so the powers of past tokens have no place. Pass use_cache=False"
         )
-    source = _source_of(module) if getattr(module, "is_kv_shared_layer", False) else index
+    # a module's getattr is slow for what it lacks
+    shares = module.__dict__.get("is_kv_shared_layer", False)
+    source = _source_of(module) if shares else index
     if source is None or source >= len(cache.layers):
         raise ValueError(
             f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
@@ -243,9 +245,13 @@ def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
 
 def _refuse_another_past(layer: Any, companion: Any, new: int) -> None:
     """Raise unless the cached powers belong to the tokens whose keys and values the layer holds."""
-    held, known = layer.get_seq_length(), companion.get_seq_length()
-    # reading a length from a GPU would synchronise; a compiled graph has no length to read
-    if torch.compiler.is_compiling() or (isinstance(held, Tensor) and held.device.type != "cpu"):
+    held = layer.get_seq_length()
+    # reading a length from a GPU would synchronise
+    if isinstance(held, Tensor) and held.device.type != "cpu":
+        return
+    known = companion.get_seq_length()
+    # a compiled graph has no length of a static layer to read
+    if (type(held) is int and known + new == held) or torch.compiler.is_compiling():
         return
     if known + new != held:
         raise ValueError(

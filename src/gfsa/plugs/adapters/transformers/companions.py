@@ -91,7 +91,8 @@ class GrowingPowers(DynamicLayer):
         Args:
             like: ``(B, H, 1, D)``, what such a row is like.
         """
-        if not _can_be_written(like):
+        # a kernel's write is nothing that autograd would have to know
+        if type(like) is not Tensor or torch.compiler.is_compiling():
             return self.add(torch.empty_like(like))
         rows = self._with_room(1, like)
         self._length += 1

@@ -86,10 +86,12 @@ def decode(
         mask: bool, ``(B or 1, H or 1, 1, N)``, True takes part.
         length: one int64 on the device: how many tokens there are with the new one, which is the
             last of them; None if these are all N.
-        held: one int64 on the device, which is set to ``length``.
+        held: one int64 on the device, which is set to ``length``; given together with it.
         counters: of :func:`new_counters` for B·H heads; given, a captured step needs not set them
             to zero.
     """
+    if (length is None) is not (held is None):
+        raise ValueError("length and held are given together, or neither of them")
     theta, base, basis = _numbers(coeffs, q.shape[1])
     if needs_registered_operator(q):
         y: Tensor = registered(q, k, v, u, theta, base, basis, mask, length, held, counters, scale)

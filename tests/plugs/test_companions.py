@@ -14,7 +14,7 @@ from gfsa.plugs.adapters.transformers.companions import (
     StaticPowers,
     append,
     empty_like,
-    heads_of,
+    has_rows_like,
     room_for_one,
 )
 
@@ -44,7 +44,9 @@ def test_tokens_one_by_one() -> None:
         assert companion.keys.untyped_storage().nbytes() <= 24 * 4 * (length + 16 + length / 64)
     assert len(places) < 25
     assert companion.get_seq_length() == 300
-    assert heads_of(companion) == 3
+    assert has_rows_like(companion, every[:, :, :1])
+    for other in (every.double(), every[:1], every[:, :2], every[..., :2]):
+        assert not has_rows_like(companion, other)
 
 
 @torch.no_grad()

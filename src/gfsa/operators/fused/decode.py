@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 def tile_of(width: int) -> Tile:
     """The tile for a head dim: 16 numbers of it for each thread, whose sums are 32 registers.
 
-    Twice as many take two thirds of a processor's registers for two programs.
+    With twice as many, two programs of 128 threads have registers on a processor instead of five.
     """
     keys, warps = (32, 4) if width <= 64 else (32, 8) if width <= 128 else (16, 8)
     return Tile(keys, warps, 3)
@@ -107,6 +107,7 @@ def _numbers(
         theta, base, basis, _ = coeffs
         if (
             type(theta) in PLAIN
+            and theta.device == base.device
             and theta.dtype in _THETA
             and base.dtype == basis.dtype == torch.float32
             and theta.is_contiguous()

@@ -172,6 +172,11 @@ def refusal_of_decoding(
         return "the kernel for a decoded token has no gradient"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"the kernel takes one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    # it takes addresses, and would read those of another device
+    if numbers.device != q.device or (mask is not None and mask.device != q.device):
+        return f"the kernel for a decoded token takes a filter and a mask on {q.device}"
     if v.shape[-1] != q.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > DECODE_HEAD_DIM:
         return (
             "the kernel for a decoded token takes keys and values of one head dim, a multiple of 8 "

@@ -32,7 +32,7 @@ from gfsa.operators.fused import refusal_of_decoding
 from gfsa.plugs.adapters.transformers.companions import (
     append,
     empty_like,
-    heads_of,
+    has_rows_like,
     room_for_one,
 )
 from gfsa.plugs.adapters.transformers.product_check import name_of
@@ -104,7 +104,7 @@ class CachedOperator(Operator):
         if refusal_of_decoding(call, v, coeffs) or reason_for_sdpa_alone(call):
             return None
         companion = _companions(self.place, 1, self.new)[0]
-        if not companion.is_initialized or heads_of(companion) != self.heads:
+        if not companion.is_initialized or not has_rows_like(companion, call.q):
             return None
         _refuse_another_past(layer, companion, self.new)
         # triton is imported where its kernels run
@@ -181,8 +181,10 @@ def place_in(cache: Any, index: int | None, module: Any) -> Place:
             f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
             "None), so the powers of past tokens have no place. Pass use_cache=False"
         )
-    # a module's getattr is slow for what it lacks
     shares = module.__dict__.get("is_kv_shared_layer", False)
+    # a module's own getattr is slow for what it lacks
+    if hasattr(type(module), "is_kv_shared_layer"):
+        shares = module.is_kv_shared_layer
     source = _source_of(module) if shares else index
     if source is None or source >= len(cache.layers):
         raise ValueError(

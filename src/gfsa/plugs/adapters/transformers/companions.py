@@ -220,8 +220,13 @@ def room_for_one(companion: Any, like: Tensor) -> Tensor:
     return rows
 
 
-def heads_of(companion: Any) -> int:
-    """For how many heads an initialised companion keeps powers."""
+def has_rows_like(companion: Any, like: Tensor) -> bool:
+    """Whether an initialised companion keeps powers of these sequences, heads and this dtype.
+
+    Args:
+        like: ``(B, H, N, D)``.
+    """
     rows: Any = companion._rows if type(companion) is GrowingPowers else companion.keys
-    heads: int = rows.shape[1]
-    return heads
+    batch, heads, _, dim = rows.shape
+    same: bool = (batch, heads, dim) == (*like.shape[:2], like.shape[3])
+    return same and bool(rows.dtype == like.dtype)

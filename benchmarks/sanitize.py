@@ -59,7 +59,7 @@ def decoded(dim: int) -> None:
     q, k, v, u = torch.randn(4, 2, 2, 300, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
     coeffs = torch.randn(2, 3, device="cuda")
     for _ in range(2):
-        decode(q[:, :, -1:], k, v, u, coeffs, None, None, dim**-0.5)
+        decode(q[:, :, -1:], k, v, u, coeffs, None, None, None, dim**-0.5)
     torch.cuda.synchronize()
     print(f"one token of {dim} after 299")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 triton = pytest.importorskip("triton")
 
@@ -197,35 +196,35 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_a_decoded_token(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "number"), [(64, "bf16"), (128, "bf16"), (256, "fp32")])
+def test_a_decoded_token(dim: int, number: str) -> None:
     """A program keeps its sums in registers, and works while the next keys are on their way."""
     types = {
-        **dict.fromkeys(["q_in", "k_in", "v_in", "u_in", "y_out", "u_out"], "*bf16"),
-        "place": "*i64",
-        "sums": "*fp32",
+        **dict.fromkeys(["q_in", "k_in", "v_in", "u_rows", "y_out"], f"*{number}"),
+        **dict.fromkeys(["theta", "base", "basis", "sums"], "*fp32"),
+        **dict.fromkeys(["length", "held"], "*i64"),
         "arrived": "*i32",
     }
+    tile = decode.tile_of(dim)
     constants = {
-        "D": dim, "WIDTH": dim, "BN": 64, "MASK": True, "ON_DEVICE": True,
-        "SPLITS": 16, "STAGES": decode._stages(dim, torch.bfloat16),
+        "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": 3, "BY_HEAD": False, "MASK": True,
+        "ON_DEVICE": True, "SPLITS": 16, "STAGES": tile.stages,
     }  # fmt: skip
     kernel = decode_kernel.decode_token
-    compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, 4)
+    compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, tile.warps)
     print(dim, usage)
     assert "STACK:0 " in usage
+    # four programs of 128 threads, or two of 256, have room on a processor
+    assert number == "fp32" or int(re.search(r"REG:(\d+)", usage)[1]) <= 128
+    # also on GPUs with 99 KiB
+    assert compiled.metadata.shared <= 99 * 1024
     # loads of the next keys, values and U that the loop does not wait for
+    assert tile.stages == 3
     assert re.search(r"cp\.async\.wait_group\s+3;", compiled.asm["ptx"])
     # what all threads have written is there for the program that counts last
     written = compiled.asm["ptx"].partition("atom.global.gpu.acq_rel.add")[0].splitlines()
     barrier = max(i for i, line in enumerate(written) if "bar.sync" in line)
     assert barrier > max(i for i, line in enumerate(written) if "st.global" in line)
-
-
-def test_stages_of_a_decoded_token() -> None:
-    """As many as fit on chip, also on GPUs with 99 KiB where heads are not too wide."""
-    assert decode._stages(128, torch.bfloat16) == decode._stages(64, torch.float32) == 3
-    assert decode._stages(256, torch.bfloat16) == decode._stages(256, torch.float32) == 2
 
 
 @pytest.mark.parametrize("module", [cudnn_backward, degree_one], ids=lambda module: module.__name__)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gfsa.functional import which_backend
-from gfsa.operators import AttentionCall, Visibility, choice
+from gfsa.operators import AttentionCall, Coefficients, Visibility, choice
 from gfsa.operators.fused import eligibility, tuned
 
 
 class OnHopper:
     """Tokens that say they lie on a Hopper GPU."""
 
-    is_cuda, is_nested = True, False
+    is_cuda, is_nested, requires_grad = True, False, False
     device = torch.device("cuda", 0)
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -170,14 +171,24 @@ def test_other_gpus_by_name_and_not_by_themselves(
 
 def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     token, v, _ = call(2, 4, 1, 64)
+    coeffs: Any = OnHopper(4, 3, dtype=torch.float32)
 
-    def refusal() -> str | None:
+    def refusal(coeffs: Any = coeffs, v: Any = v) -> str | None:
         with torch.no_grad():
-            return eligibility.refusal_of_decoding(token, v)
+            return eligibility.refusal_of_decoding(token, v, coeffs)
 
     assert "not measured" in (refusal() or "")
     monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", True)
     assert refusal() is None
+    assert "degree 2, this one has 3" in (refusal(OnHopper(4, 4)) or "")
+    assert "a filter and a mask on cuda:0" in (refusal(torch.zeros(4, 3)) or "")
+    assert "one dtype" in (refusal(v=OnHopper(2, 4, 1, 64, dtype=torch.float16)) or "")
+    learned = Coefficients(torch.zeros(4, 3, requires_grad=True), coeffs, torch.eye(3))
+    assert refusal(learned) is None
+    coeffs.requires_grad = True
+    for numbers in (coeffs, learned):
+        found = eligibility.refusal_of_decoding(token, v, numbers)
+        assert "no gradient" in (found or "")
     monkeypatch.setattr(eligibility, "TRITON", (3, 7))
     assert "not measured" in (refusal() or "")
     monkeypatch.setattr(eligibility, "TRITON", (3, 6))

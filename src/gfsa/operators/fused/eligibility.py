@@ -10,6 +10,7 @@ import re
 import torch
 from torch import Tensor
 
+from gfsa.operators.base import Coefficients
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import tuned
 from gfsa.operators.visibility import refusal_of_spans
@@ -229,7 +230,9 @@ def refusal_by_one_pass(
     return None
 
 
-def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
+def refusal_of_decoding(
+    call: AttentionCall, v: Tensor, coeffs: Tensor | Coefficients
+) -> str | None:
     """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
     q, k, mask = call.q, call.k, call.attn_mask
     refusal = _refusal_of_device(q)
@@ -237,10 +240,23 @@ def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
         refusal = "the kernel for a decoded token is not measured on this GPU"
     if refusal is not None:
         return refusal
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    learned, numbers = (
+        (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
+    )
+    if numbers.shape[-1] != 3:
+        return (
+            "the kernel for a decoded token takes filters of degree 2, "
+            f"this one has {numbers.shape[-1] - 1}"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):
         return "the kernel for a decoded token has no gradient"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"the kernel takes one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    # it takes addresses, and would read those of another device
+    if numbers.device != q.device or (mask is not None and mask.device != q.device):
+        return f"the kernel for a decoded token takes a filter and a mask on {q.device}"
     if v.shape[-1] != q.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > DECODE_HEAD_DIM:
         return (
             "the kernel for a decoded token takes keys and values of one head dim, a multiple of 8 "

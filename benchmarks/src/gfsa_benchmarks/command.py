@@ -23,7 +23,10 @@ def bench(
         str, typer.Option(help="float32, bfloat16, float16; auto is bfloat16 on CUDA.")
     ] = "auto",
     shapes: Annotated[
-        str, typer.Option(help="BATCHxHEADSxTOKENSxDIM[:causal][:padded], separated by commas.")
+        str,
+        typer.Option(
+            help="BATCHxHEADSxTOKENSxDIM[:causal][:padded], separated by commas; HEADS may be 32/8."
+        ),
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
     graphs: Annotated[

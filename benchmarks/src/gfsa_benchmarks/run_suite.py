@@ -62,6 +62,12 @@ def run_suite(
         # graphs and events are created on the current device
         torch.cuda.set_device(setting.device.index or 0)
     wanted = [Shape.parse(text) for text in shapes or suite.shapes(setting.device)]
+    grouped = [str(shape) for shape in wanted if shape.key_heads is not None]
+    if grouped and not suite.grouped:
+        raise ValueError(
+            f"only the suites ops and lengths take grouped heads; give one number of heads instead "
+            f"of {grouped[0]}"
+        )
     cases = []
     with Progress(
         TextColumn("{task.description}"),

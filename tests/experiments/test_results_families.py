@@ -376,8 +376,12 @@ def test_the_command_prints_a_family_and_keeps_its_rows_out_of_the_tables(folder
     done = CliRunner().invoke(cli.build(), ["results", "--dir", str(folder)])
     assert "families were committed before their runs cannot be checked here" in done.stderr
     text = done.stdout
+    # the first page has a sentence for a family that lacks runs, --family its table
+    assert "(gfsa − degree1; gfsa − plain), 4 seeds" in text
+    assert "3 of 4 pairs missing: no verdict." in text
     assert (
-        "| gfsa − plain | accuracy | 1 | – | – | – | – | 3 of 4 pairs missing: no verdict |" in text
+        "| gfsa − plain | accuracy | 1 | – | – | – | – | 3 of 4 pairs missing: no verdict |"
+        in text_of(folder, "--family", "toy")
     )
     # four seeds of gfsa, not eight: those of the family are not looked at
     assert "| gfsa K=2 filter_lr=0.01 | 4 | 61.6 ± 1.5 |" in text

@@ -50,8 +50,8 @@ def _scores(q, k, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _masked(s, W: gl.constexpr):
-    """The last scores of warpgroup W: its queries end with the last key."""
+def _masked(s):
+    """The last scores of a warpgroup: its last query sees the last key."""
     KEYS: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = product_layout(4, KEYS)
     i = KEYS - HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
@@ -159,7 +159,7 @@ def _filter_half(
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
             p, shrink, last_top, last_norm = _softmax(
-                _masked(s, W),
+                _masked(s),
                 gl.convert_layout(top, LAST_ROWS),
                 gl.convert_layout(norm, LAST_ROWS),
                 sc,
@@ -182,7 +182,7 @@ def _filter_half(
             s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST)])
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
-            p, last_top, last_norm = _first_softmax(_masked(s, W), sc)
+            p, last_top, last_norm = _first_softmax(_masked(s), sc)
             last = gl.convert_layout(p.to(dt), P)
         mbarrier.arrive(qempty.index(W), count=1)
         mbarrier.wait(vfull.index(vslot), vphase)
@@ -244,10 +244,10 @@ def filter_sweep(
     total, heads, group, n, scale, blocks, span, out_b, out_h, out_i,
     D: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``total`` heads of ``blocks`` blocks of queries; ``flags`` are zero, a counter is the last.
+    """``total`` heads of ``blocks`` blocks; ``flags``, and the counter after them, are zero.
 
-    PARTS: 64 keys a tile or, with a head dim of 64, twice as many. STAGES: tiles of keys, values and
-    U that are on the chip at a time.
+    PARTS: 64 keys a tile or, with a head dim of 64, twice as many. STAGES: tiles of keys, values
+    and U that are on the chip at a time.
     """
     dt: gl.constexpr = q_in.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

@@ -97,6 +97,9 @@ class Shared:
     def index(self, slot: int) -> Shared:
         return Shared(self.memory[slot])
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.memory[start : start + length])
+
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.transpose(order))
 
@@ -292,6 +295,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     functions: dict[str, Any] = {
         "constexpr": lambda x: x,
         "to_tensor": lambda x: x,
+        "static_assert": _nothing,
         "num_warps": lambda: 4,
         "static_range": range,
         "minimum": lambda x, y: Number(min(x, y)),

@@ -26,7 +26,7 @@ def kernels() -> Iterator[list[Any]]:
 
 
 def run(
-    kernel: Any, batch: int, heads: int, group: int, n: int, span: int, programs: int, stages: int
+    kernel: Any, batch: int, heads: int, group: int, n: int, span: int, programs: int, parts: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """What the kernel gives and what it should: the output, U and the logsumexps."""
     draw = np.random.default_rng(n)
@@ -46,7 +46,8 @@ def run(
         *(Pointer(x) for x in (out, lse, coeffs.reshape(-1), flags)),
         *(Number(x) if isinstance(x, int) else x for x in numbers),
         dim,
-        stages,
+        parts,
+        2,
     )
     assert flags[: total * blocks * 2].all()
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
@@ -64,26 +65,27 @@ def run(
     ]
 
 
+@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
 @pytest.mark.parametrize(
-    # batch, heads, group, tokens, heads at a time, programs, stages
+    # batch, heads, group, tokens, heads at a time, programs
     "shape",
     [
         # heads that share keys; two programs that need each other's U
-        (1, 2, 2, 512, 2, 2, 3),
+        (1, 2, 2, 512, 2, 2),
         # the last block is not full; heads do not divide by what is worked on at a time
-        (1, 3, 1, 300, 2, 3, 2),
+        (1, 3, 1, 300, 2, 3),
         # all blocks of one head at once, more programs than blocks
-        (1, 1, 1, 600, 1, 6, 3),
+        (1, 1, 1, 600, 1, 6),
         # one program does it all
-        (1, 2, 1, 260, 2, 1, 2),
+        (1, 2, 1, 260, 2, 1),
         # a second warpgroup without queries
-        (2, 1, 1, 50, 128, 2, 3),
-        (1, 1, 1, 1, 1, 1, 2),
+        (2, 1, 1, 50, 128, 2),
+        (1, 1, 1, 1, 1, 1),
     ],
 )
-def test_the_filter(kernels: list[Any], shape: tuple[int, ...]) -> None:
+def test_the_filter(kernels: list[Any], shape: tuple[int, ...], parts: int) -> None:
     *_, forward = kernels
-    for got, expected in run(forward.filter_sweep, *shape):
+    for got, expected in run(forward.filter_sweep, *shape, parts):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
@@ -93,7 +95,7 @@ def test_it_waits_for_u(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(copies, "first_missing", lambda flags, known: known + 32)
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5)
     with pytest.raises(AssertionError, match="before it was stored"):
-        run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 3)
+        run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 2)
 
 
 def test_each_item_once() -> None:

@@ -24,21 +24,24 @@ DRAWN = gl.constexpr(3)
 
 
 @gluon.jit
-def _load(tensor, b, h, row, barrier, room, BYTES: gl.constexpr):
-    mbarrier.expect(barrier, BYTES)
-    tma.async_copy_global_to_shared(tensor, [b, h, row, 0], barrier, room)
+def _load(tensor, b, h, row, barrier, room, slot, PARTS: gl.constexpr, D: gl.constexpr):
+    """PARTS times HALF tokens from ``row`` on."""
+    mbarrier.expect(barrier, PARTS * HALF * D * 2)
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(
+            tensor, [b, h, row + part * HALF, 0], barrier, room.index(PARTS * slot + part)
+        )
 
 
 @gluon.jit
 def load_tokens(
     q_in, k_in, v_in, queries, keys, values, items, counter, total, heads, group, blocks, span,
-    STAGES: gl.constexpr, D: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Draw items, and load their queries and the keys and values that they see."""
     qs, qfull, qempty = queries
     ks, kfull, kempty = keys
     vs, vfull, vempty = values
-    BYTES: gl.constexpr = HALF * D * 2
     slot = 0
     phase = 1
     qphase = 1
@@ -54,25 +57,26 @@ def load_tokens(
             bh, block = place(item, total, blocks, span)
             b = bh // heads
             h = bh % heads
-            for tile in range(2 * block + 2):
-                # the first warpgroup begins before the second one is done with its last item
-                if tile < 2:
-                    mbarrier.wait(qempty.index(tile), qphase)
-                    row = block * ROWS + tile * HALF
-                    _load(q_in, b, h, row, qfull.index(tile), qs.index(tile), BYTES)
-                row = tile * HALF
+            mbarrier.wait(qempty.index(0), qphase)
+            _load(q_in, b, h, block * ROWS, qfull.index(0), qs, 0, 1, D)
+            for tile in range((2 * block + 2) // PARTS):
+                row = tile * PARTS * HALF
                 mbarrier.wait(kempty.index(slot), phase)
-                _load(k_in, b, h // group, row, kfull.index(slot), ks.index(slot), BYTES)
+                _load(k_in, b, h // group, row, kfull.index(slot), ks, slot, PARTS, D)
                 mbarrier.wait(vempty.index(slot), phase)
-                _load(v_in, b, h // group, row, vfull.index(slot), vs.index(slot), BYTES)
+                _load(v_in, b, h // group, row, vfull.index(slot), vs, slot, PARTS, D)
                 slot, phase = following(slot, phase, STAGES)
+                if tile == 0:
+                    # late: the first warpgroup begins while the second one ends its last item
+                    mbarrier.wait(qempty.index(1), qphase)
+                    _load(q_in, b, h, block * ROWS + HALF, qfull.index(1), qs, 1, 1, D)
             qphase = qphase ^ 1
 
 
 @gluon.jit
 def load_passes(
     u_io, passes, vempty, flags, items, total, heads, blocks, span,
-    STAGES: gl.constexpr, D: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Load the U of earlier blocks as soon as it is there, into slots beside the values."""
     us, ufull = passes
@@ -84,15 +88,13 @@ def load_passes(
     while item < total * blocks:
         bh, block = place(item, total, blocks, span)
         missing = 0
-        for tile in range(2 * block + 2):
+        for tile in range((2 * block + 2) // PARTS):
             mbarrier.wait(vempty.index(slot), phase)
-            if tile < 2 * block:
-                while missing <= tile:
+            if tile < 2 * block // PARTS:
+                while missing < (tile + 1) * PARTS:
                     missing = first_missing(flags + bh * 2 * blocks, missing)
-                _load(
-                    u_io, bh // heads, bh % heads, tile * HALF, ufull.index(slot), us.index(slot),
-                    HALF * D * 2,
-                )  # fmt: skip
+                row = tile * PARTS * HALF
+                _load(u_io, bh // heads, bh % heads, row, ufull.index(slot), us, slot, PARTS, D)
             else:
                 # the warpgroups make it; the slot's phase goes on
                 mbarrier.arrive(ufull.index(slot), count=1)

@@ -33,19 +33,37 @@ COPY_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _flat(room, slot):
-    """A tile of 64 tokens for a matrix product."""
-    tile = room.index(slot)
+def _tile(room, slot, TOKENS: gl.constexpr, D: gl.constexpr):
+    """A tile for a matrix product; more than 64 tokens lie together where D is 64."""
+    gl.static_assert(TOKENS == HALF or D == 64)
+    slots: gl.constexpr = room.shape[0] * HALF // TOKENS
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return tile._reinterpret(tile.dtype, [HALF, tile.shape[3]], layout)
+    return room._reinterpret(room.dtype, [slots, TOKENS, D], layout).index(slot)
 
 
 @gluon.jit
-def _scores(q, ks, slot):
-    """Begin ``q·kᵀ``."""
-    LAYOUT: gl.constexpr = product_layout(4, HALF)
-    zero = gl.full([HALF, HALF], 0.0, gl.float32, LAYOUT)
-    return warpgroup_mma(q, _flat(ks, slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+def _scores(q, k, KEYS: gl.constexpr):
+    """Begin ``q·kᵀ`` for the first KEYS keys of a tile."""
+    LAYOUT: gl.constexpr = product_layout(4, KEYS)
+    zero = gl.full([HALF, KEYS], 0.0, gl.float32, LAYOUT)
+    return warpgroup_mma(q, k.slice(0, KEYS).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _masked(s):
+    """The last scores of a warpgroup: its last query sees the last key."""
+    KEYS: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = product_layout(4, KEYS)
+    i = KEYS - HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+    return gl.where(i[:, None] >= j[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def _first_softmax(s, sc):
+    top = gl.max(s, 1) * sc
+    p = gl.exp2(s * sc - top[:, None])
+    return p, top, gl.sum(p, 1)
 
 
 @gluon.jit
@@ -66,7 +84,7 @@ def _shrunk(once, twice, shrink, LAYOUT: gl.constexpr):
 def _filter_half(
     queries, keys, values, passes, made, items, out, lse_out, coeffs,
     total, heads, n, scale, blocks, span, out_b, out_h, out_i,
-    W: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    W: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
@@ -75,14 +93,16 @@ def _filter_half(
     us, ufull = passes
     own, ready, free = made
     dt: gl.constexpr = qs.dtype
-    S: gl.constexpr = product_layout(4, HALF)
+    TILE: gl.constexpr = PARTS * HALF
+    # keys of the last tile that these queries see, up to the diagonal
+    LAST: gl.constexpr = HALF * (1 + W * (PARTS - 1))
+    # with narrow tiles the second warpgroup sees one more whole tile, the first one's own
+    MORE: gl.constexpr = W * (2 - PARTS)
     O: gl.constexpr = product_layout(4, D)  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
+    LAST_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(4, LAST))
     sc = scale * LOG2E
-    i = gl.arange(0, HALF, layout=S_ROWS)
-    j = gl.arange(0, HALF, layout=gl.SliceLayout(0, S))
     kslot = 0
     kphase = 0
     vslot = 0
@@ -97,86 +117,98 @@ def _filter_half(
         h = bh % heads
         row = block * ROWS + W * HALF
         # tiles that every query sees whole
-        full = 2 * block + W
+        full = 2 * block // PARTS + MORE
         c0 = gl.load(coeffs + h * 3)
         c1 = gl.load(coeffs + h * 3 + 1)
         c2 = gl.load(coeffs + h * 3 + 2)
-        top = gl.full([HALF], float("-inf"), gl.float32, S_ROWS)
-        norm = gl.full([HALF], 0.0, gl.float32, S_ROWS)
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         twice = gl.full([HALF, D], 0.0, gl.float32, O)
         mbarrier.wait(qfull.index(W), phase)
-        q = _flat(qs, W)
+        q = _tile(qs, W, HALF, D)
         mbarrier.wait(kfull.index(kslot), kphase)
-        s = warpgroup_mma_wait(0, deps=[_scores(q, ks, kslot)])
-        mbarrier.arrive(kempty.index(kslot), count=1)
-        kslot, kphase = following(kslot, kphase, STAGES)
-        s = gl.where((i + full * HALF)[:, None] >= j[None, :], s, float("-inf"))
-        p, shrink, top, norm = _softmax(s, top, norm, sc)
-        a = gl.convert_layout(p.to(dt), P)
         if full > 0:
-            mbarrier.wait(kfull.index(kslot), kphase)
-        for _ in range(1, full):
-            s = _scores(q, ks, kslot)
-            mbarrier.wait(vfull.index(vslot), vphase)
-            once = warpgroup_mma(a, _flat(vs, vslot), once, is_async=True)
-            mbarrier.wait(ufull.index(vslot), vphase)
-            twice = warpgroup_mma(a, _flat(us, vslot), twice, is_async=True)
-            s = warpgroup_mma_wait(2, deps=[s])
+            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), TILE)])
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
-            p, shrink, top, norm = _softmax(s, top, norm, sc)
-            next_a = gl.convert_layout(p.to(dt), P)
-            # for the next tile; here, because the assembler moves no instructions over it, and
-            # would move the softmax behind the wait for the products
+            p, top, norm = _first_softmax(s, sc)
+            a = gl.convert_layout(p.to(dt), P)
             mbarrier.wait(kfull.index(kslot), kphase)
-            once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
-            mbarrier.arrive(vempty.index(vslot), count=1)
-            vslot, vphase = following(vslot, vphase, STAGES)
-            once, twice = _shrunk(once, twice, shrink, O)
-            a = next_a
-        if full > 0:
-            # the tile on the diagonal
-            s = _scores(q, ks, kslot)
+            for _ in range(1, full):
+                s = _scores(q, _tile(ks, kslot, TILE, D), TILE)
+                mbarrier.wait(vfull.index(vslot), vphase)
+                once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
+                mbarrier.wait(ufull.index(vslot), vphase)
+                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+                s = warpgroup_mma_wait(2, deps=[s])
+                mbarrier.arrive(kempty.index(kslot), count=1)
+                kslot, kphase = following(kslot, kphase, STAGES)
+                p, shrink, top, norm = _softmax(s, top, norm, sc)
+                next_a = gl.convert_layout(p.to(dt), P)
+                # for the next tile; here, because the assembler moves no instructions over it,
+                # and would move the softmax behind the wait for the products
+                mbarrier.wait(kfull.index(kslot), kphase)
+                once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+                mbarrier.arrive(vempty.index(vslot), count=1)
+                vslot, vphase = following(vslot, vphase, STAGES)
+                once, twice = _shrunk(once, twice, shrink, O)
+                a = next_a
+            s = _scores(q, _tile(ks, kslot, TILE, D), LAST)
             mbarrier.wait(vfull.index(vslot), vphase)
-            once = warpgroup_mma(a, _flat(vs, vslot), once, is_async=True)
+            once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
-            s = gl.where(i[:, None] >= j[None, :], s, float("-inf"))
-            p, shrink, top, norm = _softmax(s, top, norm, sc)
-            if W == 0:
+            p, shrink, last_top, last_norm = _softmax(
+                _masked(s),
+                gl.convert_layout(top, LAST_ROWS),
+                gl.convert_layout(norm, LAST_ROWS),
+                sc,
+            )
+            if MORE == 0:
                 mbarrier.wait(ufull.index(vslot), vphase)
-                twice = warpgroup_mma(a, _flat(us, vslot), twice, is_async=True)
+                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
             else:
-                # the first warpgroup's, from the chip
+                # from the chip
                 mbarrier.wait(ready.index(0), phase)
-                twice = warpgroup_mma(a, _flat(own, 0), twice, is_async=True)
+                twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
             once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
-            if W == 1:
+            if MORE == 1:
                 mbarrier.arrive(free.index(0), count=1)
             mbarrier.arrive(vempty.index(vslot), count=1)
             vslot, vphase = following(vslot, vphase, STAGES)
             once, twice = _shrunk(once, twice, shrink, O)
-            a = gl.convert_layout(p.to(dt), P)
+            last = gl.convert_layout(p.to(dt), P)
+        else:
+            s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST)])
+            mbarrier.arrive(kempty.index(kslot), count=1)
+            kslot, kphase = following(kslot, kphase, STAGES)
+            p, last_top, last_norm = _first_softmax(_masked(s), sc)
+            last = gl.convert_layout(p.to(dt), P)
         mbarrier.arrive(qempty.index(W), count=1)
         mbarrier.wait(vfull.index(vslot), vphase)
-        v = _flat(vs, vslot)
-        once = warpgroup_mma(a, v, once, is_async=True)
-        inverse = gl.convert_layout(1.0 / norm, O_ROWS)
-        once, a = warpgroup_mma_wait(0, deps=[once, a])
+        v = _tile(vs, vslot, TILE, D)
+        once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
+        inverse = gl.convert_layout(1.0 / last_norm, O_ROWS)
+        once, last = warpgroup_mma_wait(0, deps=[once, last])
         once = once * inverse[:, None]
         mbarrier.wait(free.index(W), phase ^ 1)
-        u = _flat(own, W)
-        u.store(once.to(dt))
+        _tile(own, W, HALF, D).store(once.to(dt))
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready.index(W), count=1)
-        twice = warpgroup_mma(a, u, twice, is_async=True)
-        once = once * c1 + c0 * v.load(O).to(gl.float32)
-        lse = (top + gl.log2(norm)) / LOG2E
-        gl.store(lse_out + bh.to(gl.int64) * n + row + i, lse, mask=row + i < n)
-        twice, a = warpgroup_mma_wait(0, deps=[twice, a])
+        if LAST == HALF:
+            twice = warpgroup_mma(last, _tile(own, W, HALF, D), twice, is_async=True)
+        else:
+            # the first warpgroup's before its own
+            mbarrier.wait(ready.index(0), phase)
+            twice = warpgroup_mma(last, _tile(own, 0, LAST, D), twice, is_async=True)
+        once = once * c1 + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
+        lse = (last_top + gl.log2(last_norm)) / LOG2E
+        gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < n)
+        twice, last = warpgroup_mma_wait(0, deps=[twice, last])
+        if LAST > HALF:
+            mbarrier.arrive(free.index(0), count=1)
         y = once + twice * (c2 * inverse)[:, None]
         at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
         rows = row + gl.arange(0, HALF, layout=O_ROWS)
@@ -188,7 +220,7 @@ def _filter_half(
         # only now: loads of v that are on their way do not hold the copy engine back
         mbarrier.arrive(vempty.index(vslot), count=1)
         vslot, vphase = following(vslot, vphase, STAGES)
-        if W == 0:
+        if W == 0 and PARTS == 1:
             # the tile that the second warpgroup alone sees
             mbarrier.wait(kfull.index(kslot), kphase)
             mbarrier.arrive(kempty.index(kslot), count=1)
@@ -210,19 +242,20 @@ def _filter_half(
 def filter_sweep(
     q_in, k_in, v_in, u_io, out, lse_out, coeffs, flags,
     total, heads, group, n, scale, blocks, span, out_b, out_h, out_i,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``total`` heads of ``blocks`` blocks of queries; ``flags`` are zero, a counter is the last.
+    """``total`` heads of ``blocks`` blocks; ``flags``, and the counter after them, are zero.
 
-    STAGES: tiles of keys, values and U that are on the chip at a time.
+    PARTS: 64 keys a tile or, with a head dim of 64, twice as many. STAGES: tiles of keys, values
+    and U that are on the chip at a time.
     """
     dt: gl.constexpr = q_in.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     qs = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], q_in.layout)
-    ks = gl.allocate_shared_memory(dt, [STAGES, 1, 1, HALF, D], k_in.layout)
-    vs = gl.allocate_shared_memory(dt, [STAGES, 1, 1, HALF, D], v_in.layout)
-    us = gl.allocate_shared_memory(dt, [STAGES, 1, 1, HALF, D], u_io.layout)
+    ks = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], k_in.layout)
+    vs = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], v_in.layout)
+    us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
     own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
     numbers = gl.allocate_shared_memory(gl.int32, [DRAWN, 1], NUMBER)
     qfull = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -266,18 +299,18 @@ def filter_sweep(
         [
             (_filter_half, (
                 queries, keys, values, passes, made, items, out, lse_out, coeffs, total, heads, n,
-                scale, blocks, span, out_b, out_h, out_i, FIRST, STAGES, D,
+                scale, blocks, span, out_b, out_h, out_i, FIRST, PARTS, STAGES, D,
             )),
             (_filter_half, (
                 queries, keys, values, passes, made, items, out, lse_out, coeffs, total, heads, n,
-                scale, blocks, span, out_b, out_h, out_i, SECOND, STAGES, D,
+                scale, blocks, span, out_b, out_h, out_i, SECOND, PARTS, STAGES, D,
             )),
             (load_tokens, (
                 q_in, k_in, v_in, queries, keys, values, items, counter,
-                total, heads, group, blocks, span, STAGES, D,
+                total, heads, group, blocks, span, PARTS, STAGES, D,
             )),
             (load_passes, (
-                u_io, passes, vempty, flags, items, total, heads, blocks, span, STAGES, D,
+                u_io, passes, vempty, flags, items, total, heads, blocks, span, PARTS, STAGES, D,
             )),
             (store_passes, (u_io, made, flags, items, total, heads, blocks, span)),
         ],

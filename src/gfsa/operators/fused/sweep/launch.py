@@ -18,8 +18,9 @@ ROWS = 128
 HALF = 64
 # flags that the kernel looks at together: it reads so many beyond the last head's
 LOOKED_AT = 32
-# tiles of keys, values and U on the chip, by head dim: as many as fit
-STAGES = {64: 6, 128: 3}
+# by head dim: 64 keys a tile or twice as many, as registers allow, and tiles that fit on the chip
+PARTS = {64: 2, 128: 1}
+STAGES = 3
 # heads that are worked on at a time, the fastest of those measured
 SPAN = 128
 
@@ -69,7 +70,7 @@ def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
             min(SPAN, heads),
             *out_strides,
         ),
-        (problem.head_dim, STAGES[problem.head_dim]),
+        (problem.head_dim, PARTS[problem.head_dim], STAGES),
         num_warps=4,
     )
 

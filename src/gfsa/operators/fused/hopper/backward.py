@@ -61,6 +61,22 @@ def _operand(tile, LAYOUT: gl.constexpr, HELD: gl.constexpr):
 
 
 @gluon.jit
+def _scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
+    """Begin ``x·yᵀ``, added to ``total`` or not, over the first USED of D features.
+
+    That is one product, or two if not all features are used.
+    """
+    if USED == D:
+        return warpgroup_mma(x, y.permute((1, 0)), total, use_acc=ADD, is_async=True)
+    else:
+        REST: gl.constexpr = USED - 64
+        low = y.slice(0, 64, dim=1).permute((1, 0))
+        high = y.slice(64, REST, dim=1).permute((1, 0))
+        total = warpgroup_mma(x.slice(0, 64, dim=1), low, total, use_acc=ADD, is_async=True)
+        return warpgroup_mma(x.slice(64, REST, dim=1), high, total, is_async=True)
+
+
+@gluon.jit
 def _barriers(COUNT: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(COUNT):
@@ -90,6 +106,7 @@ def grad_first_pass(
     delta_out, dc_out, coeffs,
     heads, group, n, scale,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    USED: gl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
     W: gl.constexpr = gl.num_warps()
@@ -124,7 +141,7 @@ def grad_first_pass(
     fence_async_shared()
     mbarrier.wait(bars.index(2), 0)
     gl.thread_barrier()
-    keys = _operand(k, SL, HELD > 0)
+    keys = _operand(k, SL, HELD > 0 and USED == D)
     z = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -137,7 +154,7 @@ def grad_first_pass(
         q = _tile(qs.index(now), BN, D)
         former_g = _tile(gs.index((step + 2) % 3), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = _scores(keys, q, zero, False, D, USED)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
@@ -216,6 +233,7 @@ def grad_keys(
     dv_rows, coeffs,
     heads, group, n, scale,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    USED: gl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
     W: gl.constexpr = gl.num_warps()
@@ -257,7 +275,7 @@ def grad_keys(
     u.store((u.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
-    keys = _operand(k, SL, HELD > 0)
+    keys = _operand(k, SL, HELD > 0 and USED == D)
     dk = gl.full([BM, D], 0.0, gl.float32, AL)
     dv = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
@@ -272,10 +290,10 @@ def grad_keys(
         g = _tile(gs.index(now), BN, D)
         du = _tile(dus.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(u, g.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(v, du.permute((1, 0)), da, is_async=True)
-        s = warpgroup_mma_wait(2, deps=[s])
+        s = _scores(keys, q, zero, False, D, USED)
+        da = _scores(u, g, zero, False, D, USED)
+        da = _scores(v, du, da, True, D, USED)
+        s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
         if CAUSAL:
@@ -332,6 +350,7 @@ def grad_queries(
     delta_in, lse_in, coeffs,
     heads, group, n, scale,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    USED: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
     W: gl.constexpr = gl.num_warps()
@@ -378,9 +397,9 @@ def grad_queries(
     g.store((g.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
-    queries = _operand(q, SL, HELD > 0)
-    gradients = _operand(g, SL, HELD > 1)
-    first_gradients = _operand(du, SL, HELD > 2)
+    queries = _operand(q, SL, HELD > 0 and USED == D)
+    gradients = _operand(g, SL, HELD > 1 and USED == D)
+    first_gradients = _operand(du, SL, HELD > 2 and USED == D)
     dq = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -394,10 +413,10 @@ def grad_queries(
         v = _tile(vs.index(now), BN, D)
         u = _tile(us.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(queries, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(gradients, u.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(first_gradients, v.permute((1, 0)), da, is_async=True)
-        s = warpgroup_mma_wait(2, deps=[s])
+        s = _scores(queries, k, zero, False, D, USED)
+        da = _scores(gradients, u, zero, False, D, USED)
+        da = _scores(first_gradients, v, da, True, D, USED)
+        s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if CAUSAL:
             if col + BN > row:

@@ -120,9 +120,14 @@ def _launch(name: str, problem: Problem) -> Launch:
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
         (problem.heads, problem.group, problem.length, scale),
-        (width, tiles.rows, tiles.cols, is_causal, tiles.held),
+        (width, tiles.rows, tiles.cols, is_causal, tiles.held, used(problem.head_dim)),
         num_warps=tiles.warps,
     )
+
+
+def used(head_dim: int) -> int:
+    """How many features of a head products read: whole tiles, or less of the second half."""
+    return next(features for features in (64, 80, 96, 128) if features >= head_dim)
 
 
 def block_of(argument: str, tiles: Tiles, width: int) -> Block | None:

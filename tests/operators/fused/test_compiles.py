@@ -321,7 +321,7 @@ def test_backward_for_hopper(name: str, width: int, used: int) -> None:
             described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
     constants = {
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True, "HELD": tiles.held,
-        "USED": used, "group": 1,
+        "USED": used, "MASK": used == 80, "group": 1,
     }  # fmt: skip
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
     print(name, width, usage)

@@ -34,8 +34,8 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
-    "do_not_specialize": ["heads"],
-    "do_not_specialize_on_alignment": ["coeffs", "dc_out"],
+    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
+    "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask"],
 }
 
 
@@ -77,6 +77,13 @@ def _scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr)
 
 
 @gluon.jit
+def _shown(mask, b, h, j, n, mask_b, mask_h, mask_j):
+    """Which of the keys ``j`` take part; keys beyond the last one do not."""
+    mask += b.to(gl.int64) * mask_b + h.to(gl.int64) * mask_h
+    return gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
+
+
+@gluon.jit
 def _barriers(COUNT: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(COUNT):
@@ -103,10 +110,10 @@ def _load_first_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_first_pass(
     q_cols, g_cols, lse_cols, k_rows, g_rows, v_rows, u_rows, out_rows, du_rows,
-    delta_out, dc_out, coeffs,
-    heads, group, n, scale,
+    delta_out, dc_out, coeffs, mask,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
-    USED: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
     W: gl.constexpr = gl.num_warps()
@@ -188,8 +195,11 @@ def grad_first_pass(
     c1 = gl.load(coeffs + h * 3 + 1)
     c2 = gl.load(coeffs + h * 3 + 2)
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
-    # rows beyond the last key hold arbitrary numbers, infinities included
-    z = gl.where((rows < n)[:, None], z, 0.0)
+    # rows of keys that take no part hold arbitrary numbers, infinities included
+    shown = rows < n
+    if MASK:
+        shown = _shown(mask, b, h, rows, n, mask_b, mask_h, mask_j)
+    z = gl.where(shown[:, None], z, 0.0)
     mbarrier.wait(bars.index(2), 1)
     u = _tile(us, BM, D).load(AL).to(gl.float32)
     g = k.load(AL).to(gl.float32)
@@ -230,10 +240,10 @@ def _load_keys_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_keys(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
-    dv_rows, coeffs,
-    heads, group, n, scale,
+    dv_rows, coeffs, mask,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
-    USED: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
     W: gl.constexpr = gl.num_warps()
@@ -313,6 +323,11 @@ def grad_keys(
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         gl.thread_barrier()
+    if MASK:
+        rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
+        shown = _shown(mask, b, h, rows, n, mask_b, mask_h, mask_j)
+        dk = gl.where(shown[:, None], dk, 0.0)
+        dv = gl.where(shown[:, None], dv, 0.0)
     # keys, values and U have been used: their room takes g and the results
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
@@ -347,10 +362,10 @@ def _load_queries_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_queries(
     k_cols, v_cols, u_cols, q_rows, g_rows, du_rows, dq_rows,
-    delta_in, lse_in, coeffs,
-    heads, group, n, scale,
+    delta_in, lse_in, coeffs, mask,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
-    USED: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
     W: gl.constexpr = gl.num_warps()
@@ -412,6 +427,9 @@ def grad_queries(
         k = _tile(ks.index(now), BN, D)
         v = _tile(vs.index(now), BN, D)
         u = _tile(us.index(now), BN, D)
+        if MASK:
+            j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+            shown = _shown(mask, b, h, j, n, mask_b, mask_h, mask_j)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
         s = _scores(queries, k, zero, False, D, USED)
         da = _scores(gradients, u, zero, False, D, USED)
@@ -422,9 +440,11 @@ def grad_queries(
             if col + BN > row:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where(j[None, :] <= i[:, None], p, 0.0)
-        else:
+        # keys that take no part, and zeros beyond the last one: the exponential may be infinite
+        if MASK:
+            p = gl.where(shown[None, :], p, 0.0)
+        elif not CAUSAL:
             if col + BN > n:
-                # keys beyond the last one are zeros, whose exponential may be infinite
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where((j < n)[None, :], p, 0.0)
         da = warpgroup_mma_wait(0, deps=[da])

@@ -75,6 +75,7 @@ class Call:
         return long.forward(self.q, self.k, self.v, self.coeffs, None, None, self.options)
 
     def kernel(self, name: str, tiles: Tiles) -> Work:
+        """One kernel; queries stand in for the mask, which is not read."""
         with mock.patch.dict(hopper.TILES, {name: {self.width: tiles}}):
             launch = hopper._launch(name, self.problem)
         q, k, v, u, out, lse, coeffs, *_ = self.saved
@@ -83,10 +84,10 @@ class Call:
         rows, deltas = hopper.as_tiles(lse), hopper.as_tiles(delta)
         if name == "grad_first_pass":
             parts = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.grid[0])
-            return lambda: launch((q, g, rows, k, g, v, u, out, du), delta, parts, coeffs)
+            return lambda: launch((q, g, rows, k, g, v, u, out, du), delta, parts, coeffs, q)
         if name == "grad_keys":
-            return lambda: launch((q, g, du, rows, deltas, k, v, u, g, dk, dv), coeffs)
-        return lambda: launch((k, v, u, q, g, du, dq), delta, lse, coeffs)
+            return lambda: launch((q, g, du, rows, deltas, k, v, u, g, dk, dv), coeffs, q)
+        return lambda: launch((k, v, u, q, g, du, dq), delta, lse, coeffs, q)
 
     def plain(self) -> object:
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))

@@ -336,9 +336,16 @@ def _waits_for_products(cubin: bytes) -> int:
 @pytest.mark.skipif(
     eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
 )
-@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("width", "used"),
+    [
+        (64, 64),
+        pytest.param(128, 128, marks=pytest.mark.slow),
+        pytest.param(128, 80, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", backward_path.TILES)
-def test_backward_for_hopper(name: str, width: int) -> None:
+def test_backward_for_hopper(name: str, width: int, used: int) -> None:
     """Nothing spills, and products run while something else is computed."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -356,7 +363,7 @@ def test_backward_for_hopper(name: str, width: int) -> None:
             described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
     constants = {
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True, "HELD": tiles.held,
-        "group": 1,
+        "USED": used, "MASK": used == 80, "group": 1,
     }  # fmt: skip
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
     print(name, width, usage)

@@ -33,11 +33,12 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         (100, 64, False, -0.1, long, hopper_backward),
         (100, 128, False, 0.1, long, hopper_backward),
         (300, 64, False, 0.1, long, hopper_backward),
-        (300, 64, True, 0.1, long, long),
+        (300, 64, True, 0.1, long, hopper_backward),
         (301, 64, False, 0.1, long, long),
         (2048, 128, False, 0.1, long, hopper_backward),
         (2050, 128, False, 0.1, long, cudnn_backward),
-        (2048, 128, True, 0.1, long, long),
+        (2048, 128, True, 0.1, long, hopper_backward),
+        (2050, 128, True, 0.1, long, long),
     ],
 )
 def test_paths(
@@ -75,9 +76,11 @@ def test_one_causal_sweep(shape: tuple[int, ...], options: Options, forward: obj
     assert forward_path(q, mask, options) is (short if forward is short else long)
 
 
-def test_dropout_goes_to_the_long_kernels() -> None:
+def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:
     q = torch.empty(1, 1, 300, 64, dtype=torch.bfloat16)
     assert backward_path(q, q, q, None, Options(0.1, dropout_p=0.1)) is long
+    mask = torch.ones(300, 300, dtype=torch.bool)
+    assert backward_path(q, q, q, mask, Options(0.1)) is long
 
 
 @pytest.mark.parametrize(("length", "head_dim"), [(100, 64), (2048, 128)])

@@ -122,6 +122,9 @@ HOPPER = [
     Problem(1, 4, 1996, 128, 1, dtype=FP16, device="cuda", is_causal=True, projected=True),
     Problem(2, 2, 2304, 128, dtype=BF16, device="cuda"),
     Problem(12, 16, 1024, 64, dtype=BF16, device="cuda", is_causal=True),
+    Problem(3, 4, 512, 64, dtype=BF16, device="cuda", mask="keys"),
+    Problem(3, 4, 1000, 64, 2, dtype=FP16, device="cuda", mask="keys", is_causal=True),
+    Problem(2, 2, 644, 72, dtype=BF16, device="cuda", mask="keys", projected=True),
 ]
 
 
@@ -134,11 +137,12 @@ HOPPER = [
 def test_gradient_by_hopper_kernels(problem: Problem) -> None:
     """As exact as attention, the same bits again, and what the long kernels compute."""
     q, k, v, coeffs, g = problem.tensors()
+    mask = problem.bool_mask()
     options = Options(problem.head_dim**-0.5, problem.is_causal)
-    assert backward_path(q, k, v, None, options) is hopper_backward
+    assert backward_path(q, k, v, mask, options) is hopper_backward
     test_as_exact_as_attention(problem)
-    kept = run_forward(long, q, k, v, coeffs, None, None, options)
-    saved = Saved(q, k, v, kept[1], kept[0], kept[2], coeffs)
+    out, u, lse = run_forward(long, q, k, v, coeffs, mask, None, options)
+    saved = Saved(q, k, v, u, out, lse, coeffs, mask)
     first, again, other = (
         run_backward(path, g, saved, options) for path in (hopper_backward, hopper_backward, long)
     )

@@ -185,8 +185,10 @@ def refusal_by_hopper_backward(q: Tensor, mask: Tensor | None, dropout_p: float)
 
     They are written in Gluon, as the short kernels are; the long kernels serve what they refuse.
     """
-    if mask is not None or dropout_p:
-        return "they take neither masks nor dropout"
+    if dropout_p:
+        return "they take no dropout"
+    if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
+        return "they take masks of keys only"
     if q.shape[2] % 4:
         # rows of logsumexps, which the copy engine takes from multiples of 16 bytes on
         return f"they take lengths that are multiples of 4, got {q.shape[2]}"

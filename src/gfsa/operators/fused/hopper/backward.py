@@ -34,8 +34,8 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
-    "do_not_specialize": ["heads"],
-    "do_not_specialize_on_alignment": ["coeffs", "dc_out"],
+    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
+    "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask"],
 }
 
 
@@ -58,6 +58,29 @@ def _operand(tile, LAYOUT: gl.constexpr, HELD: gl.constexpr):
         return tile.load(gl.DotOperandLayout(0, LAYOUT, 2))
     else:
         return tile
+
+
+@gluon.jit
+def _scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
+    """Begin ``x·yᵀ``, added to ``total`` or not, over the first USED of D features.
+
+    That is one product, or two if not all features are used.
+    """
+    if USED == D:
+        return warpgroup_mma(x, y.permute((1, 0)), total, use_acc=ADD, is_async=True)
+    else:
+        REST: gl.constexpr = USED - 64
+        low = y.slice(0, 64, dim=1).permute((1, 0))
+        high = y.slice(64, REST, dim=1).permute((1, 0))
+        total = warpgroup_mma(x.slice(0, 64, dim=1), low, total, use_acc=ADD, is_async=True)
+        return warpgroup_mma(x.slice(64, REST, dim=1), high, total, is_async=True)
+
+
+@gluon.jit
+def _shown(mask, b, h, j, n, mask_b, mask_h, mask_j):
+    """Which of the keys ``j`` take part; keys beyond the last one do not."""
+    mask += b.to(gl.int64) * mask_b + h.to(gl.int64) * mask_h
+    return gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
 
 
 @gluon.jit
@@ -87,9 +110,10 @@ def _load_first_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_first_pass(
     q_cols, g_cols, lse_cols, k_rows, g_rows, v_rows, u_rows, out_rows, du_rows,
-    delta_out, dc_out, coeffs,
-    heads, group, n, scale,
+    delta_out, dc_out, coeffs, mask,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
     W: gl.constexpr = gl.num_warps()
@@ -124,7 +148,7 @@ def grad_first_pass(
     fence_async_shared()
     mbarrier.wait(bars.index(2), 0)
     gl.thread_barrier()
-    keys = _operand(k, SL, HELD > 0)
+    keys = _operand(k, SL, HELD > 0 and USED == D)
     z = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -137,7 +161,7 @@ def grad_first_pass(
         q = _tile(qs.index(now), BN, D)
         former_g = _tile(gs.index((step + 2) % 3), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = _scores(keys, q, zero, False, D, USED)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
@@ -171,8 +195,11 @@ def grad_first_pass(
     c1 = gl.load(coeffs + h * 3 + 1)
     c2 = gl.load(coeffs + h * 3 + 2)
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
-    # rows beyond the last key hold arbitrary numbers, infinities included
-    z = gl.where((rows < n)[:, None], z, 0.0)
+    # rows of keys that take no part hold arbitrary numbers, infinities included
+    shown = rows < n
+    if MASK:
+        shown = _shown(mask, b, h, rows, n, mask_b, mask_h, mask_j)
+    z = gl.where(shown[:, None], z, 0.0)
     mbarrier.wait(bars.index(2), 1)
     u = _tile(us, BM, D).load(AL).to(gl.float32)
     g = k.load(AL).to(gl.float32)
@@ -213,9 +240,10 @@ def _load_keys_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_keys(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
-    dv_rows, coeffs,
-    heads, group, n, scale,
+    dv_rows, coeffs, mask,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
     W: gl.constexpr = gl.num_warps()
@@ -257,7 +285,7 @@ def grad_keys(
     u.store((u.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
-    keys = _operand(k, SL, HELD > 0)
+    keys = _operand(k, SL, HELD > 0 and USED == D)
     dk = gl.full([BM, D], 0.0, gl.float32, AL)
     dv = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
@@ -272,10 +300,10 @@ def grad_keys(
         g = _tile(gs.index(now), BN, D)
         du = _tile(dus.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(u, g.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(v, du.permute((1, 0)), da, is_async=True)
-        s = warpgroup_mma_wait(2, deps=[s])
+        s = _scores(keys, q, zero, False, D, USED)
+        da = _scores(u, g, zero, False, D, USED)
+        da = _scores(v, du, da, True, D, USED)
+        s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
         if CAUSAL:
@@ -295,6 +323,11 @@ def grad_keys(
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         gl.thread_barrier()
+    if MASK:
+        rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
+        shown = _shown(mask, b, h, rows, n, mask_b, mask_h, mask_j)
+        dk = gl.where(shown[:, None], dk, 0.0)
+        dv = gl.where(shown[:, None], dv, 0.0)
     # keys, values and U have been used: their room takes g and the results
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
@@ -329,9 +362,10 @@ def _load_queries_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_queries(
     k_cols, v_cols, u_cols, q_rows, g_rows, du_rows, dq_rows,
-    delta_in, lse_in, coeffs,
-    heads, group, n, scale,
+    delta_in, lse_in, coeffs, mask,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
     W: gl.constexpr = gl.num_warps()
@@ -378,9 +412,9 @@ def grad_queries(
     g.store((g.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
-    queries = _operand(q, SL, HELD > 0)
-    gradients = _operand(g, SL, HELD > 1)
-    first_gradients = _operand(du, SL, HELD > 2)
+    queries = _operand(q, SL, HELD > 0 and USED == D)
+    gradients = _operand(g, SL, HELD > 1 and USED == D)
+    first_gradients = _operand(du, SL, HELD > 2 and USED == D)
     dq = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -393,19 +427,24 @@ def grad_queries(
         k = _tile(ks.index(now), BN, D)
         v = _tile(vs.index(now), BN, D)
         u = _tile(us.index(now), BN, D)
+        if MASK:
+            j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+            shown = _shown(mask, b, h, j, n, mask_b, mask_h, mask_j)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = warpgroup_mma(queries, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(gradients, u.permute((1, 0)), zero, use_acc=False, is_async=True)
-        da = warpgroup_mma(first_gradients, v.permute((1, 0)), da, is_async=True)
-        s = warpgroup_mma_wait(2, deps=[s])
+        s = _scores(queries, k, zero, False, D, USED)
+        da = _scores(gradients, u, zero, False, D, USED)
+        da = _scores(first_gradients, v, da, True, D, USED)
+        s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if CAUSAL:
             if col + BN > row:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where(j[None, :] <= i[:, None], p, 0.0)
-        else:
+        # keys that take no part, and zeros beyond the last one: the exponential may be infinite
+        if MASK:
+            p = gl.where(shown[None, :], p, 0.0)
+        elif not CAUSAL:
             if col + BN > n:
-                # keys beyond the last one are zeros, whose exponential may be infinite
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where((j < n)[None, :], p, 0.0)
         da = warpgroup_mma_wait(0, deps=[da])

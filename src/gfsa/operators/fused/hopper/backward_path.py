@@ -13,7 +13,15 @@ from gfsa.operators.fused.eligibility import refusal_by_hopper_backward
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
-from gfsa.operators.fused.problem import Options, Problem, Saved, padded, problem_of
+from gfsa.operators.fused.problem import (
+    NO_MASK,
+    Options,
+    Problem,
+    Saved,
+    padded,
+    pointers,
+    problem_of,
+)
 
 
 class Tiles(NamedTuple):
@@ -48,21 +56,22 @@ def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; without mask and dropout."""
-    q, k, v, u, out, lse, coeffs, *_ = saved
-    launches = _launches(problem_of(q, k, None, options))
+    """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; masks of keys, no dropout."""
+    q, k, v, u, out, lse, coeffs, mask, _ = saved
+    launches = _launches(problem_of(q, k, mask, options))
+    mask, _ = pointers(mask, None, unused=q)
     lse = copyable_by_row(lse)
     du, delta = empty_like(q), torch.empty_like(lse)
     lses, deltas = as_tiles(lse), as_tiles(delta)
     grad_first = launches["grad_first_pass"]
     dc = lse.new_empty(q.shape[1], 3, q.shape[0] * grad_first.grid[0])
-    grad_first((q, g, lses, k, g, v, u, out, du), delta, dc, coeffs)
+    grad_first((q, g, lses, k, g, v, u, out, du), delta, dc, coeffs, mask)
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs)
+    launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask)
     dq = empty_like(q)
-    launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs)
+    launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
@@ -110,6 +119,7 @@ def _launches(problem: Problem) -> dict[str, Launch]:
 def _launch(name: str, problem: Problem) -> Launch:
     kernel = _kernels().by_name[name]
     scale, is_causal, _ = problem.options
+    mask_b, mask_h, _, mask_j = problem.mask_strides
     # no narrower: a row of a tile has 128 bytes, as the swizzle does
     width = max(64, padded(problem.head_dim))
     tiles = TILES[name][width]
@@ -119,10 +129,23 @@ def _launch(name: str, problem: Problem) -> Launch:
         (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
-        (problem.heads, problem.group, problem.length, scale),
-        (width, tiles.rows, tiles.cols, is_causal, tiles.held),
+        (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
+        (
+            width,
+            tiles.rows,
+            tiles.cols,
+            is_causal,
+            tiles.held,
+            used(problem.head_dim),
+            problem.mask_kind != NO_MASK,
+        ),
         num_warps=tiles.warps,
     )
+
+
+def used(head_dim: int) -> int:
+    """How many features of a head products read: whole tiles, or less of the second half."""
+    return next(features for features in (64, 80, 96, 128) if features >= head_dim)
 
 
 def block_of(argument: str, tiles: Tiles, width: int) -> Block | None:

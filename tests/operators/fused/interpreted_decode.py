@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.operators import DenseOperator
 from gfsa.operators.fused import decode as kernels
+from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,6 +72,29 @@ def test_the_new_row_of_the_dense_filter(
     y, new = kernels.decode(q[:, :, -1:], k, v, u, coeffs, mask, place, dim**-0.5)
     torch.testing.assert_close(new.double(), powers[:, :, -1:], atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["k", "v", "u"])
+def test_cached_tokens_may_lie_far_apart(which: int) -> None:
+    """A step from token to token that 32 bits cannot count, in a cache that is a view."""
+    q, *cache, coeffs, keys = problem(1, 2, 1, 2, 8, False)
+    q, cache = q[:, :, -1:].half(), [x.half() for x in (*cache, torch.randn_like(cache[1]))]
+    expected = kernels.decode(q, *cache, coeffs, keys, None, 0.3)
+    cache[which] = spread(cache[which], 2)
+    assert cache[which].stride(2) >= PAST_INT32
+    found = kernels.decode(q, *cache, coeffs, spread(keys, -1), None, 0.3)
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_numbers_of_64_bits_have_code_of_their_own() -> None:
+    """A number that 32 bits hold is compiled as one of 32 bits, and the code is kept."""
+    small, large = (0.3, 2, 5, 100), (0.3, 2, 2**31, 100)
+    assert kernels.wide_numbers(small) == ()
+    assert kernels.wide_numbers(large) == (False, False, True, False)
+    common = (2, 8, True, False, 1, torch.float32, torch.device("cpu"))
+    keys = {kernels._launch(*common, kernels.wide_numbers(x)).key for x in (small, large)}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -85,14 +85,21 @@ def _run(
         mask = mask.expand(batch, heads, 1, k.shape[2])
         seen = (mask.stride(0), mask.stride(1), mask.stride(3))
     splits = _splits(batch * heads, k.shape[2], q.device)
-    launch = _launch(
-        batch * heads, head_dim, mask is not None, place is not None, splits, q.dtype, q.device
-    )
     numbers = (
         # the compiled code takes a float, and would be compiled again for an int
         *(float(scale), heads, heads // k.shape[1], k.shape[2] - 1, q.stride(0), q.stride(1)),
         *(stride // STEP.value for x in (k, v, u) for stride in x.stride()[:3]),
         *seen,
+    )
+    launch = _launch(
+        batch * heads,
+        head_dim,
+        mask is not None,
+        place is not None,
+        splits,
+        q.dtype,
+        q.device,
+        wide_numbers(numbers),
     )
     with on_device_of(q):
         sums, arrived = _room(batch * heads, splits, padded(head_dim), q, keep_counters)
@@ -105,6 +112,13 @@ def _run(
             numbers=numbers,
         )
     return y, u_new
+
+
+def wide_numbers(numbers: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which of a call's numbers need 64 bits, which the compiled code has to know; often none."""
+    if max(numbers) < 2**31:
+        return ()
+    return tuple([number >= 2**31 for number in numbers])
 
 
 def _splits(heads: int, length: int, device: torch.device) -> int:
@@ -179,12 +193,13 @@ def _launch(
     splits: int,
     dtype: torch.dtype,
     device: torch.device,
+    wide: tuple[bool, ...],
 ) -> Launch:
     width = padded(head_dim)
     return Launch(
         _KERNEL,
         (programs, splits, 1),
-        (device, dtype),
+        (device, dtype, wide),
         (),
         (),
         (head_dim, width, KEYS, masked, on_device, splits, _stages(width, dtype)),

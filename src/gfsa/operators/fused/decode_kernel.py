@@ -46,6 +46,10 @@ def decode_token(
     k_rows = k_in + (b * k_b + (h // group) * k_h) * STEP
     v_rows = v_in + (b * v_b + (h // group) * v_h) * STEP
     u_rows = u_in + (b * u_b + h * u_h) * STEP
+    # from row to row
+    k_step = k_n.to(tl.int64) * STEP
+    v_step = v_n.to(tl.int64) * STEP
+    u_step = u_n.to(tl.int64) * STEP
     # the largest score, the sum of weights, the new token's weight, and both sums of rows
     top = -float("inf")
     total = 0.0
@@ -59,12 +63,10 @@ def decode_token(
         row = (start + tl.arange(0, BN)).to(tl.int64)
         seen = row <= new
         some = seen[:, None] & inside[None, :]
-        k = tl.load(k_rows + row[:, None] * (k_n * STEP) + column[None, :], mask=some, other=0.0)
-        v = tl.load(v_rows + row[:, None] * (v_n * STEP) + column[None, :], mask=some, other=0.0)
+        k = tl.load(k_rows + row[:, None] * k_step + column[None, :], mask=some, other=0.0)
+        v = tl.load(v_rows + row[:, None] * v_step + column[None, :], mask=some, other=0.0)
         cached = (row < new)[:, None] & inside[None, :]
-        other = tl.load(
-            u_rows + row[:, None] * (u_n * STEP) + column[None, :], mask=cached, other=0.0
-        )
+        other = tl.load(u_rows + row[:, None] * u_step + column[None, :], mask=cached, other=0.0)
         score = tl.sum(k.to(tl.float32) * q[None, :], 1)
         if MASK:
             seen = seen & (tl.load(mask + b * mask_b + h * mask_h + row * mask_n, seen, 0) != 0)
@@ -80,7 +82,7 @@ def decode_token(
         u = u * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
         w = w * shrink + tl.sum(past[:, None] * other.to(tl.float32), 0)
         top = higher
-    newest = v_rows + new.to(tl.int64) * (v_n * STEP)
+    newest = v_rows + new.to(tl.int64) * v_step
     v = tl.load(newest + column, mask=inside, other=0.0).to(tl.float32)
     coeffs += h * 3
     if SPLITS == 1:
@@ -131,6 +133,6 @@ def _finish(u, w, total, own, v, coeffs, y_out, u_out, D: tl.constexpr, WIDTH: t
     c2 = tl.load(coeffs + 2)
     second = w * share + own * share * u.to(tl.float32)
     y = c0 * v + c1 * u.to(tl.float32) + c2 * second
-    out = tl.program_id(0) * D + column
+    out = tl.program_id(0).to(tl.int64) * D + column
     tl.store(u_out + out, u, mask=inside)
     tl.store(y_out + out, y.to(y_out.dtype.element_ty), mask=inside)

@@ -439,6 +439,18 @@ def test_runs_on_other_data_are_not_compared(folder: Path) -> None:
         read_study(folder)
 
 
+@pytest.mark.parametrize("name", ["pretrain-scaling-15m.txt", "pretrain-stability.txt"])
+def test_of_a_run_on_two_data_sets_none_is_chosen(folder: Path, name: str) -> None:
+    """Not the later one either, which would hide the other."""
+    (folder / "plans/pretrain-scaling-15m.txt").rename(folder / "plans" / name)
+    table = folder / "tuning/pretrain.csv"
+    header, rows = table.read_text().split("\n", 1)
+    again = rows.replace("10+10+10 abc", "9+9+9 def")
+    table.write_text(f"{header}\n{rows}{again}")
+    with pytest.raises(ValueError, match=rf"{name}: .*\(10\+10\+10 abc; 9\+9\+9 def\)"):
+        read_study(folder)
+
+
 def test_what_diverged_is_said(folder: Path) -> None:
     table = pd.read_csv(folder / "tuning/pretrain.csv", keep_default_na=False)
     chosen = (table.method == "gfsa") & (table.seed == 1) & (table.steps == 480)

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import BadRows
-from gfsa_experiments.data.own import entries_of, find_own, first_lines, is_hidden, name_of, text_of
+from gfsa_experiments.data.own import (
+    digest_of,
+    entries_of,
+    find_own,
+    first_lines,
+    is_hidden,
+    name_of,
+    text_of,
+)
 from gfsa_experiments.data.splits import PARTS, part_named, three_parts
 from gfsa_experiments.data.tables import columns_in, read_rows
 from gfsa_experiments.engine.task import OwnData
@@ -95,6 +103,12 @@ def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
         splits={part: len(utterances) for part, utterances in sets.items()},
         split_by=split_by,
         unit="utterances",
+        digest=digest_of(
+            piece
+            for part, utterances in sets.items()
+            for one in utterances
+            for piece in (part, one.name, one.speaker, one.text, str(one.frames))
+        ),
     )
     return sets, own
 

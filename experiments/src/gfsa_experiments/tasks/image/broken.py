@@ -33,7 +33,7 @@ def refuse_broken(root: Path, holdout: float) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _broken(root: Path, holdout: float) -> tuple[Sequence[str], int]:
-    """``PATH (reason)`` of each broken image, in the order of names, and the number of all images."""
+    """``PATH (reason)`` of each broken image, in the order of names; how many images there are."""
     files = sorted(path for part in list_images(root, holdout).parts.values() for path, _ in part)
     with ThreadPoolExecutor(_THREADS) as pool:
         reasons = pool.map(reason_against, files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
 import time
@@ -20,9 +21,10 @@ import yaml
 from torch import Tensor, nn
 
 import gfsa
+from gfsa.lens.command_inputs import load_source
 from gfsa.plugs.hub.card import BEGIN, END
 from gfsa.plugs.peft_adapters import check_loaded
-from support.hub_server import HubServer, hub_server
+from support.hub_server import HubServer, Repository, hub_server
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(6)[None]
@@ -277,6 +279,20 @@ class TestWholeModel:
         assert files.keys() >= {"model.fp16.safetensors", "notes.md", "filters.json"}
         again = gfsa.from_pretrained(transformers.AutoModelForCausalLM, "user/model").eval()
         assert torch.equal(logits(again), logits(model))
+
+    def test_the_lens_sees_the_filters(self, server: HubServer) -> None:
+        model = plugged(gpt2())
+        gfsa.push_to_hub(model, "user/model", weights=True)
+        source = load_source("user/model", untrained=False)
+        assert torch.equal(logits(source.model), logits(model))
+        # pickles, which have no filters
+        content = io.BytesIO()
+        torch.save(gpt2().state_dict(), content)
+        repository = server.repositories["user/pickles"] = Repository()
+        config = server.repositories["user/model"].files()["config.json"]
+        files = {"config.json": config, "pytorch_model.bin": content.getvalue()}
+        repository.commit("main", files)
+        assert not gfsa.filters_of(load_source("user/pickles", untrained=False).model)
 
     def test_plain_from_pretrained_warns(
         self, server: HubServer, caplog: pytest.LogCaptureFixture

@@ -90,8 +90,7 @@ def _transformers(where: str) -> Source:
     config = hf.AutoConfig.from_pretrained(where)
     kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
     build = kind.from_pretrained
-    # filters are saved in safetensors only; a folder without filters is an ordinary model
-    if any(Path(where).glob("*.safetensors")) and has_filters(where):
+    if _has_filters(where):
         build = functools.partial(from_pretrained, kind)
     model = build(where)
     source = Source(where, model)
@@ -132,6 +131,15 @@ def _transformers(where: str) -> Source:
     elif main == "pixel_values":
         source.images, source.random = images, random
     return source
+
+
+def _has_filters(where: str) -> bool:
+    """Whether a folder, or a model of the hub, was saved from a plugged model."""
+    try:
+        return has_filters(where)
+    except FileNotFoundError:
+        # filters are saved in safetensors only; without such files it is an ordinary model
+        return False
 
 
 def _timm(name: str, untrained: bool) -> Source:

@@ -16,6 +16,8 @@ from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_fil
 from gfsa.plugs.checkpoint import load
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+# samples that show whether two models have the same tokenizer, or take images of the same size
+_COMPARED = 4
 
 
 class SourceError(Exception):
@@ -38,17 +40,53 @@ class Source:
 
 def load_source(name: str, untrained: bool) -> Source:
     """``[LABEL=]MODEL[@FILTERS]``: a transformers folder or hub name, or ``timm:NAME``."""
-    label, _, rest = name.rpartition("=")
-    where, _, filters = rest.partition("@")
+    model, _, filters = name.partition("@")
+    label, where = _label_of(model)
     if where.startswith("timm:"):
         source = _timm(where.removeprefix("timm:"), untrained)
     else:
         source = _transformers(where)
     if filters:
         load(source.model, filters)
-    source.label = label or rest
+    source.label = label or name
     source.model.eval()
     return source
+
+
+def _label_of(text: str) -> tuple[str, str]:
+    """The label, empty if there is none, and the model; a folder may have a "=" in its name."""
+    if Path(text).exists():
+        return "", text
+    for at, letter in enumerate(text):
+        if letter == "=" and Path(text[at + 1 :]).exists():
+            return text[:at], text[at + 1 :]
+    label, _, where = text.rpartition("=")
+    return label, where
+
+
+def other_inputs(first: Source, other: Source, data: str, samples: int, tokens: int) -> bool:
+    """Whether ``other`` would make other inputs of some of ``data`` than ``first``.
+
+    False where it cannot make any: a folder of a run often has no tokenizer.
+    """
+    if data == "random" or Path(data).suffix == ".safetensors":
+        return False
+    some = min(samples, _COMPARED)
+    try:
+        (own,) = load_batches(other, data, some, some, tokens)
+    # whatever a library raises for a tokenizer or settings of images that are not there
+    except Exception:
+        return False
+    (given,) = load_batches(first, data, some, some, tokens)
+    return not _equal(own, given)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def load_batches(source: Source, data: str, samples: int, batch: int, tokens: int) -> list[Any]:
@@ -105,6 +143,12 @@ def _transformers(where: str) -> Source:
     @functools.cache
     def tokenizer() -> Any:
         found = hf.AutoTokenizer.from_pretrained(where)
+        # transformers makes an empty one where the files are missing
+        if set(found.get_vocab()) <= set(found.all_special_tokens):
+            raise SourceError(
+                f"{where} has no tokenizer, which --data needs for text: save the one that the "
+                "model was trained with into it (tokenizer.save_pretrained)"
+            )
         if found.pad_token is None:
             found.pad_token = found.eos_token
         return found

@@ -69,10 +69,10 @@ def test_broken_images_are_named_before_training(tmp_path: Path) -> None:
     other = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name} again"))
     with pytest.raises(ValueError, match=r"12 of 21 images .* cannot be read") as found:
         build(config, other)
-    told = str(found.value)
-    assert told.count("truncated") == 10
-    assert "; and 2 more. Replace or delete them" in told
-    assert str(files[0].relative_to(tmp_path)) in told
+    message = str(found.value)
+    assert message.count("truncated") == 10
+    assert "; and 2 more. Replace or delete them" in message
+    assert str(files[0].relative_to(tmp_path)) in message
     # found by training then
     assert build(ImageConfig(**vars(config) | {"check_images": False}), other).own_data is not None
 

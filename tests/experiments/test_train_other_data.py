@@ -141,7 +141,7 @@ def test_missing_reads_the_data_once_and_only_if_there_is_a_doubt(
         read.append(run)
         return data_of(run)
 
-    monkeypatch.setattr(missing.lacking, "__defaults__", (watched,))
+    monkeypatch.setattr(missing, "data_of", watched)
     folder = write_toy(tmp_path / "a", 0)
     words = [TOY, "--set", "max_steps=1", "--data-dir", str(folder), "--seeds", "0,1", "--missing"]
     assert "2 of 2 runs done" in train(tmp_path, *words)[1]
@@ -227,8 +227,8 @@ def test_one_label_to_train_on_makes_other_data(tmp_path: Path) -> None:
     _clear_readers()
     # the folder of the last run is there, but its data was written since
     assert "holds a run already" in " ".join(train(tmp_path, *words)[1].split())
-    told = train(tmp_path, *words[:-1], "--resume")[1]
-    assert "holds a finished run on other data" in " ".join(told.split())
+    output = train(tmp_path, *words[:-1], "--resume")[1]
+    assert "holds a finished run on other data" in " ".join(output.split())
     rows = read_rows(tmp_path / "results" / "lra.csv")
     assert {row.data.split()[0] for row in rows} == {"40+40+40"}
     assert len({row.data for row in rows}) == 2

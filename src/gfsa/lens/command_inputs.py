@@ -81,12 +81,12 @@ def other_inputs(first: Source, other: Source, data: str, samples: int, tokens: 
     return not _equal(own, given)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
 
 
 def load_batches(source: Source, data: str, samples: int, batch: int, tokens: int) -> list[Any]:
@@ -143,8 +143,7 @@ def _transformers(where: str) -> Source:
     @functools.cache
     def tokenizer() -> Any:
         found = hf.AutoTokenizer.from_pretrained(where)
-        # transformers makes an empty one where the files are missing
-        if set(found.get_vocab()) <= set(found.all_special_tokens):
+        if is_empty(found):
             raise SourceError(
                 f"{where} has no tokenizer, which --data needs for text: save the one that the "
                 "model was trained with into it (tokenizer.save_pretrained)"
@@ -175,6 +174,12 @@ def _transformers(where: str) -> Source:
     elif main == "pixel_values":
         source.images, source.random = images, random
     return source
+
+
+def is_empty(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows no words: transformers makes such a one where files are missing."""
+    # the mark of a word's beginning, which an empty one of T5 has
+    return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}
 
 
 def _has_filters(where: str) -> bool:

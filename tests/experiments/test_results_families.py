@@ -323,6 +323,12 @@ def test_runs_on_other_data_are_no_pair(folder: Path) -> None:
     twice = rows_of(family, data="1+1+1 a") + rows_of(family, data="1+1+1 b")
     with pytest.raises(ValueError, match="must all be on the same data"):
         judged(family, twice)
+    # both runs of a seed on the same data, and those of the next seed on other data
+    by_seed = [dataclasses.replace(r, data=f"1+1+1 {r.seed}") for r in rows_of(family)]
+    with pytest.raises(ValueError, match=r"all be on the same data, these are on 1\+1\+1 100; 1"):
+        judged(family, by_seed)
+    unknown = [dataclasses.replace(r, data="1+1+1 a" * (r.seed > 100)) for r in rows_of(family)]
+    assert [outcome.unusable for outcome in judged(family, unknown)] == [{}] * 2
 
 
 def test_a_family_with_unusable_pairs_is_neither_complete_nor_not_run(folder: Path) -> None:

@@ -381,6 +381,57 @@ def test_whole_models_in_shards_and_half_precision(tmp_path: Path) -> None:
     assert torch.equal(output(loaded), expected)
 
 
+def test_filters_are_of_the_files_that_the_weights_are_of(tmp_path: Path) -> None:
+    """A repository keeps the files of an earlier upload in shards, and transformers takes one."""
+    old, new = (randomised(model) for model in (plugged_model(), plugged_model()))
+    for filter in gfsa.filters_of(new).values():
+        filter.theta.data.mul_(2)
+    old.save_pretrained(tmp_path, max_shard_size="40KB")
+    kept = {path: path.read_bytes() for path in tmp_path.glob("model*")}
+    assert len(kept) > 2
+    new.save_pretrained(tmp_path)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, dtype=torch.float64).eval()
+    assert torch.equal(output(loaded), output(new))
+    assert not torch.equal(output(new), output(old))
+    # vLLM takes the files of the index
+    from gfsa.plugs.adapters.transformers.pretrained import filter_tensors
+
+    name, filter = next(iter(gfsa.filters_of(old).items()))
+    by_index = filter_tensors(tmp_path, {}, index_first=True)
+    assert torch.equal(by_index[f"{name}.gfsa.theta"], filter.theta)
+
+
+def plugged_model() -> Any:
+    model = model_of()
+    gfsa.plug(model, K=3)
+    return model
+
+
+@pytest.mark.parametrize("size", ["5GB", "40KB"])
+def test_filters_of_a_variant(size: str, tmp_path: Path) -> None:
+    model, other = plugged_model(), plugged_model()
+    expected = output(randomised(model))
+    other.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, variant="exact", max_shard_size=size)
+    options = {"dtype": torch.float64, "variant": "exact"}
+    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, **options).eval()
+    assert torch.equal(output(loaded), expected)
+
+
+def test_weights_of_other_files_than_the_filters_are_refused(tmp_path: Path) -> None:
+    model = plugged_model()
+    model.save_pretrained(tmp_path)
+    for options, message in (
+        ({"use_safetensors": False}, "use_safetensors=False"),
+        ({"gguf_file": "model.gguf"}, "a GGUF file has none"),
+        ({"state_dict": model.state_dict()}, "those in state_dict would be ignored"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, **options)
+
+
 def test_transformers_alone_says_that_it_drops_the_filters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

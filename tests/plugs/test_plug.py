@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -446,6 +447,24 @@ def test_parameter_groups() -> None:
     assert set(grouped) == {id(p) for p in model.parameters() if p.requires_grad}
     assert sum(p.numel() for p in groups["filters"]["params"]) == 24
     torch.optim.AdamW(list(groups.values()))
+
+
+@pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), "1e-3", True])
+@pytest.mark.parametrize("name", ["lr", "filter_lr", "weight_decay"])
+def test_rates_of_parameter_groups_are_checked(name: str, value: Any) -> None:
+    """An optimizer of torch checks the rates that it is given itself, not those of its groups."""
+    model = TinyEncoder()
+    gfsa.plug(model)
+    with pytest.raises(ValueError, match=rf"^{name} must be a finite number, zero or more, got"):
+        gfsa.parameter_groups(model, **{"lr": 1e-3, name: value})
+
+
+def test_a_rate_may_be_a_tensor() -> None:
+    """As captured steps of torch's optimizers take it."""
+    model = TinyEncoder()
+    gfsa.plug(model)
+    rate = torch.tensor(1e-3)
+    assert all(group["lr"] is rate for group in gfsa.parameter_groups(model, lr=rate))
 
 
 def test_parameter_groups_of_an_unplugged_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
@@ -165,6 +166,9 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
         raise ValueError(
             f"dropout_p is a probability, expected 0 ≤ dropout_p ≤ 1, got {call.dropout_p}"
         )
+    # some of torch's kernels make finite numbers of it
+    if call.scale is not None and not -math.inf < call.scale < math.inf:
+        raise ValueError(f"scale must be a finite number, or None for 1/√D, got {call.scale}")
     if call.attn_mask is not None:
         _check_mask(call.attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
     if call.visible is not None and (call.attn_mask is not None or call.is_causal or q.is_nested):

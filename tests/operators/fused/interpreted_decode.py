@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.operators import Coefficients, DenseOperator
 from gfsa.operators.fused import decode as kernels
+from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,6 +103,35 @@ def test_one_row_of_coefficients_for_all_heads() -> None:
     one = kernels.decode(*arguments, coeffs[0], None, None, None, 0.3)
     each = kernels.decode(*arguments, coeffs[:1].expand(2, 3), None, None, None, 0.3)
     assert torch.equal(one, each)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["k", "v", "u"])
+def test_cached_tokens_may_lie_far_apart(which: int) -> None:
+    """A step from token to token that 32 bits cannot count, in a cache that is a view."""
+    q, *cache, coeffs, keys = problem(1, 2, 1, 2, 8, False)
+    q, cache = q[:, :, -1:].half(), [x.half() for x in (*cache, torch.randn_like(cache[1]))]
+    apart = list(cache)
+    apart[which] = spread(cache[which], 2)
+    assert apart[which].stride(2) >= PAST_INT32
+    if which < 2:
+        # each call writes into its own
+        apart[2] = cache[2].clone()
+    expected = kernels.decode(q, *cache, coeffs, keys, None, None, 0.3)
+    found = kernels.decode(q, *apart, coeffs, spread(keys, -1), None, None, 0.3)
+    assert torch.equal(found, expected)
+    assert torch.equal(apart[2], cache[2])
+
+
+def test_numbers_of_64_bits_have_code_of_their_own() -> None:
+    """A number that 32 bits hold is compiled as one of 32 bits, and the code is kept."""
+    small, large = (0.3, 2, 5, 100), (0.3, 2, 2**31, 100)
+    assert kernels.wide_numbers(small) == ()
+    assert kernels.wide_numbers(large) == (False, False, True, False)
+    tile = kernels.tile_of(8)
+    common = (2, 8, tile, 0, False, True, False, 1, torch.float32, torch.float32)
+    common = (*common, torch.device("cpu"))
+    keys = {kernels._launch(*common, kernels.wide_numbers(x)).key for x in (small, large)}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -27,6 +27,7 @@ from gfsa.operators.fused.eligibility import one_pass_is_fastest, refusal_by_one
 from gfsa.operators.fused.layout import copyable_by_tile
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options
+from support.far_strides import spread
 from support.fused_cases import NAMES, Problem, error
 
 assert support.triton_interpreter
@@ -67,6 +68,17 @@ def run(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
 def test_agrees_with_the_specification(problem: Problem) -> None:
     for name, x, y in zip(NAMES, *run(problem), strict=True):
         assert x.shape == y.shape, name
+        assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3), name
+
+
+def test_keys_of_a_mask_may_lie_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further than 32 bits can count."""
+    problem = Problem(2, 1, 40, 16, mask="keys")
+    mask = problem.bool_mask()
+    assert mask is not None
+    far = spread(mask, -1)
+    monkeypatch.setattr(Problem, "bool_mask", lambda self: far)
+    for name, x, y in zip(NAMES, *run(problem), strict=True):
         assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3), name
 
 

@@ -14,7 +14,7 @@ from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.operator import FusedOperator
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, problem_of
 from gfsa.operators.fused.short import launch as short
 from gfsa.operators.fused.sweep import launch as sweep
 
@@ -89,6 +89,18 @@ def test_packed_documents_go_to_the_long_kernels(length: int, head_dim: int) -> 
     spans = Visibility.packed(torch.tensor([0, 40]), length).spans(length, q.device)
     assert forward_path(q, spans, Options(0.1, True)) is long
     assert backward_path(q, q, q, spans, Options(0.1, True)) is long
+
+
+def test_each_stride_of_64_bits_has_code_of_its_own() -> None:
+    """Code whose first stride has 64 bits, the second 32, would cut a second one of 64."""
+    q = torch.empty(2, 2, 16, 16, dtype=torch.bfloat16)
+    memory = torch.empty(2**33, dtype=torch.bool, device="meta")
+    far = 2**31
+    variants = {
+        problem_of(q, q, memory.as_strided((2, 2, 16, 16), strides), Options(0.1)).variant
+        for strides in [(9, 9, 9, 1), (far, 9, 9, 1), (9, far, 9, 1), (far, far, 9, 1)]
+    }
+    assert len(variants) == 4
 
 
 def test_integers_are_no_other_kernels() -> None:

@@ -249,6 +249,12 @@ def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPa
     assert choice.choose("fused", *call(2, 4, 100, 64)).backend == "fused"
 
 
+def far_keys(stride: int) -> torch.Tensor:
+    """A mask of 100 keys; it has no memory, of which the choice of kernels reads none."""
+    memory = torch.empty(100 * stride, dtype=torch.bool, device="meta")
+    return memory.as_strided((2, 1, 1, 100), (0, 0, 0, stride))
+
+
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
@@ -260,6 +266,10 @@ def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPa
         (ones(2, 4, 100, 100), "the same for every head"),
         (ones(2, 1, 100, 100).mT, "contiguous rows"),
         (ones(2, 1, 100, 1), "contiguous rows"),
+        # offsets of keys are counted in 32 bits
+        (far_keys(2**20), None),
+        (far_keys(2**24), "masks of keys with strides of"),
+        (torch.ones((), dtype=torch.bool), None),
     ],
 )
 def test_masks_of_the_short_kernels(

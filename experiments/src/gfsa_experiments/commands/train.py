@@ -81,9 +81,10 @@ def train(
     if show:
         _print_recipes_and_methods(console)
         return
+    from gfsa_experiments.runs.missing import data_of_rows, lacking
     from gfsa_experiments.runs.row import check_rows_fit
     from gfsa_experiments.runs.same_data import compare_once
-    from gfsa_experiments.runs.sweep import Request, lacking
+    from gfsa_experiments.runs.sweep import Request
 
     if bool(recipe) == (plan is not None):
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
@@ -107,11 +108,11 @@ def train(
         for name in {run.key().recipe for run in runs}:
             check_rows_fit(results / f"{name}.csv")
         # reads every row: a damaged table is found now, not when the first row is appended
-        without_row = lacking(runs, results)
+        known = data_of_rows(runs, results)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
-        runs = without_row
+        runs = lacking(runs, known)
         if not runs:
             console.print(f"{results} has all of these runs")
             return

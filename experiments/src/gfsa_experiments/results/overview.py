@@ -32,10 +32,12 @@ DOMAINS = {
     "graph": "graphs",
     "speech": "speech",
     "lra": "long sequences",
-    "code": "code clones",
+    "code": "code",
     "glue": "GLUE, fine-tuned",
     "digits": "digits",
 }
+# what its data sets are about, where one recipe has several
+_OF_DATA = {"bigclonebench": "code clones", "devign": "code defects"}
 FILTERS = {DEGREE_1: "degree 1", "gfsa": "GFSA"}
 # where a method ran with several options, the first page shows this choice, whatever its outcome
 OWN_RATE = "filter_lr=0.01"
@@ -52,6 +54,19 @@ class Domain:
     """By method, one contrast per table."""
     second_pass: list[Contrast]
     """GFSA to degree 1."""
+
+
+def domain_of(recipe: str, tables: Sequence[ResultTable]) -> str:
+    """What the tables of a recipe are about: ``images``; of code, what its only data set is about.
+
+    Own code goes by its name, ``code (my)``: whether it has clones or defects, the caller knows.
+    """
+    general = DOMAINS.get(recipe, recipe)
+    data = {table.task.split()[0] for table in tables}
+    if recipe != "code" or len(data) != 1:
+        return general
+    (name,) = data
+    return _OF_DATA.get(name, f"{general} ({name.removeprefix('data=')})")
 
 
 def domains(tables: Sequence[ResultTable]) -> list[Domain]:
@@ -72,7 +87,7 @@ def domains(tables: Sequence[ResultTable]) -> list[Domain]:
             line.to_degree1 for name, line in lines if name == "gfsa" and line and line.to_degree1
         ]
         if any(to_plain.values()):
-            found.append(Domain(DOMAINS.get(recipe, recipe), to_plain, second))
+            found.append(Domain(domain_of(recipe, by_recipe[recipe]), to_plain, second))
     return found
 
 
@@ -219,7 +234,7 @@ def costs(times: Sequence[ResultTable]) -> list[Block]:
     rows = []
     for recipe, tables in groupby(times, key=lambda table: table.recipe):
         own = list(tables)
-        cells = [DOMAINS.get(recipe, recipe)]
+        cells = [domain_of(recipe, own)]
         for method in FILTERS:
             lines = [line for table in own for line in table.lines if line.method == method]
             cells += [

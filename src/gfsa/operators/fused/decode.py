@@ -10,7 +10,7 @@ The same launch computes the coefficients from θ and writes u into its row of t
 
 # no postponed annotations here: the operator's schema is read from them
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,10 +147,6 @@ def _run(
     width = _width(head_dim)
     tile = tile_of(width)
     splits = _splits(batch * heads, -(-rows // tile.keys), q.device.index if q.is_cuda else None)
-    launch = _launch(
-        *(batch * heads, head_dim, tile, learned, by_head, mask is not None, length is not None),
-        *(splits, q.dtype, base.dtype if theta is None else theta.dtype, q.device),
-    )
     q_b, q_h, _, _ = q.stride()
     k_b, k_h, k_n, _ = k.stride()
     v_b, v_h, v_n, _ = v.stride()
@@ -160,6 +156,11 @@ def _run(
         *(float(scale), heads, heads // groups, rows - 1, q_b, q_h),
         *(k_b // _STEP, k_h // _STEP, k_n // _STEP, v_b // _STEP, v_h // _STEP, v_n // _STEP),
         *(u_b // _STEP, u_h // _STEP, u_n // _STEP, *seen),
+    )
+    launch = _launch(
+        *(batch * heads, head_dim, tile, learned, by_head, mask is not None, length is not None),
+        *(splits, q.dtype, base.dtype if theta is None else theta.dtype, q.device),
+        wide_numbers(numbers),
     )
     sums, arrived = q, q
     if splits > 1:
@@ -181,6 +182,13 @@ def _run(
         with torch.cuda.device_of(q):
             launch((), *pointers, numbers=numbers)
     return y
+
+
+def wide_numbers(numbers: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which of a call's numbers need 64 bits, which the compiled code has to know; often none."""
+    if max(numbers) < 2**31:
+        return ()
+    return tuple([number >= 2**31 for number in numbers])
 
 
 _width = functools.cache(padded)
@@ -295,12 +303,13 @@ def _launch(
     dtype: torch.dtype,
     theta: torch.dtype,
     device: torch.device,
+    wide: tuple[bool, ...],
 ) -> Launch:
     constants = (
         *(head_dim, padded(head_dim), tile.keys, learned, by_head, masked, on_device, splits),
         tile.stages,
     )
     return Launch(
-        *(_KERNEL, (programs, splits, 1), (device, dtype, theta), (), (), constants),
+        *(_KERNEL, (programs, splits, 1), (device, dtype, theta, wide), (), (), constants),
         num_warps=tile.warps,
     )

@@ -60,6 +60,10 @@ def decode_token(
     k_in += (b * k_b + (h // group) * k_h) * STEP
     v_in += (b * v_b + (h // group) * v_h) * STEP
     u_rows += (b * u_b + h * u_h) * STEP
+    # from row to row
+    k_step = k_n.to(tl.int64) * STEP
+    v_step = v_n.to(tl.int64) * STEP
+    u_step = u_n.to(tl.int64) * STEP
     # of each row of a tile: the largest score, the sum of weights, the new token's weight, and
     # both sums of rows
     top = tl.full([BN], -float("inf"), tl.float32)
@@ -74,13 +78,11 @@ def decode_token(
         row = (start + tl.arange(0, BN)).to(tl.int64)
         seen = row <= new
         some = seen[:, None] & inside[None, :]
-        k = tl.load(k_in + row[:, None] * (k_n * STEP) + column[None, :], mask=some, other=0.0)
-        v = tl.load(v_in + row[:, None] * (v_n * STEP) + column[None, :], mask=some, other=0.0)
+        k = tl.load(k_in + row[:, None] * k_step + column[None, :], mask=some, other=0.0)
+        v = tl.load(v_in + row[:, None] * v_step + column[None, :], mask=some, other=0.0)
         # the new token's row of U is written below
         cached = (row < new)[:, None] & inside[None, :]
-        other = tl.load(
-            u_rows + row[:, None] * (u_n * STEP) + column[None, :], mask=cached, other=0.0
-        )
+        other = tl.load(u_rows + row[:, None] * u_step + column[None, :], mask=cached, other=0.0)
         score = tl.sum(k.to(tl.float32) * q[None, :], 1)
         if MASK:
             seen = seen & (tl.load(mask + b * mask_b + h * mask_h + row * mask_n, seen, 0) != 0)
@@ -97,8 +99,8 @@ def decode_token(
         top = higher
     highest = tl.max(top, 0)
     u, w, total, own = _together(tl.exp2(top - _finite(highest)), u, w, total, own)
-    newest = v_in + new.to(tl.int64) * (v_n * STEP)
-    u_out = u_rows + new.to(tl.int64) * (u_n * STEP)
+    newest = v_in + new.to(tl.int64) * v_step
+    u_out = u_rows + new.to(tl.int64) * u_step
     if SPLITS == 1:
         _finish(
             u, w, total, own, newest, theta, base, basis, h, y_out, u_out,
@@ -173,7 +175,7 @@ def _finish(
     second = w * share + own * share * u.to(tl.float32)
     y = c0 * v + c1 * u.to(tl.float32) + c2 * second
     tl.store(u_out + column, u, mask=inside)
-    y_out += tl.program_id(0) * D + column
+    y_out += tl.program_id(0).to(tl.int64) * D + column
     tl.store(y_out, y.to(y_out.dtype.element_ty), mask=inside)
 
 

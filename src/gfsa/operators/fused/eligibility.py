@@ -49,7 +49,7 @@ MOST_HEADS = 65535
 SHORT_LENGTH = 256
 SHORT_HEAD_DIM = 64
 # they count a mask's entries in 32 bits
-SHORT_MASK_ROW_STRIDE = 2**20
+SHORT_MASK_ROW_STRIDE = SHORT_MASK_KEY_STRIDE = 2**20
 # the versions of Triton whose Gluon they were measured and tested with
 SHORT_TRITON = ((3, 6),)
 
@@ -91,6 +91,7 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     """Why another operator may serve ``call`` faster, or None if none does.
 
     Calls that have not been measured, and tested on the GPU, are left to torch's own kernels.
+    Dropout and grouped heads of degree 2 are tested, and measured without them alone.
     """
     length, head_dim = call.q.shape[-2:]
     if not _is_measured(call.q.device):
@@ -147,7 +148,10 @@ def refusal_by_short(q: Tensor, mask: Tensor | None, scale: float) -> str | None
         return "they take neither windows nor documents"
     if mask is not None and not _is_constant_over(mask, -3):
         return "they take masks that are the same for every head only"
-    if mask is not None and not is_key_mask(mask):
+    if mask is not None and is_key_mask(mask):
+        if mask.dim() and mask.stride(-1) > SHORT_MASK_KEY_STRIDE:
+            return f"they take masks of keys with strides of {SHORT_MASK_KEY_STRIDE} at most"
+    elif mask is not None:
         row, key = mask.stride()[-2:]
         if mask.shape[-1] != q.shape[2] or key != 1 or row > SHORT_MASK_ROW_STRIDE:
             return "they take masks over queries and keys with contiguous rows only"

@@ -73,12 +73,7 @@ def read_study(folder: Path) -> Study:
             )
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), missing)
-    data = sorted(set(runs.data) - {""})
-    if len(data) > 1:
-        raise ValueError(
-            f"{folder}: the planned runs of pretraining are on different data ({'; '.join(data)}), "
-            "which are not compared; remove the rows of one"
-        )
+    _refuse_several_data(folder, runs)
     plan = folder / "plans" / STABILITY
     stability = _planned(rows, plan, missing) if plan.exists() else rows[:0]
     tables = {name: _read_table(folder / "pretraining" / f"{name}.csv") for name in TABLES}
@@ -97,11 +92,23 @@ def read_study(folder: Path) -> Study:
 def _planned(rows: pd.DataFrame, plan: Path, missing: list[str]) -> pd.DataFrame:
     """The rows of a plan's runs."""
     keys = {run.key() for run in runs_of_plan(plan)}
-    found = rows[is_of(rows, keys)].drop_duplicates(RUN, keep="last")
+    own = rows[is_of(rows, keys)]
+    # before one row of a run is chosen: it would be one on any of them
+    _refuse_several_data(plan, own)
+    found = own.drop_duplicates(RUN, keep="last")
     if len(found) < len(keys):
         link = f"[{plan.stem}](plans/{plan.name})"
         missing.append(f"{link}: {len(keys) - len(found)} of {len(keys)} runs are missing.")
     return found
+
+
+def _refuse_several_data(where: Path, rows: pd.DataFrame) -> None:
+    data = sorted(set(rows.data) - {""})
+    if len(data) > 1:
+        raise ValueError(
+            f"{where}: the planned runs of pretraining are on different data ({'; '.join(data)}), "
+            "which are not compared; remove the rows of one"
+        )
 
 
 def labelled(rows: pd.DataFrame, missing: list[str], keep_diverged: bool = False) -> pd.DataFrame:

@@ -31,8 +31,12 @@ class GrowingPowers(DynamicLayer):
     traced, it does: no row that somebody has seen is then written again.
     """
 
-    _rows: Tensor | None
-    _length: int
+    def __init__(self) -> None:
+        # what the base class sets, but not by the property's setter, which a compiler does not know
+        self._rows: Tensor | None = None
+        self._length = 0
+        self.values: Tensor | None = None
+        self.is_initialized = False
 
     # transformers reads and replaces ``keys`` where it reorders, selects, repeats or moves them
     @property

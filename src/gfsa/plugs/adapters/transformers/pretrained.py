@@ -107,7 +107,8 @@ def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:
             tensors[f"{layer}.{name}"] = value
     if not filters:
         return False
-    restore(model, {"format": FORMAT, "filters": filters}, tensors, source=str(path))
+    description = {"format": FORMAT, "filters": filters}
+    restore(model, description, tensors, source=str(path), other_versions=True)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
     return True

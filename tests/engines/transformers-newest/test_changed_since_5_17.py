@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,3 +190,22 @@ def test_positions_of_logits_by_sample() -> None:
         found = model(ids, logits_to_keep=kept).logits
         whole = model(ids).logits
     assert close(found, torch.take_along_dim(whole, kept[..., None], 1))
+
+
+def test_load_adapter_loads_the_filters_of_an_adapter(tmp_path: Path) -> None:
+    """On a plugged base; ``load_adapter`` of 5.17 leaves out whatever is in ``modules_to_save``."""
+    import peft
+
+    config = peft.LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["gfsa"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(decoder("llama"), config).eval()
+    model.save_pretrained(tmp_path)
+    base = ZOO["llama"].model("sdpa").float()
+    base.get_output_embeddings().weight.data.mul_(20)
+    gfsa.plug(base, K=3)
+    base.load_adapter(tmp_path)
+    expected = [filter.theta for filter in gfsa.filters_of(model).values()]
+    assert all(map(torch.equal, (f.theta for f in gfsa.filters_of(base).values()), expected))
+    with torch.no_grad():
+        assert torch.equal(base.eval()(tokens(7)).logits, model(tokens(7)).logits)

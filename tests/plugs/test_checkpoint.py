@@ -486,3 +486,47 @@ def test_weights_of_four_bits_are_the_same_backbone(saved: Path) -> None:
     )
     with pytest.raises(ValueError, match="another backbone"):
         gfsa.load(other, saved)
+
+
+class TestAnotherKindOfFolder:
+    """Filters are saved in three ways; the error of a wrong loader names the right one."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+        import peft
+
+        folder = tmp_path_factory.mktemp("saved")
+        model = model_of("gpt2")
+        gfsa.plug(model, K=3)
+        gfsa.save(model, folder / "filters")
+        model.save_pretrained(folder / "model")
+        config = peft.LoraConfig(
+            target_modules=["c_attn"], modules_to_save=["gfsa"], fan_in_fan_out=True
+        )
+        peft.get_peft_model(model, config).save_pretrained(folder / "adapter")
+        return {path.name: path for path in folder.iterdir()}
+
+    def test_load(self, folders: dict[str, Path]) -> None:
+        for kind, advice in (("model", "gfsa.from_pretrained"), ("adapter", "gfsa.load_peft")):
+            with pytest.raises(FileNotFoundError, match=rf"{advice}\(.*{kind}\"\) loads"):
+                gfsa.load(model_of("gpt2"), folders[kind])
+
+    def test_load_peft(self, folders: dict[str, Path]) -> None:
+        for kind, advice in (("model", "gfsa.from_pretrained"), ("filters", "gfsa.load")):
+            with pytest.raises(FileNotFoundError, match=rf"{advice}\(.*{kind}\"\) loads"):
+                gfsa.load_peft(model_of("gpt2"), folders[kind])
+
+    def test_from_pretrained(self, folders: dict[str, Path]) -> None:
+        # transformers itself loads the base that an adapter names, and the adapter
+        config = folders["adapter"] / "adapter_config.json"
+        entries = json.loads(config.read_text(encoding="utf-8"))
+        entries["base_model_name_or_path"] = str(folders["model"])
+        config.write_text(json.dumps(entries), encoding="utf-8")
+        with pytest.raises(FileNotFoundError, match=r"gfsa.load_peft\(.*adapter\"\) loads"):
+            gfsa.from_pretrained(transformers.AutoModelForCausalLM, folders["adapter"])
+
+    def test_what_is_missing_of_the_right_kind(self, folders: dict[str, Path]) -> None:
+        (folders["adapter"] / "adapter_model.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match="save the adapter with"):
+            gfsa.load_peft(model_of("gpt2"), folders["adapter"])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from gfsa.plugs.cross_attention import Owners
+from gfsa.plugs.renaming import Renaming
 
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
@@ -61,6 +62,10 @@ class Adapter(ABC):
     def refusal_inside(self, owners: Owners) -> str | None:
         """The same, decided by the modules that contain this one, innermost first."""
         return None
+
+    def renamings(self, module: nn.Module) -> Sequence[Renaming]:
+        """What other versions of the library call this kind of module, for filters saved there."""
+        return ()
 
     @abstractmethod
     def install(self, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,10 @@ from gfsa.plugs.adapters.transformers.refusals import (
     refusal_of_interface,
     refusal_of_traced,
 )
+from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
+from gfsa.plugs.backbone import kind_of_layer
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.renaming import Renaming
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
 
@@ -87,6 +90,9 @@ class InterfaceAdapter(Adapter):
         if crosses_by_design(owners):
             return REASON
         return refusal_by_owner(owners[0][0]) if owners else None
+
+    def renamings(self, module: nn.Module) -> Sequence[Renaming]:
+        return renamings_of(kind_of_layer(module))
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)

@@ -18,6 +18,7 @@ from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.backbone import canonical_name
 from gfsa.plugs.checkpoint import EXTRA, FORMAT, restore
 from gfsa.plugs.filter_files import MOST_TENSORS
+from gfsa.plugs.saved_folders import other_loader
 from gfsa.plugs.sites import sites
 
 CONFIG_ENTRY = "filters_need_gfsa_from_pretrained"
@@ -127,7 +128,8 @@ def restore_filters(
             tensors[f"{layer}.{name}"] = value
     if not filters:
         return False
-    restore(model, {"format": FORMAT, "filters": filters}, tensors, source=str(path))
+    description = {"format": FORMAT, "filters": filters}
+    restore(model, description, tensors, source=str(path), other_versions=True)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
     return True
@@ -215,10 +217,10 @@ def _files(
     files = [locate(shard) for shard in sorted(shards)]
     missing = [shard for shard, file in zip(sorted(shards), files, strict=True) if file is None]
     if missing:
-        raise FileNotFoundError(
-            f"{path} has no {', '.join(missing)}: filters are read from safetensors only; save the "
-            "model again with save_pretrained"
+        advice = other_loader(path, "gfsa.from_pretrained") or (
+            "filters are read from safetensors only; save the model again with save_pretrained"
         )
+        raise FileNotFoundError(f"{path} has no {', '.join(missing)}: {advice}")
     return [file for file in files if file is not None]
 
 

@@ -66,6 +66,9 @@ class TestCompile:
         layers = zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True)
         for ours, theirs in layers:
             assert torch.equal(ours.keys, theirs.keys)
+            if training:
+                # no token is decoded after it
+                continue
             (power,), (eager,) = (
                 [held for some in layer.gfsa_powers.values() for held in some]
                 for layer in (ours, theirs)

@@ -58,9 +58,9 @@ def named(runs: pd.DataFrame) -> pd.DataFrame:
 
 def controls(runs: pd.DataFrame) -> Controls | None:
     """The table of runs of one size; None without two arms that have a seed in common."""
-    finite = runs[runs.test.notna()]
-    if finite.empty:
+    if runs.empty or runs.test.isna().all():
         return None
+    finite = runs[runs.test.notna()]
     table = named(finite).pivot(index="arm", columns="seed", values="test")
     # an arm of which a run is missing leaves, and not the seed of all the others
     most = table.notna().sum(axis=1).max()

@@ -43,7 +43,7 @@ def control_blocks(study: Study) -> list[Block]:
         pairs = [table.difference(arm, to) for arm in arms for to in (PLAIN, GFSA)]
         known = [pair for pair in pairs if pair is not None and pair.low is not None]
         text = (
-            "Test loss in nats after one epoch, each arm at its own best rate, "
+            "Test loss in nats after one epoch, each arm at the rate that the plan has for it, "
             f"seed{'s' if len(table.seeds) > 1 else ''} {', '.join(map(str, table.seeds))}, which "
             "chose no rate ([plan](plans/pretrain-controls.txt))."
         )

@@ -43,6 +43,7 @@ def names(model: nn.Module) -> list[int]:
         ("all", [1, 2, 3, 4]),
         ("even", [2, 4]),
         ("upper", [3, 4]),
+        ("lower", [1, 2]),
         ("odd", [1, 3]),
         ([1, 4], [1, 4]),
         ((3,), [3]),
@@ -65,7 +66,7 @@ def test_layers(layers: object, expected: list[int]) -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("some", "layers must be 'all', 'even', 'odd', 'upper'.*got 'some'"),
+        ("some", "layers must be 'all', 'even', 'odd', 'lower', 'upper'.*got 'some'"),
         ([0], "there is no layer 0: the model has 4 self-attention layers.*counted from 1"),
         ([5], "there is no layer 5"),
         ([1.5], "got 1.5 among them"),

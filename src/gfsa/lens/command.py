@@ -159,7 +159,7 @@ def _now() -> str:
 
 
 def _layers(text: str) -> str | list[int]:
-    if text in ("all", "even", "odd", "upper"):
+    if text in ("all", "even", "odd", "lower", "upper"):
         return text
     chosen: list[int] = []
     try:
@@ -168,7 +168,7 @@ def _layers(text: str) -> str | list[int]:
             chosen += range(int(first), int(last if dash else first) + 1)
     except ValueError:
         raise typer.BadParameter(
-            f"--layers is all, even, odd or numbers such as 1,5-8,12; got {text!r}"
+            f"--layers is all, even, odd, lower, upper or numbers such as 1,5-8,12; got {text!r}"
         ) from None
     return chosen
 

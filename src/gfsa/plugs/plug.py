@@ -106,8 +106,9 @@ def plug(
             they synchronise only the parameters that a model has when they wrap it.
         K, learn, w0, w1, wK, power, lr_multiplier: as in :class:`gfsa.GFSA`, with its defaults
             (K = 3, all three learned, ordinary attention to begin with).
-        layers: ``"all"``, ``"even"``, ``"odd"``, ``"upper"`` (half), layer numbers counted from 1
-            over the model's self-attention layers, or a predicate ``(name, module) -> bool``.
+        layers: ``"all"``, ``"even"``, ``"odd"``, ``"lower"`` or ``"upper"`` (half), layer numbers
+            counted from 1 over the model's self-attention layers, or a predicate
+            ``(name, module) -> bool``.
         filter: another filter, as a function of the number of heads, e.g. ``gfsa.Twicing`` or
             ``lambda heads: gfsa.Polynomial(heads, degree=4)``; passing an argument of GFSA
             beside it is an error.

@@ -115,7 +115,7 @@ def train(
         if not runs:
             console.print(f"{results} has all of these runs")
             return
-    _print_config(console, runs[0])
+    _print_config(console, runs)
     failed = _carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
@@ -255,15 +255,22 @@ def _names(runs: list[Run]) -> dict[Path, str]:
     return {run.folder: f"{run} {own[run.folder]}".rstrip() for run in runs}
 
 
-def _print_config(console: Console, run: Run) -> None:
+def _print_config(console: Console, runs: list[Run]) -> None:
+    """The settings of the first run, and of each method the options that it reads."""
     import dataclasses
 
     from rich.table import Table
 
-    table = Table(title=f"{run} (settings of the first run)", show_header=False)
-    for part in (run.config, run.options):
-        for name, value in dataclasses.asdict(part).items():
-            table.add_row(name, str(value))
+    from gfsa_experiments.runs.methods import find_method
+
+    table = Table(title=f"{runs[0]} (settings of the first run)", show_header=False)
+    for name, value in dataclasses.asdict(runs[0].config).items():
+        table.add_row(name, str(value))
+    first_of_method = {run.method: run for run in reversed(runs)}
+    for method in dict.fromkeys(run.method for run in runs):
+        options = first_of_method[method].options
+        for name in find_method(method).used_options(options):
+            table.add_row(f"{name} of {method}", str(getattr(options, name)))
     console.print(table)
 
 

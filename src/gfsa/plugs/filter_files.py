@@ -180,7 +180,7 @@ def _refuse_constant(name: str) -> None:
 
 def _check_exists(file: Path) -> None:
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; gfsa.save(model, {str(file.parent)!r})")
+        raise FileNotFoundError(f"{file} does not exist; gfsa.save writes it")
 
 
 def _read(opened: BinaryIO, file: Path, most_bytes: int) -> bytes:

@@ -126,10 +126,10 @@ class SwapClass(Adapter):
     def _refusal_of_subclass(self, cls: type[nn.Module]) -> str:
         """Why a class that the filtered one is no subclass of cannot be swapped for it."""
         filtered = self.filtered.__name__
-        if any(cls.forward is base.forward for base in self.filtered.__mro__[1:-1]):
+        if any(getattr(base, "forward", None) is cls.forward for base in self.filtered.__mro__[1:]):
             return (
                 f"{cls.__name__} is a subclass that {filtered} does not inherit from, so what it "
-                f"changes would be lost; register an adapter for it, with a class "
+                "changes would be lost; register an adapter for it, with a class "
                 f"Filtered{cls.__name__}({filtered}, {cls.__name__})"
             )
         return (

@@ -73,6 +73,17 @@ def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
     assert healthy.method == "gfsa"
 
 
+def test_a_reason_that_all_runs_share_is_printed_once(tmp_path: Path) -> None:
+    code, output = train(tmp_path, TOY, "--seeds", "0,1", "--set", "explode_at=1")
+    assert code == 1
+    assert output.count("training has diverged") == 1
+    first, second = [line for line in output.splitlines() if line.startswith("failed: ")]
+    name = first.split(": ")[1]
+    assert second.endswith(f"for the reason of {name}")
+    # there is nothing to show
+    assert output.rstrip().endswith("0 of 2 runs done")
+
+
 def test_a_killed_process_does_not_take_the_others_along(tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
     plan.write_text(f"{TOY} --set die=true\n{TOY} --set epochs=1\n")

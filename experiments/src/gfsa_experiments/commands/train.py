@@ -209,6 +209,8 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
         )
     failed, names = 0, _names(runs)
     at_rest: dict[str, float] = {}
+    # error → the first run that failed with it
+    first_with: dict[str | None, str] = {}
     with progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, error = finished.run, finished.row, finished.error
@@ -225,7 +227,10 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
                     error = f"{error}; {kept}" if error else kept
             if row is None or error:
                 failed += 1
-                message = f"failed: {names[run.folder]}: {error}"
+                # wrong data makes every run fail alike: the reason is printed once
+                earlier = first_with.setdefault(error, names[run.folder])
+                why = error if earlier == names[run.folder] else f"for the reason of {earlier}"
+                message = f"failed: {names[run.folder]}: {why}"
                 console.print(message, style="red", markup=False)
             else:
                 before = "finished before: " if run.folder in done else ""
@@ -240,7 +245,8 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
             "in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
         )
         console.print(message, style="yellow", markup=False)
-    console.print(f"{len(runs) - failed} of {len(runs)} runs done; gfsa results shows the tables")
+    shown = "; gfsa results shows the tables" if failed < len(runs) else ""
+    console.print(f"{len(runs) - failed} of {len(runs)} runs done{shown}")
     return failed
 
 

@@ -143,10 +143,14 @@ def _refuse_folder_of_another_kind(folder: Path) -> None:
             "gfsa.load_peft(base, folder).merge_and_unload().save_pretrained(...)"
         )
     if (folder / "metrics.jsonl").is_file() and (folder / "environment.json").is_file():
+        coefficients = folder / "coefficients.csv"
+        over_training = (
+            f", or show its filters over training: gfsa diagnose --coefficients {coefficients} "
+            "--html page.html"
+        )
         raise SourceError(
             f"{folder} is a run of gfsa train, whose model transformers cannot build. Train with "
-            "--set lens=true, and the run has a lens page; or show its filters over training: "
-            f"gfsa diagnose --coefficients {folder / 'coefficients.csv'} --html page.html"
+            f"--set lens=true for a lens page{over_training if coefficients.is_file() else ''}"
         )
 
 

@@ -12,6 +12,7 @@ from scipy.stats import ttest_ind, ttest_rel
 from gfsa_experiments.results.contrasts import contrast, pooled_reduction
 from gfsa_experiments.results.line_pairs import contrast_grid, find_pairs
 from gfsa_experiments.results.load_rows import latest
+from gfsa_experiments.results.number_format import NONE, Scale, contrast_cells
 from gfsa_experiments.results.statistics import Interval, mean_of_groups
 from gfsa_experiments.results.tables import make_tables
 from gfsa_experiments.runs.row import Row
@@ -81,6 +82,11 @@ def test_pairs_of_one_commit_are_counted() -> None:
     found = contrast(frame(a), frame(b))
     assert found is not None
     assert found.one_commit == 2
+    # runs of an installed package name none: that is no finding about the pairs
+    unnamed = contrast(frame([row("gfsa", 0, commit="")]), frame([row("plain", 0, commit="")]))
+    assert unnamed is not None
+    assert unnamed.one_commit is None
+    assert contrast_cells(unnamed, Scale(1, 1))["one commit"] == NONE
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,24 @@ def test_what_cannot_be_done_is_said_in_a_line(arguments: list[str], said: str) 
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["adapter_config.json"], "is an adapter of peft"),
+        (["config.json", "metrics.jsonl", "environment.json"], "--set lens=true for a lens page"),
+        (["metrics.jsonl", "environment.json", "coefficients.csv"], "diagnose --coefficients"),
+    ],
+)
+def test_folders_without_a_model_of_transformers_say_what_they_are(
+    tmp_path: Path, files: list[str], said: str
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    done = run("--model", tmp_path, "--data", "random")
+    assert done.exit_code == 1
+    assert said in " ".join(done.output.split())
+
+
 def test_texts_for_a_model_of_images(texts: Path) -> None:
     done = run("--model", "timm:test_vit", "--untrained", "--data", texts)
     assert done.exit_code == 1

@@ -125,6 +125,7 @@ def _transformers(where: str) -> Source:
         import transformers as hf
     except ImportError:
         raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
+    _refuse_folder_of_another_kind(Path(where))
     config = hf.AutoConfig.from_pretrained(where)
     kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
     build = kind.from_pretrained
@@ -189,6 +190,25 @@ def _has_filters(where: str) -> bool:
     except FileNotFoundError:
         # filters are saved in safetensors only; without such files it is an ordinary model
         return False
+
+
+def _refuse_folder_of_another_kind(folder: Path) -> None:
+    """Raise for folders that hold no whole model of transformers, though they look like it."""
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise SourceError(
+            f"{folder} is an adapter of peft, without its base; pass the folder of a whole model: "
+            "gfsa.load_peft(base, folder).merge_and_unload().save_pretrained(...)"
+        )
+    if (folder / "metrics.jsonl").is_file() and (folder / "environment.json").is_file():
+        coefficients = folder / "coefficients.csv"
+        over_training = (
+            f", or show its filters over training: gfsa diagnose --coefficients {coefficients} "
+            "--html page.html"
+        )
+        raise SourceError(
+            f"{folder} is a run of gfsa train, whose model transformers cannot build. Train with "
+            f"--set lens=true for a lens page{over_training if coefficients.is_file() else ''}"
+        )
 
 
 def _timm(name: str, untrained: bool) -> Source:

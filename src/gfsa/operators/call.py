@@ -158,8 +158,9 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"{q.shape[-2]} queries attend to {k.shape[-2]} keys: cross-attention has no powers, "
-            "the filter needs queries and keys of the same tokens. While decoding with a cache, "
-            "plug the model (gfsa.plug): its cache keeps what the past contributes"
+            "the filter needs queries and keys of the same tokens. To decode with a cache, keep "
+            "A·v of past tokens beside their keys and values: gfsa.plug does so in models of "
+            "transformers, docs/adapters.md shows how to in attention of your own"
         )
     _check_heads(q, k, v, call.enable_gqa)
     if not 0.0 <= call.dropout_p <= 1.0:

@@ -73,8 +73,10 @@ def save(model: nn.Module, path: str | Path) -> None:
         kind = type(site.filter)
         if KINDS.get(kind.__name__) is not kind:
             raise ValueError(
-                f"the filter of {name} is a {kind_of(kind)}, which gfsa.load cannot build: it "
-                f"builds {', '.join(KINDS)}. Save its state_dict yourself, or plug filter.fold()"
+                f"the filter of {name or 'the model'} is a {kind_of(kind)}, which gfsa.load cannot "
+                f"build: it builds {', '.join(KINDS)}. Save model.state_dict() instead, or, if a "
+                "polynomial that has learned is enough, replace each filter by filter.fold() "
+                "(docs/reference/filters.md)"
             )
     if len(description["filters"]) != len(plugged):
         raise ValueError(

@@ -182,7 +182,7 @@ def _refuse_constant(name: str) -> None:
 
 def _check_exists(file: Path) -> None:
     if not file.is_file():
-        advice = other_loader(file.parent, "gfsa.load") or f"gfsa.save(model, {str(file.parent)!r})"
+        advice = other_loader(file.parent, "gfsa.load") or "gfsa.save writes it"
         raise FileNotFoundError(f"{file} does not exist; {advice}")
 
 

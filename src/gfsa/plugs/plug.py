@@ -40,6 +40,9 @@ class _Unset:
 
 UNSET: Any = _Unset()
 
+# how reports show a model that is an attention module itself: its name is the empty string
+_ROOT = "(the model)"
+
 
 @dataclass
 class PlugReport:
@@ -68,10 +71,10 @@ def report_text(headline: str, changed: Mapping[str, str], skipped: Mapping[str,
     """A report as text: the layers that changed, numbered, then the skipped ones."""
     lines = [f"{headline} ({len(skipped)} skipped)"]
     lines += [
-        f"  {number:>3}  {name}: {what}"
+        f"  {number:>3}  {name or _ROOT}: {what}"
         for number, (name, what) in enumerate(changed.items(), start=1)
     ]
-    lines += [f"    -  {name}: {reason}" for name, reason in skipped.items()]
+    lines += [f"    -  {name or _ROOT}: {reason}" for name, reason in skipped.items()]
     return "\n".join(lines)
 
 
@@ -210,7 +213,8 @@ def plan_filters(
             continue
         if site.is_plugged:
             raise ValueError(
-                f"{name} is plugged already; gfsa.unplug(model) first, or choose other layers"
+                f"{name or _ROOT} is plugged already; gfsa.unplug(model) first, or choose other "
+                "layers"
             )
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
         with torch.device("cpu"), torch.inference_mode(False):

@@ -71,8 +71,8 @@ def test_as_exact_as_attention(problem: Problem) -> None:
 def test_u_is_added_as_it_is_saved(head_dim: int) -> None:
     """The gradient of wide heads tells c2·A·U from the output, V and the saved U.
 
-    Without it the output is their sum to one rounding, 0.21 of bfloat16's epsilon in this norm; with
-    U as it was before it was rounded, there would be two, 0.29.
+    Without it the output is their sum to one rounding, 0.21 of bfloat16's epsilon in this norm;
+    with U as it was before it was rounded, there would be two, 0.29.
     """
     q, k, v, *_ = causal(2, 4, 1024, head_dim).tensors()
     coeffs = torch.tensor([0.01, 1.0, 0.0], device="cuda").repeat(4, 1)

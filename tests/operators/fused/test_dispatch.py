@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from gfsa.operators import AttentionCall, Visibility
-from gfsa.operators.fused import eligibility
+from gfsa.operators.fused import autograd, eligibility
 from gfsa.operators.fused.dispatch import backward_path, forward_path
 from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.long import cudnn_backward
@@ -62,7 +62,9 @@ def test_paths(
         ((8, 12, 1024, 80), Options(0.1, True), long),
         ((8, 12, 1000, 64), Options(0.1, True), long),
         ((8, 12, 100, 64), Options(0.1, True), short),
-        ((1, 12, 1024, 64), Options(0.1, True), long),
+        ((1, 95, 1024, 64), Options(0.1, True), long),
+        ((1, 3, 32768, 128), Options(0.1, True), sweep),
+        ((1, 3, 32769, 128), Options(0.1, True), long),
         ((1, 70000, 1024, 64), Options(0.1, True), long),
     ],
     ids=str,
@@ -101,6 +103,30 @@ def test_each_stride_of_64_bits_has_code_of_its_own() -> None:
         for strides in [(9, 9, 9, 1), (far, 9, 9, 1), (9, far, 9, 1), (far, far, 9, 1)]
     }
     assert len(variants) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward"),
+    [((8, 12, 1024, 64), sweep), ((4, 16, 4096, 128), sweep), ((1, 2, 300, 64), long)],
+)
+def test_a_call_with_gradients_takes_the_same_forward(
+    shape: tuple[int, ...], forward: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever kernels serve its gradient."""
+    taken = []
+
+    def run_forward(path: object, q: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+        taken.append(path)
+        return torch.empty_like(q), torch.empty_like(q), q.new_empty(shape[:3])
+
+    monkeypatch.setattr(autograd, "run_forward", run_forward)
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    coeffs = torch.empty(shape[1], 3, device="meta")
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            y = autograd.filter_attention(q, q, q, coeffs, None, None, Options(0.1, True))
+        assert y.requires_grad == gradients
+    assert taken == [forward, forward]
 
 
 def test_integers_are_no_other_kernels() -> None:

@@ -101,7 +101,8 @@ class _Filter(torch.autograd.Function):
             out, u, lse = prepared.forward(q, k, v, coeffs, mask, seed)
         else:
             ctx.path = backward_path(q, k, v, mask, options)
-            out, u, lse = run_forward(ctx.path, q, k, v, coeffs, mask, seed, options)
+            path = forward_path(q, mask, options)
+            out, u, lse = run_forward(path, q, k, v, coeffs, mask, seed, options)
         ctx.save_for_backward(q, k, v, u, out, lse, coeffs, mask, seed)
         return out
 

@@ -61,10 +61,11 @@ ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
 # padded batches beyond the short kernels, which were measured with masks
 ONE_PASS_MASKS_ARE_MEASURED = False
 
-# the kernel of one causal sweep: head dims, least and most tokens, least heads of all sequences
+# the kernel of one causal sweep: head dims, least and most tokens of a sequence
 SWEEP_HEAD_DIMS = (64, 128)
-SWEEP_LENGTHS = (1024, 4096)
-SWEEP_HEADS = 64
+SWEEP_LENGTHS = (1024, 32768)
+# least tokens, counted once for each head: with fewer, programs wait for each other's blocks
+SWEEP_TOKENS = 96 * 1024
 
 # the kernel for one decoded token: largest head dim, most cached tokens
 DECODE_HEAD_DIM = 256
@@ -172,9 +173,9 @@ def refusal_by_sweep(
         return f"it takes head dims of {SWEEP_HEAD_DIMS}, got {head_dim}"
     least, most = SWEEP_LENGTHS
     if not least <= length <= most:
-        return f"it is measured for {least} to {most} tokens, got {length}"
-    if batch * heads < SWEEP_HEADS:
-        return f"it is measured for {SWEEP_HEADS} heads of all sequences together or more"
+        return f"it takes {least} to {most} tokens, got {length}"
+    if batch * heads * length < SWEEP_TOKENS:
+        return f"it takes {SWEEP_TOKENS} tokens or more, counted once for each head"
     if heads * head_dim * length >= 2**31:
         return "it counts a sequence's output in 32 bits"
     return _refusal_of_device_by_gluon(q)

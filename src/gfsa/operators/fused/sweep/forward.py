@@ -190,9 +190,10 @@ def _filter_half(
         once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
         inverse = gl.convert_layout(1.0 / last_norm, O_ROWS)
         once, last = warpgroup_mma_wait(0, deps=[once, last])
-        once = once * inverse[:, None]
+        # rounded as it is saved: the gradient tells c2·A·U from out, V and U
+        u = (once * inverse[:, None]).to(dt)
         mbarrier.wait(free.index(W), phase ^ 1)
-        _tile(own, W, HALF, D).store(once.to(dt))
+        _tile(own, W, HALF, D).store(u)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready.index(W), count=1)
@@ -202,7 +203,7 @@ def _filter_half(
             # the first warpgroup's before its own
             mbarrier.wait(ready.index(0), phase)
             twice = warpgroup_mma(last, _tile(own, 0, LAST, D), twice, is_async=True)
-        once = once * c1 + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        once = c1 * u.to(gl.float32) + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
         rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
         lse = (last_top + gl.log2(last_norm)) / LOG2E
         gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < n)

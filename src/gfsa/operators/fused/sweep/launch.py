@@ -21,8 +21,11 @@ LOOKED_AT = 32
 # by head dim: 64 keys a tile or twice as many, as registers allow, and tiles that fit on the chip
 PARTS = {64: 2, 128: 1}
 STAGES = 3
-# heads that are worked on at a time, the fastest of those measured
-SPAN = 128
+# tokens, counted once for each head, that are worked on at a time: few stay in the GPU's cache
+TOKENS_AT_A_TIME = 2**18
+# bounds of the heads at a time: the fastest measured at 1,024 tokens, and what keeps programs busy
+MOST_HEADS = 128
+LEAST_HEADS = 16
 
 
 def forward(
@@ -52,6 +55,10 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     return long.backward(g, saved, options)
 
 
+def heads_at_a_time(length: int) -> int:
+    return max(LEAST_HEADS, min(MOST_HEADS, TOKENS_AT_A_TIME // length))
+
+
 @functools.lru_cache(maxsize=1024)
 def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
@@ -67,7 +74,7 @@ def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
             problem.length,
             problem.options.scale,
             blocks,
-            min(SPAN, heads),
+            min(heads_at_a_time(problem.length), heads),
             *out_strides,
         ),
         (problem.head_dim, PARTS[problem.head_dim], STAGES),

@@ -21,6 +21,14 @@ def test_points_in_order_of_length(tmp_path: Path) -> None:
     assert curves(file) == {"plain": [(8, 0.4, 1.0), (16, 1.0, 2.0)], "gfsa": [(8, 0.8, 1.5)]}
 
 
+def test_another_kind_of_shape_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(ROWS)
+    before = curves(file)
+    file.write_text(ROWS.rstrip("\n") + "\nlengths,1x1x16x4:causal,plain,9.0,9.0\n")
+    assert curves(file) == before
+
+
 def test_no_rows_are_no_figure(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text(ROWS.splitlines()[0])

@@ -49,12 +49,12 @@ def _case(shape: Shape, setting: Setting, static: bool) -> Case:
 @contextmanager
 def _measured(kernel: bool) -> Iterator[None]:
     """Choose the kernel for a decoded token where it serves, or never."""
-    before = eligibility.DECODE_IS_MEASURED
-    eligibility.DECODE_IS_MEASURED = kernel
+    before = eligibility.DECODES_BY_KERNEL
+    eligibility.DECODES_BY_KERNEL = kernel
     try:
         yield
     finally:
-        eligibility.DECODE_IS_MEASURED = before
+        eligibility.DECODES_BY_KERNEL = before
 
 
 def _gpt2(shape: Shape, setting: Setting) -> Any:

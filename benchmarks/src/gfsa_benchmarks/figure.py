@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from gfsa_benchmarks.case import Shape
@@ -19,13 +20,21 @@ PANELS = ((1, "forward + backward, ms"), (2, "peak memory, MiB"))
 
 
 def curves(path: Path) -> dict[str, Curve]:
-    """``{variant: [(tokens, ms, MiB), …]}``; the last of several runs of one length counts."""
+    """``{variant: [(tokens, ms, MiB), …]}``; the last of several runs of one length counts.
+
+    Only lengths differ along a curve: rows of other heads or causality than the first are left out.
+    """
     found: dict[str, dict[int, tuple[int, float, float]]] = defaultdict(dict)
+    first: Shape | None = None
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row.get("suite", "lengths") != "lengths":
                 continue
-            tokens = Shape.parse(row["shape"]).tokens
+            shape = Shape.parse(row["shape"])
+            first = first or shape
+            tokens = shape.tokens
+            if shape != replace(first, tokens=tokens):
+                continue
             point = (tokens, float(row["fwd_bwd_ms"]), float(row["peak_mib"]))
             found[row["variant"]][tokens] = point
     if not found:

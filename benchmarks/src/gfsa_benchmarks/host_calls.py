@@ -43,10 +43,9 @@ def nothing_launched() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (launcher.Launch, "__call__", call_launch),
         (eligibility, "_refusal_of_device", lambda q: None),
-        (eligibility, "_refusal_of_device_by_short", lambda q: None),
+        (eligibility, "_refusal_of_device_by_gluon", lambda q: None),
         (eligibility, "capability", lambda device: (9, 0)),
         (eligibility, "TRITON", eligibility.MEASURED_TRITON),
-        (eligibility, "DECODE_IS_MEASURED", True),
         (short, "multiprocessors", lambda device: 132),
         (long, "cudnn_would_run", lambda *call: False),
         (attention, "_host_time_counts", lambda *tokens: True),

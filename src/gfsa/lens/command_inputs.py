@@ -199,7 +199,8 @@ def _refuse_folder_of_another_kind(folder: Path) -> None:
             f"{folder} is an adapter of peft, without its base; pass the folder of a whole model: "
             "gfsa.load_peft(base, folder).merge_and_unload().save_pretrained(...)"
         )
-    if (folder / "metrics.jsonl").is_file() and (folder / "environment.json").is_file():
+    # a run writes it before anything else; no model of transformers has such a file
+    if (folder / "environment.json").is_file():
         coefficients = folder / "coefficients.csv"
         over_training = (
             f", or show its filters over training: gfsa diagnose --coefficients {coefficients} "

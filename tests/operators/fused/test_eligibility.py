@@ -111,9 +111,6 @@ def test_refused_descriptions(visible: Visibility, degree: int, reason: str) -> 
 def test_windows_and_documents_where_they_are_measured(
     visible: Visibility, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = call(1, 4, 8192, 64, visible=visible)
-    assert "not measured yet" in choice.choose("auto", *asked).reason
-    monkeypatch.setattr(eligibility, "SPANS_ARE_MEASURED", True)
     for head_dim in (64, 128):
         asked = call(1, 4, 8192, head_dim, visible=visible)
         assert choice.choose("auto", *asked).backend == "fused"
@@ -177,8 +174,6 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
         with torch.no_grad():
             return eligibility.refusal_of_decoding(token, v, coeffs)
 
-    assert "not measured" in (refusal() or "")
-    monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", True)
     assert refusal() is None
     assert "degree 2, this one has 3" in (refusal(OnHopper(4, 4)) or "")
     assert "a filter and a mask on cuda:0" in (refusal(torch.zeros(4, 3)) or "")
@@ -192,6 +187,9 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
     monkeypatch.setattr(eligibility, "TRITON", (3, 7))
     assert "not measured" in (refusal() or "")
     monkeypatch.setattr(eligibility, "TRITON", (3, 6))
+    with monkeypatch.context() as benchmark:
+        benchmark.setattr(eligibility, "DECODES_BY_KERNEL", False)
+        assert "turned off" in (refusal() or "")
     monkeypatch.setattr(eligibility, "capability", lambda device: (8, 6))
     assert "not measured" in (refusal() or "")
 

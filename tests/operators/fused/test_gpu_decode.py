@@ -24,11 +24,6 @@ from gfsa.operators.fused.decode import decode
 BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", True)
-
-
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
@@ -134,7 +129,6 @@ def gpt2() -> Any:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.usefixtures("chosen")
 def test_generation(cache: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt2()
     ids = torch.randint(1, 512, (2, 9), device="cuda")
@@ -150,11 +144,10 @@ def test_generation(cache: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> 
         "pad_token_id": 0,
     }
     by_kernel = model.generate(ids, **options)
-    monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", False)
+    monkeypatch.setattr(eligibility, "DECODES_BY_KERNEL", False)
     assert torch.equal(by_kernel, model.generate(ids, **options))
 
 
-@pytest.mark.usefixtures("chosen")
 def test_a_captured_step_of_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay reads the length from the device: each of them decodes the next token."""
     model = gpt2()
@@ -187,14 +180,13 @@ def test_a_captured_step_of_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> N
         position.fill_(step)
         graph.replay()
         got.append(logits.clone())
-    monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", False)
+    monkeypatch.setattr(eligibility, "DECODES_BY_KERNEL", False)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits[:, 20:30]
     torch.testing.assert_close(torch.cat(got, 1), wanted, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.usefixtures("chosen")
 def test_compiled_decoding_is_one_graph(mode: str) -> None:
     model = gpt2()
     ids = torch.randint(1, 512, (2, 24), device="cuda")

@@ -120,7 +120,6 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
     monkeypatch.setattr(operator, "filter_attention", note)
     # rows of nine tokens stand for long ones, which were measured
     monkeypatch.setattr(eligibility, "SHORT_LENGTH", 8)
-    monkeypatch.setattr(eligibility, "SPANS_ARE_MEASURED", True)
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
     ids = torch.randint(3, 50, (1, 9))
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):

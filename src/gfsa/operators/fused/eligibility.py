@@ -69,10 +69,8 @@ SWEEP_HEADS = 64
 # the kernel for one decoded token: largest head dim, most cached tokens
 DECODE_HEAD_DIM = 256
 DECODE_LENGTH = 8192
-# `auto` takes kernels that were measured: benchmarks/decoding compares this one with torch's calls
-DECODE_IS_MEASURED = False
-# likewise the long kernels with windows and documents: `gfsa bench --suite packed` measures them
-SPANS_ARE_MEASURED = False
+# benchmarks turn it off to compare the kernel with torch's calls
+DECODES_BY_KERNEL = True
 
 
 def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
@@ -97,8 +95,6 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     if not _is_measured(call.q.device):
         return _reason_as_tuned(call, degree)
     if call.visible is not None:
-        if not SPANS_ARE_MEASURED:
-            return "windows and documents are not measured yet in the kernels as they are"
         if call.dropout_p or length <= SHORT_LENGTH:
             return (
                 "windows and documents are measured without dropout, in rows of more than "
@@ -242,7 +238,9 @@ def refusal_of_decoding(
     """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
     q, k, mask = call.q, call.k, call.attn_mask
     refusal = _refusal_of_device(q)
-    if refusal is None and not (DECODE_IS_MEASURED and _is_measured(q.device)):
+    if refusal is None and not DECODES_BY_KERNEL:
+        refusal = "the kernel for a decoded token is turned off"
+    if refusal is None and not _is_measured(q.device):
         refusal = "the kernel for a decoded token is not measured on this GPU"
     if refusal is not None:
         return refusal

@@ -188,8 +188,8 @@ def refusal_by_hopper_backward(q: Tensor, mask: Tensor | None, dropout_p: float)
     """
     if dropout_p:
         return "they take no dropout"
-    if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
-        return "they take masks of keys only"
+    if mask is not None and mask.dtype == torch.bool and not is_key_mask(mask):
+        return "they take no masks over queries and keys, but spans and masks of keys"
     if q.shape[2] % 4:
         # rows of logsumexps, which the copy engine takes from multiples of 16 bytes on
         return f"they take lengths that are multiples of 4, got {q.shape[2]}"

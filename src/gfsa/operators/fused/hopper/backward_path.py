@@ -14,7 +14,7 @@ from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import (
-    NO_MASK,
+    SPANS,
     Options,
     Problem,
     Saved,
@@ -47,6 +47,9 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
 }
 
+# with spans, where the compiler would take a few more: room for three programs of four warps
+REGISTERS = {("grad_keys", 64, SPANS): 168}
+
 forward = long.forward
 
 
@@ -56,7 +59,7 @@ def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; masks of keys, no dropout."""
+    """As :meth:`gfsa.operators.fused.dispatch.Path.backward`, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
     launches = _launches(problem_of(q, k, mask, options))
     mask, _ = pointers(mask, None, unused=q)
@@ -124,6 +127,10 @@ def _launch(name: str, problem: Problem) -> Launch:
     width = max(64, padded(problem.head_dim))
     tiles = TILES[name][width]
     arguments = inspect.signature(kernel.function.fn).parameters
+    launch_options: dict[str, Any] = {"num_warps": tiles.warps}
+    registers = REGISTERS.get((name, width, problem.mask_kind))
+    if registers is not None:
+        launch_options["maxnreg"] = registers
     return Launch(
         kernel,
         (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
@@ -137,9 +144,9 @@ def _launch(name: str, problem: Problem) -> Launch:
             is_causal,
             tiles.held,
             used(problem.head_dim),
-            problem.mask_kind != NO_MASK,
+            problem.mask_kind,
         ),
-        num_warps=tiles.warps,
+        **launch_options,
     )
 
 

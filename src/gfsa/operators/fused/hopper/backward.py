@@ -34,7 +34,7 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
-    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
+    "do_not_specialize": ["first", "heads", "mask_b", "mask_h", "mask_j"],
     "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask"],
 }
 
@@ -341,6 +341,201 @@ def grad_keys(
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    tma.store_wait(0)
+
+
+# four numbers of a thread at a time, which lie next to each other
+_ADD = gl.constexpr("""{
+.reg .u64 at;
+mul.wide.u32 at, $5, 4;
+add.u64 at, at, $9;
+red.relaxed.gpu.global.add.v4.f32 [at], {$1, $2, $3, $4};
+mov.u32 $0, 0;
+}""")
+
+
+@gluon.constexpr_function
+def query_layout(warps, features, queries):
+    """The layout of a tile of dQᵀ: 16 features a warp, the queries divided if warps are left."""
+    high = features // 16
+    return gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[high, warps // high],
+        instr_shape=[16, queries * high // warps, 16],
+    )
+
+
+@gluon.jit
+def _places(D: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where a tile's numbers lie: four of a thread next to each other, then the next thread's.
+
+    That is the order in which a product leaves them in registers, so that they do not go through
+    shared memory, and an instruction adds four of them.
+    """
+    d = gl.arange(0, D, layout=gl.SliceLayout(1, LAYOUT))
+    i = gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+    return (d // 16 * 128 + d % 8 * 16)[:, None] + (i // 8 * (8 * D) + i % 8 // 2 * 4)[None, :]
+
+
+@gluon.jit
+def _add(x, at, D: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """Add a tile of dQᵀ to the sum at address ``at``."""
+    gl.inline_asm_elementwise(
+        _ADD, "=r,f,f,f,f,r,r,r,r,l,l,l,l", [x, _places(D, BN, LAYOUT), at],
+        dtype=gl.int8, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit(**JIT_OPTIONS)
+def grad_tokens(
+    q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
+    dv_rows, sums, coeffs, mask,
+    first, heads, group, n, scale, mask_b, mask_h, mask_j,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """``grad_keys``, and the same keys' part of dQ, added to ``sums`` in float32.
+
+    Heads from number ``first`` on. Blocks add in any order, so dQ's last bits differ from run to
+    run. Half a tile of queries at a time: registers are short.
+    """
+    W: gl.constexpr = gl.num_warps()
+    dt: gl.constexpr = q_cols.dtype
+    SL: gl.constexpr = product_layout(W, BN)
+    AL: gl.constexpr = product_layout(W, D)
+    PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
+    ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
+    vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
+    us = gl.allocate_shared_memory(dt, [1, 1, BM, D], u_rows.layout)
+    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], q_cols.layout)
+    gs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], g_cols.layout)
+    dus = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], du_cols.layout)
+    lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
+    dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
+    HALF: gl.constexpr = BN // 2
+    QL: gl.constexpr = query_layout(W, D, HALF)
+    dss = gl.allocate_shared_memory(dt, [BM, BN], gl.NVMMASharedLayout(128, 16, 2))
+    bars = _barriers(3)
+    block = gl.program_id(0)
+    sums = sums.to(gl.int64) + gl.program_id(1).to(gl.int64) * gl.cdiv(n, BN) * (BN * D * 4)
+    bh = first + gl.program_id(1)
+    b = bh // heads
+    h = bh % heads
+    row = block * BM
+    start = 0
+    if CAUSAL:
+        start = row
+    steps = gl.cdiv(n, BN) - start // BN
+    # not all blocks at the same queries: they add to the same sums
+    shift = 0
+    if not CAUSAL:
+        shift = block * (BM // BN) % steps
+    mbarrier.expect(bars.index(2), 3 * BM * D * 2)
+    tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
+    tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
+    tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
+    _load_keys_step(
+        q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
+        start + shift * BN, 0, True, D, BN,
+    )  # fmt: skip
+    c2 = gl.load(coeffs + h * 3 + 2)
+    k = _tile(ks, BM, D)
+    v = _tile(vs, BM, D)
+    u = _tile(us, BM, D)
+    mbarrier.wait(bars.index(2), 0)
+    u.store((u.load(AL).to(gl.float32) * c2).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    keys = _operand(k, SL, HELD > 0 and USED == D)
+    dk = gl.full([BM, D], 0.0, gl.float32, AL)
+    dv = gl.full([BM, D], 0.0, gl.float32, AL)
+    zero = gl.full([BM, BN], 0.0, gl.float32, SL)
+    zero_q = gl.full([D, HALF], 0.0, gl.float32, QL)
+    for step in range(steps):
+        now = step % 2
+        col = start + (step + shift) % steps * BN
+        following = start + (step + 1 + shift) % steps * BN
+        _load_keys_step(
+            q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
+            following, step + 1, step + 1 < steps, D, BN,
+        )  # fmt: skip
+        q = _tile(qs.index(now), BN, D)
+        g = _tile(gs.index(now), BN, D)
+        du = _tile(dus.index(now), BN, D)
+        mbarrier.wait(bars.index(now), (step // 2) & 1)
+        s = _scores(keys, q, zero, False, D, USED)
+        da = _scores(u, g, zero, False, D, USED)
+        da = _scores(v, du, da, True, D, USED)
+        s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
+        lse = _vector(lss.index(now), BN, SL) * LOG2E
+        p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        if CAUSAL:
+            if col < row + BM:
+                i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
+                p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+        operand = gl.convert_layout(p.to(dt), PL)
+        if HELD:
+            # registers are short: 16 bits of A for dS as well
+            operand = pin(operand)
+        dv = warpgroup_mma(operand, du, dv, is_async=True)
+        da = warpgroup_mma_wait(1, deps=[da])
+        if HELD:
+            p = gl.convert_layout(operand, SL).to(gl.float32)
+        ds = p * (da - _vector(dls.index(now), BN, SL)[None, :])
+        dss.store(ds.to(dt))
+        fence_async_shared()
+        gl.thread_barrier()
+        at = sums + (col // HALF) * (D * HALF * 4)
+        some, others = dss.slice(0, HALF, dim=1), dss.slice(HALF, HALF, dim=1)
+        dq = warpgroup_mma(k.permute((1, 0)), some, zero_q, use_acc=False, is_async=True)
+        dk = warpgroup_mma(dss, q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        _add(dq, at, D, HALF, QL)
+        dq = warpgroup_mma(k.permute((1, 0)), others, zero_q, use_acc=False, is_async=True)
+        dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
+        _add(dq, at + D * HALF * 4, D, HALF, QL)
+        gl.thread_barrier()
+    if MASK:
+        rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
+        shown = _shown(mask, b, h, rows, n, mask_b, mask_h, mask_j)
+        dk = gl.where(shown[:, None], dk, 0.0)
+        dv = gl.where(shown[:, None], dv, 0.0)
+    # keys, values and U have been used: their room takes g and the results
+    mbarrier.expect(bars.index(2), BM * D * 2)
+    tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
+    k.store((dk * scale).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dk_rows, [b, h, row, 0], ks)
+    c0 = gl.load(coeffs + h * 3)
+    mbarrier.wait(bars.index(2), 1)
+    v.store((dv + c0 * u.load(AL).to(gl.float32)).to(dt))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    tma.store_wait(0)
+
+
+@gluon.jit(**JIT_OPTIONS)
+def finish_queries(
+    dq_cols, sums, first, heads, scale, D: gl.constexpr, BN: gl.constexpr
+):  # fmt: skip
+    """``dQ = sum·scale`` for BN queries, where ``grad_tokens`` has added with tiles of 2·BN."""
+    LAYOUT: gl.constexpr = query_layout(gl.num_warps(), D, BN)
+    tile = gl.program_id(0)
+    bh = first + gl.program_id(1)
+    at = (gl.program_id(1).to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
+    d = gl.arange(0, D, layout=gl.SliceLayout(1, LAYOUT))
+    i = gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+    # the four numbers of a thread: two features, eight apart, of two queries
+    part = (d // 8 % 2 * 2)[:, None] + (i % 2)[None, :]
+    dq = gl.load(sums + at + _places(D, BN, LAYOUT) + part) * scale
+    stage = gl.allocate_shared_memory(dq_cols.dtype, [1, 1, BN, D], dq_cols.layout)
+    _tile(stage, BN, D).permute((1, 0)).store(dq.to(dq_cols.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dq_cols, [bh // heads, bh % heads, tile * BN, 0], stage)
     tma.store_wait(0)
 
 

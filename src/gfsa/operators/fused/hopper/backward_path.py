@@ -1,9 +1,16 @@
-"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ."""
+"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ.
+
+Wide heads have dQ, dK and dV from one kernel, which spares three of nine products. It adds dQ up in
+float32 in any order, as cuDNN's attention gradient does; under
+``torch.use_deterministic_algorithms(True)`` the separate kernels serve. Half of the heads go
+through it at a time, so that the sums take as much memory as the values.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +54,9 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
 }
 
+# of the kernel for dQ, dK and dV
+ONE = Tiles(128, 64)
+
 forward = long.forward
 
 
@@ -58,7 +68,8 @@ def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; masks of keys, no dropout."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
-    launches = _launches(problem_of(q, k, mask, options))
+    problem = problem_of(q, k, mask, options)
+    launches = _launches(problem)
     mask, _ = pointers(mask, None, unused=q)
     lse = copyable_by_row(lse)
     du, delta = empty_like(q), torch.empty_like(lse)
@@ -69,10 +80,34 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask)
     dq = empty_like(q)
-    launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
+    if in_one_kernel(problem):
+        tensors = (q, g, du, lses, deltas, k, v, u, g, dk, dv)
+        _grad_tokens(tensors, dq, coeffs, mask, problem)
+    else:
+        launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask)
+        launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
+
+
+def in_one_kernel(problem: Problem) -> bool:
+    """Whether dQ, dK and dV come from one kernel."""
+    return problem.head_dim > 64 and not torch.are_deterministic_algorithms_enabled()
+
+
+def _grad_tokens(
+    tensors: Sequence[Tensor], dq: Tensor, coeffs: Tensor, mask: Tensor, problem: Problem
+) -> None:
+    total = problem.batch * problem.heads
+    half = -(-total // 2)
+    queries = -(-problem.length // ONE.cols) * ONE.cols
+    room = torch.empty(half, queries, _width(problem), dtype=torch.float32, device=dq.device)
+    for first, count in ((0, half), (half, total - half)):
+        if count:
+            sums = room[:count].zero_()
+            add, finish = _launches_in_one(problem, count)
+            add(tensors, sums, coeffs, mask, numbers=(first, *add.numbers[1:]))
+            finish((dq,), sums, numbers=(first, *finish.numbers[1:]))
 
 
 def copyable_by_row(x: Tensor) -> Tensor:
@@ -102,7 +137,8 @@ class _Kernels:
             layout = numbers if x.dtype == torch.float32 else tokens
             return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
-        self.by_name = {name: Kernel(getattr(kernels, name), describe) for name in TILES}
+        names = (*TILES, "grad_tokens", "finish_queries")
+        self.by_name = {name: Kernel(getattr(kernels, name), describe) for name in names}
 
 
 @functools.cache
@@ -116,20 +152,37 @@ def _launches(problem: Problem) -> dict[str, Launch]:
     return {name: _launch(name, problem) for name in TILES}
 
 
-def _launch(name: str, problem: Problem) -> Launch:
+@functools.lru_cache(maxsize=1024)
+def _launches_in_one(problem: Problem, heads: int) -> tuple[Launch, Launch]:
+    """The kernels for dQ, dK and dV of some heads; the first number is that of the first head."""
+    finish = Launch(
+        _kernels().by_name["finish_queries"],
+        (-(-problem.length // ONE.cols) * 2, heads, 1),
+        problem.variant,
+        [(1, 1, ONE.cols // 2, _width(problem))],
+        (0, problem.heads, problem.options.scale),
+        (_width(problem), ONE.cols // 2),
+        num_warps=ONE.warps,
+    )
+    return _launch("grad_tokens", problem, ONE, heads), finish
+
+
+def _launch(
+    name: str, problem: Problem, tiles: Tiles | None = None, heads: int | None = None
+) -> Launch:
     kernel = _kernels().by_name[name]
     scale, is_causal, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
-    # no narrower: a row of a tile has 128 bytes, as the swizzle does
-    width = max(64, padded(problem.head_dim))
-    tiles = TILES[name][width]
+    width = _width(problem)
+    tiles = tiles or TILES[name][width]
     arguments = inspect.signature(kernel.function.fn).parameters
+    numbers = (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j)
     return Launch(
         kernel,
-        (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
+        (-(-problem.length // tiles.rows), heads or problem.batch * problem.heads, 1),
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
-        (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
+        (0, *numbers) if "first" in arguments else numbers,
         (
             width,
             tiles.rows,
@@ -141,6 +194,11 @@ def _launch(name: str, problem: Problem) -> Launch:
         ),
         num_warps=tiles.warps,
     )
+
+
+def _width(problem: Problem) -> int:
+    """Features of a tile; no fewer than 64: a row of it has 128 bytes, as the swizzle does."""
+    return max(64, padded(problem.head_dim))
 
 
 def used(head_dim: int) -> int:

@@ -330,6 +330,41 @@ def test_backward_for_hopper(name: str, width: int, used: int) -> None:
     assert "serialized" not in remarks(compiled.asm["ptx"])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_in_one_kernel(causal: bool) -> None:
+    """Little spills, and four numbers are added at a time."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from gfsa.operators.fused.hopper import backward as kernels
+
+    tiles = backward_path.ONE
+    described = {"sums": "*fp32"}
+    for argument in kernels.grad_tokens.arg_names:
+        block = backward_path.block_of(argument, tiles, 128)
+        if block is not None:
+            number, bits = ("fp32", 32) if block[2] == 1 else ("bf16", 16)
+            layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
+            described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
+    constants = {
+        "D": 128, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": causal, "HELD": tiles.held,
+        "USED": 128, "MASK": False, "group": 1,
+    }  # fmt: skip
+    compiled, usage = compile_for(
+        HOPPER, GluonASTSource, kernels.grad_tokens, described, constants, tiles.warps
+    )
+    print(causal, usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 64
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 8
+    assert "serialized" not in remarks(ptx)
+
+
 def remarks(ptx: str) -> str:
     """What the assembler has to say; it notes where it runs products one by one."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

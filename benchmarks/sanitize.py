@@ -12,8 +12,10 @@ import torch
 
 from gfsa.functional import graph_filter_attention, which_backend
 from gfsa.operators import AttentionOperator, Visibility
-from gfsa.operators.fused import degree_one_launch
+from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.decode import decode
+from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.sweep import launch as sweep
 
 # tokens, head dim, degree, causal, whether some keys are padding, dropout
 CASES = (
@@ -32,7 +34,7 @@ CASES = (
 
 def main() -> None:
     # one pass also where it was not timed
-    degree_one_launch.NARROWEST, degree_one_launch.MASKS_ARE_MEASURED = 33, True
+    eligibility.ONE_PASS_NARROWEST, eligibility.ONE_PASS_MASKS_ARE_MEASURED = 33, True
     for tokens, dim, degree, is_causal, padded, dropout_p in CASES:
         q, k, v = (
             torch.randn(2, 2, tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -52,6 +54,7 @@ def main() -> None:
     for dim in (64, 128):
         packed(dim)
         decoded(dim)
+        swept(dim)
 
 
 def decoded(dim: int) -> None:
@@ -59,9 +62,19 @@ def decoded(dim: int) -> None:
     q, k, v, u = torch.randn(4, 2, 2, 300, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
     coeffs = torch.randn(2, 3, device="cuda")
     for _ in range(2):
-        decode(q[:, :, -1:], k, v, u, coeffs, None, None, dim**-0.5)
+        decode(q[:, :, -1:], k, v, u, coeffs, None, None, None, dim**-0.5)
     torch.cuda.synchronize()
     print(f"one token of {dim} after 299")
+
+
+def swept(dim: int) -> None:
+    """The causal forward in one sweep, where it was not timed as well."""
+    q = torch.randn(2, 4, 300, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 2, 300, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    coeffs = torch.randn(4, 3, device="cuda")
+    sweep.forward(q, k, v, coeffs, None, None, Options(dim**-0.5, True))
+    torch.cuda.synchronize()
+    print(f"300 tokens of {dim} in one causal sweep")
 
 
 def packed(dim: int) -> None:

@@ -547,6 +547,24 @@ REFUSED = {
     "degree a bool": (lambda: Polynomial(2, degree=True), "got True"),
     "alpha": (lambda: PageRank(2, alpha=1.5), "expected 0 ≤ alpha ≤ 1, got 1.5"),
     "hops": (lambda: PageRank(2, hops=0), "hops must be an integer of at least 1, got 0"),
+    "base for other heads": (
+        lambda: GraphFilter(2, torch.ones(3, 2)),
+        r"base.*\(heads, degree\+1\).*with 2 heads here; got \(3, 2\)",
+    ),
+    "base without a power": (lambda: GraphFilter(2, torch.ones(0)), r"base.*got \(0,\)"),
+    "a scalar base": (lambda: GraphFilter(2, torch.tensor(1.0)), r"base.*got \(\)"),
+    "basis of another degree": (
+        lambda: GraphFilter(2, torch.ones(2), torch.ones(1, 3)),
+        r"basis.*with 2 coefficients as its base has; got \(1, 3\)",
+    ),
+    "basis without an axis of learned numbers": (
+        lambda: GraphFilter(2, torch.ones(2), torch.ones(2)),
+        r"basis.*must be \(L, degree\+1\).*got \(2,\)",
+    ),
+    "theta for other numbers": (
+        lambda: GraphFilter(2, torch.ones(2), torch.ones(1, 2), torch.ones(3)),
+        r"theta.*here \(1,\) or \(2, 1\); got \(3,\)",
+    ),
 }
 
 
@@ -554,6 +572,11 @@ REFUSED = {
 def test_refuses(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_list_is_no_base() -> None:
+    with pytest.raises(TypeError, match=r"base of a filter must be a tensor, got list; torch"):
+        GraphFilter(2, [0.0, 1.0])  # type: ignore[arg-type]
 
 
 def test_large_coefficients_are_accepted_under_autocast() -> None:

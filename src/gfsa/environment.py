@@ -51,7 +51,8 @@ def commit() -> str:
         return ""
     named = _git(repository, "describe", "--always", "--exclude=*")
     # rows that an earlier measurement added to a table do not change what is measured
-    edited = _git(repository, "diff", "--name-only", "HEAD", "--", "src", "benchmarks")
+    code = ("src", "experiments", "benchmarks")
+    edited = _git(repository, "diff", "--name-only", "HEAD", "--", *code)
     return f"{named}-dirty" if named and edited else named
 
 

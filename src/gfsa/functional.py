@@ -31,7 +31,7 @@ def graph_filter_attention(
 
     The signature of :func:`torch.nn.functional.scaled_dot_product_attention` with coefficients
     added. Coefficients (0, 1) or (0, 1, 0) are ordinary attention: to the bit where torch's own
-    kernel does the first pass, to rounding with the fused kernels for short sequences.
+    kernel does the first pass, to rounding with the fused kernels for short or causal sequences.
 
     Args:
         q, k, v: ``(..., H, N, D)``; v's head dim may differ. Queries and keys are the same tokens:

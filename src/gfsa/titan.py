@@ -101,8 +101,8 @@ def plug(
 
     Args:
         config: the configuration, which changes.
-        layers: as in :func:`gfsa.plug`: ``"all"``, ``"even"``, ``"odd"``, ``"upper"``, or layer
-            numbers, counted from 1.
+        layers: as in :func:`gfsa.plug`: ``"all"``, ``"even"``, ``"odd"``, ``"lower"``, ``"upper"``,
+            or layer numbers, counted from 1.
         filter, arguments: as in :func:`filters`.
         lr, weight_decay: as in :func:`optimizer`; without ``lr`` the filters are trained as the
             other weights.

@@ -101,6 +101,7 @@ def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
         (["--suite", "models", "--compile", "--compile-blocks"], "whole models"),
         (["--variants", "plain,fast", "--shapes", "1x1x8x4"], "expected variants of plain, gfsa"),
         (["--suite", "decode", "--shapes", "1x1x8x4:padded"], "no padded shapes"),
+        (["--profile", "--shapes", "1x1x8x4"], "launched on CUDA"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, message):

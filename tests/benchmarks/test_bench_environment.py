@@ -16,7 +16,8 @@ def test_edited_code_is_told_and_a_grown_table_is_not(
 ) -> None:
     monkeypatch.delenv("GFSA_COMMIT", raising=False)
     code, table = tmp_path / "src" / "gfsa" / "__init__.py", tmp_path / "results" / "bench.csv"
-    for file in (code, table):
+    recipe = tmp_path / "experiments" / "src" / "recipe.py"
+    for file in (code, table, recipe):
         file.parent.mkdir(parents=True)
         file.write_text("one\n")
     monkeypatch.setattr(gfsa, "__file__", str(code))
@@ -33,5 +34,8 @@ def test_edited_code_is_told_and_a_grown_table_is_not(
     name = git("rev-parse", "--short", "HEAD")
     table.write_text("two\n")
     assert commit() == name
-    code.write_text("two\n")
-    assert commit() == f"{name}-dirty"
+    for edited in (code, recipe):
+        edited.write_text("two\n")
+        assert commit() == f"{name}-dirty"
+        edited.write_text("one\n")
+    assert commit() == name

@@ -175,7 +175,11 @@ def test_reports_are_computed_from_the_rows():
 
 @pytest.mark.parametrize(
     ("text", "shape"),
-    [("1x12x1024x64", Shape(1, 12, 1024, 64)), ("8x2x10x4:causal", Shape(8, 2, 10, 4, True))],
+    [
+        ("1x12x1024x64", Shape(1, 12, 1024, 64)),
+        ("8x2x10x4:causal", Shape(8, 2, 10, 4, True)),
+        ("8x4/2x10x4:padded", Shape(8, 4, 10, 4, padded=True, key_heads=2)),
+    ],
 )
 def test_shapes_are_written_as_they_are_read(text, shape):
     assert Shape.parse(text) == shape
@@ -186,6 +190,19 @@ def test_shapes_are_written_as_they_are_read(text, shape):
 def test_a_shape_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="BATCHxHEADSxTOKENSxDIM"):
         Shape.parse(text)
+
+
+@pytest.mark.parametrize("heads", ["4/3", "4/4"])
+def test_groups_of_heads_are_even(heads):
+    with pytest.raises(ValueError, match="divide the heads of queries"):
+        Shape.parse(f"1x{heads}x6x4")
+
+
+def test_grouped_heads_are_for_operators():
+    case = suite_called("ops").build(Shape(1, 4, 12, 4, True, key_heads=2), CPU)
+    assert all(torch.isfinite(variant.forward()).all() for variant in case.variants)
+    with pytest.raises(ValueError, match="grouped heads"):
+        run_suite("linear", "cpu", "float32", ["1x4/2x6x4"], 1, False, None, [], None, Console())
 
 
 @pytest.mark.parametrize("program", ["/some/where/gfsa", "/site-packages/gfsa/__main__.py"])

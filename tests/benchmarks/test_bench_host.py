@@ -54,6 +54,23 @@ def test_a_decoded_token_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> 
     assert two.operators == 8
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_token_by_the_kernel_is_one_launch(
+    kind: str, static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of torch's attention; the cache of powers and the coefficients need no other."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(host_models, "REPEATS", 1)
+    monkeypatch.setattr(host_models, "ROUNDS", 1)
+    with host_calls.nothing_launched():
+        found = host_models.decoding(static, kind)
+    added = found["degree 2"].added_to(found["plain"])
+    # the length of a static layer of powers, which the measurement sets back
+    assert added.operators == static
+    assert added.calls < 150
+
+
 def test_calls_and_operators_are_counted() -> None:
     x = torch.ones(2, 3)
 

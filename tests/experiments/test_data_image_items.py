@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from gfsa_experiments.tasks.image.broken import reason_against, refuse_broken
 from gfsa_experiments.tasks.image.items import FolderImages, list_images
+from gfsa_experiments.tasks.image.recipe import ImageConfig, build
 from support.tiny_images import write_folder
 
 
@@ -52,3 +55,65 @@ def test_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
         (tmp_path / "train" / "n001" / name).touch()
     with pytest.warns(UserWarning, match=r"train: 3 files .* left out \(2 \.gif, 1 \.txt\)"):
         list_images(tmp_path)
+
+
+def test_broken_images_are_named_before_training(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"train": 5, "val": 2})
+    config = ImageConfig(model="deit_tiny", depth=1, image_size=32, patch_size=16)
+    assert build(config, tmp_path).own_data is not None
+    files = sorted(path for path in tmp_path.rglob("*.JPEG") if "n000" not in path.parts)
+    for path in files[:12]:
+        # the header is there
+        path.write_bytes(path.read_bytes()[:-200])
+    # what was found of a folder is kept for all runs of a process
+    other = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name} again"))
+    with pytest.raises(ValueError, match=r"12 of 21 images .* cannot be read") as found:
+        build(config, other)
+    message = str(found.value)
+    assert message.count("truncated") == 10
+    assert "; and 2 more. Replace or delete them" in message
+    assert str(files[0].relative_to(tmp_path)) in message
+    # found by training then
+    assert build(ImageConfig(**vars(config) | {"check_images": False}), other).own_data is not None
+
+
+def test_why_a_file_is_no_image(tmp_path: Path) -> None:
+    image = Image.new("RGB", (40, 30))
+    for name in ("a.png", "a.jpg", "a.bmp", "a.webp"):
+        image.save(tmp_path / name)
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "page.jpg").write_text("<html>not found</html>")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:-30])
+    # cameras and editors write more behind the end
+    (tmp_path / "more.jpg").write_bytes((tmp_path / "a.jpg").read_bytes() + bytes(200))
+    (tmp_path / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    found = {path.name: reason_against(str(path)) for path in tmp_path.iterdir()}
+    good = {"a.png", "a.jpg", "a.bmp", "a.webp", "more.jpg"}
+    assert {name for name, reason in found.items() if reason is None} == good
+    assert found["empty.png"] == "it is empty"
+    assert found["page.jpg"] == "no format that Pillow knows"
+    assert "No such file" in str(found["gone.jpg"])
+    assert found["cut.png"]
+
+
+def test_a_folder_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path, {"train": 2, "val": 1})
+    (tmp_path / "train" / "n001" / "1.JPEG").write_bytes(b"no image")
+    looked: list[str] = []
+    monkeypatch.setattr(
+        "gfsa_experiments.tasks.image.broken.reason_against",
+        lambda path: looked.append(path) or reason_against(path),
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"1 of 9 images .*train/n001/1\.JPEG \(no format"):
+            refuse_broken(tmp_path, 0.1)
+    assert len(looked) == 9
+
+
+def test_an_image_too_large_to_decode_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, {"train": 2, "val": 1})
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    with pytest.raises(ValueError, match=r"n000/\d\.JPEG is no readable image: .*exceeds limit"):
+        FolderImages(list_images(tmp_path).parts["test"])[0]

@@ -16,7 +16,7 @@ from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.data.corpus import corpus_of
 from gfsa_experiments.data.labelled import LabelledRows, read_labelled
 from gfsa_experiments.data.labels import decide
-from gfsa_experiments.data.own import find_own, name_of
+from gfsa_experiments.data.own import digest_of, find_own, is_written_after, name_of
 from gfsa_experiments.data.splits import PARTS, three_parts
 from gfsa_experiments.data.tables import read_rows
 from gfsa_experiments.runs.sweep import Request
@@ -44,6 +44,24 @@ class TestNames:
     )
     def test_data_is_called_by_its_own_name(self, data: str, name: str) -> None:
         assert name_of(data) == name
+
+    def test_what_is_hashed_of_own_data(self) -> None:
+        assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
+        assert digest_of(["ab"]) == digest_of([b"ab"])
+        # half of a surrogate pair, as JSON may have it
+        assert digest_of([json.loads('"\\ud83d"')]) != digest_of([])
+
+    def test_what_was_written_since(self, tmp_path: Path) -> None:
+        folder = tmp_path / "my"
+        folder.mkdir()
+        (folder / "train.csv").touch()
+        (folder / "gone.csv").symlink_to(tmp_path / "nowhere.csv")
+        written = max((folder / "train.csv").stat().st_mtime, folder.stat().st_mtime)
+        for data in ("my", str(folder), "my/train.csv"):
+            assert is_written_after(data, tmp_path, written - 1)
+            assert not is_written_after(data, tmp_path, written)
+        assert not is_written_after("hub:someone/my", tmp_path, 0)
+        assert not is_written_after("", tmp_path, 0)
 
     def test_a_missing_file_names_its_neighbours(self, tmp_path: Path) -> None:
         (tmp_path / "my.csv").touch()

@@ -13,6 +13,7 @@ import torch
 from gfsa_experiments.tasks.graph.own import read_own as read_graphs
 from gfsa_experiments.tasks.image.items import list_images
 from gfsa_experiments.tasks.lra.own import read_texts
+from gfsa_experiments.tasks.speech.audio import header_of, read_audio
 from gfsa_experiments.tasks.speech.own import letters_of
 from gfsa_experiments.tasks.speech.own import read_own as read_speech
 from gfsa_experiments.tasks.text.recipe import TextConfig, TextTask
@@ -275,3 +276,19 @@ class TestSpeech:
         (tmp_path / "x.trans.txt").write_text("b some words\n")
         with pytest.raises(FileNotFoundError, match=r"there is no b\.flac .*\n  1: b some words"):
             read_speech(str(tmp_path), tmp_path, 0.0)
+
+    @pytest.mark.parametrize("ending", ["flac", "mp3"])
+    def test_a_recording_that_was_cut_off(self, ending: str, tmp_path: Path) -> None:
+        """Its header promises samples that it does not have."""
+        soundfile = pytest.importorskip("soundfile")
+        path = tmp_path / f"a.{ending}"
+        wave = 0.1 * np.random.default_rng(0).standard_normal(16_000)
+        soundfile.write(path, wave, 16_000)
+        info, reason = header_of(path)
+        assert (info.frames, reason) == (16_000, None)
+        path.write_bytes(path.read_bytes()[:-2_000])
+        assert soundfile.info(path).frames == 16_000
+        assert "cut off" in str(header_of(path)[1])
+        if ending == "flac":
+            with pytest.raises(ValueError, match=r"a\.flac is damaged: .*; replace or delete it"):
+                read_audio(path)

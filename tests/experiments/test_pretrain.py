@@ -269,6 +269,23 @@ class TestTraining:
 
         ends_as_if_never_interrupted(train, PretrainTask, tmp_path, monkeypatch)
 
+    def test_a_resumed_run_says_where_it_begins(
+        self, data: Path, tmp_path: Path, capsys: Any, caplog: Any
+    ) -> None:
+        run = a_run(data, tmp_path, max_steps=5, checkpoint_every=2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PretrainTask, "loss", interrupted_at(4, PretrainTask.loss))
+            with pytest.raises(KeyboardInterrupt):
+                carry_out(run)
+        assert "resumed" not in capsys.readouterr().out
+        carry_out(dataclasses.replace(run, resume=True))
+        assert f"{run.folder}: resumed after step 2" in capsys.readouterr().out
+        # the head is tied to the embedding, which is nothing to be checked by the reader
+        assert "shared tensor" not in caplog.text
+        other = dataclasses.replace(run, resume=True, out=tmp_path / "other")
+        carry_out(other)
+        assert f"{other.folder}: has no checkpoint, begins with step 1" in capsys.readouterr().out
+
     def test_tokens_may_be_kept_in_bf16(self, data: Path) -> None:
         task = built(data, residual="bf16", precision="bf16")
         kinds: list[torch.dtype] = []

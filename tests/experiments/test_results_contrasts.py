@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pandas as pd
@@ -11,6 +12,7 @@ from scipy.stats import ttest_ind, ttest_rel
 from gfsa_experiments.results.contrasts import contrast, pooled_reduction
 from gfsa_experiments.results.line_pairs import contrast_grid, find_pairs
 from gfsa_experiments.results.load_rows import latest
+from gfsa_experiments.results.number_format import NONE, Scale, contrast_cells
 from gfsa_experiments.results.statistics import Interval, mean_of_groups
 from gfsa_experiments.results.tables import make_tables
 from gfsa_experiments.runs.row import Row
@@ -80,6 +82,11 @@ def test_pairs_of_one_commit_are_counted() -> None:
     found = contrast(frame(a), frame(b))
     assert found is not None
     assert found.one_commit == 2
+    # runs of an installed package name none: that is no finding about the pairs
+    unnamed = contrast(frame([row("gfsa", 0, commit="")]), frame([row("plain", 0, commit="")]))
+    assert unnamed is not None
+    assert unnamed.one_commit is None
+    assert contrast_cells(unnamed, Scale(1, 1))["one commit"] == NONE
 
 
 @pytest.mark.parametrize(
@@ -161,6 +168,22 @@ def test_lines_with_settings_of_their_own_are_compared_too() -> None:
     # of two lines that have the word, the one with fewer other settings
     ((_, _, b, _),) = find_pairs(tables, "gfsa filter_lr=0.01 - plain lr=1")
     assert b.mean == pytest.approx(33.5 / 3)
+
+
+def test_lines_with_settings_of_their_own_are_on_the_same_data() -> None:
+    """Each table has rows on one set of data alone, so that neither names it."""
+    recorded = [
+        *(dataclasses.replace(row, data="1+1+1 a") for row in rows("gfsa", GFSA)),
+        *(
+            dataclasses.replace(row, data="1+1+1 b")
+            for row in rows("plain", DEGREE_1, settings="epochs=6")
+        ),
+    ]
+    with pytest.raises(ValueError, match=r"not compared: gfsa on 1\+1\+1 a; plain on 1\+1\+1 b"):
+        find_pairs(make_tables(latest(recorded)), "gfsa - plain epochs=6")
+    # rows of earlier versions do not note their data
+    recorded = [dataclasses.replace(row, data=row.data.replace("1+1+1 b", "")) for row in recorded]
+    assert len(find_pairs(make_tables(latest(recorded)), "gfsa - plain epochs=6")) == 1
 
 
 def test_a_name_that_two_lines_have_is_refused() -> None:

@@ -323,6 +323,12 @@ def test_runs_on_other_data_are_no_pair(folder: Path) -> None:
     twice = rows_of(family, data="1+1+1 a") + rows_of(family, data="1+1+1 b")
     with pytest.raises(ValueError, match="must all be on the same data"):
         judged(family, twice)
+    # both runs of a seed on the same data, and those of the next seed on other data
+    by_seed = [dataclasses.replace(r, data=f"1+1+1 {r.seed}") for r in rows_of(family)]
+    with pytest.raises(ValueError, match=r"all be on the same data, these are on 1\+1\+1 100; 1"):
+        judged(family, by_seed)
+    unknown = [dataclasses.replace(r, data="1+1+1 a" * (r.seed > 100)) for r in rows_of(family)]
+    assert [outcome.unusable for outcome in judged(family, unknown)] == [{}] * 2
 
 
 def test_a_family_with_unusable_pairs_is_neither_complete_nor_not_run(folder: Path) -> None:
@@ -376,8 +382,12 @@ def test_the_command_prints_a_family_and_keeps_its_rows_out_of_the_tables(folder
     done = CliRunner().invoke(cli.build(), ["results", "--dir", str(folder)])
     assert "families were committed before their runs cannot be checked here" in done.stderr
     text = done.stdout
+    # the first page has a sentence for a family that lacks runs, --family its table
+    assert "(gfsa − degree1; gfsa − plain), 4 seeds" in text
+    assert "3 of 4 pairs missing: no verdict." in text
     assert (
-        "| gfsa − plain | accuracy | 1 | – | – | – | – | 3 of 4 pairs missing: no verdict |" in text
+        "| gfsa − plain | accuracy | 1 | – | – | – | – | 3 of 4 pairs missing: no verdict |"
+        in text_of(folder, "--family", "toy")
     )
     # four seeds of gfsa, not eight: those of the family are not looked at
     assert "| gfsa K=2 filter_lr=0.01 | 4 | 61.6 ± 1.5 |" in text

@@ -6,6 +6,7 @@ import pytest
 
 from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.notes import notes_of
+from gfsa_experiments.results.overview import domain_of, domains
 from gfsa_experiments.results.tables import make_tables
 from support.result_rows import row, rows
 
@@ -231,3 +232,25 @@ def test_p_is_adjusted_over_every_table_of_the_folder():
     other += rows("gfsa", [1.5, 2.0, 2.9], task="rte")
     tables = make_tables(latest(made + other))
     assert line_of(tables[0], "gfsa").adjusted_p == pytest.approx(2 * alone.difference.p)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "name"),
+    [
+        (["bigclonebench roberta-d4-w256"], "code clones"),
+        (["devign roberta-d4-w256", "devign codebert-base"], "code defects"),
+        (["data=my codebert-base"], "code (my)"),
+        (["data=my codebert-base", "bigclonebench codebert-base"], "code"),
+    ],
+)
+def test_code_is_what_its_data_is_about(tasks: list[str], name: str) -> None:
+    made = [
+        found
+        for task in tasks
+        for method in ("plain", "gfsa")
+        for found in rows(method, [50, 51, 53], recipe="code", task=task)
+    ]
+    tables = make_tables(latest(made))
+    assert [domain.name for domain in domains(tables)] == [name]
+    assert domain_of("code", tables) == name
+    assert domain_of("image", tables) == "images"

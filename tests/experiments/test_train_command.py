@@ -41,6 +41,18 @@ def test_methods_orders_and_seeds_are_all_run(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "results" / "toy.csv")) == 6
 
 
+def test_the_printed_options_are_those_that_a_method_reads(tmp_path: Path) -> None:
+    words = [TOY, "--method", "plain,gfsa,degree1", "--set", "epochs=1", "--set", "filter_lr=0.03"]
+    _, output = train(tmp_path, *words)
+    rows = [line.split("│") for line in output.splitlines() if line.startswith("│")]
+    printed = {name.strip(): value.strip() for _, name, value, _ in rows}
+    assert printed["epochs"] == "1.0"
+    assert printed["filter_lr of gfsa"] == printed["filter_lr of degree1"] == "0.03"
+    assert "K of gfsa" in printed
+    # plain has no options, and degree 1 no K
+    assert not {"filter_lr", "filter_lr of plain", "K of degree1"} & set(printed)
+
+
 def test_filters_that_hardly_moved_are_named(tmp_path: Path) -> None:
     words = [TOY, "--method", "plain,gfsa,twicing", "--set", "epochs=1", "--each"]
     code, output = train(tmp_path, *words, "filter_lr=1e-7,1e-2")
@@ -59,6 +71,17 @@ def test_one_failure_does_not_take_the_others_along(tmp_path: Path) -> None:
     diverged, healthy = read_rows(tmp_path / "results" / "toy.csv")
     assert math.isnan(diverged.test)
     assert healthy.method == "gfsa"
+
+
+def test_a_reason_that_all_runs_share_is_printed_once(tmp_path: Path) -> None:
+    code, output = train(tmp_path, TOY, "--seeds", "0,1", "--set", "explode_at=1")
+    assert code == 1
+    assert output.count("training has diverged") == 1
+    first, second = [line for line in output.splitlines() if line.startswith("failed: ")]
+    name = first.split(": ")[1]
+    assert second.endswith(f"for the reason of {name}")
+    # there is nothing to show
+    assert output.rstrip().endswith("0 of 2 runs done")
 
 
 def test_a_killed_process_does_not_take_the_others_along(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
+from gfsa.lens.command_inputs import load_source
 from support.reports import example_trajectory
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
@@ -143,16 +145,77 @@ def test_what_cannot_be_done_is_said_in_a_line(arguments: list[str], said: str) 
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["adapter_config.json"], "is an adapter of peft"),
+        (["config.json", "metrics.jsonl", "environment.json"], "--set lens=true for a lens page"),
+        (["metrics.jsonl", "environment.json", "coefficients.csv"], "diagnose --coefficients"),
+    ],
+)
+def test_folders_without_a_model_of_transformers_say_what_they_are(
+    tmp_path: Path, files: list[str], said: str
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    done = run("--model", tmp_path, "--data", "random")
+    assert done.exit_code == 1
+    assert said in " ".join(done.output.split())
+
+
 def test_texts_for_a_model_of_images(texts: Path) -> None:
     done = run("--model", "timm:test_vit", "--untrained", "--data", texts)
     assert done.exit_code == 1
     assert "takes no text" in done.output
 
 
-def test_layers_that_are_none(bert: Path) -> None:
-    done = run("--model", bert, "--data", "random", "--layers", "first")
+# "2-" could mean from the second on
+@pytest.mark.parametrize("layers", ["first", "2-", "-2", ""])
+def test_layers_that_are_none(bert: Path, layers: str) -> None:
+    done = run("--model", bert, "--data", "random", "--layers", layers)
     assert done.exit_code == 2
     assert "1,5-8,12" in done.output
+
+
+def test_a_model_with_another_tokenizer_is_said(bert: Path, texts: Path, tmp_path: Path) -> None:
+    """All models are measured on the inputs of the first one."""
+    other = shutil.copytree(bert, tmp_path / "other")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *reversed(WORDS)]
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.BertTokenizer({word: i for i, word in enumerate(words)})
+    tokenizer.save_pretrained(other)
+    options = ("--data", texts, "--no-spectral")
+    done = run("--model", f"a={bert}", "--model", f"b={other}", *options)
+    assert done.exit_code == 0, done.output
+    assert "b makes other inputs of texts.txt than a" in " ".join(done.output.split())
+    same = shutil.copytree(bert, tmp_path / "same")
+    assert "other inputs" not in run("--model", f"a={bert}", "--model", same, *options).output
+    # a folder of a run often has no tokenizer
+    for file in same.glob("*token*"):
+        file.unlink()
+    (same / "vocab.txt").unlink(missing_ok=True)
+    done = run("--model", f"a={bert}", "--model", f"b={same}", *options)
+    assert done.exit_code == 0, done.output
+    assert "other inputs" not in done.output
+    # then it makes no inputs either: every word would be unknown
+    done = run("--model", same, *options)
+    assert done.exit_code == 1
+    assert "has no tokenizer" in done.output
+
+
+def test_names_of_models(bert: Path, tmp_path: Path) -> None:
+    """Folders of runs have a "=" in their names, and labels may be in brackets."""
+    model = shutil.copytree(bert, tmp_path / "gfsa_filter_lr=0.1")
+    source = load_source(str(model), untrained=False)
+    assert source.label == str(model)
+    gfsa.plug(source.model, w0=0.5)
+    gfsa.save(source.model, model / "filters")
+    for label in ("mine", "lr=0.1", "[best]"):
+        named = load_source(f"{label}={model}@{model / 'filters'}", untrained=False)
+        assert named.label == label
+        assert gfsa.filters_of(named.model)
+    done = run("--model", f"[best]={bert}", "--data", "random", "--no-spectral")
+    assert "[best] (" in done.output
 
 
 def test_coefficients_over_training_need_no_model(tmp_path: Path) -> None:

@@ -86,6 +86,10 @@ def test_a_changed_model_and_a_repeated_step_are_refused() -> None:
         ("step,layer,name,head,c0\n0,1,a,1,0.5\n0,1,a,3,0.5\n", "out of order"),
         ("step,layer,name,head,c0\n0,1,a,1,0.5\n0,2,b,1,0.5\n5,1,a,1,0.5\n", "1 of 2 steps"),
         ("step,layer,name,head,c0\n0,1,a,1,many\n", "damaged"),
+        # a missing c0 must not make c0 of c1, nor a line that is cut off a filter of lower degree
+        ("step,layer,name,head,c0,c1\n0,1,a,1,,0.5\n", "damaged"),
+        ("step,layer,name,head,c0,c1\n0,1,a,1,0,1\n0,1,a,2,0\n", "head 2 has 1 coefficients"),
+        ("step,layer,name,head,c0\n0,1,a,1,0\n0,1,a,2,0\n5,1,a,1,0\n", "step 5, a: 1 heads"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

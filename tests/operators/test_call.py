@@ -1,8 +1,11 @@
 """The record of a call, and the cache of decisions about calls."""
 
+from typing import Any
+
 import pytest
 import torch
 
+import gfsa
 from gfsa.operators import AttentionCall, DenseOperator
 from gfsa.operators.call import DecisionCache
 
@@ -45,3 +48,12 @@ def test_a_cache_of_decisions_empties_when_full() -> None:
         cache.remember((number,), str(number))
         assert cache[(number,)] == str(number)
     assert list(cache) == [(2,)]
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("backend", ["auto", "dense", "sdpa"])
+def test_a_scale_that_is_no_number_is_refused(scale: float, backend: Any) -> None:
+    """torch's attention gives finite numbers for it on a CPU."""
+    q = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="scale must be a finite number"):
+        gfsa.graph_filter_attention(q, q, q, torch.ones(2, 3), scale=scale, backend=backend)

@@ -142,6 +142,27 @@ def test_spans_say_what_is_visible(window: int | None, packed: Tensor | None) ->
     assert torch.equal((query <= last[:, None]) & (key <= query), expected)
 
 
+@pytest.mark.parametrize("what", ["spans", "whole"])
+def test_nothing_of_a_captured_graph_is_kept(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory has no values before the first replay, and those of other documents after it."""
+    device = torch.device("cuda")
+    visible = Visibility(causal=True, documents=documents([5, 7]), in_order=True)
+    # a machine without a GPU cannot compute there
+    monkeypatch.setattr(Visibility, "_spans", lambda self, *_: torch.zeros(1))
+    monkeypatch.setattr(Visibility, "rows", lambda self, *_: torch.zeros(1))
+    compute = getattr(visible, what)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = compute(12, device)
+    assert compute(12, device) is not captured
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    eager = compute(12, device)
+    assert eager is not captured
+    assert compute(12, device) is eager
+    # a graph computes its own, from the documents that each replay has
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert compute(12, device) is not eager
+
+
 def test_spans_do_not_say_everything() -> None:
     numbers = documents([6, 6])
     for visible, reason in (

@@ -381,6 +381,57 @@ def test_whole_models_in_shards_and_half_precision(tmp_path: Path) -> None:
     assert torch.equal(output(loaded), expected)
 
 
+def test_filters_are_of_the_files_that_the_weights_are_of(tmp_path: Path) -> None:
+    """A repository keeps the files of an earlier upload in shards, and transformers takes one."""
+    old, new = (randomised(model) for model in (plugged_model(), plugged_model()))
+    for filter in gfsa.filters_of(new).values():
+        filter.theta.data.mul_(2)
+    old.save_pretrained(tmp_path, max_shard_size="40KB")
+    kept = {path: path.read_bytes() for path in tmp_path.glob("model*")}
+    assert len(kept) > 2
+    new.save_pretrained(tmp_path)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, dtype=torch.float64).eval()
+    assert torch.equal(output(loaded), output(new))
+    assert not torch.equal(output(new), output(old))
+    # vLLM takes the files of the index
+    from gfsa.plugs.adapters.transformers.pretrained import filter_tensors
+
+    name, filter = next(iter(gfsa.filters_of(old).items()))
+    by_index = filter_tensors(tmp_path, {}, index_first=True)
+    assert torch.equal(by_index[f"{name}.gfsa.theta"], filter.theta)
+
+
+def plugged_model() -> Any:
+    model = model_of()
+    gfsa.plug(model, K=3)
+    return model
+
+
+@pytest.mark.parametrize("size", ["5GB", "40KB"])
+def test_filters_of_a_variant(size: str, tmp_path: Path) -> None:
+    model, other = plugged_model(), plugged_model()
+    expected = output(randomised(model))
+    other.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, variant="exact", max_shard_size=size)
+    options = {"dtype": torch.float64, "variant": "exact"}
+    loaded = gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, **options).eval()
+    assert torch.equal(output(loaded), expected)
+
+
+def test_weights_of_other_files_than_the_filters_are_refused(tmp_path: Path) -> None:
+    model = plugged_model()
+    model.save_pretrained(tmp_path)
+    for options, message in (
+        ({"use_safetensors": False}, "use_safetensors=False"),
+        ({"gguf_file": "model.gguf"}, "a GGUF file has none"),
+        ({"state_dict": model.state_dict()}, "those in state_dict would be ignored"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, **options)
+
+
 def test_transformers_alone_says_that_it_drops_the_filters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -435,3 +486,47 @@ def test_weights_of_four_bits_are_the_same_backbone(saved: Path) -> None:
     )
     with pytest.raises(ValueError, match="another backbone"):
         gfsa.load(other, saved)
+
+
+class TestAnotherKindOfFolder:
+    """Filters are saved in three ways; the error of a wrong loader names the right one."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+        import peft
+
+        folder = tmp_path_factory.mktemp("saved")
+        model = model_of("gpt2")
+        gfsa.plug(model, K=3)
+        gfsa.save(model, folder / "filters")
+        model.save_pretrained(folder / "model")
+        config = peft.LoraConfig(
+            target_modules=["c_attn"], modules_to_save=["gfsa"], fan_in_fan_out=True
+        )
+        peft.get_peft_model(model, config).save_pretrained(folder / "adapter")
+        return {path.name: path for path in folder.iterdir()}
+
+    def test_load(self, folders: dict[str, Path]) -> None:
+        for kind, advice in (("model", "gfsa.from_pretrained"), ("adapter", "gfsa.load_peft")):
+            with pytest.raises(FileNotFoundError, match=rf"{advice}\(.*{kind}\"\) loads"):
+                gfsa.load(model_of("gpt2"), folders[kind])
+
+    def test_load_peft(self, folders: dict[str, Path]) -> None:
+        for kind, advice in (("model", "gfsa.from_pretrained"), ("filters", "gfsa.load")):
+            with pytest.raises(FileNotFoundError, match=rf"{advice}\(.*{kind}\"\) loads"):
+                gfsa.load_peft(model_of("gpt2"), folders[kind])
+
+    def test_from_pretrained(self, folders: dict[str, Path]) -> None:
+        # transformers itself loads the base that an adapter names, and the adapter
+        config = folders["adapter"] / "adapter_config.json"
+        entries = json.loads(config.read_text(encoding="utf-8"))
+        entries["base_model_name_or_path"] = str(folders["model"])
+        config.write_text(json.dumps(entries), encoding="utf-8")
+        with pytest.raises(FileNotFoundError, match=r"gfsa.load_peft\(.*adapter\"\) loads"):
+            gfsa.from_pretrained(transformers.AutoModelForCausalLM, folders["adapter"])
+
+    def test_what_is_missing_of_the_right_kind(self, folders: dict[str, Path]) -> None:
+        (folders["adapter"] / "adapter_model.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match="save the adapter with"):
+            gfsa.load_peft(model_of("gpt2"), folders["adapter"])

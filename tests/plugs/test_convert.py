@@ -364,6 +364,36 @@ def test_what_does_not_fit_is_refused_and_the_model_unchanged(change: Any, messa
     assert not gfsa.filters_of(model)
 
 
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"ema.blocks.0.attn.lamb": torch.ones(4)}, r"2 filters for blocks\.0\.attn: .* ema\."),
+        ({"blocks.1.attn.lamb": torch.ones(1, 4, 1, 1)}, r"lamb of shape \(1, 4, 1, 1\)"),
+        ({"blocks.1.attn.w_K": torch.ones(4)}, r"it also has blocks\.1\.attn\.w_K"),
+    ],
+)
+def test_no_filter_of_a_checkpoint_is_left_out(
+    more: dict[str, Tensor], message: str, weights: bool
+) -> None:
+    """Nor does one of two take the place of the other."""
+    name = "deit_small_patch16_224"
+    model = image_model(name)
+    with pytest.raises(ValueError, match=message):
+        gfsa.convert(model, published_image_model(name).state_dict() | more, weights=weights)
+    assert not gfsa.filters_of(model)
+
+
+def test_a_model_without_memory_takes_no_weights() -> None:
+    name = "deit_small_patch16_224"
+    with torch.device("meta"):
+        model = image_model(name)
+    state = published_image_model(name).state_dict()
+    with pytest.raises(ValueError, match="on the device meta and cannot hold weights"):
+        gfsa.convert(model, state)
+    gfsa.convert(model, state, weights=False)
+
+
 def test_arguments() -> None:
     model = image_model("deit_small_patch16_224")
     with pytest.raises(TypeError, match="weights_only=True"):

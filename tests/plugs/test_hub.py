@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import re
 import time
@@ -19,9 +21,10 @@ import yaml
 from torch import Tensor, nn
 
 import gfsa
+from gfsa.lens.command_inputs import load_source
 from gfsa.plugs.hub.card import BEGIN, END
 from gfsa.plugs.peft_adapters import check_loaded
-from support.hub_server import HubServer, hub_server
+from support.hub_server import HubServer, Repository, hub_server
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(6)[None]
@@ -114,6 +117,13 @@ class TestFilters:
             again = encoder()
             gfsa.load(again, "user/filters", revision=revision)
             assert torch.equal(again(X), model(X))
+        # the lines of a card load what it is beside
+        cards = {
+            branch: server.repositories["user/filters"].files(branch)["README.md"].decode()
+            for branch in ("main", "one-layer")
+        }
+        assert 'gfsa.load(model, "user/filters")' in cards["main"]
+        assert 'gfsa.load(model, "user/filters", revision="one-layer")' in cards["one-layer"]
         with pytest.raises(FileNotFoundError, match="user/filters at 'other'"):
             gfsa.load(encoder(), "user/filters", revision="other")
 
@@ -248,6 +258,41 @@ class TestWholeModel:
         assert torch.equal(logits(backbone), logits(model))
         card = server.repositories["user/model"].files()["README.md"].decode()
         assert 'gfsa.from_pretrained(GPT2LMHeadModel, "user/model")' in card
+
+    @pytest.mark.parametrize("sizes", [("5GB", "20KB"), ("20KB", "5GB")])
+    def test_weights_of_an_earlier_upload_are_not_loaded(
+        self, sizes: tuple[str, str], server: HubServer
+    ) -> None:
+        """transformers prefers one file to several, vLLM several to one."""
+        for size in sizes:
+            model = plugged(gpt2())
+            model.save_pretrained = functools.partial(model.save_pretrained, max_shard_size=size)
+            with torch.no_grad():
+                model.transformer.wte.weight.mul_(1.5 if size == sizes[1] else 1.0)
+            gfsa.push_to_hub(model, "user/model", weights=True)
+            if size == sizes[0]:
+                mine = {"model.fp16.safetensors": b"mine", "notes.md": b"mine"}
+                server.repositories["user/model"].commit("main", mine)
+        files = server.repositories["user/model"].files()
+        assert ("model.safetensors" in files) == (sizes[1] == "5GB")
+        assert ("model.safetensors.index.json" in files) == (sizes[1] == "20KB")
+        assert files.keys() >= {"model.fp16.safetensors", "notes.md", "filters.json"}
+        again = gfsa.from_pretrained(transformers.AutoModelForCausalLM, "user/model").eval()
+        assert torch.equal(logits(again), logits(model))
+
+    def test_the_lens_sees_the_filters(self, server: HubServer) -> None:
+        model = plugged(gpt2())
+        gfsa.push_to_hub(model, "user/model", weights=True)
+        source = load_source("user/model", untrained=False)
+        assert torch.equal(logits(source.model), logits(model))
+        # pickles, which have no filters
+        content = io.BytesIO()
+        torch.save(gpt2().state_dict(), content)
+        repository = server.repositories["user/pickles"] = Repository()
+        config = server.repositories["user/model"].files()["config.json"]
+        files = {"config.json": config, "pytorch_model.bin": content.getvalue()}
+        repository.commit("main", files)
+        assert not gfsa.filters_of(load_source("user/pickles", untrained=False).model)
 
     def test_plain_from_pretrained_warns(
         self, server: HubServer, caplog: pytest.LogCaptureFixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ def names(model: nn.Module) -> list[int]:
         ("all", [1, 2, 3, 4]),
         ("even", [2, 4]),
         ("upper", [3, 4]),
+        ("lower", [1, 2]),
         ("odd", [1, 3]),
         ([1, 4], [1, 4]),
         ((3,), [3]),
@@ -64,7 +66,7 @@ def test_layers(layers: object, expected: list[int]) -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("some", "layers must be 'all', 'even', 'odd', 'upper'.*got 'some'"),
+        ("some", "layers must be 'all', 'even', 'odd', 'lower', 'upper'.*got 'some'"),
         ([0], "there is no layer 0: the model has 4 self-attention layers.*counted from 1"),
         ([5], "there is no layer 5"),
         ([1.5], "got 1.5 among them"),
@@ -446,6 +448,24 @@ def test_parameter_groups() -> None:
     assert set(grouped) == {id(p) for p in model.parameters() if p.requires_grad}
     assert sum(p.numel() for p in groups["filters"]["params"]) == 24
     torch.optim.AdamW(list(groups.values()))
+
+
+@pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), "1e-3", True])
+@pytest.mark.parametrize("name", ["lr", "filter_lr", "weight_decay"])
+def test_rates_of_parameter_groups_are_checked(name: str, value: Any) -> None:
+    """An optimizer of torch checks the rates that it is given itself, not those of its groups."""
+    model = TinyEncoder()
+    gfsa.plug(model)
+    with pytest.raises(ValueError, match=rf"^{name} must be a finite number, zero or more, got"):
+        gfsa.parameter_groups(model, **{"lr": 1e-3, name: value})
+
+
+def test_a_rate_may_be_a_tensor() -> None:
+    """As captured steps of torch's optimizers take it."""
+    model = TinyEncoder()
+    gfsa.plug(model)
+    rate = torch.tensor(1e-3)
+    assert all(group["lr"] is rate for group in gfsa.parameter_groups(model, lr=rate))
 
 
 def test_parameter_groups_of_an_unplugged_model() -> None:

@@ -60,6 +60,30 @@ def test_subclasses_are_served_and_those_with_another_forward_are_not():
         gfsa.plug(Other(16, 4))
 
 
+class Scaled(TinyAttention):
+    """A subclass that inherits its forward."""
+
+    def project(self, x, mask):
+        (q, k, v), keys = super().project(x, mask)
+        return [2 * q, k, v], keys
+
+
+class FilteredScaled(FilteredTinyAttention, Scaled):
+    pass
+
+
+def test_a_subclass_that_inherits_its_forward_is_told_how():
+    gfsa.register_adapter(TinyAttention, SwapClass(FilteredTinyAttention, heads="heads"))
+    layer, x = Scaled(16, 4), torch.randn(2, 6, 16)
+    with pytest.raises(ValueError, match=r"class FilteredScaled\(FilteredTinyAttention, Scaled\)"):
+        gfsa.plug(layer)
+    # what the message proposes keeps what the subclass changes
+    before = layer(x)
+    gfsa.register_adapter(Scaled, SwapClass(FilteredScaled, heads="heads"))
+    assert str(gfsa.plug(layer)).splitlines()[1].endswith("(the model): 4 heads, adapter")
+    assert torch.equal(layer(x), before)
+
+
 def test_heads_by_name_or_by_function():
     by_name = SwapClass(FilteredTinyAttention, heads="heads")
     by_function = SwapClass(FilteredTinyAttention, lambda module: module.heads)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -28,8 +28,9 @@ class Repository:
         self.branches: dict[str, str] = {}
         self.commit("main", {})
 
-    def commit(self, branch: str, files: dict[str, bytes]) -> str:
+    def commit(self, branch: str, files: dict[str, bytes], deleted: Set[str] = frozenset()) -> str:
         content = {**self.files(branch), **files} if branch in self.branches else files
+        content = {name: data for name, data in content.items() if name not in deleted}
         text = f"{len(self.commits)} {sorted(content)}"
         number = hashlib.sha1(text.encode()).hexdigest()
         self.commits[number] = content
@@ -142,7 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
             for line in lines
             if line["key"] == "lfsFile"
         }
-        number = repository.commit(revision, files)
+        deleted = {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
+        number = repository.commit(revision, files, deleted)
         url = f"{self.server.url}/{name}/commit/{number}"
         self._json({"success": True, "commitOid": number, "commitUrl": url})
 
@@ -151,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(f"{self.command} {path}")
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._info(match[1], match[2] or "main")
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
+            return self._tree(match[1], match[2])
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if match is None:
             return self._missing("NotFound")
@@ -185,6 +189,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._missing("RevisionNotFound")
         files = [{"rfilename": file} for file in repository.files(commit)]
         return self._json({"id": name, "modelId": name, "sha": commit, "siblings": files})
+
+    def _tree(self, name: str, revision: str) -> None:
+        repository = self.server.repositories.get(name)
+        if repository is None or repository.sha(revision) is None:
+            return self._missing("RevisionNotFound" if repository else "RepoNotFound")
+        files = repository.files(revision).items()
+        found = [
+            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for path, data in files
+        ]
+        return self._json(found)
 
     def _missing(self, code: str, headers: dict[str, str] | None = None) -> None:
         self._json({"error": code}, 404, {"X-Error-Code": code, **(headers or {})})

@@ -15,7 +15,8 @@ from torch import Tensor
 class Shape:
     """Batch, heads, tokens and head dim, written ``BxHxNxD``.
 
-    ``:causal`` and ``:padded`` may follow; padded sequences have half to all of the tokens.
+    ``32/8`` heads are 32 of queries over 8 of keys and values. ``:causal`` and ``:padded`` may
+    follow; padded sequences have half to all of the tokens.
     """
 
     batch: int
@@ -24,21 +25,31 @@ class Shape:
     dim: int
     causal: bool = False
     padded: bool = False
+    key_heads: int | None = None
+    """Heads of keys and values where they are fewer than ``heads``."""
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(:causal)?(:padded)?", text.strip())
-        if match is None or "0" in match.groups()[:4]:
+        pattern = r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)(:causal)?(:padded)?"
+        match = re.fullmatch(pattern, text.strip())
+        if match is None or "0" in match.groups()[:5]:
             raise ValueError(
-                f"expected a shape as BATCHxHEADSxTOKENSxDIM, such as 1x12x1024x64 "
-                f"8x12x1024x64:causal or 32x12x128x64:padded, got {text!r}"
+                f"expected a shape as BATCHxHEADSxTOKENSxDIM, such as 1x12x1024x64, "
+                f"8x32/8x1024x64:causal or 32x12x128x64:padded, got {text!r}"
             )
-        batch, heads, tokens, dim = (int(number) for number in match.groups()[:4])
-        return cls(batch, heads, tokens, dim, match[5] is not None, match[6] is not None)
+        batch, heads, tokens, dim = (int(match[group]) for group in (1, 2, 4, 5))
+        key_heads = None if match[3] is None else int(match[3])
+        if key_heads is not None and (heads % key_heads or heads == key_heads):
+            raise ValueError(
+                f"expected fewer heads of keys that divide the heads of queries, such as 32/8, "
+                f"got {heads}/{key_heads} in the shape {text!r}"
+            )
+        return cls(batch, heads, tokens, dim, match[6] is not None, match[7] is not None, key_heads)
 
     def __str__(self) -> str:
         options = ":causal" * self.causal + ":padded" * self.padded
-        return f"{self.batch}x{self.heads}x{self.tokens}x{self.dim}{options}"
+        grouped = "" if self.key_heads is None else f"/{self.key_heads}"
+        return f"{self.batch}x{self.heads}{grouped}x{self.tokens}x{self.dim}{options}"
 
     def real_tokens(self) -> Tensor:
         """``(batch, tokens)``, False for padding."""

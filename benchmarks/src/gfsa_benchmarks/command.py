@@ -11,7 +11,10 @@ import typer
 def bench(
     suite: Annotated[
         str,
-        typer.Option(help="ops, lengths, models, linear, decode, decode-static, packed or deploy."),
+        typer.Option(
+            help="ops, lengths, models, pretrain-step, linear, decode, decode-static, packed or "
+            "deploy."
+        ),
     ] = "ops",
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1 …; auto uses a GPU if there is one.")
@@ -20,17 +23,24 @@ def bench(
         str, typer.Option(help="float32, bfloat16, float16; auto is bfloat16 on CUDA.")
     ] = "auto",
     shapes: Annotated[
-        str, typer.Option(help="BATCHxHEADSxTOKENSxDIM[:causal][:padded], separated by commas.")
+        str,
+        typer.Option(
+            help="BATCHxHEADSxTOKENSxDIM[:causal][:padded], separated by commas; HEADS may be 32/8."
+        ),
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
     graphs: Annotated[
         bool, typer.Option("--graphs", help="Time CUDA graphs: for launch-bound shapes.")
     ] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="The suite models: compile each model.")
+        bool,
+        typer.Option("--compile", help="The suites models and pretrain-step: compile each model."),
     ] = False,
     blocks: Annotated[
         bool, typer.Option("--compile-blocks", help="Likewise, its blocks one by one.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Then GPU time by kernel and by kind, on CUDA.")
     ] = False,
     variants: Annotated[
         str, typer.Option(help="Only these variants, by name, separated by commas.")
@@ -57,6 +67,7 @@ def bench(
             rounds=rounds,
             graphs=graphs,
             compiled="blocks" if blocks else "model" if compiled else None,
+            profile=profile,
             variants=[name.strip() for name in variants.split(",") if name.strip()],
             csv=csv if append else None,
             console=Console(),

@@ -102,7 +102,9 @@ def _rewind(cache: Any, static: bool) -> None:
     if not static:
         cache.crop(-1)
         return
+    lengths = []
     for layer in cache.layers:
         companions = getattr(layer, "gfsa_powers", {}).values()
-        for held in (layer, *itertools.chain(*companions)):
-            held.cumulative_length.sub_(1)
+        lengths += [held.cumulative_length for held in (layer, *itertools.chain(*companions))]
+    # one launch for all layers, so that it does not count in a captured step
+    torch._foreach_sub_(lengths, 1)

@@ -33,18 +33,20 @@ def nothing_launched() -> Iterator[None]:
     from gfsa.operators.fused.short import launch as short
     from gfsa.operators.fused.short import prepared
 
-    def call_launch(launch: Any, tensors: Any, *pointers: Tensor) -> None:
+    def call_launch(launch: Any, tensors: Any, *pointers: Tensor, numbers: Any = None) -> None:
         strides = tuple([x.stride() for x in tensors])
         direct = launch.direct.get(strides)
         if direct is None:
             direct = launch.direct[strides] = _without_c_functions(launch, tensors)
-        direct(tensors, pointers)
+        direct(tensors, pointers, numbers)
 
     replaced: list[tuple[Any, str, Any]] = [
         (launcher.Launch, "__call__", call_launch),
         (eligibility, "_refusal_of_device", lambda q: None),
         (eligibility, "_refusal_of_device_by_short", lambda q: None),
         (eligibility, "capability", lambda device: (9, 0)),
+        (eligibility, "TRITON", eligibility.MEASURED_TRITON),
+        (eligibility, "DECODE_IS_MEASURED", True),
         (short, "multiprocessors", lambda device: 132),
         (long, "cudnn_would_run", lambda *call: False),
         (attention, "_host_time_counts", lambda *tokens: True),

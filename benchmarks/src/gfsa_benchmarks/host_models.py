@@ -1,8 +1,9 @@
 """The host cost that a filter adds per layer of a whole model: time, Python calls, launches.
 
 The models have twelve narrow layers, so that the host dominates: a training step of BERT in which
-the fused kernels launch nothing, and one decoded token of GPT-2 with a filled cache. Each is
-compared with the same model without filters, in the same process.
+the fused kernels launch nothing, and one decoded token of GPT-2 and of Llama with a filled cache,
+by torch's calls and by the kernel for a token. Each is compared with the same model without
+filters, in the same process.
 
 Times in a loop are optimistic because all caches are warm. The number of calls does not depend on
 that; it is the figure to read for the training step, whose time varies by about 40 µs per layer
@@ -156,27 +157,22 @@ def training() -> dict[str, Cost]:
     return measure({name: step(model) for name, model in models.items()}, operators=False)
 
 
-def decoding(static: bool) -> dict[str, Cost]:
-    """One token of GPT-2 with a filled cache."""
-    from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
+def decoding(static: bool, kind: str = "gpt2") -> dict[str, Cost]:
+    """One token of GPT-2 or Llama with a filled cache.
 
-    config = GPT2Config(
-        vocab_size=8,
-        n_embd=16,
-        n_layer=LAYERS,
-        n_head=2,
-        n_positions=2 * TOKENS,
-        n_inner=8,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    A filter of degree 2 is two calls of torch's attention, or in
+    :func:`~gfsa_benchmarks.host_calls.nothing_launched` one launch of the kernel for a token.
+    """
+    from transformers import DynamicCache, StaticCache
+
     ids = torch.ones(1, TOKENS, dtype=torch.long)
+    plain = _decoder(kind)
 
     def step(model: Any) -> Work:
         cache: Any = (
-            StaticCache(config=config, max_cache_len=2 * TOKENS)
+            StaticCache(config=plain.config, max_cache_len=2 * TOKENS)
             if static
-            else DynamicCache(config=config)
+            else DynamicCache(config=plain.config)
         )
         position = torch.full((1, 1), TOKENS)
         with torch.no_grad():
@@ -190,8 +186,39 @@ def decoding(static: bool) -> dict[str, Cost]:
         return work
 
     # in float32: to add numbers of two dtypes a CPU makes copies, unlike a GPU
-    models = variants(GPT2LMHeadModel(config).eval())
+    models = variants(plain)
     return measure({name: step(model) for name, model in models.items()}, operators=True)
+
+
+def _decoder(kind: str) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if kind == "gpt2":
+        return GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=8,
+                n_embd=16,
+                n_layer=LAYERS,
+                n_head=2,
+                n_positions=2 * TOKENS,
+                n_inner=8,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        ).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8,
+            hidden_size=16,
+            intermediate_size=8,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=2 * TOKENS,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ).eval()
 
 
 def rewind(cache: Any, static: bool) -> None:
@@ -208,8 +235,11 @@ def rewind(cache: Any, static: bool) -> None:
 def main() -> None:
     with host_calls.nothing_launched():
         report("BERT, training step", training())
-    report("GPT-2, one token, dynamic cache", decoding(static=False))
-    report("GPT-2, one token, static cache", decoding(static=True))
+    for kind, static in itertools.product(("gpt2", "llama"), (False, True)):
+        name = f"{kind}, one token, {'static' if static else 'dynamic'} cache"
+        report(f"{name}, by torch", decoding(static, kind))
+        with host_calls.nothing_launched():
+            report(f"{name}, by the kernel", decoding(static, kind))
 
 
 def report(name: str, costs: dict[str, Cost]) -> None:

@@ -31,9 +31,9 @@ def table(rows: Sequence[Row]) -> Table:
             row.variant,
             row.backend,
             _ms(row.fwd_ms),
-            _number(row.fwd_ratio, ".2f"),
+            _number(row.fwd_ratio, ".3f"),
             _ms(row.fwd_bwd_ms),
-            _number(row.fwd_bwd_ratio, ".2f"),
+            _number(row.fwd_bwd_ratio, ".3f"),
             f"{row.peak_mib:.1f}",
             f"{row.extra_mib:+.1f}",
         )

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gfsa_benchmarks import report
-from gfsa_benchmarks.case import Compiled, Setting, Shape, only
+from gfsa_benchmarks import profiling, report
+from gfsa_benchmarks.case import Case, Compiled, Setting, Shape, only
 from gfsa_benchmarks.harness import COLUMNS, Row, append, measure
 from gfsa_benchmarks.suites import suite_called
 from gfsa_experiments.runs.csv_table import check_table
@@ -19,6 +19,7 @@ from gfsa_experiments.runs.csv_table import check_table
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # per function: each model of a case has a graph with gradients and one without
 _GRAPHS = 64
+_PROFILE_WIDTH = 150
 
 
 def run_suite(
@@ -32,6 +33,7 @@ def run_suite(
     variants: Sequence[str],
     csv: Path | None,
     console: Console,
+    profile: bool = False,
 ) -> list[list[Row]]:
     """Measure the suite called ``name``; returns a list of rows for each shape.
 
@@ -40,18 +42,32 @@ def run_suite(
         compiled: which part of a model to compile, for suites that have models.
         variants: names of those to measure besides the first of a case; empty for all.
         csv: rows are appended to this file after each case; ``None`` for no file.
+        profile: whether to print where the GPU time of each variant's step goes as well.
     """
     suite = suite_called(name)
     if compiled and not suite.compiles:
-        raise ValueError(f"the suite {name} has nothing to compile; --compile is for models")
+        raise ValueError(
+            f"the suite {name} has nothing to compile; --compile is for models and pretrain-step"
+        )
     if csv is not None:
         # a wrong file is refused before minutes of measuring
         check_table(csv, COLUMNS)
     setting = Setting(_device(device), _dtype(dtype), compiled, graphs)
+    if profile and (setting.device.type != "cuda" or graphs):
+        raise ValueError(
+            f"--profile reads the kernels of steps that are launched on CUDA, got the device "
+            f"{setting.device}{' and --graphs' if graphs else ''}"
+        )
     if setting.device.type == "cuda":
         # graphs and events are created on the current device
         torch.cuda.set_device(setting.device.index or 0)
     wanted = [Shape.parse(text) for text in shapes or suite.shapes(setting.device)]
+    grouped = [str(shape) for shape in wanted if shape.key_heads is not None]
+    if grouped and not suite.grouped:
+        raise ValueError(
+            f"only the suites ops and lengths take grouped heads; give one number of heads instead "
+            f"of {grouped[0]}"
+        )
     cases = []
     with Progress(
         TextColumn("{task.description}"),
@@ -68,10 +84,12 @@ def run_suite(
             with compiling() if compiled else nullcontext():
                 case = only(suite.build(shape, setting), variants)
                 rows = measure(case, name, setting, rounds, lambda: progress.advance(task))
-            cases.append(rows)
-            console.print(report.table(rows))
-            if csv is not None:
-                append(rows, csv)
+                cases.append(rows)
+                console.print(report.table(rows))
+                if csv is not None:
+                    append(rows, csv)
+                if profile:
+                    _print_profiles(case, setting, console)
     for rows in cases:
         if sentence := report.against_published(rows):
             console.print(sentence)
@@ -80,6 +98,17 @@ def run_suite(
     if csv is not None:
         console.print(f"{sum(map(len, cases))} rows added to {csv}")
     return cases
+
+
+def _print_profiles(case: Case, setting: Setting, console: Console) -> None:
+    profiles = {
+        variant.name: profiling.profile_step(variant.step or variant.forward, setting.device)
+        for variant in case.variants
+    }
+    # names of kernels are long: a narrow terminal breaks the lines, and no number is cut
+    wide = Console(file=console.file, width=_PROFILE_WIDTH)
+    wide.print(profiling.kinds_table(profiles))
+    wide.print(profiling.kernels_table(profiles))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from gfsa_benchmarks.case import Case, Setting, Shape, Variant, variant
 from gfsa_benchmarks.decode import decode, decode_static
 from gfsa_benchmarks.deploy import deploy
 from gfsa_benchmarks.packed import packed
+from gfsa_benchmarks.pretraining import pretraining_step
 from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.training import training_step
 
@@ -29,6 +30,8 @@ class Suite:
     cpu_shapes: Sequence[str]
     cuda_shapes: Sequence[str]
     compiles: bool = False
+    grouped: bool = False
+    """Whether shapes may have fewer heads of keys than of queries."""
 
     def shapes(self, device: torch.device) -> Sequence[str]:
         return self.cuda_shapes if device.type == "cuda" else self.cpu_shapes
@@ -40,7 +43,10 @@ def operators(shape: Shape, setting: Setting) -> Case:
 
     mask = _mask(shape, setting)
 
+    group = shape.heads // (shape.key_heads or shape.heads)
+
     def published(q: Tensor, k: Tensor, v: Tensor, w0: Tensor, w1: Tensor, wK: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         return published_attention(q, k, v, w0, w1, wK, K=3, is_causal=shape.causal, attn_mask=mask)
 
     weights = [
@@ -79,7 +85,9 @@ def _plain(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> Variant:
         mask, causal = mask & torch.ones(shape.tokens, shape.tokens).tril().to(mask), False
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, enable_gqa=shape.key_heads is not None
+        )
 
     return variant("plain", "torch", run, tokens)
 
@@ -96,6 +104,7 @@ def _filtered(
     options: dict[str, Any] = {
         "attn_mask": _mask(shape, setting),
         "is_causal": shape.causal,
+        "enable_gqa": shape.key_heads is not None,
         "backend": backend,
     }
 
@@ -148,12 +157,14 @@ SUITES: dict[str, Suite] = {
             "2x16x8192x128",
             "2x16x8192x128:causal",
         ),
+        grouped=True,
     ),
     "lengths": Suite(
         "attention operators at doubling lengths",
         lengths,
         cpu_shapes=("1x4x512x64", "1x4x1024x64", "1x4x2048x64"),
         cuda_shapes=tuple(f"1x16x{2**power}x64" for power in range(10, 17)),
+        grouped=True,
     ),
     "models": Suite(
         "a training step of a whole model, without and with filters",
@@ -165,6 +176,13 @@ SUITES: dict[str, Suite] = {
             "256x6x197x64",
             "8x12x1024x64:causal",
         ),
+        compiles=True,
+    ),
+    "pretrain-step": Suite(
+        "a pretraining step of the recipe's decoder, without and with filters",
+        pretraining_step,
+        cpu_shapes=("1x8x128x64:causal",),
+        cuda_shapes=("64x8x1024x64:causal", "32x12x1024x64:causal"),
         compiles=True,
     ),
     "linear": Suite(
@@ -212,8 +230,11 @@ def _mask(shape: Shape, setting: Setting) -> Tensor | None:
 
 
 def _tokens(shape: Shape, setting: Setting) -> list[Tensor]:
-    size = (shape.batch, shape.heads, shape.tokens, shape.dim)
-    return [setting.randn(*size).requires_grad_() for _ in range(3)]
+    key_heads = shape.key_heads or shape.heads
+    return [
+        setting.randn(shape.batch, heads, shape.tokens, shape.dim).requires_grad_()
+        for heads in (shape.heads, key_heads, key_heads)
+    ]
 
 
 def _coefficients(shape: Shape, setting: Setting, degree: int) -> Tensor:

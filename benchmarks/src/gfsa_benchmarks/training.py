@@ -122,7 +122,7 @@ def _variant(name: str, way: Way, model: Any, batch: dict[str, Any], setting: Se
         if setting.compiled == "model":
             # traced, transformers makes masks that it leaves out otherwise: others may serve then
             called = torch.compile(model, backend="eager")
-        ran = _backend_of(loss)
+        ran = backend_of(loss)
     if setting.compiled == "model":
         # and forget what was traced to look at it
         torch._dynamo.reset()
@@ -177,7 +177,7 @@ def _published(operator: attention.AttentionOperator, coeffs: Coefficients, v: T
     )
 
 
-def _backend_of(loss: Callable[[], object]) -> str:
+def backend_of(loss: Callable[[], object]) -> str:
     """Which operators a model's layers take in training, by watching one forward."""
     taken: set[str] = set()
 

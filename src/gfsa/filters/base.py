@@ -106,6 +106,7 @@ class GraphFilter(nn.Module):
         check_multiplier(lr_multiplier)
         self.num_heads = num_heads
         self.lr_multiplier = float(lr_multiplier)
+        _check_shapes(num_heads, base, basis, theta)
         if basis is None:
             basis = base.new_zeros(0, base.shape[-1])
         learned = len(basis)
@@ -310,6 +311,35 @@ def read_description(state: Tensor) -> dict[str, Any]:
     if not isinstance(description, dict):
         raise ValueError(f"the description of a filter is damaged: {description!r:.80}")
     return description
+
+
+def _check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
+    """Refuse tensors of a subclass that do not fit together."""
+    for name, given in {"base": base, "basis": basis, "theta": theta}.items():
+        if not isinstance(given, Tensor) and (name == "base" or given is not None):
+            raise TypeError(
+                f"the {name} of a filter must be a tensor, got {type(given).__name__}; "
+                "torch.tensor(...) makes one of a list"
+            )
+    powers = base.shape[-1] if base.dim() else 0
+    rows = len(base) if base.dim() == 2 else 1
+    if base.dim() not in (1, 2) or not powers or rows not in (1, num_heads):
+        raise ValueError(
+            "the base of a filter must be (degree+1,) or (heads, degree+1), lowest power first, "
+            f"with {num_heads} heads here; got {tuple(base.shape)}"
+        )
+    if basis is not None and (basis.dim() != 2 or basis.shape[-1] != powers):
+        raise ValueError(
+            "the basis of a filter must be (L, degree+1), a polynomial for each of its L learned "
+            f"numbers, with {powers} coefficients as its base has; got {tuple(basis.shape)}"
+        )
+    learned = 0 if basis is None else len(basis)
+    fitting = ((learned,), (1, learned), (num_heads, learned))
+    if theta is not None and theta.shape not in fitting:
+        raise ValueError(
+            f"the theta of a filter must be (L,) or (heads, L), here {(learned,)} or "
+            f"{(num_heads, learned)}; got {tuple(theta.shape)}"
+        )
 
 
 def _check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:

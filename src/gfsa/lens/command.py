@@ -104,7 +104,7 @@ def _diagnose(
     trace: bool,
     untrained: bool,
 ) -> Any:
-    from gfsa.lens.command_inputs import SourceError, load_batches, load_source
+    from gfsa.lens.command_inputs import SourceError, load_batches, load_source, other_inputs
     from gfsa.lens.diagnosis import diagnose as diagnose_models
 
     if not names or not data:
@@ -115,6 +115,15 @@ def _diagnose(
         raise SourceError(f"two models have the same name ({', '.join(labels)}): use LABEL=MODEL")
     # all models are compared on the same inputs, built with the first model's tokenizer or size
     batches = load_batches(sources[0], data, samples, batch_size, tokens)
+    for source in sources[1:]:
+        if other_inputs(sources[0], source, data, samples, tokens):
+            typer.echo(
+                f"gfsa diagnose: {source.label} makes other inputs of {Path(data).name} than "
+                f"{sources[0].label} (another tokenizer, or images of another size or scale), and "
+                f"is measured on those of {sources[0].label}: its numbers may mean nothing. "
+                "Diagnose it alone",
+                err=True,
+            )
     found = diagnose_models(
         {source.label: source.model for source in sources},
         batches,
@@ -150,16 +159,16 @@ def _now() -> str:
 
 
 def _layers(text: str) -> str | list[int]:
-    if text in ("all", "even", "odd", "upper"):
+    if text in ("all", "even", "odd", "lower", "upper"):
         return text
     chosen: list[int] = []
     try:
         for part in text.split(","):
-            first, _, last = part.partition("-")
-            chosen += range(int(first), int(last or first) + 1)
+            first, dash, last = part.partition("-")
+            chosen += range(int(first), int(last if dash else first) + 1)
     except ValueError:
         raise typer.BadParameter(
-            f"--layers is all, even, odd or numbers such as 1,5-8,12; got {text!r}"
+            f"--layers is all, even, odd, lower, upper or numbers such as 1,5-8,12; got {text!r}"
         ) from None
     return chosen
 

@@ -16,6 +16,8 @@ from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_fil
 from gfsa.plugs.checkpoint import load
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+# samples that show whether two models have the same tokenizer, or take images of the same size
+_COMPARED = 4
 
 
 class SourceError(Exception):
@@ -38,17 +40,53 @@ class Source:
 
 def load_source(name: str, untrained: bool) -> Source:
     """``[LABEL=]MODEL[@FILTERS]``: a transformers folder or hub name, or ``timm:NAME``."""
-    label, _, rest = name.rpartition("=")
-    where, _, filters = rest.partition("@")
+    model, _, filters = name.partition("@")
+    label, where = _label_of(model)
     if where.startswith("timm:"):
         source = _timm(where.removeprefix("timm:"), untrained)
     else:
         source = _transformers(where)
     if filters:
         load(source.model, filters)
-    source.label = label or rest
+    source.label = label or name
     source.model.eval()
     return source
+
+
+def _label_of(text: str) -> tuple[str, str]:
+    """The label, empty if there is none, and the model; a folder may have a "=" in its name."""
+    if Path(text).exists():
+        return "", text
+    for at, letter in enumerate(text):
+        if letter == "=" and Path(text[at + 1 :]).exists():
+            return text[:at], text[at + 1 :]
+    label, _, where = text.rpartition("=")
+    return label, where
+
+
+def other_inputs(first: Source, other: Source, data: str, samples: int, tokens: int) -> bool:
+    """Whether ``other`` would make other inputs of some of ``data`` than ``first``.
+
+    False where it cannot make any: a folder of a run often has no tokenizer.
+    """
+    if data == "random" or Path(data).suffix == ".safetensors":
+        return False
+    some = min(samples, _COMPARED)
+    try:
+        (own,) = load_batches(other, data, some, some, tokens)
+    # whatever a library raises for a tokenizer or settings of images that are not there
+    except Exception:
+        return False
+    (given,) = load_batches(first, data, some, some, tokens)
+    return not _equal(own, given)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
 
 
 def load_batches(source: Source, data: str, samples: int, batch: int, tokens: int) -> list[Any]:
@@ -87,11 +125,11 @@ def _transformers(where: str) -> Source:
         import transformers as hf
     except ImportError:
         raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
+    _refuse_folder_of_another_kind(Path(where))
     config = hf.AutoConfig.from_pretrained(where)
     kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
     build = kind.from_pretrained
-    # filters are saved in safetensors only; a folder without filters is an ordinary model
-    if any(Path(where).glob("*.safetensors")) and has_filters(where):
+    if _has_filters(where):
         build = functools.partial(from_pretrained, kind)
     model = build(where)
     source = Source(where, model)
@@ -106,6 +144,11 @@ def _transformers(where: str) -> Source:
     @functools.cache
     def tokenizer() -> Any:
         found = hf.AutoTokenizer.from_pretrained(where)
+        if is_empty(found):
+            raise SourceError(
+                f"{where} has no tokenizer, which --data needs for text: save the one that the "
+                "model was trained with into it (tokenizer.save_pretrained)"
+            )
         if found.pad_token is None:
             found.pad_token = found.eos_token
         return found
@@ -132,6 +175,40 @@ def _transformers(where: str) -> Source:
     elif main == "pixel_values":
         source.images, source.random = images, random
     return source
+
+
+def is_empty(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows no words: transformers makes such a one where files are missing."""
+    # the mark of a word's beginning, which an empty one of T5 has
+    return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}
+
+
+def _has_filters(where: str) -> bool:
+    """Whether a folder, or a model of the hub, was saved from a plugged model."""
+    try:
+        return has_filters(where)
+    except FileNotFoundError:
+        # filters are saved in safetensors only; without such files it is an ordinary model
+        return False
+
+
+def _refuse_folder_of_another_kind(folder: Path) -> None:
+    """Raise for folders that hold no whole model of transformers, though they look like it."""
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise SourceError(
+            f"{folder} is an adapter of peft, without its base; pass the folder of a whole model: "
+            "gfsa.load_peft(base, folder).merge_and_unload().save_pretrained(...)"
+        )
+    if (folder / "metrics.jsonl").is_file() and (folder / "environment.json").is_file():
+        coefficients = folder / "coefficients.csv"
+        over_training = (
+            f", or show its filters over training: gfsa diagnose --coefficients {coefficients} "
+            "--html page.html"
+        )
+        raise SourceError(
+            f"{folder} is a run of gfsa train, whose model transformers cannot build. Train with "
+            f"--set lens=true for a lens page{over_training if coefficients.is_file() else ''}"
+        )
 
 
 def _timm(name: str, untrained: bool) -> Source:

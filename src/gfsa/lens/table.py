@@ -29,23 +29,25 @@ def show(report: LensReport, console: Console | None) -> None:
     for name, model in report.models.items():
         console.print(table(model))
         for sentence in report.findings[name]:
-            console.print(f" • {sentence}", highlight=False)
+            console.print(f" • {sentence}", highlight=False, markup=False)
         for reason in grouped_reasons(model.skipped):
-            console.print(f" • Not measured: {reason}", highlight=False)
+            console.print(f" • Not measured: {reason}", highlight=False, markup=False)
         console.print(_cost(model), style="dim", highlight=False)
         console.print()
     for sentence in report.headline.sentences:
-        console.print(sentence, highlight=False)
+        console.print(sentence, highlight=False, markup=False)
 
 
 def table(model: ModelReading) -> Table:
     """One row per layer, averaged over heads."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     most = f", of {model.features[-1].most_rank:.0f} at most" if model.features else ""
     rows = Table(
-        title=f"{model.name} ({model.kind})",
+        # a label in brackets is no markup
+        title=escape(f"{model.name} ({model.kind})"),
         caption=(
             f"{model.samples} samples, {model.tokens} tokens; heads are averaged. rank: effective"
             f"{most}. energy: of v → after the layer. high: gain on the upper half of the "

@@ -134,16 +134,26 @@ class Trajectory:
             layer = layers.setdefault(name, LayerTrajectory(depth, name))
             if head == 1:
                 layer.coefficients.append([])
-            row = [float(cell) for cell in line[4:] if cell]
-            if head != len(layer.coefficients[-1]) + 1:
+            cells = line[4:]
+            # filters of a lower degree end with empty cells, in a spreadsheet's copy too
+            while cells and not cells[-1]:
+                cells.pop()
+            row = [float(cell) for cell in cells]
+            heads = layer.coefficients[-1]
+            if head != len(heads) + 1:
                 raise ValueError(f"step {step}, {name}: head {head} is out of order")
-            layer.coefficients[-1].append(row)
+            if not row or (heads and len(row) != len(heads[0])):
+                raise ValueError(f"step {step}, {name}: head {head} has {len(row)} coefficients")
+            heads.append(row)
         found = cls(list(steps), list(layers.values()))
         for layer in found.layers:
             if len(layer.coefficients) != len(found.steps):
                 raise ValueError(
                     f"{layer.name} has {len(layer.coefficients)} of {len(found.steps)} steps"
                 )
+            for step, heads in zip(found.steps, layer.coefficients, strict=True):
+                if len(heads) != len(layer.coefficients[0]):
+                    raise ValueError(f"step {step}, {layer.name}: {len(heads)} heads")
         return found
 
 

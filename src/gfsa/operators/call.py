@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
@@ -157,14 +158,18 @@ def check_call(call: AttentionCall, v: Tensor) -> None:
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"{q.shape[-2]} queries attend to {k.shape[-2]} keys: cross-attention has no powers, "
-            "the filter needs queries and keys of the same tokens. While decoding with a cache, "
-            "plug the model (gfsa.plug): its cache keeps what the past contributes"
+            "the filter needs queries and keys of the same tokens. To decode with a cache, keep "
+            "A·v of past tokens beside their keys and values: gfsa.plug does so in models of "
+            "transformers, docs/adapters.md shows how to in attention of your own"
         )
     _check_heads(q, k, v, call.enable_gqa)
     if not 0.0 <= call.dropout_p <= 1.0:
         raise ValueError(
             f"dropout_p is a probability, expected 0 ≤ dropout_p ≤ 1, got {call.dropout_p}"
         )
+    # some of torch's kernels make finite numbers of it
+    if call.scale is not None and not -math.inf < call.scale < math.inf:
+        raise ValueError(f"scale must be a finite number, or None for 1/√D, got {call.scale}")
     if call.attn_mask is not None:
         _check_mask(call.attn_mask, q.dtype, (*q.shape[:-1], k.shape[-2]))
     if call.visible is not None and (call.attn_mask is not None or call.is_causal or q.is_nested):

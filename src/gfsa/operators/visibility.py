@@ -173,6 +173,10 @@ class Visibility:
         if torch.compiler.is_compiling():
             # a compiled graph keeps no state, and its compiler finds what it computes twice
             return compute()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # a captured graph computes it in each replay, from the documents of that replay; until
+            # then it is not computed, so that no call outside of the graph may read it
+            return compute()
         written = self._written.get((what, length, device))
         if written is None:
             written = self._written[what, length, device] = compute()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from gfsa.plugs.cross_attention import Owners
+from gfsa.plugs.renaming import Renaming
 
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
@@ -61,6 +62,10 @@ class Adapter(ABC):
     def refusal_inside(self, owners: Owners) -> str | None:
         """The same, decided by the modules that contain this one, innermost first."""
         return None
+
+    def renamings(self, module: nn.Module) -> Sequence[Renaming]:
+        """What other versions of the library call this kind of module, for filters saved there."""
+        return ()
 
     @abstractmethod
     def install(self, module: nn.Module) -> None:
@@ -120,11 +125,22 @@ class SwapClass(Adapter):
         if replaced is not None:
             return replaced
         if not issubclass(self.filtered, type(module)):
-            return (
-                f"{type(module).__name__} is a subclass with a forward of its own that "
-                f"{self.filtered.__name__} does not know; register an adapter for it"
-            )
+            return self._refusal_of_subclass(type(module))
         return self._refuses(name, module) if self._refuses else None
+
+    def _refusal_of_subclass(self, cls: type[nn.Module]) -> str:
+        """Why a class that the filtered one is no subclass of cannot be swapped for it."""
+        filtered = self.filtered.__name__
+        if any(getattr(base, "forward", None) is cls.forward for base in self.filtered.__mro__[1:]):
+            return (
+                f"{cls.__name__} is a subclass that {filtered} does not inherit from, so what it "
+                "changes would be lost; register an adapter for it, with a class "
+                f"Filtered{cls.__name__}({filtered}, {cls.__name__})"
+            )
+        return (
+            f"{cls.__name__} is a subclass with a forward of its own that {filtered} does not "
+            "know; register an adapter for it"
+        )
 
     def install(self, module: nn.Module) -> None:
         module.__dict__["_gfsa_class"] = type(module)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.partitioned import shape_of
 
 _WRAPPERS_ANYWHERE = (
@@ -28,25 +29,45 @@ def canonical_name(model: nn.Module, name: str) -> str:
     transformers calls the same layer ``bert.encoder…`` in a classifier and ``encoder…`` in the
     bare backbone; wrappers (compiled, distributed, peft) add prefixes of their own.
     """
-    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS_ANYWHERE)
-    for wrapper in _WRAPPERS_IN_FRONT:
-        name = name.removeprefix(wrapper)
+    name = without_wrappers(name)
     prefix = getattr(getattr(model, "module", model), "base_model_prefix", "")
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
+def without_wrappers(name: str) -> str:
+    """A layer's name without the prefixes of wrappers."""
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPERS_ANYWHERE)
+    for wrapper in _WRAPPERS_IN_FRONT:
+        name = name.removeprefix(wrapper)
+    return name
+
+
 def fingerprint_of(module: nn.Module) -> dict[str, str]:
     """A layer's class and a digest of its parameters' shapes, without those of its filter."""
-    kind = module.__dict__.get("_gfsa_class", type(module))
+    return fingerprint(kind_of_layer(module), shapes_of(module))
+
+
+def fingerprint(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """A class and a digest of the shapes of its parameters, as saved filters have them."""
+    digest = hashlib.sha256(json.dumps(sorted(shapes.items())).encode()).hexdigest()[:16]
+    return {"class": kind, "shapes": digest}
+
+
+def kind_of_layer(module: nn.Module) -> str:
+    """The name of a layer's class, plugged or not."""
+    kind: type[nn.Module] = module.__dict__.get("_gfsa_class", type(module))
+    return kind.__name__
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a module's parameters by their names, without filters and peft's adapters."""
     # peft keeps a layer that it adapts as base_layer, beside parameters of its own
     adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
-    shapes = sorted(
-        (name.replace(".base_layer.", "."), _whole_shape(module, name, p))
+    return {
+        name.replace(".base_layer.", "."): _whole_shape(module, name, p)
         for name, p in module.named_parameters()
-        if not name.startswith("gfsa.") and (".base_layer." in name or not name.startswith(adapted))
-    )
-    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
-    return {"class": kind.__name__, "shapes": digest}
+        if CHILD not in name.split(".") and (".base_layer." in name or not name.startswith(adapted))
+    }
 
 
 def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -66,7 +87,7 @@ def depths_of(model: nn.Module, plugged: Iterable[str]) -> dict[str, int]:
     # a block that is shared by all depths has one name per depth
     modules = model.named_modules(remove_duplicate=False)
     names = {canonical_name(model, name) for name, _ in modules}
-    counts = Counter(_stack(name) for name in names if pattern_of(name) in patterns)
+    counts = Counter(stack_of(name) for name in names if pattern_of(name) in patterns)
     return dict(sorted(counts.items()))
 
 
@@ -75,7 +96,7 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def _stack(name: str) -> str:
+def stack_of(name: str) -> str:
     """A name with its last number replaced: in a hierarchy every stage has a depth of its own."""
     return re.sub(r"\b\d+\b(?!.*\b\d+\b)", "*", name)
 

@@ -20,6 +20,7 @@ from gfsa.plugs.attach import device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.backbone import canonical_name, check_depths, depths_of, fingerprint_of, some_of
 from gfsa.plugs.filter_files import DIGEST, FilterFiles, write_files
 from gfsa.plugs.hub.download import filter_folder
+from gfsa.plugs.other_versions import in_installed_names, warn_of_other_names
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.partitioned import gathered
 from gfsa.plugs.rollback import all_or_nothing
@@ -72,8 +73,10 @@ def save(model: nn.Module, path: str | Path) -> None:
         kind = type(site.filter)
         if KINDS.get(kind.__name__) is not kind:
             raise ValueError(
-                f"the filter of {name} is a {kind_of(kind)}, which gfsa.load cannot build: it "
-                f"builds {', '.join(KINDS)}. Save its state_dict yourself, or plug filter.fold()"
+                f"the filter of {name or 'the model'} is a {kind_of(kind)}, which gfsa.load cannot "
+                f"build: it builds {', '.join(KINDS)}. Save model.state_dict() instead, or, if a "
+                "polynomial that has learned is enough, replace each filter by filter.fold() "
+                "(docs/reference/filters.md)"
             )
     if len(description["filters"]) != len(plugged):
         raise ValueError(
@@ -116,7 +119,7 @@ def load(
     folder = filter_folder(path, revision, token)
     source = str(path)
     with FilterFiles(folder) as files:
-        plans = _plan(model, files.description(), source)
+        plans = _plan(model, files.description(), source, other_versions=True)
         tensors = files.tensors(_most_bytes(plans))
     _put(model, plans, tensors, source)
 
@@ -153,10 +156,24 @@ def check_restorable(
 
 
 def restore(
-    model: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str
+    model: nn.Module,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    source: str,
+    *,
+    other_versions: bool = False,
 ) -> None:
-    """Give ``model`` the filters of ``description`` with the numbers in ``tensors``."""
-    _put(model, _plan(model, description, source), tensors, source)
+    """Give ``model`` the filters of ``description`` with the numbers in ``tensors``.
+
+    Args:
+        model: plugged in the same layers, or not plugged.
+        description: what :func:`describe` returns.
+        tensors: the numbers, by the name of the layer and of the filter's parameter.
+        source: where they are from, for messages.
+        other_versions: whether layers may have the names of another version of the model's library.
+    """
+    plans = _plan(model, description, source, other_versions=other_versions)
+    _put(model, plans, tensors, source)
 
 
 def _put(model: nn.Module, plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:
@@ -264,10 +281,19 @@ class _Plan:
     """The filter rebuilt from its description, without its numbers."""
 
 
-def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list[_Plan]:
+def _plan(
+    model: nn.Module,
+    description: Mapping[str, Any],
+    source: str,
+    *,
+    other_versions: bool = False,
+) -> list[_Plan]:
     """Find the site of every described filter and rebuild the filters, within the model's sizes."""
     names = {canonical_name(model, name): name for name, _ in model.named_modules()}
     refusing, tracing = sites(model), sites(model, unknown="trace")
+    names_in_file: dict[str, str] = {}
+    if other_versions:
+        description, names_in_file = in_installed_names(model, refusing, description)
     # files of older versions do not say which layers were traced
     says_traced = DIGEST in description
     by_saved_name: dict[str, list[str]] = {}
@@ -305,8 +331,10 @@ def _plan(model: nn.Module, description: Mapping[str, Any], source: str) -> list
         rebuilt = _rebuild(entry, name, source)
         if site.is_plugged:
             _check_same_filter(site, rebuilt, source)
-        plans.append(_Plan(site, saved, rebuilt))
-    check_depths(model, description, [plan.saved for plan in plans], source)
+        plans.append(_Plan(site, names_in_file.get(saved, saved), rebuilt))
+    check_depths(model, description, description["filters"], source)
+    if names_in_file:
+        warn_of_other_names(model, names_in_file, source)
     return plans
 
 

@@ -161,11 +161,27 @@ def _split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
             if f"{key.rpartition('.')[0]}.gamma" not in tensors
         }
         if numbers:
-            return numbers, {k: v for k, v in tensors.items() if k not in numbers}
+            rest = {k: v for k, v in tensors.items() if k not in numbers}
+            _refuse_other_filters(parameter, rest)
+            return numbers, rest
     raise ValueError(
         "the checkpoint has no filters: none of its tensors is called lamb, w_K or beta, as in the "
         f"published code; it has {some_of(tensors)}"
     )
+
+
+def _refuse_other_filters(parameter: str, rest: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for filters that are not like the others: they would be left out."""
+    # beta is the name of a bias, too
+    names = tuple({".lamb", ".w_K", f".{parameter}"} - {".beta"})
+    others = {key: tuple(value.shape) for key, value in rest.items() if key.endswith(names)}
+    if others:
+        shown = some_of(f"{key} of shape {shape}" for key, shape in others.items())
+        raise ValueError(
+            f"expected one vector {parameter!r}, a number per head, for each layer of the "
+            f"checkpoint, as in the published code; it also has {shown}. Take out of it what is no "
+            "filter of this model"
+        )
 
 
 def _parameter(numbers: Mapping[str, Tensor]) -> str:
@@ -223,7 +239,22 @@ def _by_name(
             f"not have; its attention layers are {some_of(found)}. Build the backbone of the "
             "published code, or match layers by their order (by_order=True, weights=False)"
         )
+    _refuse_shared(matched)
     return matched
+
+
+def _refuse_shared(matched: Mapping[str, Site | None]) -> None:
+    """Raise ValueError if two layers of the checkpoint belong to one of the model."""
+    layers: dict[str, list[str]] = {}
+    for layer, site in matched.items():
+        if site is not None:
+            layers.setdefault(site.name, []).append(layer)
+    for name, several in layers.items():
+        if len(several) > 1:
+            raise ValueError(
+                f"the checkpoint has {len(several)} filters for {name}: {some_of(several)}; pass "
+                "the weights of one model (without averaged copies beside them)"
+            )
 
 
 def _ends_alike(one: str, other: str) -> bool:
@@ -301,6 +332,13 @@ def _plan(
 def _weights_for(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The other weights under the names of the model, checked to be all of them."""
     own = model.state_dict()
+    without_memory = [key for key, value in own.items() if value.is_meta]
+    if without_memory:
+        raise ValueError(
+            f"{some_of(without_memory)} of {type(model).__name__} are on the device meta and "
+            "cannot hold weights: build the model on a device, or call "
+            "model.to_empty(device=...) first"
+        )
     given = _renamed(model, rest)
     given = {k: v for k, v in given.items() if k in own or not _BUFFERS.search(k)}
     tied = _tied(model)

@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from gfsa.plugs.saved_folders import other_loader
+
 try:
     import fcntl
 except ImportError:  # pragma: no cover  (Windows: the digest still detects a mixture)
@@ -180,7 +182,8 @@ def _refuse_constant(name: str) -> None:
 
 def _check_exists(file: Path) -> None:
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; gfsa.save(model, {str(file.parent)!r})")
+        advice = other_loader(file.parent, "gfsa.load") or "gfsa.save writes it"
+        raise FileNotFoundError(f"{file} does not exist; {advice}")
 
 
 def _read(opened: BinaryIO, file: Path, most_bytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Select layers of a model: all, even, odd, the upper half, by number or by predicate."""
+"""Select layers of a model: all, even, odd, a half, by number or by predicate."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NOT_SELECTED = "not among the selected layers"
 """The reason in reports for a layer that ``layers`` leaves out."""
 
 _EXPECTED = (
-    "layers must be 'all', 'even', 'odd', 'upper', 1-based layer numbers, or a predicate "
-    "(name, module)"
+    "layers must be 'all', 'even', 'odd', 'lower', 'upper', 1-based layer numbers, or a "
+    "predicate (name, module)"
 )
 
 
@@ -25,8 +25,8 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
         candidates: the model's self-attention modules by name, in the model's order. They are
             counted from 1, over the whole model, as the paper counts.
         layers: ``"all"``, ``"even"``, ``"odd"``, ``"upper"`` (the half next to the output; the
-            middle layer of an odd number belongs to it), an iterable of layer numbers, or a
-            predicate ``(name, module) -> bool``.
+            middle layer of an odd number belongs to it), ``"lower"`` (the other half), an iterable
+            of layer numbers, or a predicate ``(name, module) -> bool``.
 
     Raises:
         ValueError: if there are candidates and none is selected, or ``layers`` is none of these.
@@ -39,6 +39,7 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
             "all": names,
             "odd": names[::2],
             "even": names[1::2],
+            "lower": names[: len(names) // 2],
             "upper": names[len(names) // 2 :],
         }
         if layers not in halves:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gfsa.plugs.sites import filters_of
 
@@ -34,6 +34,10 @@ def parameter_groups(
         filter_lr: for the filters; default: as ``lr``.
         weight_decay: for weights of two or more dimensions; biases, norms and filters get none.
     """
+    # torch's optimisers check their own defaults, not the numbers of a group
+    for name, value in (("lr", lr), ("filter_lr", filter_lr), ("weight_decay", weight_decay)):
+        if value is not None and not isinstance(value, Tensor):
+            _check_number(name, value)
     of_filters = trained_parameters(model, filter_lr)
     known = {id(p) for p in of_filters}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
@@ -69,10 +73,12 @@ def trained_parameters(model: nn.Module, filter_lr: float | None) -> list[nn.Par
 
 def check_rate(filter_lr: float) -> float:
     """The rate, if it is one; otherwise a ValueError."""
-    is_number = isinstance(filter_lr, int | float) and not isinstance(filter_lr, bool)
-    if not is_number or not math.isfinite(filter_lr) or filter_lr < 0:
-        raise ValueError(
-            f"filter_lr must be a finite number, zero or more, got {filter_lr!r:.40}; "
-            "try values from 1e-3 to 1e-2 first"
-        )
-    return float(filter_lr)
+    return _check_number("filter_lr", filter_lr)
+
+
+def _check_number(name: str, value: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        advice = "; try values from 1e-3 to 1e-2 first" if name == "filter_lr" else ""
+        raise ValueError(f"{name} must be a finite number, zero or more, got {value!r:.40}{advice}")
+    return float(value)

@@ -25,6 +25,7 @@ from gfsa.plugs.checkpoint import EXTRA, FORMAT, check_restorable, load, restore
 from gfsa.plugs.filter_files import DESCRIPTION, MOST_TENSORS
 from gfsa.plugs.hub.download import Download, download_filters
 from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.saved_folders import other_loader
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites
 
 PEFT_ENTRY = "filters_need_gfsa_load_peft"
@@ -132,10 +133,11 @@ def _weights_file(path: str | Path, kwargs: dict[str, Any]) -> Path:
     if Path(path).is_dir():
         file = Path(path) / (kwargs.get("subfolder") or "") / _WEIGHTS
         if not file.is_file():
-            raise FileNotFoundError(
-                f"{file} does not exist: filters are read from safetensors only; save the adapter "
-                "with model.save_pretrained"
+            advice = other_loader(file.parent, "gfsa.load_peft") or (
+                "filters are read from safetensors only; save the adapter with "
+                "model.save_pretrained"
             )
+            raise FileNotFoundError(f"{file} does not exist: {advice}")
         return file
     # peft depends on it
     import huggingface_hub

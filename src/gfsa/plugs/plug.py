@@ -40,6 +40,9 @@ class _Unset:
 
 UNSET: Any = _Unset()
 
+# how reports show a model that is an attention module itself: its name is the empty string
+_ROOT = "(the model)"
+
 
 @dataclass
 class PlugReport:
@@ -68,10 +71,10 @@ def report_text(headline: str, changed: Mapping[str, str], skipped: Mapping[str,
     """A report as text: the layers that changed, numbered, then the skipped ones."""
     lines = [f"{headline} ({len(skipped)} skipped)"]
     lines += [
-        f"  {number:>3}  {name}: {what}"
+        f"  {number:>3}  {name or _ROOT}: {what}"
         for number, (name, what) in enumerate(changed.items(), start=1)
     ]
-    lines += [f"    -  {name}: {reason}" for name, reason in skipped.items()]
+    lines += [f"    -  {name or _ROOT}: {reason}" for name, reason in skipped.items()]
     return "\n".join(lines)
 
 
@@ -106,8 +109,9 @@ def plug(
             they synchronise only the parameters that a model has when they wrap it.
         K, learn, w0, w1, wK, power, lr_multiplier: as in :class:`gfsa.GFSA`, with its defaults
             (K = 3, all three learned, ordinary attention to begin with).
-        layers: ``"all"``, ``"even"``, ``"odd"``, ``"upper"`` (half), layer numbers counted from 1
-            over the model's self-attention layers, or a predicate ``(name, module) -> bool``.
+        layers: ``"all"``, ``"even"``, ``"odd"``, ``"lower"`` or ``"upper"`` (half), layer numbers
+            counted from 1 over the model's self-attention layers, or a predicate
+            ``(name, module) -> bool``.
         filter: another filter, as a function of the number of heads, e.g. ``gfsa.Twicing`` or
             ``lambda heads: gfsa.Polynomial(heads, degree=4)``; passing an argument of GFSA
             beside it is an error.
@@ -209,7 +213,8 @@ def plan_filters(
             continue
         if site.is_plugged:
             raise ValueError(
-                f"{name} is plugged already; gfsa.unplug(model) first, or choose other layers"
+                f"{name or _ROOT} is plugged already; gfsa.unplug(model) first, or choose other "
+                "layers"
             )
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
         with torch.device("cpu"), torch.inference_mode(False):

@@ -5,22 +5,27 @@ Not collected by itself: ``test_interpreted.py`` runs this file in a process of 
 
 import support.triton_interpreter  # isort:skip  (before anything imports triton)
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import gfsa
-from gfsa.operators import DenseOperator
+from gfsa.operators import Coefficients, DenseOperator
 from gfsa.operators.fused import decode as kernels
+from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
 
 from gfsa.plugs.adapters.transformers import cache as caches  # noqa: E402
 
 assert support.triton_interpreter
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "decode_splits.py"
 
 
 def problem(
@@ -53,7 +58,7 @@ def test_the_new_row_of_the_dense_filter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By one program a head, and by four, of which some have no keys."""
-    monkeypatch.setattr(kernels, "KEYS", 16)
+    monkeypatch.setattr(kernels, "tile_of", lambda *_: kernels.Tile(16, 4, 2))
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     q, k, v, coeffs, keys = problem(batch, heads, group, length, dim, masked)
     exact = DenseOperator.from_qk(q.double(), k.double(), keys, is_causal=True)
@@ -62,15 +67,71 @@ def test_the_new_row_of_the_dense_filter(
     # U of the new token is not there yet
     u = powers.float().clone()
     u[:, :, -1] = float("nan")
-    mask, place = keys if masked else None, None
+    mask, count, held = keys if masked else None, None, None
     if static:
         # free rows after the newest token, which the kernel must not read
         k, v, u = (F.pad(x, (0, 0, 0, 5), value=float("nan")) for x in (k, v, u))
         mask = F.pad(keys, (0, 5)) if masked else None
-        place = torch.tensor(length - 1)
-    y, new = kernels.decode(q[:, :, -1:], k, v, u, coeffs, mask, place, dim**-0.5)
-    torch.testing.assert_close(new.double(), powers[:, :, -1:], atol=2e-6, rtol=2e-6)
+        count, held = torch.tensor(length), torch.tensor(length - 1)
+    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, mask, count, held, dim**-0.5)
     torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
+    # the row of the new token, and no other, has been written
+    torch.testing.assert_close(u[:, :, :length].double(), powers, atol=2e-6, rtol=2e-6)
+    assert u[:, :, length:].isnan().all()
+    assert held is None or held == length
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("theta", [torch.float32, torch.bfloat16])
+def test_coefficients_of_a_filter(by_head: bool, theta: torch.dtype) -> None:
+    """The kernel computes them from what the filter learns."""
+    q, k, v, _, _ = problem(2, 4, 1, 20, 8, False)
+    basis = torch.randn(*([4] if by_head else []), 2, 3)
+    learned = Coefficients(torch.randn(4, 2).to(theta), torch.randn(4, 3), basis)
+    u, again = torch.randn(2, *v.shape).unbind(0)
+    again.copy_(u)
+    found = kernels.decode(q[:, :, -1:], k, v, u, learned, None, None, None, 0.3)
+    # in float32, as the kernel computes them
+    exact = learned._replace(theta=learned.theta.float()).value()
+    wanted = kernels.decode(q[:, :, -1:], k, v, again, exact, None, None, None, 0.3)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_one_row_of_coefficients_for_all_heads() -> None:
+    q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
+    arguments = (q[:, :, -1:], k, v, torch.randn_like(v))
+    one = kernels.decode(*arguments, coeffs[0], None, None, None, 0.3)
+    each = kernels.decode(*arguments, coeffs[:1].expand(2, 3), None, None, None, 0.3)
+    assert torch.equal(one, each)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["k", "v", "u"])
+def test_cached_tokens_may_lie_far_apart(which: int) -> None:
+    """A step from token to token that 32 bits cannot count, in a cache that is a view."""
+    q, *cache, coeffs, keys = problem(1, 2, 1, 2, 8, False)
+    q, cache = q[:, :, -1:].half(), [x.half() for x in (*cache, torch.randn_like(cache[1]))]
+    apart = list(cache)
+    apart[which] = spread(cache[which], 2)
+    assert apart[which].stride(2) >= PAST_INT32
+    if which < 2:
+        # each call writes into its own
+        apart[2] = cache[2].clone()
+    expected = kernels.decode(q, *cache, coeffs, keys, None, None, 0.3)
+    found = kernels.decode(q, *apart, coeffs, spread(keys, -1), None, None, 0.3)
+    assert torch.equal(found, expected)
+    assert torch.equal(apart[2], cache[2])
+
+
+def test_numbers_of_64_bits_have_code_of_their_own() -> None:
+    """A number that 32 bits hold is compiled as one of 32 bits, and the code is kept."""
+    small, large = (0.3, 2, 5, 100), (0.3, 2, 2**31, 100)
+    assert kernels.wide_numbers(small) == ()
+    assert kernels.wide_numbers(large) == (False, False, True, False)
+    tile = kernels.tile_of(8)
+    common = (2, 8, tile, 0, False, True, False, 1, torch.float32, torch.float32)
+    common = (*common, torch.device("cpu"))
+    keys = {kernels._launch(*common, kernels.wide_numbers(x)).key for x in (small, large)}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -78,44 +139,40 @@ def test_a_token_that_sees_nothing(splits: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, False)
     nothing = torch.zeros_like(keys)
-    y, u = kernels.decode(q[:, :, -1:], k, v, torch.zeros_like(v), coeffs, nothing, None, 0.3)
-    assert not u.any()
+    u = torch.ones_like(v)
+    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, nothing, None, None, 0.3)
+    assert not u[:, :, -1].any()
     torch.testing.assert_close(y, coeffs[None, :, :1, None] * v[:, :, -1:])
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "processors", "splits"),
-    [
-        (12, 1023, 132, 16),
-        (192, 1023, 132, 2),
-        (600, 1023, 132, 1),
-        (12, 64, 132, 1),
-        (1, 8192, 132, 32),
-    ],
+    ("heads", "tiles", "processors", "splits"),
+    [(12, 16, 132, 16), (192, 16, 132, 2), (600, 16, 132, 1), (12, 1, 132, 1), (1, 128, 132, 32)],
 )
 def test_programs_fill_the_gpu(
-    heads: int, length: int, processors: int, splits: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, tiles: int, processors: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "multiprocessors", lambda index: processors)
-    assert kernels._splits(heads, length, torch.device("cuda", 0)) == splits
+    assert kernels._splits.__wrapped__(heads, tiles, 0) == splits
 
 
 def test_counters_are_zero_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next launch of the same stream counts from zero."""
-    counters = torch.zeros(2, dtype=torch.int32)
-    room = kernels._room
-    monkeypatch.setattr(kernels, "_room", lambda *args: (room(*args)[0], counters))
+    """The next launch counts from zero."""
+    counters = kernels.new_counters(2, torch.device("cpu"))
     monkeypatch.setattr(kernels, "_splits", lambda *_: 2)
     q, k, v, coeffs, _ = problem(1, 2, 1, 100, 8, False)
-    arguments = (q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, 0.3)
-    first, again = kernels.decode(*arguments), kernels.decode(*arguments)
+    arguments = (q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, None, 0.3)
+    first, again = kernels.decode(*arguments, counters), kernels.decode(*arguments, counters)
     assert not counters.any()
-    for x, y in zip(first, again, strict=True):
-        assert torch.equal(x, y)
+    assert torch.equal(first, again)
+    counters.fill_(5)
+    kernels.decode(*arguments, counters)
+    # these are the counters that count: from five on, neither program comes last
+    assert counters.tolist() == [7, 7]
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "in a graph"])
-def test_a_compiled_graph_keeps_no_counters(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_graph_keeps_no_room(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch would find memory of its CUDA graphs in use that is no result of theirs."""
     kept: list[bool] = []
     room = kernels._room
@@ -125,9 +182,10 @@ def test_a_compiled_graph_keeps_no_counters(graph: bool, monkeypatch: pytest.Mon
         return room(*arguments)
 
     monkeypatch.setattr(kernels, "_room", watched)
+    monkeypatch.setattr(kernels, "_splits", lambda *_: 2)
     monkeypatch.setattr(kernels, "needs_registered_operator", lambda q: graph)
     q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
-    kernels.decode(q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, 0.3)
+    kernels.decode(q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, None, 0.3)
     assert kept == [not graph]
 
 
@@ -136,9 +194,9 @@ def test_inputs_of_a_graph_may_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -
     q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
     u = torch.randn_like(v)
     arguments = [q[:, :, -1:].clone(), k, v, u]
-    expected = kernels.decode(*arguments, coeffs, None, None, 0.3)
     off = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in arguments]
     assert all(x.data_ptr() % 16 for x in off)
+    expected = kernels.decode(*arguments, coeffs, None, None, None, 0.3)
     run = kernels._run
 
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -146,17 +204,71 @@ def test_inputs_of_a_graph_may_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -
         return run(*arguments, **options)
 
     monkeypatch.setattr(kernels, "_run", checked)
-    found = kernels.registered(*off, coeffs, None, None, 0.3)
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
+    found = kernels.registered(*off, None, coeffs, None, None, None, None, None, 0.3)
+    assert torch.equal(found, expected)
+    assert torch.equal(off[3], u)
 
 
-def test_the_registered_operator() -> None:
+@pytest.mark.parametrize("static", [False, True])
+def test_the_registered_operator(static: bool) -> None:
     q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, True)
-    arguments = (q[:, :, -1:], k, v, torch.randn_like(v), coeffs, keys, None, 0.3)
+    learned = (torch.randn(2, 2), coeffs, torch.randn(2, 3)) if static else (None, coeffs, None)
+    count: tuple[Any, ...] = (None, None, None)
+    if static:
+        counters = kernels.new_counters(2, torch.device("cpu"))
+        count = (torch.tensor(7), torch.tensor(6), counters)
+    arguments = (q[:, :, -1:], k, v, torch.randn_like(v), *learned, keys, *count, 0.3)
     # it has no gradient, and dynamic shapes are those of the cache
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
+
+
+def test_tiles_and_programs_that_the_script_times() -> None:
+    """Every candidate decodes the same token."""
+    spec = importlib.util.spec_from_file_location("decode_splits", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.FEWEST_PROGRAMS = 2
+    bench = script.Bench(script.Shape.parse("1x2x65x8"), "cpu", caches=1)
+    candidates = list(bench.candidates())
+    assert {tile.keys for tile, _ in candidates} == {16, 32, 64}
+    (wanted,) = bench.kernel(*bench.present(), static=False)()
+    for tile, splits in candidates:
+        (found,) = bench.kernel(tile, splits, static=True)()
+        torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_compiled_decoding_calls_one_operator_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph, without torch's attention; what it does to the cache, later tokens see."""
+    subject = model("llama")
+    ids = torch.randint(1, 32, (2, 9))
+    with torch.no_grad():
+        wanted = subject(ids, use_cache=False).logits[:, 5:]
+    monkeypatch.setattr(caches, "refusal_of_decoding", lambda *_: None)
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    cache = transformers.StaticCache(config=subject.config, max_cache_len=16)
+    compiled = torch.compile(subject, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    rows = []
+    with torch.no_grad():
+        subject(ids[:, :5], past_key_values=cache)
+        for step in range(5, 9):
+            position = torch.full((2, 1), step)
+            token = ids[:, step : step + 1]
+            rows.append(compiled(token, past_key_values=cache, position_ids=position).logits)
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-5, rtol=2e-5)
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    text = graph.print_readable(print_output=False)
+    # the model has one layer
+    assert text.count("gfsa.decode.default") == 1
+    assert not any("attention" in name for name in called)
 
 
 def model(kind: str) -> Any:

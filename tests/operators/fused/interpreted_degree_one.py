@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gfsa
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
-from gfsa.operators.fused import degree_one, degree_one_launch
+from gfsa.operators.fused import degree_one, eligibility
 from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.operator import FusedOperator
 from support.fused_cases import NAMES, Problem, error
@@ -124,8 +124,8 @@ def test_operator_registration() -> None:
 def test_compiled_whole(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Around torch's attention, and in one pass, which serves longer calls than this one."""
     if operator == "filter_once":
-        monkeypatch.setattr(degree_one_launch, "SHORTEST", 1)
-        monkeypatch.setattr(degree_one_launch, "NARROWEST", 1)
+        monkeypatch.setattr(eligibility, "ONE_PASS_SHORTEST", 1)
+        monkeypatch.setattr(eligibility, "ONE_PASS_NARROWEST", 1)
     q, k, v, coeffs, g = Problem(1, 2, 18, 16, projected=True).tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
 

@@ -15,12 +15,19 @@ from torch.utils.checkpoint import checkpoint
 
 import gfsa
 from gfsa.operators import AttentionCall, DenseOperator
-from gfsa.operators.fused import degree_one_attention, degree_one_launch, tile_access
+from gfsa.operators.fused import (
+    degree_one_attention,
+    degree_one_launch,
+    eligibility,
+    tile_access,
+)
 from gfsa.operators.fused.degree_one_attention import filter_once
 from gfsa.operators.fused.degree_one_launch import Tiles
+from gfsa.operators.fused.eligibility import one_pass_is_fastest, refusal_by_one_pass
 from gfsa.operators.fused.layout import copyable_by_tile
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options
+from support.far_strides import spread
 from support.fused_cases import NAMES, Problem, error
 
 assert support.triton_interpreter
@@ -48,7 +55,7 @@ def run(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
     coeffs = coeffs[:, :2]
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     options = Options(scale, problem.is_causal)
-    assert degree_one_launch.refusal(q, mask, options) is None
+    assert refusal_by_one_pass(q, mask, scale, 0.0) is None
     out = filter_once(*inputs, mask, options)
     got = [out, *torch.autograd.grad(out, inputs, g)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -61,6 +68,17 @@ def run(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
 def test_agrees_with_the_specification(problem: Problem) -> None:
     for name, x, y in zip(NAMES, *run(problem), strict=True):
         assert x.shape == y.shape, name
+        assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3), name
+
+
+def test_keys_of_a_mask_may_lie_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further than 32 bits can count."""
+    problem = Problem(2, 1, 40, 16, mask="keys")
+    mask = problem.bool_mask()
+    assert mask is not None
+    far = spread(mask, -1)
+    monkeypatch.setattr(Problem, "bool_mask", lambda self: far)
+    for name, x, y in zip(NAMES, *run(problem), strict=True):
         assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3), name
 
 
@@ -142,8 +160,8 @@ def test_small_and_vanishing_weights() -> None:
 @pytest.fixture
 def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass serves calls that are too small to be measured."""
-    monkeypatch.setattr(degree_one_launch, "SHORTEST", 1)
-    monkeypatch.setattr(degree_one_launch, "NARROWEST", 1)
+    monkeypatch.setattr(eligibility, "ONE_PASS_SHORTEST", 1)
+    monkeypatch.setattr(eligibility, "ONE_PASS_NARROWEST", 1)
 
 
 @pytest.mark.usefixtures("small_calls")
@@ -257,8 +275,9 @@ def test_left_to_other_kernels(
     options: Options, mask: Tensor | None, head_dim: int, reason: str
 ) -> None:
     q = torch.empty(1, 1, 300, head_dim, device="meta")
-    assert reason in degree_one_launch.refusal(q, mask, options)
-    assert not degree_one_launch.serves(q, mask, options)
+    asked = (q, mask, options.scale, options.dropout_p)
+    assert reason in refusal_by_one_pass(*asked)
+    assert not one_pass_is_fastest(*asked)
 
 
 @pytest.mark.parametrize(
@@ -276,4 +295,4 @@ def test_left_to_other_kernels(
 def test_what_was_measured(length: int, head_dim: int, padded: bool, serves: bool) -> None:
     q = torch.empty(1, 1, length, head_dim, device="meta")
     mask = torch.ones(1, 1, 1, length, dtype=torch.bool) if padded else None
-    assert degree_one_launch.serves(q, mask, Options(0.125)) is serves
+    assert one_pass_is_fastest(q, mask, None, 0.0) is serves

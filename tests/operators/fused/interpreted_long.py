@@ -18,7 +18,8 @@ from gfsa.operators.fused.autograd import filter_attention
 from gfsa.operators.fused.long import tile_sizes
 from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options
-from support.fused_cases import NAMES, Problem, error, run
+from support.far_strides import PAST_INT32, spread
+from support.fused_cases import NAMES, MaskKind, Problem, error, run
 
 assert support.triton_interpreter
 
@@ -69,6 +70,21 @@ def test_agrees_with_the_specification(problem: Problem) -> None:
         # a gradient that is zero but for rounding has no relative error of its own
         negligible = (x.double() - y).norm().item() <= 1e-6 * size
         assert negligible or error(x, y) <= 2e-6, (name, error(x, y))
+
+
+@pytest.mark.parametrize("kind", ["keys", "full"])
+def test_entries_of_a_mask_may_lie_far_apart(
+    kind: MaskKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further than 32 bits can count, though each stride fits into them."""
+    problem = Problem(2, 1, 40, 16, mask=kind)
+    mask = problem.bool_mask()
+    assert mask is not None
+    far = spread(mask, -1)
+    assert far.stride(-1) < PAST_INT32 <= far.stride(-1) * 39
+    monkeypatch.setattr(Problem, "bool_mask", lambda self: far)
+    for name, x, y in zip(NAMES, *run(problem), strict=True):
+        assert error(x, y) <= 2e-6, name
 
 
 def test_memory_beyond_the_tensors_is_never_used() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 triton = pytest.importorskip("triton")
 
@@ -32,6 +31,7 @@ from gfsa.operators.fused import (  # noqa: E402
 from gfsa.operators.fused.hopper import backward_path  # noqa: E402
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
+from gfsa.operators.fused.sweep import launch as sweep  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KERNELS = {
@@ -58,6 +58,7 @@ def compile_for(
     tiles: dict[str, Any],
     constants: dict[str, Any],
     warps: int,
+    **options: Any,
 ) -> tuple[Any, str]:
     """What is compiled, and the assembler's line on registers, stack and shared memory."""
     names = kernel.arg_names
@@ -75,7 +76,7 @@ def compile_for(
             attributes[index,] = aligned
     fixed = {(names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
-        source(kernel, signature, fixed, attributes), target, {"num_warps": warps}
+        source(kernel, signature, fixed, attributes), target, {"num_warps": warps, **options}
     )
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -196,35 +197,35 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_a_decoded_token(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "number"), [(64, "bf16"), (128, "bf16"), (256, "fp32")])
+def test_a_decoded_token(dim: int, number: str) -> None:
     """A program keeps its sums in registers, and works while the next keys are on their way."""
     types = {
-        **dict.fromkeys(["q_in", "k_in", "v_in", "u_in", "y_out", "u_out"], "*bf16"),
-        "place": "*i64",
-        "sums": "*fp32",
+        **dict.fromkeys(["q_in", "k_in", "v_in", "u_rows", "y_out"], f"*{number}"),
+        **dict.fromkeys(["theta", "base", "basis", "sums"], "*fp32"),
+        **dict.fromkeys(["length", "held"], "*i64"),
         "arrived": "*i32",
     }
+    tile = decode.tile_of(dim)
     constants = {
-        "D": dim, "WIDTH": dim, "BN": 64, "MASK": True, "ON_DEVICE": True,
-        "SPLITS": 16, "STAGES": decode._stages(dim, torch.bfloat16),
+        "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": 3, "BY_HEAD": False, "MASK": True,
+        "ON_DEVICE": True, "SPLITS": 16, "STAGES": tile.stages,
     }  # fmt: skip
     kernel = decode_kernel.decode_token
-    compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, 4)
+    compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, tile.warps)
     print(dim, usage)
     assert "STACK:0 " in usage
+    # four programs of 128 threads, or two of 256, have room on a processor
+    assert number == "fp32" or int(re.search(r"REG:(\d+)", usage)[1]) <= 128
+    # also on GPUs with 99 KiB
+    assert compiled.metadata.shared <= 99 * 1024
     # loads of the next keys, values and U that the loop does not wait for
+    assert tile.stages == 3
     assert re.search(r"cp\.async\.wait_group\s+3;", compiled.asm["ptx"])
     # what all threads have written is there for the program that counts last
     written = compiled.asm["ptx"].partition("atom.global.gpu.acq_rel.add")[0].splitlines()
     barrier = max(i for i, line in enumerate(written) if "bar.sync" in line)
     assert barrier > max(i for i, line in enumerate(written) if "st.global" in line)
-
-
-def test_stages_of_a_decoded_token() -> None:
-    """As many as fit on chip, also on GPUs with 99 KiB where heads are not too wide."""
-    assert decode._stages(128, torch.bfloat16) == decode._stages(64, torch.float32) == 3
-    assert decode._stages(256, torch.bfloat16) == decode._stages(256, torch.float32) == 2
 
 
 @pytest.mark.parametrize("module", [cudnn_backward, degree_one], ids=lambda module: module.__name__)
@@ -295,15 +296,59 @@ def test_short(length: int, mask: int, most_stack: int) -> None:
     eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize(
-    ("width", "used"),
+    ("dim", "most_stack"), [(64, 0), pytest.param(128, 32, marks=pytest.mark.slow)]
+)
+def test_one_causal_sweep(dim: int, most_stack: int) -> None:
+    """A program fits on a multiprocessor, and products run beside the softmax."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    kernel = sweep.kernel().function
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    tile = f"tensordesc<bf16[1, 1, {sweep.HALF}, {dim}],{layout!r}>"
+    types = dict.fromkeys(("q_in", "k_in", "v_in", "u_io"), tile)
+    types |= {"out": "*bf16", "flags": "*i32"}
+    constants = {"D": dim, "PARTS": sweep.PARTS[dim], "STAGES": sweep.STAGES, "group": 1}
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
+    print(dim, usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    # the next scores are waited for while two products are in flight, and the exponentials follow
+    # before these are waited for
+    ptx = compiled.asm["ptx"]
+    loops = re.findall(r"wgmma\.wait_group\.sync\.aligned 2;(.*?)wgmma\.wait_group", ptx, re.DOTALL)
+    assert len(loops) == 2
+    assert all(loop.count("ex2.approx") == 32 * sweep.PARTS[dim] + 2 for loop in loops)
+    # the assembler runs products one by one where it cannot prove that their registers are free:
+    # it then waits once for each of them
+    assert _waits_for_products(compiled.asm["cubin"]) <= 16
+
+
+def _waits_for_products(cubin: bytes) -> int:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tools / "cuobjdump", "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sass.count("WARPGROUP.DEPBAR")
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize(
+    ("width", "used", "mask"),
     [
-        (64, 64),
-        pytest.param(128, 128, marks=pytest.mark.slow),
-        pytest.param(128, 80, marks=pytest.mark.slow),
+        (64, 64, problem.NO_MASK),
+        (64, 64, problem.SPANS),
+        pytest.param(128, 128, problem.NO_MASK, marks=pytest.mark.slow),
+        pytest.param(128, 128, problem.SPANS, marks=pytest.mark.slow),
+        pytest.param(128, 80, problem.KEY_MASK, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("name", backward_path.TILES)
-def test_backward_for_hopper(name: str, width: int, used: int) -> None:
+def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> None:
     """Nothing spills, and products run while something else is computed."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -321,11 +366,19 @@ def test_backward_for_hopper(name: str, width: int, used: int) -> None:
             described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
     constants = {
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True, "HELD": tiles.held,
-        "USED": used, "MASK": used == 80, "group": 1,
+        "USED": used, "MASK": mask, "group": 1,
     }  # fmt: skip
-    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
+    if mask == problem.SPANS:
+        described["mask"] = "*i32"
+    most = backward_path.REGISTERS.get((name, width, mask))
+    options = {} if most is None else {"maxnreg": most}
+    compiled, usage = compile_for(
+        HOPPER, GluonASTSource, kernel, described, constants, tiles.warps, **options
+    )
     print(name, width, usage)
     assert "STACK:0 " in usage
+    # three programs share a multiprocessor's 64 Ki registers where heads are narrow
+    assert width == 128 or int(re.search(r"REG:(\d+)", usage)[1]) <= 168
     assert compiled.metadata.shared <= SHARED[90] * 1024
     assert "serialized" not in remarks(compiled.asm["ptx"])
 
@@ -358,7 +411,7 @@ def test_gradient_in_one_kernel(causal: bool) -> None:
         HOPPER, GluonASTSource, kernels.grad_tokens, described, constants, tiles.warps
     )
     print(causal, usage)
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 64
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 96
     assert compiled.metadata.shared <= SHARED[90] * 1024
     ptx = compiled.asm["ptx"]
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 8

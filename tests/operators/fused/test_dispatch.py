@@ -14,13 +14,14 @@ from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.operator import FusedOperator
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, problem_of
 from gfsa.operators.fused.short import launch as short
+from gfsa.operators.fused.sweep import launch as sweep
 
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "_refusal_of_device_by_short", lambda q: None)
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
     monkeypatch.setattr(long, "cudnn_would_run", lambda q, k, v, mask, options: mask is None)
 
 
@@ -50,6 +51,31 @@ def test_paths(
     assert backward_path(q, q, q, mask, options) is backward
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "forward"),
+    [
+        ((8, 12, 1024, 64), Options(0.1, True), sweep),
+        ((4, 16, 4096, 128), Options(0.1, True), sweep),
+        ((8, 12, 1024, 64), Options(0.1), long),
+        ((8, 12, 1024, 64), Options(-0.1, True), long),
+        ((8, 12, 1024, 64), Options(0.1, True, 0.1), long),
+        ((8, 12, 1024, 80), Options(0.1, True), long),
+        ((8, 12, 1000, 64), Options(0.1, True), long),
+        ((8, 12, 100, 64), Options(0.1, True), short),
+        ((1, 12, 1024, 64), Options(0.1, True), long),
+        ((1, 70000, 1024, 64), Options(0.1, True), long),
+    ],
+    ids=str,
+)
+def test_one_causal_sweep(shape: tuple[int, ...], options: Options, forward: object) -> None:
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    assert forward_path(q, None, options) is forward
+    if forward is sweep:
+        assert backward_path(q, q, q, None, options) is hopper_backward
+    mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool)
+    assert forward_path(q, mask, options) is (short if forward is short else long)
+
+
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:
     q = torch.empty(1, 1, 300, 64, dtype=torch.bfloat16)
     assert backward_path(q, q, q, None, Options(0.1, dropout_p=0.1)) is long
@@ -57,12 +83,28 @@ def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:
     assert backward_path(q, q, q, mask, Options(0.1)) is long
 
 
-@pytest.mark.parametrize(("length", "head_dim"), [(100, 64), (2048, 128)])
-def test_packed_documents_go_to_the_long_kernels(length: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "head_dim", "backward"), [(100, 64, hopper_backward), (2050, 128, long)]
+)
+def test_packed_documents_go_to_kernels_of_any_length(
+    length: int, head_dim: int, backward: object
+) -> None:
     q = torch.empty(1, 1, length, head_dim, dtype=torch.bfloat16)
     spans = Visibility.packed(torch.tensor([0, 40]), length).spans(length, q.device)
     assert forward_path(q, spans, Options(0.1, True)) is long
-    assert backward_path(q, q, q, spans, Options(0.1, True)) is long
+    assert backward_path(q, q, q, spans, Options(0.1, True)) is backward
+
+
+def test_each_stride_of_64_bits_has_code_of_its_own() -> None:
+    """Code whose first stride has 64 bits, the second 32, would cut a second one of 64."""
+    q = torch.empty(2, 2, 16, 16, dtype=torch.bfloat16)
+    memory = torch.empty(2**33, dtype=torch.bool, device="meta")
+    far = 2**31
+    variants = {
+        problem_of(q, q, memory.as_strided((2, 2, 16, 16), strides), Options(0.1)).variant
+        for strides in [(9, 9, 9, 1), (far, 9, 9, 1), (9, far, 9, 1), (far, far, 9, 1)]
+    }
+    assert len(variants) == 4
 
 
 def test_integers_are_no_other_kernels() -> None:

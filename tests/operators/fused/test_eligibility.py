@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gfsa.functional import which_backend
-from gfsa.operators import AttentionCall, Visibility, choice
+from gfsa.operators import AttentionCall, Coefficients, Visibility, choice
 from gfsa.operators.fused import eligibility, tuned
 
 
 class OnHopper:
     """Tokens that say they lie on a Hopper GPU."""
 
-    is_cuda, is_nested = True, False
+    is_cuda, is_nested, requires_grad = True, False, False
     device = torch.device("cuda", 0)
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -170,14 +171,24 @@ def test_other_gpus_by_name_and_not_by_themselves(
 
 def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     token, v, _ = call(2, 4, 1, 64)
+    coeffs: Any = OnHopper(4, 3, dtype=torch.float32)
 
-    def refusal() -> str | None:
+    def refusal(coeffs: Any = coeffs, v: Any = v) -> str | None:
         with torch.no_grad():
-            return eligibility.refusal_of_decoding(token, v)
+            return eligibility.refusal_of_decoding(token, v, coeffs)
 
     assert "not measured" in (refusal() or "")
     monkeypatch.setattr(eligibility, "DECODE_IS_MEASURED", True)
     assert refusal() is None
+    assert "degree 2, this one has 3" in (refusal(OnHopper(4, 4)) or "")
+    assert "a filter and a mask on cuda:0" in (refusal(torch.zeros(4, 3)) or "")
+    assert "one dtype" in (refusal(v=OnHopper(2, 4, 1, 64, dtype=torch.float16)) or "")
+    learned = Coefficients(torch.zeros(4, 3, requires_grad=True), coeffs, torch.eye(3))
+    assert refusal(learned) is None
+    coeffs.requires_grad = True
+    for numbers in (coeffs, learned):
+        found = eligibility.refusal_of_decoding(token, v, numbers)
+        assert "no gradient" in (found or "")
     monkeypatch.setattr(eligibility, "TRITON", (3, 7))
     assert "not measured" in (refusal() or "")
     monkeypatch.setattr(eligibility, "TRITON", (3, 6))
@@ -238,6 +249,12 @@ def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPa
     assert choice.choose("fused", *call(2, 4, 100, 64)).backend == "fused"
 
 
+def far_keys(stride: int) -> torch.Tensor:
+    """A mask of 100 keys; it has no memory, of which the choice of kernels reads none."""
+    memory = torch.empty(100 * stride, dtype=torch.bool, device="meta")
+    return memory.as_strided((2, 1, 1, 100), (0, 0, 0, stride))
+
+
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
@@ -249,12 +266,16 @@ def test_auto_on_a_newer_gpu_waits_for_measurements(monkeypatch: pytest.MonkeyPa
         (ones(2, 4, 100, 100), "the same for every head"),
         (ones(2, 1, 100, 100).mT, "contiguous rows"),
         (ones(2, 1, 100, 1), "contiguous rows"),
+        # offsets of keys are counted in 32 bits
+        (far_keys(2**20), None),
+        (far_keys(2**24), "masks of keys with strides of"),
+        (torch.ones((), dtype=torch.bool), None),
     ],
 )
 def test_masks_of_the_short_kernels(
     mask: torch.Tensor, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eligibility, "_refusal_of_device_by_short", lambda q: None)
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
     found = eligibility.refusal_by_short(OnHopper(2, 4, 100, 64), mask, 0.1)
     assert found is None if reason is None else reason in found
 
@@ -285,7 +306,7 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eligibility, "capability", CAPABILITY)
     monkeypatch.setattr(eligibility, "_capability", lambda device: (9, 0))
 
-    def chosen(q: torch.Tensor, mask: torch.Tensor, degree: int = 2) -> torch.Tensor:
+    def chosen(q: torch.Tensor, mask: torch.Tensor | None, degree: int = 2) -> torch.Tensor:
         picked = choice.choose("auto", AttentionCall(q, q, mask), q, degree)
         return q + 1 if picked.backend == "fused" else q - 1
 
@@ -296,3 +317,24 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     # the compiler combines two tensors in one kernel itself, unless all is one kernel already
     assert (compiled(q, KEYS, 1) == -1).all()
     assert (compiled(q[:, :, :100], KEYS[..., :100], 1) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "scale", "expected"),
+    [
+        (300, 64, None, "fused"),
+        (1024, 64, 0.1, "fused"),
+        (1025, 64, None, "sdpa"),
+        (1024, 56, None, "sdpa"),
+        (1024, 128, None, "sdpa"),
+        (1024, 64, -0.1, "sdpa"),
+    ],
+)
+def test_degree_one_compiled_is_one_pass_where_that_was_measured(
+    length: int, head_dim: int, scale: float | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = call(2, 4, length, head_dim, degree=1, scale=scale, is_causal=True)
+    # eager, kernels of the library are around torch's attention too
+    assert choice.choose("auto", *asked).backend == "fused"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choice.choose("auto", *asked).backend == expected

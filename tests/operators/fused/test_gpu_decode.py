@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import gfsa
-from gfsa.operators import DenseOperator
+from gfsa.operators import Coefficients, DenseOperator
 from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.decode import decode
 
@@ -56,14 +56,19 @@ def test_lengths_that_change_from_token_to_token(
         own = v.repeat_interleave(group, 1).double()[:, :, -1:]
         c0, c1, c2 = coeffs.double()[:, :, None, None].unbind(1)
         wanted = c0 * own + c1 * u[:, :, -1:] + c2 * second
-        past, mask, place = rounded.clone(), keys if masked else None, None
+        past, mask, count = rounded.clone(), keys if masked else None, None
         past[:, :, -1] = float("nan")
         if static:
             k, v, past = (F.pad(x, (0, 0, 0, 24), value=float("nan")) for x in (k, v, past))
             mask = None if mask is None else F.pad(mask, (0, 24))
-            place = torch.tensor(length - 1, device="cuda")
-        y, new = decode(q[:, :, -1:], k, v, past, coeffs, mask, place, dim**-0.5)
-        assert _error(new, u[:, :, -1:]) < 4e-3
+            count = torch.tensor(length, device="cuda")
+        held = None if count is None else torch.zeros_like(count)
+        y = decode(q[:, :, -1:], k, v, past, coeffs, mask, count, held, dim**-0.5)
+        # the new row is written, and no other
+        assert torch.equal(past[:, :, : length - 1], rounded[:, :, :-1])
+        assert past[:, :, length:].isnan().all()
+        assert _error(past[:, :, length - 1 : length], u[:, :, -1:]) < 4e-3
+        assert held is None or held == length
         assert _error(y, wanted) < 8e-3
 
 
@@ -71,19 +76,34 @@ def test_the_same_bits_on_two_streams_at_once() -> None:
     """Programs add up in one order, whichever comes last; streams count separately."""
     torch.manual_seed(0)
     q, k, v, u = torch.randn(4, 2, 6, 1000, 64, device="cuda", dtype=BF16).unbind(0)
-    arguments = (q[:, :, -1:], k, v, u, torch.randn(6, 3, device="cuda"), None, None, 0.125)
-    first = decode(*arguments)
+    others = (torch.randn(6, 3, device="cuda"), None, None, None, 0.125)
+    first = decode(q[:, :, -1:], k, v, u, *others)
     streams = [torch.cuda.Stream() for _ in range(2)]
+    # each writes the new row of its own cache
+    caches = [u.clone(), u.clone()]
     results = []
     torch.cuda.synchronize()
     for _ in range(50):
-        for stream in streams:
+        for stream, cache in zip(streams, caches, strict=True):
             with torch.cuda.stream(stream):
-                results.append(decode(*arguments))
+                results.append(decode(q[:, :, -1:], k, v, cache, *others))
     torch.cuda.synchronize()
-    for result in results:
-        for x, y in zip(result, first, strict=True):
-            assert torch.equal(x, y)
+    assert all(torch.equal(y, first) for y in results)
+    assert all(torch.equal(cache, u) for cache in caches)
+
+
+@pytest.mark.parametrize("theta", [torch.float32, BF16])
+def test_coefficients_of_a_filter(theta: torch.dtype) -> None:
+    """The kernel computes them from what the filter learns."""
+    torch.manual_seed(0)
+    q, k, v, u = torch.randn(4, 2, 6, 300, 64, device="cuda", dtype=BF16).unbind(0)
+    for basis in (torch.randn(2, 3, device="cuda"), torch.randn(6, 2, 3, device="cuda")):
+        numbers = torch.randn(6, 2, device="cuda").to(theta)
+        learned = Coefficients(numbers, torch.randn(6, 3, device="cuda"), basis)
+        found = decode(q[:, :, -1:], k, v, u, learned, None, None, None, 0.125)
+        exact = learned._replace(theta=numbers.float()).value()
+        wanted = decode(q[:, :, -1:], k, v, u, exact, None, None, None, 0.125)
+        assert _error(found, wanted.double()) < 4e-3
 
 
 def test_wide_heads_in_float32() -> None:
@@ -93,8 +113,10 @@ def test_wide_heads_in_float32() -> None:
     exact = DenseOperator.from_qk(q.double(), k.double(), is_causal=True)
     powers = exact.apply(v.double())
     coeffs = torch.randn(2, 3, device="cuda")
-    y, u = decode(q[:, :, -1:], k, v, powers.float(), coeffs, None, None, 1 / 16)
-    assert _error(u, powers[:, :, -1:]) < 1e-5
+    u = powers.float()
+    u[:, :, -1] = float("nan")
+    y = decode(q[:, :, -1:], k, v, u, coeffs, None, None, None, 1 / 16)
+    assert _error(u, powers) < 1e-5
     assert _error(y, exact.polynomial(coeffs.double(), v.double())[:, :, -1:]) < 1e-5
 
 
@@ -147,6 +169,8 @@ def test_a_captured_step_of_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> N
     cache, token = filled(), ids[:, 20:21].clone()
     position = torch.full((2, 1), 20, device="cuda")
     stream = torch.cuda.Stream()
+    # which fills the token and its position
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
         # compiled before it is captured; the token is decoded again below
         model(token, past_key_values=cache, position_ids=position)

@@ -70,6 +70,23 @@ def test_what_is_kept_is_not_of_a_graph_that_is_prepared(monkeypatch: pytest.Mon
     assert threading.get_ident() not in allocating
 
 
+def test_launches_prepared_in_a_captured_graph_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The zero that they read is of the graph, whose replays alone make it zero."""
+    x = tokens(2, 4, 41, 64)
+    zero = short.zero
+    with nothing_launched():
+        monkeypatch.setattr(short, "zero", lambda device: torch.ones(1, dtype=torch.int32))
+        captured = prepare(x, x, x)
+        assert captured is not None
+        monkeypatch.setattr(short, "zero", zero)
+        found = prepare(x, x, x)
+        assert found is not None
+        assert found.zero.tolist() == [0]
+        assert prepare(x, x, x) is found
+
+
 def test_what_goes_the_longer_way() -> None:
     long, x = tokens(1, 2, 300, 64), tokens(1, 2, 40, 64)
     off_the_border = tokens(1, 2, 40, 65)[..., 1:]

@@ -175,7 +175,7 @@ def _print(blocks: list[Block], markdown: bool) -> None:
 
 def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None:
     """Update the first page and one page per recipe, all of them or none."""
-    from gfsa_experiments.results.overview import DOMAINS, costs, overview
+    from gfsa_experiments.results.overview import costs, domain_of, overview
     from gfsa_experiments.results.page_blocks import Picture, Text, updated_page, write_pages
     from gfsa_experiments.results.page_sections import sections
 
@@ -190,13 +190,14 @@ def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None
     if plot is not None:
         place = Path(os.path.relpath(plot, folder)).as_posix()
         head = [Picture(place, "Relative error reduction by domain, with 95 % intervals")]
-    links = ", ".join(f"[{DOMAINS.get(recipe, recipe)}]({recipe}.md)" for recipe in by_recipe)
+    titles = {recipe: domain_of(recipe, tables) for recipe, tables in by_recipe.items()}
+    links = ", ".join(f"[{title}]({recipe}.md)" for recipe, title in titles.items())
     pointer = f"Tables, commands, figures of the paper: {links}. " if links else ""
     foot = Text(f"{pointer}{source.text}")
     first = [*head, *overview(found.tables, found.judged), *costs(found.times), foot]
     pages = {folder / PAGE: updated_page(folder / PAGE, "Results", first)}
     for recipe, tables in by_recipe.items():
-        path, title = folder / f"{recipe}.md", DOMAINS.get(recipe, recipe)
+        path, title = folder / f"{recipe}.md", titles[recipe]
         blocks = [source, *sections(tables, paper)]
         pages[path] = updated_page(path, title[0].upper() + title[1:], blocks)
     write_pages(pages)

@@ -81,9 +81,10 @@ def train(
     if show:
         _print_recipes_and_methods(console)
         return
+    from gfsa_experiments.runs.missing import data_of_rows, lacking
     from gfsa_experiments.runs.row import check_rows_fit
     from gfsa_experiments.runs.same_data import compare_once
-    from gfsa_experiments.runs.sweep import Request, lacking
+    from gfsa_experiments.runs.sweep import Request
 
     if bool(recipe) == (plan is not None):
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
@@ -107,15 +108,15 @@ def train(
         for name in {run.key().recipe for run in runs}:
             check_rows_fit(results / f"{name}.csv")
         # reads every row: a damaged table is found now, not when the first row is appended
-        without_row = lacking(runs, results)
+        known = data_of_rows(runs, results)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if missing:
-        runs = without_row
+        runs = lacking(runs, known)
         if not runs:
             console.print(f"{results} has all of these runs")
             return
-    _print_config(console, runs[0])
+    _print_config(console, runs)
     failed = _carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
@@ -209,6 +210,8 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
         )
     failed, names = 0, _names(runs)
     at_rest: dict[str, float] = {}
+    # error → the first run that failed with it
+    first_with: dict[str | None, str] = {}
     with progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, error = finished.run, finished.row, finished.error
@@ -225,7 +228,10 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
                     error = f"{error}; {kept}" if error else kept
             if row is None or error:
                 failed += 1
-                message = f"failed: {names[run.folder]}: {error}"
+                # wrong data makes every run fail alike: the reason is printed once
+                earlier = first_with.setdefault(error, names[run.folder])
+                why = error if earlier == names[run.folder] else f"for the reason of {earlier}"
+                message = f"failed: {names[run.folder]}: {why}"
                 console.print(message, style="red", markup=False)
             else:
                 before = "finished before: " if run.folder in done else ""
@@ -240,7 +246,8 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
             "in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
         )
         console.print(message, style="yellow", markup=False)
-    console.print(f"{len(runs) - failed} of {len(runs)} runs done; gfsa results shows the tables")
+    shown = "; gfsa results shows the tables" if failed < len(runs) else ""
+    console.print(f"{len(runs) - failed} of {len(runs)} runs done{shown}")
     return failed
 
 
@@ -255,15 +262,22 @@ def _names(runs: list[Run]) -> dict[Path, str]:
     return {run.folder: f"{run} {own[run.folder]}".rstrip() for run in runs}
 
 
-def _print_config(console: Console, run: Run) -> None:
+def _print_config(console: Console, runs: list[Run]) -> None:
+    """The settings of the first run, and of each method the options that it reads."""
     import dataclasses
 
     from rich.table import Table
 
-    table = Table(title=f"{run} (settings of the first run)", show_header=False)
-    for part in (run.config, run.options):
-        for name, value in dataclasses.asdict(part).items():
-            table.add_row(name, str(value))
+    from gfsa_experiments.runs.methods import find_method
+
+    table = Table(title=f"{runs[0]} (settings of the first run)", show_header=False)
+    for name, value in dataclasses.asdict(runs[0].config).items():
+        table.add_row(name, str(value))
+    first_of_method = {run.method: run for run in reversed(runs)}
+    for method in dict.fromkeys(run.method for run in runs):
+        options = first_of_method[method].options
+        for name in find_method(method).used_options(options):
+            table.add_row(f"{name} of {method}", str(getattr(options, name)))
     console.print(table)
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from gfsa_experiments.data.labels import Labels, Wanted, decide, refuse_unseen
-from gfsa_experiments.data.own import name_of
+from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.data.splits import three_parts
 from gfsa_experiments.data.tables import read_rows
 from gfsa_experiments.engine.task import OwnData
@@ -57,6 +57,11 @@ def read_labelled(
         splits={part: len(chosen) for part, chosen in parts.items()},
         split_by=split_by,
         labels=f"{label}: {labels.why}",
+        digest=digest_of(
+            piece
+            for part, chosen in parts.items()
+            for piece in (part, *(cell for row in chosen for cell in rows.values[row]))
+        ),
     )
     return LabelledRows([values[:-1] for values in rows.values], labels, parts, own)
 

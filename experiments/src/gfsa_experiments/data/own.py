@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
 
 HUB = "hub:"
@@ -50,6 +51,38 @@ def find_own(data: str, data_dir: Path, expected: str = "a file or folder") -> P
         f"there is no {data} in {data_dir.absolute()}, nor a file or folder of that path; "
         f"set data= to {expected}, or give --data-dir{entries_of(own.parent)}"
     )
+
+
+def is_in_working_folder(data: str, data_dir: Path) -> bool:
+    """Whether :func:`find_own` finds a path that begins at the working folder."""
+    own = Path(os.path.expanduser(data))
+    return bool(data) and not own.is_absolute() and own.exists() and not (data_dir / data).exists()
+
+
+def is_written_after(data: str, data_dir: Path, time: float) -> bool:
+    """Whether the file, or an entry of the folder, that ``data`` names was written after ``time``.
+
+    Folders in it are not opened: they may hold millions of images.
+    """
+    if not data or data.startswith(HUB):
+        return False
+    for path in (data_dir / data, Path(os.path.expanduser(data))):
+        if path.exists():
+            # a link may lead nowhere
+            entries = [p for p in path.iterdir() if p.exists()] if path.is_dir() else []
+            return any(entry.stat().st_mtime > time for entry in (path, *entries))
+    return False
+
+
+def digest_of(pieces: Iterable[str | bytes]) -> str:
+    """A hash of all pieces in their order, and of where one ends and the next begins."""
+    digest = sha256()
+    for piece in pieces:
+        # JSON may have halves of surrogate pairs
+        content = piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else piece
+        digest.update(b"%d:" % len(content))
+        digest.update(content)
+    return digest.hexdigest()[:16]
 
 
 def entries_of(folder: Path) -> str:

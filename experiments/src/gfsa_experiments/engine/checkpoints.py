@@ -7,9 +7,11 @@ temporary name, flushed to the disk and then renamed, so whatever is called ``st
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +56,25 @@ def write_checkpoint(
         for old in checkpoints(folder)[_KEPT:]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
+
+
+@contextmanager
+def without_note_of_tied_weights() -> Iterator[None]:
+    """Leave out accelerate's note that of tied weights one copy is saved.
+
+    It asks the reader to check that they are loaded, with every checkpoint: the model that loads
+    them has them tied already.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "Removed shared tensor" not in record.getMessage()
+
+    logger = logging.getLogger("accelerate.utils.other")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def checkpoints(folder: Path) -> list[Path]:

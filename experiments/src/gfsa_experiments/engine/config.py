@@ -249,6 +249,7 @@ HARMLESS = (
     "save_model",
     "tensorboard",
     "eval_batch_size",
+    "check_images",
 )
 
 

@@ -181,6 +181,7 @@ class OwnData:
         split_by: how the parts were made.
         labels: what the labels were taken for and why; empty if there are none.
         unit: of the sizes.
+        digest: a hash of everything that was read, where that is cheap; part of the fingerprint.
     """
 
     name: str
@@ -189,6 +190,7 @@ class OwnData:
     split_by: str
     labels: str = ""
     unit: str = "examples"
+    digest: str = ""
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count:,} {part}" for part, count in self.splits.items())

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.batches import EpochBatches, training_loader
-from gfsa_experiments.engine.checkpoints import checkpoints, read_state, write_checkpoint
+from gfsa_experiments.engine.checkpoints import (
+    checkpoints,
+    read_state,
+    without_note_of_tied_weights,
+    write_checkpoint,
+)
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.evaluate import evaluate
@@ -392,7 +397,8 @@ class Trainer:
 
     def _save(self) -> None:
         def save(folder: Path) -> None:
-            self.accelerator.save_state(str(folder / "state"))
+            with without_note_of_tied_weights():
+                self.accelerator.save_state(str(folder / "state"))
             save_randomness(folder / self._randomness_file)
             if self._best is not None and self.accelerator.is_main_process:
                 torch.save(self._best, folder / _BEST)
@@ -414,6 +420,7 @@ class Trainer:
         for checkpoint in found:
             try:
                 self._load(checkpoint)
+                self._say(f"resumed after step {self.position.step}")
                 return
             except Exception as error:
                 if self.accelerator.num_processes > 1:
@@ -422,6 +429,12 @@ class Trainer:
                 warnings.warn(f"{checkpoint} cannot be read and is skipped: {error}", stacklevel=2)
         if found:
             raise ValueError(f"no checkpoint in {found[0].parent} can be read; delete it")
+        self._say("has no checkpoint, begins with step 1")
+
+    def _say(self, text: str) -> None:
+        """Print once what a resumed run does: its end does not show where it began."""
+        if self.accelerator.is_main_process:
+            print(f"{self.folder}: {text}", flush=True)
 
     def _load(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)

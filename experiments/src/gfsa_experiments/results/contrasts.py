@@ -25,8 +25,9 @@ class Contrast:
     test: PairedDifference
     valid: PairedDifference | None
     """The same on the validation split, if every run has it."""
-    one_commit: int
-    """The number of pairs whose two runs are of the same commit."""
+    one_commit: int | None
+    """The number of pairs whose two runs are of the same commit; None if no run names one, as with
+    an installed package."""
     epochs: float
     """Passes over the data of ``a`` relative to ``b``."""
     seconds: float | None
@@ -90,12 +91,17 @@ def contrast(a: pd.DataFrame, b: pd.DataFrame) -> Contrast | None:
     return Contrast(
         test,
         valid,
-        one_commit=int(((pairs.commit_a == pairs.commit_b) & (pairs.commit_a != "")).sum()),
+        one_commit=_of_one_commit(pairs.commit_a, pairs.commit_b),
         epochs=total.epochs_a / total.epochs_b if total.epochs_b else 1.0,
         seconds=total.seconds_a / total.seconds_b if timed and total.seconds_b else None,
         jobs=int(pairs.jobs_a.iloc[0]),
         error=float(errors(pairs.test_b, up).mean()),
     )
+
+
+def _of_one_commit(a: pd.Series, b: pd.Series) -> int | None:
+    named = (a != "") | (b != "")
+    return int(((a == b) & named).sum()) if named.any() else None
 
 
 def finite(rows: pd.DataFrame) -> pd.DataFrame:

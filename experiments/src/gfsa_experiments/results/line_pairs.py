@@ -48,6 +48,7 @@ def find_pairs(
         pairs = [(x, y) for x in a for y in b if x[0] is y[0]]
         if not pairs and a and b:
             pairs = [(_single(a, parts[0]), _single(b, parts[1]))]
+            _refuse_other_data(pairs[0][0][1], pairs[0][1][1])
         for (table, line), (_, other) in pairs:
             compared = contrast(line.rows, other.rows)
             if line is not other and compared is not None:
@@ -83,6 +84,16 @@ def _single(places: Sequence[Place], text: str) -> Place:
             f"{text.strip()!r} is more than one line; name more settings; {_list(names)}"
         )
     return places[sizes.index(min(sizes))]
+
+
+def _refuse_other_data(a: Line, b: Line) -> None:
+    """Raise ValueError if no row of one line is on the data of the other, as far as it is known."""
+    first, second = (set(line.rows.data) - {""} for line in (a, b))
+    if first and second and first.isdisjoint(second):
+        names = [
+            f"{line.name} on {', '.join(sorted(data))}" for line, data in ((a, first), (b, second))
+        ]
+        raise ValueError(f"lines on different data are not compared: {'; '.join(names)}")
 
 
 def _list(names: Sequence[str]) -> str:

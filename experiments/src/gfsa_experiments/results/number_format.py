@@ -92,7 +92,7 @@ def contrast_cells(found: Contrast | None, scale: Scale) -> dict[str, str]:
         test.reading or NONE,
         scale.interval(found.valid.interval if found.valid else None),
         found.budget,
-        f"{found.one_commit}/{pairs}",
+        NONE if found.one_commit is None else f"{found.one_commit}/{pairs}",
     )
     return dict(zip(names, cells, strict=True))
 

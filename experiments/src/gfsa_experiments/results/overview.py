@@ -32,10 +32,12 @@ DOMAINS = {
     "graph": "graphs",
     "speech": "speech",
     "lra": "long sequences",
-    "code": "code clones",
+    "code": "code",
     "glue": "GLUE, fine-tuned",
     "digits": "digits",
 }
+# what its data sets are about, where one recipe has several
+_OF_DATA = {"bigclonebench": "code clones", "devign": "code defects"}
 FILTERS = {DEGREE_1: "degree 1", "gfsa": "GFSA"}
 # where a method ran with several options, the first page shows this choice, whatever its outcome
 OWN_RATE = "filter_lr=0.01"
@@ -52,6 +54,19 @@ class Domain:
     """By method, one contrast per table."""
     second_pass: list[Contrast]
     """GFSA to degree 1."""
+
+
+def domain_of(recipe: str, tables: Sequence[ResultTable]) -> str:
+    """What the tables of a recipe are about: ``images``; of code, what its only data set is about.
+
+    Own code goes by its name, ``code (my)``: whether it has clones or defects, the caller knows.
+    """
+    general = DOMAINS.get(recipe, recipe)
+    data = {table.task.split()[0] for table in tables}
+    if recipe != "code" or len(data) != 1:
+        return general
+    (name,) = data
+    return _OF_DATA.get(name, f"{general} ({name.removeprefix('data=')})")
 
 
 def domains(tables: Sequence[ResultTable]) -> list[Domain]:
@@ -72,7 +87,7 @@ def domains(tables: Sequence[ResultTable]) -> list[Domain]:
             line.to_degree1 for name, line in lines if name == "gfsa" and line and line.to_degree1
         ]
         if any(to_plain.values()):
-            found.append(Domain(DOMAINS.get(recipe, recipe), to_plain, second))
+            found.append(Domain(domain_of(recipe, by_recipe[recipe]), to_plain, second))
     return found
 
 
@@ -85,9 +100,14 @@ def headline(table: ResultTable, method: str) -> Line | None:
 def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Block]:
     """What is confirmed, and the domains; ``every`` has the tables of the whole folder."""
     blocks: list[Block] = [Heading("Confirmatory comparisons")]
-    for family, outcomes in judged:
-        blocks += family_blocks(family, outcomes)
-    if not any(all(outcome.is_complete for outcome in outcomes) for _, outcomes in judged):
+    # what has a verdict comes first
+    for family, outcomes in sorted(judged, key=lambda found: not _is_complete(found[1])):
+        lacks_runs = any(outcome.missing for outcome in outcomes)
+        # why pairs do not count, the table says
+        unusable = any(outcome.unusable for outcome in outcomes)
+        brief = lacks_runs and not unusable
+        blocks += [_sentence(family, outcomes)] if brief else family_blocks(family, outcomes)
+    if not any(_is_complete(outcomes) for _, outcomes in judged):
         blocks.insert(1, Text("No family is complete yet, so nothing is called better or worse."))
     found = domains(every)
     if found:
@@ -106,15 +126,8 @@ def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Blo
 
 def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
     """The table of one family; a family without any row takes one sentence."""
-    count = f"{len(outcomes)} comparison{'s' if len(outcomes) > 1 else ''}"
-    link = f"[{family.name}](families/{family.path.name})"
     if all(outcome.missing == len(outcome.comparison.seeds) for outcome in outcomes):
-        state = "planned" if family.registered is None else f"registered {family.registered}"
-        names = "; ".join(outcome.comparison.name for outcome in outcomes)
-        seeds = span(len(outcome.comparison.seeds) for outcome in outcomes)
-        return [
-            Text(f"{link}: {family.title}, {count} ({names}), {seeds} seeds, {state}, not run.")
-        ]
+        return [_sentence(family, outcomes)]
     rows = []
     for outcome in outcomes:
         spread = None if outcome.contrast is None else pd.Series(outcome.contrast.test.values).std()
@@ -132,7 +145,32 @@ def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
         rows.append(row)
     words = ("comparison", "metric", "verdict", "at")
     grid = Grid(list(rows[0]), [list(row.values()) for row in rows], words)
-    return [Text(f"{link}: {family.title}, registered {family.registered}."), grid]
+    return [Text(f"{_link(family)}: {family.title}, {_state(family)}."), grid]
+
+
+def _sentence(family: Family, outcomes: Sequence[Outcome]) -> Text:
+    """A family that lacks runs."""
+    names = "; ".join(outcome.comparison.name for outcome in outcomes)
+    count = f"{len(outcomes)} comparison{'s' if len(outcomes) > 1 else ''} ({names})"
+    seeds = span(len(outcome.comparison.seeds) for outcome in outcomes)
+    missing = span(outcome.missing for outcome in outcomes)
+    begun = any(outcome.missing < len(outcome.comparison.seeds) for outcome in outcomes)
+    run = f"{missing} of {seeds} pairs missing: no verdict" if begun else "not run"
+    return Text(
+        f"{_link(family)}: {family.title}, {count}, {seeds} seeds, {_state(family)}, {run}."
+    )
+
+
+def _is_complete(outcomes: Sequence[Outcome]) -> bool:
+    return all(outcome.is_complete for outcome in outcomes)
+
+
+def _link(family: Family) -> str:
+    return f"[{family.name}](families/{family.path.name})"
+
+
+def _state(family: Family) -> str:
+    return "planned" if family.registered is None else f"registered {family.registered:%Y-%m-%d}"
 
 
 def _domain_cells(domain: Domain) -> list[str]:
@@ -196,7 +234,7 @@ def costs(times: Sequence[ResultTable]) -> list[Block]:
     rows = []
     for recipe, tables in groupby(times, key=lambda table: table.recipe):
         own = list(tables)
-        cells = [DOMAINS.get(recipe, recipe)]
+        cells = [domain_of(recipe, own)]
         for method in FILTERS:
             lines = [line for table in own for line in table.lines if line.method == method]
             cells += [

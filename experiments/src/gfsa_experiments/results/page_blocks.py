@@ -107,6 +107,12 @@ def updated_page(
     """The page ``path`` with a new part between its two marks; without a page, a new one."""
     begin, end = marks
     page = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n\n{begin}\n{end}\n"
+    return with_part(page, path, blocks, marks)
+
+
+def with_part(page: str, path: Path, blocks: Sequence[Block], marks: tuple[str, str]) -> str:
+    """The text of a page with a new part between two marks; ``path`` is for the error."""
+    begin, end = marks
     counts = page.count(begin), page.count(end)
     if counts != (1, 1) or page.index(begin) > page.index(end):
         raise ValueError(

@@ -75,6 +75,13 @@ def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
     if a.seed.duplicated().any() or b.seed.duplicated().any():
         raise ValueError(f"{comparison.name}: runs of a family must all be on the same data")
     pairs = a.merge(b, on="seed", suffixes=("_a", "_b"))
+    # a pair on two data sets does not count, below
+    data = sorted(set(pairs.data_a[pairs.data_a == pairs.data_b]) - {""})
+    if len(data) > 1:
+        raise ValueError(
+            f"{comparison.name}: runs of a family must all be on the same data, these are on "
+            f"{'; '.join(data)}"
+        )
     reasons = pd.Series([_refusal_of(*pair) for pair in _facts(pairs)], pairs.index, dtype=object)
     missing = len(comparison.seeds) - len(pairs)
     unusable = reasons.dropna().value_counts(sort=False).to_dict()

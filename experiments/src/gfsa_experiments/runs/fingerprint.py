@@ -26,8 +26,8 @@ _DEEPEST = 8
 def fingerprint(task: Task) -> str:
     """``45000+5000+10000 3fa2c1d0``: the sizes of train, valid and test, and a hash.
 
-    The hash is over evenly spaced examples, as :meth:`Task.identity` returns them. The random state
-    of training does not change.
+    The hash is over evenly spaced examples, as :meth:`Task.identity` returns them, and over what
+    :class:`OwnData` has of the caller's own. The random state of training does not change.
     """
     sizes = {name: len(task.splits[name]) if name in task.splits else 0 for name in _PARTS}
     digest = sha256()
@@ -36,6 +36,9 @@ def fingerprint(task: Task) -> str:
             for index in _spread(size):
                 for piece in _pieces(task.identity(name, index)):
                     digest.update(piece)
+    if task.own_data is not None:
+        # two versions of a table may differ in a few labels to train on
+        digest.update(task.own_data.digest.encode())
     return f"{'+'.join(map(str, sizes.values()))} {digest.hexdigest()[:8]}"
 
 

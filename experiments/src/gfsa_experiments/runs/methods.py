@@ -25,7 +25,7 @@ class MethodConfig:
     power: Power = "extrapolated"
     w0: float = 0.0
     """The initial w0, which stays if it is not learned."""
-    layers: Literal["all", "even", "odd", "upper"] = "all"
+    layers: Literal["all", "even", "odd", "lower", "upper"] = "all"
     filter_lr: NotNegative | None = None
     """The learning rate of the parameters that the method adds; None: the model's."""
     lr_multiplier: float = 1.0

@@ -62,6 +62,7 @@ from gfsa_experiments.runs.run_folder import (
 from gfsa_experiments.runs.same_data import (
     check_finished_data,
     check_resumed_data,
+    data_begun_on,
     warn_of_rows_on_other_data,
     write_data,
 )
@@ -163,7 +164,7 @@ def carry_out(run: Run, progress: Progress | None = None) -> Row:
     finished = read_row(run.folder)
     if finished is not None and run.resume:
         _check_finished(run, accelerator.num_processes)
-        check_finished_data(run.folder, run.data_dir, lambda: fingerprint(_build(run)))
+        check_finished_data(run.folder, run.data_dir, run.config, lambda: data_of(run))
         return finished
     with _exclusive(run.folder) if accelerator.is_main_process else nullcontext():
         return _carry_out(run, accelerator, progress)
@@ -240,6 +241,23 @@ def _check_finished(run: Run, processes: int) -> None:
             raise ValueError(
                 f"{run.folder} holds a finished run without {name}; delete it to run again"
             )
+
+
+def data_of(run: Run) -> str:
+    """The fingerprint of a run's data, which is read for it."""
+    return fingerprint(_build(run))
+
+
+def recorded_data(run: Run) -> str | None:
+    """The fingerprint that the run's folder records of data with the same settings and path.
+
+    None if there is no such record, and if the data may be another by now.
+    """
+    data = data_begun_on(run.folder, run.data_dir, run.config)
+    if data is None or not (run.folder / "config.json").exists():
+        return None
+    ignored = (*HARMLESS, "processes")
+    return None if differences(run.folder, _as_data(run, 1), _defaults(run), ignored) else data
 
 
 def _record_data(run: Run, task: Task, accelerator: Accelerator) -> str:

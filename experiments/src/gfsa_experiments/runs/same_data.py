@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from gfsa_experiments.data.own import is_in_working_folder, is_written_after
 from gfsa_experiments.runs.row import Experiment, Row, read_rows_if_any
 from gfsa_experiments.runs.run_folder import read_record, write_json
 
@@ -75,16 +76,35 @@ def check_resumed_data(folder: Path, data: str) -> None:
         )
 
 
-def check_finished_data(folder: Path, data_dir: Path, find_data: Callable[[], str]) -> None:
-    """Raise ValueError if the finished run in ``folder`` is on other data than ``data_dir`` has.
+def data_begun_on(folder: Path, data_dir: Path, config: Any) -> str | None:
+    """The fingerprint that a run's folder records, if the data is at the path that it had then.
 
-    Data at the same path is taken to be the same without reading it.
+    None if it may be at another path (of own data that is named from the working folder, the run's
+    folder does not record the whole path), or if own data was written since.
+    """
+    record = folder / "data.json"
+    begun = read_record(record, RunData)
+    if begun is None or begun.data_dir != str(data_dir.resolve()):
+        return None
+    own = getattr(config, "data", "")
+    if is_in_working_folder(own, data_dir):
+        return None
+    return None if is_written_after(own, data_dir, record.stat().st_mtime) else begun.data
+
+
+def check_finished_data(
+    folder: Path, data_dir: Path, config: Any, find_data: Callable[[], str]
+) -> None:
+    """Raise ValueError if the finished run in ``folder`` is on other data than there is now.
+
+    Data at the same path is taken to be the same without reading it, unless it was written since.
 
     Args:
-        find_data: reads the data in ``data_dir`` and gives its fingerprint.
+        config: the settings of the run.
+        find_data: reads the data and gives its fingerprint.
     """
     begun, place = read_record(folder / "data.json", RunData), str(data_dir.resolve())
-    if begun is None or begun.data_dir == place:
+    if begun is None or data_begun_on(folder, data_dir, config) is not None:
         return
     try:
         data = find_data()
@@ -109,12 +129,22 @@ def difference(old: str, new: str) -> str:
     return f"as many examples, {new_sizes}, but different ones: {old_hash} then, {new_hash} now"
 
 
+Source = tuple[str, str, Path]
+"""Where the data of a run comes from: runs with equal sources are on the same data."""
+
+
+def source_of(run: Run) -> Source:
+    """The settings without the seed, which have the whole path of own data, and ``--data-dir``."""
+    # as text: the settings of a recipe of the user's own may be of any kind
+    return run.recipe, repr(dataclasses.replace(run.config, seed=0)), run.data_dir
+
+
 def compare_once(runs: Sequence[Run], results: Path) -> list[Run]:
-    """The runs, of which one per experiment compares its data with the rows in ``results``."""
-    first: dict[Experiment, Run] = {}
+    """The runs, of which one per experiment and data compares it with the rows in ``results``."""
+    first: dict[Source, Run] = {}
     for run in runs:
         if not run.is_resumed_and_finished:
-            first.setdefault(run.key().experiment, run)
+            first.setdefault(source_of(run), run)
     comparing = {run.folder for run in first.values()}
     return [
         dataclasses.replace(r, results=results if r.folder in comparing else None) for r in runs

@@ -17,8 +17,7 @@ from gfsa_experiments.runs.methods import (
     check_options,
     find_method,
 )
-from gfsa_experiments.runs.row import read_rows_if_any
-from gfsa_experiments.runs.run import Key, Run
+from gfsa_experiments.runs.run import Run
 from gfsa_experiments.tasks import find_recipe
 
 # a range with more numbers is a typing error
@@ -203,17 +202,6 @@ def _with_full_names(kind: type[TrainConfig], given: dict[str, str]) -> dict[str
         if short in given and name in given:
             raise ValueError(f"{short} and {name} are one setting; leave one of them out")
     return {full.get(name, name): text for name, text in given.items()}
-
-
-def lacking(runs: Sequence[Run], results: Path) -> list[Run]:
-    """The runs that have no row in ``results`` yet."""
-    tables = {results / f"{run.key().recipe}.csv" for run in runs}
-    known = {
-        Key(row.recipe, row.task, row.method, row.options, row.settings, row.seed)
-        for table in tables
-        for row in read_rows_if_any(table)
-    }
-    return [run for run in runs if run.key() not in known]
 
 
 def _names_of(text: str) -> tuple[str, ...]:

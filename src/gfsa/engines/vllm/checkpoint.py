@@ -30,7 +30,7 @@ def descriptions_in(
     hub = {"revision": revision, "token": token}
     if not any(f".{CHILD}." in name for name in _tensor_names(model, hub)):
         return {}
-    tensors = filter_tensors(model, hub)
+    tensors = filter_tensors(model, hub, index_first=True)
     found = {
         key.removesuffix(f".{CHILD}.{EXTRA}"): read_description(value)
         for key, value in tensors.items()

@@ -5,36 +5,59 @@ r"""One decoded token in one launch: a filter of degree 2, with cached keys, val
 
 U of past tokens does not change, and that of the new token is u itself, which the sum over past
 tokens leaves out. One sweep over the cache therefore does both passes. Several programs share it.
+The same launch computes the coefficients from θ and writes u into its row of the cache.
 """
 
 # no postponed annotations here: the operator's schema is read from them
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
+from gfsa.operators.base import PLAIN, Coefficients, value_of
 from gfsa.operators.fused.autograd import needs_registered_operator
 from gfsa.operators.fused.decode_kernel import STEP, decode_token
-from gfsa.operators.fused.launcher import Kernel, Launch, multiprocessors, on_device_of
+from gfsa.operators.fused.launcher import Kernel, Launch, multiprocessors
 from gfsa.operators.fused.problem import padded
 
-KEYS = 64
-"""Cached tokens that a program reads at once."""
-MOST_AHEAD = 100 * 1024
-"""Bytes of keys, values and U that a program holds while the next ones are on their way."""
+_STEP: int = STEP.value
 MOST_SPLITS = 32
 """Programs that share the keys of one head, a power of two at most."""
+_THETA = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tile(NamedTuple):
+    """Cached tokens that a program reads at once, its warps, and the stages of its loads.
+
+    Two stages have one tile on chip, waited for; three have the next, too.
+    """
+
+    keys: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def tile_of(width: int) -> Tile:
+    """The tile for a head dim: 16 numbers of it for each thread, whose sums are 32 registers.
+
+    With twice as many, two programs of 128 threads have registers on a processor instead of five.
+    """
+    keys, warps = (32, 4) if width <= 64 else (32, 8) if width <= 128 else (16, 8)
+    return Tile(keys, warps, 3)
 
 
 def takes_layout(*tensors: Tensor) -> bool:
     """Whether the kernel can read such tensors ``(B, H, N, D)``."""
-    step: int = STEP.value
+    # a compiled graph allocates its tensors itself
+    compiling = torch.compiler.is_compiling()
     for x in tensors:
-        if x.stride(3) != 1 or any(stride % step for stride in x.stride()[:3]):
+        batch, head, row, column = x.stride()
+        if column != 1 or batch % _STEP or head % _STEP or row % _STEP:
             return False
-        # a compiled graph allocates its tensors itself
-        if not torch.compiler.is_compiling() and x.data_ptr() % 16:
+        if not compiling and x.data_ptr() % 16:
             return False
     return True
 
@@ -44,27 +67,55 @@ def decode(
     k: Tensor,
     v: Tensor,
     u: Tensor,
-    coeffs: Tensor,
+    coeffs: Tensor | Coefficients,
     mask: Tensor | None,
-    place: Tensor | None,
+    length: Tensor | None,
+    held: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The new token's ``y`` and ``u = (A·V)_new``, each ``(B, H, 1, D)``.
+    counters: Tensor | None = None,
+) -> Tensor:
+    """The new token's ``y (B, H, 1, D)``; its ``(A·V)_new`` is written into its row of ``u``.
 
     :func:`takes_layout` says which tensors it takes.
 
     Args:
         q: ``(B, H, 1, D)``, the new token's query.
         k, v: ``(B, H / group, N, D)``, keys and values including the new token's.
-        u: ``(B, H, N or N - 1, D)``, ``A·V`` of past tokens, row by row beside their values.
-        coeffs: ``(H, 3)``, float32.
+        u: ``(B, H, N or more, D)``, ``A·V`` of past tokens, row by row beside their values.
+        coeffs: ``(H, 3)`` or ``(3,)``, or a filter's coefficients.
         mask: bool, ``(B or 1, H or 1, 1, N)``, True takes part.
-        place: one int64 on the device, the new token's row; None if it is the last one.
+        length: one int64 on the device: how many tokens there are with the new one, which is the
+            last of them; None if these are all N.
+        held: one int64 on the device, which is set to ``length``; given together with it.
+        counters: of :func:`new_counters` for B·H heads; given, a captured step needs not set them
+            to zero.
     """
+    if (length is None) is not (held is None):
+        raise ValueError("length and held are given together, or neither of them")
+    theta, base, basis = _numbers(coeffs, q.shape[1])
     if needs_registered_operator(q):
-        y, u_new = registered(q, k, v, u, coeffs, mask, place, scale)
-        return y, u_new
-    return _run(q, k, v, u, coeffs, mask, place, scale)
+        y: Tensor = registered(q, k, v, u, theta, base, basis, mask, length, held, counters, scale)
+        return y
+    return _run(q, k, v, u, theta, base, basis, mask, length, held, counters, scale)
+
+
+def _numbers(
+    coeffs: Tensor | Coefficients, heads: int
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """θ, base and basis as the kernel reads them; or the coefficients, as a base alone."""
+    if isinstance(coeffs, Coefficients):
+        theta, base, basis, _ = coeffs
+        if (
+            type(theta) in PLAIN
+            and theta.device == base.device
+            and theta.dtype in _THETA
+            and base.dtype == basis.dtype == torch.float32
+            and theta.is_contiguous()
+            and base.is_contiguous()
+            and basis.is_contiguous()
+        ):
+            return theta, base, basis
+    return None, value_of(coeffs).float().expand(heads, -1).contiguous(), None
 
 
 def _run(
@@ -72,121 +123,193 @@ def _run(
     k: Tensor,
     v: Tensor,
     u: Tensor,
-    coeffs: Tensor,
+    theta: Tensor | None,
+    base: Tensor,
+    basis: Tensor | None,
     mask: Tensor | None,
-    place: Tensor | None,
+    length: Tensor | None,
+    held: Tensor | None,
+    counters: Tensor | None,
     scale: float,
-    keep_counters: bool = True,
-) -> tuple[Tensor, Tensor]:
+    keep_room: bool = True,
+) -> Tensor:
     batch, heads, _, head_dim = q.shape
-    y, u_new = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    _, groups, rows, _ = k.shape
+    y = q.new_empty((batch, heads, 1, head_dim))
     seen = (0, 0, 0)
     if mask is not None:
-        mask = mask.expand(batch, heads, 1, k.shape[2])
+        mask = mask.expand(batch, heads, 1, rows)
         seen = (mask.stride(0), mask.stride(1), mask.stride(3))
-    splits = _splits(batch * heads, k.shape[2], q.device)
-    launch = _launch(
-        batch * heads, head_dim, mask is not None, place is not None, splits, q.dtype, q.device
-    )
+        mask = mask.view(torch.uint8)
+    learned, by_head = (0, False)
+    if theta is not None and basis is not None:
+        learned, by_head = theta.shape[1], basis.dim() == 3
+    width = _width(head_dim)
+    tile = tile_of(width)
+    splits = _splits(batch * heads, -(-rows // tile.keys), q.device.index if q.is_cuda else None)
+    q_b, q_h, _, _ = q.stride()
+    k_b, k_h, k_n, _ = k.stride()
+    v_b, v_h, v_n, _ = v.stride()
+    u_b, u_h, u_n, _ = u.stride()
     numbers = (
         # the compiled code takes a float, and would be compiled again for an int
-        *(float(scale), heads, heads // k.shape[1], k.shape[2] - 1, q.stride(0), q.stride(1)),
-        *(stride // STEP.value for x in (k, v, u) for stride in x.stride()[:3]),
-        *seen,
+        *(float(scale), heads, heads // groups, rows - 1, q_b, q_h),
+        *(k_b // _STEP, k_h // _STEP, k_n // _STEP, v_b // _STEP, v_h // _STEP, v_n // _STEP),
+        *(u_b // _STEP, u_h // _STEP, u_n // _STEP, *seen),
     )
-    with on_device_of(q):
-        sums, arrived = _room(batch * heads, splits, padded(head_dim), q, keep_counters)
-        # a pointer that the kernel does not read may be any
-        launch(
-            (),
-            *(q, k, v, u, coeffs.contiguous()),
-            *(q if mask is None else mask.view(torch.uint8), q if place is None else place),
-            *(y, u_new, sums, arrived),
-            numbers=numbers,
-        )
-    return y, u_new
+    launch = _launch(
+        *(batch * heads, head_dim, tile, learned, by_head, mask is not None, length is not None),
+        *(splits, q.dtype, base.dtype if theta is None else theta.dtype, q.device),
+        wide_numbers(numbers),
+    )
+    sums, arrived = q, q
+    if splits > 1:
+        count = batch * heads * splits * (2 * width + 3)
+        sums, arrived = _room(count, batch * heads, counters, q.device, keep_room)
+    # a pointer that the kernel does not read may be any
+    pointers = (
+        *(q, k, v, u, base if theta is None else theta, base, base if basis is None else basis),
+        *(
+            q if mask is None else mask,
+            q if length is None else length,
+            q if held is None else held,
+        ),
+        *(y, sums, arrived),
+    )
+    if not q.is_cuda or q.device.index == torch.cuda.current_device():
+        launch((), *pointers, numbers=numbers)
+    else:
+        with torch.cuda.device_of(q):
+            launch((), *pointers, numbers=numbers)
+    return y
 
 
-def _splits(heads: int, length: int, device: torch.device) -> int:
+def wide_numbers(numbers: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which of a call's numbers need 64 bits, which the compiled code has to know; often none."""
+    if max(numbers) < 2**31:
+        return ()
+    return tuple([number >= 2**31 for number in numbers])
+
+
+_width = functools.cache(padded)
+
+
+@functools.lru_cache(maxsize=1024)
+def _splits(heads: int, tiles: int, device: int | None) -> int:
     """How many programs share a head: enough to fill the GPU twice, with a tile for each."""
-    processors = multiprocessors(device.index) if device.type == "cuda" else 1
-    wanted = min(-(-2 * processors // heads), -(-length // KEYS), MOST_SPLITS)
+    processors = 1 if device is None else multiprocessors(device)
+    wanted = min(-(-2 * processors // heads), tiles, MOST_SPLITS)
     # the largest power of two that is not more
     return 1 << (wanted.bit_length() - 1)
 
 
-def _stages(width: int, dtype: torch.dtype) -> int:
-    """Of the pipeline of loads: two have one tile on chip, waited for; three have the next, too."""
-    tile = 3 * KEYS * width * dtype.itemsize
-    return 3 if 2 * tile <= MOST_AHEAD else 2
-
-
 def _room(
-    heads: int, splits: int, width: int, q: Tensor, keep_counters: bool
+    count: int, heads: int, counters: Tensor | None, device: torch.device, keep_room: bool
 ) -> tuple[Tensor, Tensor]:
-    """For the programs' sums, and counters that are zero; neither is used without splits.
+    """For ``count`` sums of the programs, and a counter for each head, which is zero.
 
     Args:
-        keep_counters: whether later calls may find the counters again.
+        keep_room: whether later calls may find it again.
     """
-    if splits == 1:
-        return q, q
-    sums = torch.empty(heads * splits * (2 * width + 3), dtype=torch.float32, device=q.device)
-    if not keep_counters or not q.is_cuda or torch.cuda.is_current_stream_capturing():
+    if keep_room and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        stream = driver.active.get_current_stream(device.index)
+        sums, zeros = _kept_room(count, heads, device, stream)
+        return sums, zeros if counters is None else counters
+    sums = torch.empty(count, dtype=torch.float32, device=device)
+    if counters is None:
         # a captured graph has counters of its own, which each replay sets to zero
-        return sums, torch.zeros(heads, dtype=torch.int32, device=q.device)
-    return sums, _counters(heads, q.device, torch.cuda.current_stream(q.device).cuda_stream)
+        counters = new_counters(heads, device)
+    return sums, counters
 
 
 @functools.lru_cache(maxsize=64)
-def _counters(heads: int, device: torch.device, stream: int) -> Tensor:
-    """Zeros, which every launch leaves as zeros; launches of other streams have their own."""
+def _kept_room(count: int, heads: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Every launch leaves the counters as zeros; launches of other streams have their own room."""
+    # never as inference tensors, which could not be used outside of inference mode
+    with torch.inference_mode(False):
+        sums = torch.empty(count, dtype=torch.float32, device=device)
+        return sums, new_counters(heads, device)
+
+
+def new_counters(heads: int, device: torch.device) -> Tensor:
+    """Counters for launches that do not overlap, such as those on one layer of a cache.
+
+    Args:
+        heads: query heads of all sequences.
+    """
     return torch.zeros(heads, dtype=torch.int32, device=device)
 
 
-@torch.library.custom_op("gfsa::decode", mutates_args=())
+@torch.library.custom_op("gfsa::decode", mutates_args=("u", "held", "counters"))
 def registered(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     u: Tensor,
-    coeffs: Tensor,
+    theta: Tensor | None,
+    base: Tensor,
+    basis: Tensor | None,
     mask: Tensor | None,
-    place: Tensor | None,
+    length: Tensor | None,
+    held: Tensor | None,
+    counters: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """The registered operator."""
     # a graph's inputs may begin anywhere, which takes_layout cannot see while it is compiled
-    q, k, v, u = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v, u))
+    q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
+    aligned = u.clone() if u.data_ptr() % 16 else u
     # nothing allocated here may be kept: mode="reduce-overhead" runs it in the memory of its graphs
-    return _run(q, k, v, u, coeffs, mask, place, scale, keep_counters=False)
+    y = _run(
+        *(q, k, v, aligned, theta, base, basis, mask, length, held, counters, scale),
+        keep_room=False,
+    )
+    if aligned is not u:
+        u.copy_(aligned)
+    return y
 
 
 @registered.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    theta: Tensor | None,
+    base: Tensor,
+    basis: Tensor | None,
+    mask: Tensor | None,
+    length: Tensor | None,
+    held: Tensor | None,
+    counters: Tensor | None,
+    scale: float,
+) -> Tensor:
+    return q.new_empty(q.shape)
 
 
 _KERNEL = Kernel(decode_token)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _launch(
     programs: int,
     head_dim: int,
+    tile: Tile,
+    learned: int,
+    by_head: bool,
     masked: bool,
     on_device: bool,
     splits: int,
     dtype: torch.dtype,
+    theta: torch.dtype,
     device: torch.device,
+    wide: tuple[bool, ...],
 ) -> Launch:
-    width = padded(head_dim)
+    constants = (
+        *(head_dim, padded(head_dim), tile.keys, learned, by_head, masked, on_device, splits),
+        tile.stages,
+    )
     return Launch(
-        _KERNEL,
-        (programs, splits, 1),
-        (device, dtype),
-        (),
-        (),
-        (head_dim, width, KEYS, masked, on_device, splits, _stages(width, dtype)),
-        num_warps=4,
+        *(_KERNEL, (programs, splits, 1), (device, dtype, theta, wide), (), (), constants),
+        num_warps=tile.warps,
     )

@@ -1,7 +1,13 @@
-"""The kernel of :mod:`gfsa.operators.fused.decode`: one query head of one new token.
+r"""The kernel of :mod:`gfsa.operators.fused.decode`: one query head of one new token.
 
 Several programs share the keys of a head, because one program would wait for its loads most of the
 time. Each keeps its sums in float32; the last one to finish adds them up, always in the same order.
+
+Inside of a program each row of a tile has a running maximum and sums of its own, so that nothing is
+exchanged between threads while tiles are read, except to add up a score. The rows are added up
+after the last tile, by the same formula as programs are:
+
+.. math:: \Sigma = \sum_r 2^{t_r - t}\,\Sigma_r, \qquad t = \max_r t_r
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import triton.language as tl
 
 STEP = tl.constexpr(8)
 """Strides of the cache are multiples of it, so that a thread reads 16 bytes at once."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 # lengths and strides change from token to token: nothing about them is compiled in
@@ -19,20 +26,26 @@ STEP = tl.constexpr(8)
         *("scale", "heads", "group", "last", "q_b", "q_h", "k_b", "k_h", "k_n"),
         *("v_b", "v_h", "v_n", "u_b", "u_h", "u_n", "mask_b", "mask_h", "mask_n"),
     ],
-    do_not_specialize_on_alignment=["coeffs", "mask", "place", "arrived"],
+    do_not_specialize_on_alignment=[
+        *("theta", "base", "basis", "mask", "length", "held", "arrived"),
+    ],
 )
 def decode_token(
-    q_in, k_in, v_in, u_in, coeffs, mask, place, y_out, u_out, sums, arrived,
+    q_in, k_in, v_in, u_rows, theta, base, basis, mask, length, held, y_out, sums, arrived,
     scale, heads, group, last, q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, u_b, u_h, u_n,
     mask_b, mask_h, mask_n,
-    D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
-    ON_DEVICE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, LEARNED: tl.constexpr,
+    BY_HEAD: tl.constexpr, MASK: tl.constexpr, ON_DEVICE: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one sequence: y and u, rows of ``D`` numbers.
+    """One query head of one sequence: its row of y, and its row of U in the cache.
 
     Strides of k, v and u are counted in :data:`STEP` numbers.
 
     Args:
+        theta, base, basis: see :func:`_coefficient`.
+        length: with ``ON_DEVICE``, how many tokens there are, the new one included.
+        held: with ``ON_DEVICE``, gets that number.
         sums: room for ``(programs, SPLITS, 2·WIDTH + 3)`` numbers, float32.
         arrived: for each head how many programs are done, int32; zero before and after.
     """
@@ -41,17 +54,23 @@ def decode_token(
     h = (tl.program_id(0) % heads).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < D
-    new = tl.load(place).to(tl.int32) if ON_DEVICE else last
-    q = tl.load(q_in + b * q_b + h * q_h + column, mask=inside, other=0.0).to(tl.float32) * scale
-    k_rows = k_in + (b * k_b + (h // group) * k_h) * STEP
-    v_rows = v_in + (b * v_b + (h // group) * v_h) * STEP
-    u_rows = u_in + (b * u_b + h * u_h) * STEP
-    # the largest score, the sum of weights, the new token's weight, and both sums of rows
-    top = -float("inf")
-    total = 0.0
-    own = 0.0
-    u = tl.zeros([WIDTH], tl.float32)
-    w = tl.zeros([WIDTH], tl.float32)
+    new = tl.load(length).to(tl.int32) - 1 if ON_DEVICE else last
+    q = tl.load(q_in + b * q_b + h * q_h + column, mask=inside, other=0.0).to(tl.float32)
+    q = q * (scale * LOG2_E)
+    k_in += (b * k_b + (h // group) * k_h) * STEP
+    v_in += (b * v_b + (h // group) * v_h) * STEP
+    u_rows += (b * u_b + h * u_h) * STEP
+    # from row to row
+    k_step = k_n.to(tl.int64) * STEP
+    v_step = v_n.to(tl.int64) * STEP
+    u_step = u_n.to(tl.int64) * STEP
+    # of each row of a tile: the largest score, the sum of weights, the new token's weight, and
+    # both sums of rows
+    top = tl.full([BN], -float("inf"), tl.float32)
+    total = tl.zeros([BN], tl.float32)
+    own = tl.zeros([BN], tl.float32)
+    u = tl.zeros([BN, WIDTH], tl.float32)
+    w = tl.zeros([BN, WIDTH], tl.float32)
     # whole tiles for each program, so that none is read twice
     tiles = tl.cdiv(tl.cdiv(new + 1, BN), SPLITS)
     begin = tl.program_id(1) * tiles * BN
@@ -59,39 +78,41 @@ def decode_token(
         row = (start + tl.arange(0, BN)).to(tl.int64)
         seen = row <= new
         some = seen[:, None] & inside[None, :]
-        k = tl.load(k_rows + row[:, None] * (k_n * STEP) + column[None, :], mask=some, other=0.0)
-        v = tl.load(v_rows + row[:, None] * (v_n * STEP) + column[None, :], mask=some, other=0.0)
+        k = tl.load(k_in + row[:, None] * k_step + column[None, :], mask=some, other=0.0)
+        v = tl.load(v_in + row[:, None] * v_step + column[None, :], mask=some, other=0.0)
+        # the new token's row of U is written below
         cached = (row < new)[:, None] & inside[None, :]
-        other = tl.load(
-            u_rows + row[:, None] * (u_n * STEP) + column[None, :], mask=cached, other=0.0
-        )
+        other = tl.load(u_rows + row[:, None] * u_step + column[None, :], mask=cached, other=0.0)
         score = tl.sum(k.to(tl.float32) * q[None, :], 1)
         if MASK:
             seen = seen & (tl.load(mask + b * mask_b + h * mask_h + row * mask_n, seen, 0) != 0)
         score = tl.where(seen, score, -float("inf"))
-        higher = tl.maximum(top, tl.max(score, 0))
-        # while nothing has been seen, -inf - (-inf) would be NaN
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        shrink = tl.exp(top - base)
-        p = tl.exp(score - base)
+        higher = tl.maximum(top, score)
+        shift = _finite(higher)
+        shrink = tl.exp2(top - shift)
+        p = tl.exp2(score - shift)
         past = tl.where(row < new, p, 0.0)
-        total = total * shrink + tl.sum(p, 0)
-        own = own * shrink + tl.sum(p - past, 0)
-        u = u * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
-        w = w * shrink + tl.sum(past[:, None] * other.to(tl.float32), 0)
+        total = total * shrink + p
+        own = own * shrink + (p - past)
+        u = u * shrink[:, None] + p[:, None] * v.to(tl.float32)
+        w = w * shrink[:, None] + past[:, None] * other.to(tl.float32)
         top = higher
-    newest = v_rows + new.to(tl.int64) * (v_n * STEP)
-    v = tl.load(newest + column, mask=inside, other=0.0).to(tl.float32)
-    coeffs += h * 3
+    highest = tl.max(top, 0)
+    u, w, total, own = _together(tl.exp2(top - _finite(highest)), u, w, total, own)
+    newest = v_in + new.to(tl.int64) * v_step
+    u_out = u_rows + new.to(tl.int64) * u_step
     if SPLITS == 1:
-        _finish(u, w, total, own, v, coeffs, y_out, u_out, D, WIDTH)
+        _finish(
+            u, w, total, own, newest, theta, base, basis, h, y_out, u_out,
+            D, WIDTH, LEARNED, BY_HEAD,
+        )  # fmt: skip
     else:
         head = tl.program_id(0)
         sums += head.to(tl.int64) * (SPLITS * (2 * WIDTH + 3))
         part = sums + tl.program_id(1) * (2 * WIDTH + 3)
         tl.store(part + column, u)
         tl.store(part + WIDTH + column, w)
-        tl.store(part + 2 * WIDTH, top)
+        tl.store(part + 2 * WIDTH, highest)
         tl.store(part + 2 * WIDTH + 1, total)
         tl.store(part + 2 * WIDTH + 2, own)
         # all threads have written before the first one says so
@@ -99,38 +120,78 @@ def decode_token(
         if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
             # for the next launch
             tl.store(arrived + head, 0)
-            split = tl.arange(0, SPLITS)
-            parts = sums + split * (2 * WIDTH + 3)
+            parts = sums + tl.arange(0, SPLITS) * (2 * WIDTH + 3)
             tops = tl.load(parts + 2 * WIDTH, cache_modifier=".cg")
             totals = tl.load(parts + 2 * WIDTH + 1, cache_modifier=".cg")
             owns = tl.load(parts + 2 * WIDTH + 2, cache_modifier=".cg")
             rows = parts[:, None] + column[None, :]
             us = tl.load(rows, cache_modifier=".cg")
             ws = tl.load(rows + WIDTH, cache_modifier=".cg")
-            highest = tl.max(tops, 0)
-            base = tl.where(highest == -float("inf"), 0.0, highest)
-            weight = tl.exp(tops - base)
-            u = tl.sum(us * weight[:, None], 0)
-            w = tl.sum(ws * weight[:, None], 0)
-            total = tl.sum(totals * weight, 0)
-            own = tl.sum(owns * weight, 0)
-            _finish(u, w, total, own, v, coeffs, y_out, u_out, D, WIDTH)
+            weight = tl.exp2(tops - _finite(tl.max(tops, 0)))
+            u, w, total, own = _together(weight, us, ws, totals, owns)
+            _finish(
+                u, w, total, own, newest, theta, base, basis, h, y_out, u_out,
+                D, WIDTH, LEARNED, BY_HEAD,
+            )  # fmt: skip
+    if ON_DEVICE:  # noqa: SIM102 (known when it is compiled, the other when it runs)
+        # of all programs one: the cache layer of U counts its tokens as that of keys does
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(held, (new + 1).to(tl.int64))
 
 
 @triton.jit
-def _finish(u, w, total, own, v, coeffs, y_out, u_out, D: tl.constexpr, WIDTH: tl.constexpr):
+def _finite(top):
+    """While nothing has been seen, -inf - (-inf) would be NaN."""
+    return tl.where(top == -float("inf"), 0.0, top)
+
+
+@triton.jit
+def _together(weight, u, w, total, own):
+    """Sums over the first axis, each entry weighted."""
+    return (
+        tl.sum(u * weight[:, None], 0),
+        tl.sum(w * weight[:, None], 0),
+        tl.sum(total * weight, 0),
+        tl.sum(own * weight, 0),
+    )
+
+
+@triton.jit
+def _finish(
+    u, w, total, own, newest, theta, base, basis, h, y_out, u_out,
+    D: tl.constexpr, WIDTH: tl.constexpr, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr,
+):  # fmt: skip
     """``u = Σ p·v`` and ``y = c0·v + c1·u + c2·(w + p_new·u)`` from plain sums of weights."""
     column = tl.arange(0, WIDTH)
     inside = column < D
+    v = tl.load(newest + column, mask=inside, other=0.0).to(tl.float32)
     # a token that sees nothing has a row of zeros
     share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
     # rounded as it is cached: later tokens see it so
     u = (u * share).to(u_out.dtype.element_ty)
-    c0 = tl.load(coeffs)
-    c1 = tl.load(coeffs + 1)
-    c2 = tl.load(coeffs + 2)
+    c0 = _coefficient(theta, base, basis, h, 0, LEARNED, BY_HEAD)
+    c1 = _coefficient(theta, base, basis, h, 1, LEARNED, BY_HEAD)
+    c2 = _coefficient(theta, base, basis, h, 2, LEARNED, BY_HEAD)
     second = w * share + own * share * u.to(tl.float32)
     y = c0 * v + c1 * u.to(tl.float32) + c2 * second
-    out = tl.program_id(0) * D + column
-    tl.store(u_out + out, u, mask=inside)
-    tl.store(y_out + out, y.to(y_out.dtype.element_ty), mask=inside)
+    tl.store(u_out + column, u, mask=inside)
+    y_out += tl.program_id(0).to(tl.int64) * D + column
+    tl.store(y_out, y.to(y_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _coefficient(
+    theta, base, basis, h, power: tl.constexpr, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr
+):
+    """``c = base + θ·basis`` of one head and power.
+
+    Args:
+        theta: ``(H, LEARNED)``; base: ``(H, 3)``; basis: ``(LEARNED, 3)``, with ``BY_HEAD`` one for
+            each head. Without learned numbers the base alone is read.
+    """
+    c = tl.load(base + h * 3 + power)
+    for number in tl.static_range(LEARNED):
+        learned = tl.load(theta + h * LEARNED + number).to(tl.float32)
+        row = (h * LEARNED + number) if BY_HEAD else number
+        c += learned * tl.load(basis + row * 3 + power)
+    return c

@@ -24,7 +24,7 @@ def filter_once(
     mask: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """``c0·V + c1·A·V`` in one pass, if :func:`.degree_one_launch.refusal` has no reason.
+    """``c0·V + c1·A·V`` in one pass, if :func:`.eligibility.refusal_by_one_pass` has no reason.
 
     Args:
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.

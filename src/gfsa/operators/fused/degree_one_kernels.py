@@ -64,7 +64,9 @@ def _sees(i, j, n, mask, mask_j, CAUSAL: tl.constexpr, MASK: tl.constexpr):
     if CAUSAL:
         keep = keep & (j <= i)
     if MASK == KEY_MASK:
-        keep = keep & (tl.load(mask + j * mask_j, mask=j < n, other=0) != 0)
+        # the stride is the caller's: the last key may lie 2³¹ or more behind the first
+        at = j.to(tl.int64) * mask_j
+        keep = keep & (tl.load(mask + at, mask=j < n, other=0) != 0)
     return keep
 
 

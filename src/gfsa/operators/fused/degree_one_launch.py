@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused import degree_one_kernels as kernels
-from gfsa.operators.fused.eligibility import SHORT_LENGTH, is_key_mask
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.problem import Options, Problem, padded, pointers, problem_of
@@ -42,41 +41,12 @@ TILES = {
 WIDE = {"attend_once": Tiles(64, 128, 4, 2)}
 WIDE_FROM = 512
 
-# lengths and head dims for which one pass was measured (results/kernels.md), and is faster than the
-# filter around torch's attention, and at least as fast as the short kernels
-SHORTEST, LONGEST = 197, 1024
-NARROWEST = 64
-# padded batches beyond the short kernels, which were measured with masks
-MASKS_ARE_MEASURED = False
-
-
-def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
-    """Whether these are the fastest kernels of degree 1 for a call, as measured on an H200."""
-    if not SHORTEST <= q.shape[2] <= LONGEST or q.shape[3] < NARROWEST:
-        return False
-    if mask is not None and (not MASKS_ARE_MEASURED or q.shape[2] <= SHORT_LENGTH):
-        return False
-    return refusal(q, mask, options) is None
-
 
 def tiles(name: str, length: int, is_causal: bool) -> Tiles:
     """The tiles of one kernel for one call."""
     if name in WIDE and length >= WIDE_FROM and not is_causal:
         return WIDE[name]
     return TILES[name]
-
-
-def refusal(q: Tensor, mask: Tensor | None, options: Options) -> str | None:
-    """Why the one-pass kernels cannot serve a call that the fused kernels take, or None."""
-    if options.dropout_p:
-        return "they have no dropout"
-    if options.scale <= 0.0:
-        return "they take positive scales only"
-    if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
-        return "they take bool masks of keys only"
-    if q.shape[3] > 64:
-        return "they take a head dim of 64 at most"
-    return None
 
 
 def forward(

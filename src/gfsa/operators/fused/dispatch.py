@@ -1,4 +1,4 @@
-"""Which kernels run a call: the short ones, the long ones, or others for a gradient.
+"""Which kernels run a call: short, long, one causal sweep, and others for a gradient.
 
 A path is a module with the two functions of :class:`Path`. All paths give and save the same
 tensors, so the backward pass may take another path than the forward pass did.
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gfsa.operators.fused.eligibility import refusal_by_short
+from gfsa.operators.fused.eligibility import refusal_by_short, refusal_by_sweep
 from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.launcher import on_device_of
 from gfsa.operators.fused.layout import copyable_by_tile
@@ -18,6 +18,7 @@ from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import Options, Saved
 from gfsa.operators.fused.short import launch as short
+from gfsa.operators.fused.sweep import launch as sweep
 
 
 class Path(Protocol):
@@ -51,13 +52,15 @@ class Path(Protocol):
 
 def forward_path(q: Tensor, mask: Tensor | None, options: Options) -> Path:
     """The fastest kernels that serve a call."""
-    return short if refusal_by_short(q, mask, options.scale) is None else long
+    if refusal_by_short(q, mask, options.scale) is None:
+        return short
+    return long if refusal_by_sweep(q, mask, *options) is not None else sweep
 
 
 def backward_path(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> Path:
     """The fastest kernels that serve the gradient of a call."""
     path = forward_path(q, mask, options)
-    if path is long and hopper_backward.serves(q, mask, options):
+    if path is not short and hopper_backward.serves(q, mask, options):
         return hopper_backward
     if cudnn_backward.serves(q, k, v, mask, options):
         return cudnn_backward

@@ -10,6 +10,7 @@ import re
 import torch
 from torch import Tensor
 
+from gfsa.operators.base import Coefficients
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import tuned
 from gfsa.operators.visibility import refusal_of_spans
@@ -48,9 +49,22 @@ MOST_HEADS = 65535
 SHORT_LENGTH = 256
 SHORT_HEAD_DIM = 64
 # they count a mask's entries in 32 bits
-SHORT_MASK_ROW_STRIDE = 2**20
+SHORT_MASK_ROW_STRIDE = SHORT_MASK_KEY_STRIDE = 2**20
 # the versions of Triton whose Gluon they were measured and tested with
 SHORT_TRITON = ((3, 6),)
+
+# the one-pass kernels of degree 1: lengths and head dims for which they were measured
+# (results/kernels.md), and are faster than the filter around torch's attention, and at least as
+# fast as the short kernels
+ONE_PASS_SHORTEST, ONE_PASS_LONGEST = 197, 1024
+ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
+# padded batches beyond the short kernels, which were measured with masks
+ONE_PASS_MASKS_ARE_MEASURED = False
+
+# the kernel of one causal sweep: head dims, least and most tokens, least heads of all sequences
+SWEEP_HEAD_DIMS = (64, 128)
+SWEEP_LENGTHS = (1024, 4096)
+SWEEP_HEADS = 64
 
 # the kernel for one decoded token: largest head dim, most cached tokens
 DECODE_HEAD_DIM = 256
@@ -77,6 +91,7 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     """Why another operator may serve ``call`` faster, or None if none does.
 
     Calls that have not been measured, and tested on the GPU, are left to torch's own kernels.
+    Dropout and grouped heads of degree 2 are tested, and measured without them alone.
     """
     length, head_dim = call.q.shape[-2:]
     if not _is_measured(call.q.device):
@@ -90,12 +105,14 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
                 f"{SHORT_LENGTH} tokens"
             )
         return None
+    mask = call.attn_mask
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
-        # beyond the short kernels the passes are torch's
-        if torch.compiler.is_compiling():
+        # what one pass does not serve is torch's attention, and a kernel around it
+        if torch.compiler.is_compiling() and not one_pass_is_fastest(
+            call.q, mask, call.scale, call.dropout_p
+        ):
             return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
         return None
-    mask = call.attn_mask
     if mask is not None and not is_key_mask(mask) and length > SHORT_LENGTH:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
     if head_dim > SHORT_HEAD_DIM and (mask is not None or call.dropout_p):
@@ -131,11 +148,40 @@ def refusal_by_short(q: Tensor, mask: Tensor | None, scale: float) -> str | None
         return "they take neither windows nor documents"
     if mask is not None and not _is_constant_over(mask, -3):
         return "they take masks that are the same for every head only"
-    if mask is not None and not is_key_mask(mask):
+    if mask is not None and is_key_mask(mask):
+        if mask.dim() and mask.stride(-1) > SHORT_MASK_KEY_STRIDE:
+            return f"they take masks of keys with strides of {SHORT_MASK_KEY_STRIDE} at most"
+    elif mask is not None:
         row, key = mask.stride()[-2:]
         if mask.shape[-1] != q.shape[2] or key != 1 or row > SHORT_MASK_ROW_STRIDE:
             return "they take masks over queries and keys with contiguous rows only"
-    return _refusal_of_device_by_short(q)
+    return _refusal_of_device_by_gluon(q)
+
+
+def refusal_by_sweep(
+    q: Tensor, mask: Tensor | None, scale: float, is_causal: bool, dropout_p: float
+) -> str | None:
+    """Why one causal sweep does not serve a call that the fused kernels take, or None.
+
+    The long kernels serve what it refuses: what it cannot do, and what was not measured.
+    """
+    batch, heads, length, head_dim = q.shape
+    if not is_causal or mask is not None:
+        return "it takes a causal mask and none beside it"
+    if dropout_p:
+        return "it takes no dropout"
+    if scale <= 0.0:
+        return "it takes positive scales only"
+    if head_dim not in SWEEP_HEAD_DIMS:
+        return f"it takes head dims of {SWEEP_HEAD_DIMS}, got {head_dim}"
+    least, most = SWEEP_LENGTHS
+    if not least <= length <= most:
+        return f"it is measured for {least} to {most} tokens, got {length}"
+    if batch * heads < SWEEP_HEADS:
+        return f"it is measured for {SWEEP_HEADS} heads of all sequences together or more"
+    if heads * head_dim * length >= 2**31:
+        return "it counts a sequence's output in 32 bits"
+    return _refusal_of_device_by_gluon(q)
 
 
 def refusal_by_hopper_backward(q: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
@@ -145,15 +191,15 @@ def refusal_by_hopper_backward(q: Tensor, mask: Tensor | None, dropout_p: float)
     """
     if dropout_p:
         return "they take no dropout"
-    if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
-        return "they take masks of keys only"
+    if mask is not None and mask.dtype == torch.bool and not is_key_mask(mask):
+        return "they take no masks over queries and keys, but spans and masks of keys"
     if q.shape[2] % 4:
         # rows of logsumexps, which the copy engine takes from multiples of 16 bytes on
         return f"they take lengths that are multiples of 4, got {q.shape[2]}"
-    return _refusal_of_device_by_short(q)
+    return _refusal_of_device_by_gluon(q)
 
 
-def _refusal_of_device_by_short(q: Tensor) -> str | None:
+def _refusal_of_device_by_gluon(q: Tensor) -> str | None:
     if not q.is_cuda:
         return "they are written for GPUs"
     major, minor = capability(q.device)
@@ -164,7 +210,35 @@ def _refusal_of_device_by_short(q: Tensor) -> str | None:
     return None
 
 
-def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
+def one_pass_is_fastest(
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+) -> bool:
+    """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements."""
+    if not ONE_PASS_SHORTEST <= q.shape[2] <= ONE_PASS_LONGEST or q.shape[3] < ONE_PASS_NARROWEST:
+        return False
+    if mask is not None and (not ONE_PASS_MASKS_ARE_MEASURED or q.shape[2] <= SHORT_LENGTH):
+        return False
+    return refusal_by_one_pass(q, mask, scale, dropout_p) is None
+
+
+def refusal_by_one_pass(
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+) -> str | None:
+    """Why the one-pass kernels cannot serve a call that the fused kernels take, or None."""
+    if dropout_p:
+        return "they have no dropout"
+    if scale is not None and scale <= 0.0:
+        return "they take positive scales only"
+    if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
+        return "they take bool masks of keys only"
+    if q.shape[3] > ONE_PASS_WIDEST:
+        return f"they take a head dim of {ONE_PASS_WIDEST} at most"
+    return None
+
+
+def refusal_of_decoding(
+    call: AttentionCall, v: Tensor, coeffs: Tensor | Coefficients
+) -> str | None:
     """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
     q, k, mask = call.q, call.k, call.attn_mask
     refusal = _refusal_of_device(q)
@@ -172,10 +246,23 @@ def refusal_of_decoding(call: AttentionCall, v: Tensor) -> str | None:
         refusal = "the kernel for a decoded token is not measured on this GPU"
     if refusal is not None:
         return refusal
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    learned, numbers = (
+        (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
+    )
+    if numbers.shape[-1] != 3:
+        return (
+            "the kernel for a decoded token takes filters of degree 2, "
+            f"this one has {numbers.shape[-1] - 1}"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):
         return "the kernel for a decoded token has no gradient"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"the kernel takes one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    # it takes addresses, and would read those of another device
+    if numbers.device != q.device or (mask is not None and mask.device != q.device):
+        return f"the kernel for a decoded token takes a filter and a mask on {q.device}"
     if v.shape[-1] != q.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > DECODE_HEAD_DIM:
         return (
             "the kernel for a decoded token takes keys and values of one head dim, a multiple of 8 "

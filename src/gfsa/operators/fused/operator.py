@@ -13,8 +13,12 @@ from gfsa.operators.fused import coefficients
 from gfsa.operators.fused.autograd import filter_attention, needs_registered_operator
 from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.degree_one_attention import filter_once
-from gfsa.operators.fused.degree_one_launch import serves as serves_once
-from gfsa.operators.fused.eligibility import SHORT_LENGTH, is_key_mask, refusal_by_short
+from gfsa.operators.fused.eligibility import (
+    SHORT_LENGTH,
+    is_key_mask,
+    one_pass_is_fastest,
+    refusal_by_short,
+)
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
@@ -69,7 +73,8 @@ class FusedOperator(Operator):
                 coeffs = coeffs.float()
             powers = coeffs.shape[1]
         if powers == 2:
-            if serves_once(q, self.mask, self.options):
+            scale, _, dropout_p = self.options
+            if one_pass_is_fastest(q, self.mask, scale, dropout_p):
                 return filter_once(q, k, v, coeffs, self.mask, self.options)
             if refusal_by_short(q, self.mask, self.options.scale) is not None:
                 return combine_degree_one(v, self.apply(v), coeffs)

@@ -80,7 +80,7 @@ class Problem(NamedTuple):
             self.length == 1,
             self.group == 1,
             self.group % 16 == 0,
-            max(self.mask_strides) >= 2**31,
+            *(stride >= 2**31 for stride in self.mask_strides),
         )
 
 

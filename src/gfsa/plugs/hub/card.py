@@ -38,6 +38,8 @@ class Card:
     """What was uploaded beside the filters."""
     model_class: str = "AutoModel"
     """The class of transformers that loads a whole model."""
+    revision: str | None = None
+    """The branch, if it is not the main one."""
 
     def new(self) -> str:
         """The whole file."""
@@ -78,23 +80,26 @@ class Card:
         )
 
     def _use(self) -> str:
-        name = self.repository
+        place = json.dumps(self.repository)
+        if self.revision is not None:
+            # without it, what the main branch has would be loaded
+            place += f", revision={json.dumps(self.revision)}"
         if self.weights == "model":
             return _code(
                 "import gfsa",
                 f"from transformers import {self.model_class}",
                 "",
-                f'model = gfsa.from_pretrained({self.model_class}, "{name}")',
+                f"model = gfsa.from_pretrained({self.model_class}, {place})",
             ) + (
                 f"\n\n`{self.model_class}.from_pretrained` alone loads the weights **without the "
                 "filters**: it lists them as UNEXPECTED in its load report."
             )
         if self.weights == "adapter":
-            return _code("import gfsa", "", f'model = gfsa.load_peft(base_model, "{name}")') + (
+            return _code("import gfsa", "", f"model = gfsa.load_peft(base_model, {place})") + (
                 "\n\n`PeftModel.from_pretrained` alone loads the adapter **without the filters** "
                 "if the base model is not plugged."
             )
-        return _code("import gfsa", "", f'gfsa.load(model, "{name}")  # the backbone, unplugged')
+        return _code("import gfsa", "", f"gfsa.load(model, {place})  # the backbone, unplugged")
 
     def _settings(self) -> str:
         groups: dict[str, list[str]] = {}

@@ -29,6 +29,12 @@ from gfsa.plugs.peft_adapters import PEFT_ENTRY
 from gfsa.plugs.sites import check_model, filters_of, is_sharded, plugged_sites
 
 CARD = "README.md"
+# the weights of a transformers model, in one file or in several
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-?????-of-?????.safetensors",
+)
 
 
 def push_to_hub(
@@ -59,7 +65,9 @@ def push_to_hub(
         repository: ``"user/name"``; it is created if it does not exist.
         weights: upload what ``model.save_pretrained`` writes, too: a whole transformers model,
             which :func:`gfsa.from_pretrained` loads, or an adapter of peft, which
-            :func:`gfsa.load_peft` loads.
+            :func:`gfsa.load_peft` loads. Weights of an earlier upload that have other file names
+            (in one file before, in several now) are deleted in the same commit: they would be
+            loaded in place of these.
         base_model: the backbone's name on the Hub, for the card; by default the name that the
             model was loaded from, if it knows one.
         results: metric → value, for the card.
@@ -108,6 +116,7 @@ def push_to_hub(
             results,
             kind,
             _class_for(model),
+            revision,
         )
         if card.coefficients:
             (folder / PICTURE).write_text(coefficients_svg(card.coefficients), encoding="utf-8")
@@ -123,6 +132,7 @@ def push_to_hub(
             folder_path=folder,
             revision=revision,
             commit_message=commit_message or "Filters, by gfsa",
+            delete_patterns=list(_WEIGHTS) if kind == "model" else None,
         )
     return str(commit.commit_url)
 

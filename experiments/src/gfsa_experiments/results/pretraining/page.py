@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pandas as pd
 
 from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
 from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Picture, Text
+from gfsa_experiments.results.pretraining.answer import family_table
 from gfsa_experiments.results.pretraining.collect import RUN
+from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
 from gfsa_experiments.results.pretraining.probes import Measure, measures
 from gfsa_experiments.results.pretraining.savings import Saving, saving_of_ends, savings
@@ -23,11 +26,84 @@ Speeds = Mapping[tuple[str, str, int], float]
 
 def blocks(study: Study, speeds: Speeds) -> list[Block]:
     """Every section that has runs, and what is missing."""
-    found = [*gap_blocks(study, speeds), *stability_blocks(study.stability)]
+    found = [*family_table(study.family), *control_blocks(study)]
+    found += [*gap_blocks(study, speeds), *stability_blocks(study.stability)]
     found += [*probe_blocks(study), *_coefficient_blocks(study)]
     if study.missing:
         found += [Heading("Not run yet"), Bullets(study.missing)]
     return found
+
+
+def control_blocks(study: Study) -> list[Block]:
+    """Every control against GFSA and plain, each control's rates, and other plain models."""
+    found: list[Block] = []
+    table = controls(study.controls)
+    if table is not None:
+        arms = compared(table)
+        pairs = [table.difference(arm, to) for arm in arms for to in (PLAIN, GFSA)]
+        known = [pair for pair in pairs if pair is not None and pair.low is not None]
+        text = (
+            "Test loss in nats after one epoch, each arm at the rate that the plan has for it, "
+            f"seed{'s' if len(table.seeds) > 1 else ''} {', '.join(map(str, table.seeds))}, which "
+            "chose no rate ([plan](plans/pretrain-controls.txt))."
+        )
+        if table.spread is None:
+            text += " One seed: no interval."
+        else:
+            text += (
+                f" Intervals: 95 %, from one standard deviation of a run over all arms, "
+                f"{table.spread:.3f} ({table.freedom} degrees of freedom). Exploratory: "
+                f"{sum(pair.excludes_zero for pair in known)} of {len(known)} intervals exclude 0, "
+                f"and {(1 - LEVEL) * len(known):.1f} would by chance."
+            )
+        rows = [
+            [arm, f"{mean:.3f}"]
+            + [NATS.interval(table.difference(arm, to)) for to in (PLAIN, GFSA)]
+            for arm, mean in table.means.items()
+        ]
+        columns = ["arm", "loss", "− plain", "− GFSA"]
+        found += [Heading("Controls, and which layers"), Text(text), Grid(columns, rows, ("arm",))]
+    sentences = [*_rate_sentences(study.rates), *_baseline_sentences(study.baseline)]
+    if sentences:
+        found += [] if found else [Heading("Controls, and which layers")]
+        found.append(Bullets(sentences))
+    return found
+
+
+def _rate_sentences(runs: pd.DataFrame) -> list[str]:
+    if runs.empty:
+        return []
+    said = []
+    for own in rates(runs):
+        cells = [f"{_loss(loss)} at {rate:g}" for rate, loss in own.losses.items()]
+        edge = "; at the edge of what was tried" if own.is_at_edge else ""
+        best = "every run broke down" if own.best is None else f"best at {own.best:g}{edge}"
+        said.append(f"{own.arm}: {', '.join(cells)} ({best})")
+    return [f"Learning rates, one epoch, seed 0, validation loss. {'. '.join(said)}."]
+
+
+def _loss(value: float) -> str:
+    """A loss; a run that broke down has none."""
+    return NONE if math.isnan(value) else NATS.number(value)
+
+
+def _baseline_sentences(runs: pd.DataFrame) -> list[str]:
+    """Other plain models against the family's, on valid; the rule is that of the plan."""
+    if runs.empty:
+        return []
+    kinds: dict[str, list[str]] = {}
+    shared = set.intersection(*(set(text.split()) for text in runs.settings))
+    order = runs.sort_values("valid")
+    for method, text, loss in zip(order.method, order.settings, order.valid, strict=True):
+        own = " ".join(word for word in text.split() if word not in shared)
+        # learned gains are the default, which settings do not name
+        own = own if "qk_norm=" in own else f"{own} qk_norm=learned".strip()
+        kinds.setdefault(method, []).append(f"`{own}` {_loss(loss)}")
+    lists = [f"{method}: {', '.join(lines)}" for method, lines in kinds.items()]
+    return [
+        "The plain model once more, with fast gains, one epoch, seed 0, validation loss, lowest "
+        f"first ([rule](plans/pretrain-baseline.txt)). {'; '.join(lists)}."
+    ]
 
 
 def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
@@ -105,9 +181,10 @@ def _vanishes(fit: GapFit) -> str:
         return f"Does it vanish? Not known: {floor}, without an interval (no cell has two seeds)."
     if not fit.floor.excludes_zero:
         return f"Does it vanish? Not known: {floor}, which has 0 in it."
-    if fit.floor.mean < 0:
-        return f"Does it vanish? Not within this fit: {floor}, below 0."
-    return f"Does it vanish? It turns: {floor}, above 0."
+    side = "below" if fit.floor.mean < 0 else "above"
+    if (fit.floor.mean < 0) == (fit.scale < 0):
+        return f"Does it vanish? Not within this fit: {floor}, {side} 0."
+    return f"Does it vanish? It turns: {floor}, {side} 0."
 
 
 def saving_sentence(saving: Saving, of_ends: float | None) -> str:

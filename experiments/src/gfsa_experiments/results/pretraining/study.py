@@ -7,7 +7,7 @@ family that is not complete is left out: nothing is read from it before its last
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.results.families import FOLDER, is_of, read_family
 from gfsa_experiments.results.load_rows import read_folder_if_any
 from gfsa_experiments.results.pretraining.collect import RUN, TABLES
-from gfsa_experiments.results.verdicts import outcomes
+from gfsa_experiments.results.verdicts import Outcome, outcomes
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 SCALING = "pretrain-scaling*.txt"
 STABILITY = "pretrain-stability.txt"
+RATES = "pretrain-controls-rates.txt"
+CONTROLS = ("pretrain-controls.txt", "pretrain-layers.txt")
+BASELINE = "pretrain-baseline.txt"
 FAMILY = "pretrain"
 PLAIN = "plain"
 _EARLIER_CURVES = Path("tuning/pretrain-curves.csv")
@@ -42,6 +45,13 @@ class Study:
     """The runs of the plan :data:`STABILITY`, with the columns of ``runs``."""
     missing: list[str]
     """What was asked for and is not there, in sentences."""
+    family: list[Outcome] = field(default_factory=list)
+    """The family's comparisons, complete or not; none without the family's file."""
+    controls: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """The runs of :data:`CONTROLS`, with the columns of ``runs``; those of :data:`RATES` and
+    :data:`BASELINE` below, with ``lr`` too."""
+    rates: pd.DataFrame = field(default_factory=pd.DataFrame)
+    baseline: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
 def read_study(folder: Path) -> Study:
@@ -52,11 +62,13 @@ def read_study(folder: Path) -> Study:
     missing: list[str] = []
     plans = sorted((folder / "plans").glob(SCALING))
     planned = pd.concat([rows[:0], *(_planned(rows, plan, missing) for plan in plans)])
+    judged: list[Outcome] = []
     path = folder / FOLDER / f"{FAMILY}.toml"
     if path.exists():
         family = read_family(path)
         own = rows[is_of(rows, family.keys)]
-        if all(outcome.is_complete for outcome in outcomes(family, own)):
+        judged = outcomes(family, own)
+        if all(outcome.is_complete for outcome in judged):
             # fresh seeds alone: of the same length, others chose the family's rates
             lengths = set(zip(own.task, own.steps, strict=True))
             others = [key not in lengths for key in zip(planned.task, planned.steps, strict=True)]
@@ -73,14 +85,15 @@ def read_study(folder: Path) -> Study:
             )
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), missing)
-    data = sorted(set(runs.data) - {""})
-    if len(data) > 1:
-        raise ValueError(
-            f"{folder}: the planned runs of pretraining are on different data ({'; '.join(data)}), "
-            "which are not compared; remove the rows of one"
-        )
+    _refuse_several_data(folder, runs)
     plan = folder / "plans" / STABILITY
     stability = _planned(rows, plan, missing) if plan.exists() else rows[:0]
+    of_plans = {
+        name: _planned(rows, folder / "plans" / name, missing)
+        for name in (BASELINE, RATES, *CONTROLS)
+        if (folder / "plans" / name).exists()
+    }
+    controls = [of_plans[name] for name in CONTROLS if name in of_plans]
     tables = {name: _read_table(folder / "pretraining" / f"{name}.csv") for name in TABLES}
     curves = [tables["curves"], _earlier_curves(folder / _EARLIER_CURVES, rows)]
     curve_lines = pd.concat([part for part in curves if len(part)] or curves)
@@ -91,17 +104,33 @@ def read_study(folder: Path) -> Study:
         _of_runs(tables["coefficients"], runs),
         labelled(stability, [], keep_diverged=True),
         missing,
+        judged,
+        labelled(pd.concat([rows[:0], *controls]), [], keep_diverged=True),
+        labelled(of_plans.get(RATES, rows[:0]), [], keep_diverged=True),
+        labelled(of_plans.get(BASELINE, rows[:0]), [], keep_diverged=True),
     )
 
 
 def _planned(rows: pd.DataFrame, plan: Path, missing: list[str]) -> pd.DataFrame:
     """The rows of a plan's runs."""
     keys = {run.key() for run in runs_of_plan(plan)}
-    found = rows[is_of(rows, keys)].drop_duplicates(RUN, keep="last")
+    own = rows[is_of(rows, keys)]
+    # before one row of a run is chosen: it would be one on any of them
+    _refuse_several_data(plan, own)
+    found = own.drop_duplicates(RUN, keep="last")
     if len(found) < len(keys):
         link = f"[{plan.stem}](plans/{plan.name})"
         missing.append(f"{link}: {len(keys) - len(found)} of {len(keys)} runs are missing.")
     return found
+
+
+def _refuse_several_data(where: Path, rows: pd.DataFrame) -> None:
+    data = sorted(set(rows.data) - {""})
+    if len(data) > 1:
+        raise ValueError(
+            f"{where}: the planned runs of pretraining are on different data ({'; '.join(data)}), "
+            "which are not compared; remove the rows of one"
+        )
 
 
 def labelled(rows: pd.DataFrame, missing: list[str], keep_diverged: bool = False) -> pd.DataFrame:
@@ -112,6 +141,7 @@ def labelled(rows: pd.DataFrame, missing: list[str], keep_diverged: bool = False
     runs["size"] = [task.rpartition("-")[2].upper() for task in runs.task]
     words = [_words(text) for text in runs.settings]
     runs["batch_size"] = [int(w.get("batch_size", PretrainConfig.batch_size)) for w in words]
+    runs["lr"] = [float(w.get("lr", PretrainConfig.lr)) for w in words]
     block = [int(w.get("block", PretrainConfig.block)) for w in words]
     runs["tokens"] = runs.steps.astype(int) * runs.batch_size * block
     runs["parameters"] = runs.parameters - runs.added
@@ -134,7 +164,7 @@ def labelled(rows: pd.DataFrame, missing: list[str], keep_diverged: bool = False
 def arm_of(method: str, options: str, settings: str) -> str:
     """The name of what a run tries, whatever its rates, length and size."""
     own, of_model = _words(options), _words(settings)
-    names = {"plain": PLAIN, "degree1": "degree 1", "gfsa": "GFSA"}
+    names = {"plain": PLAIN, "degree1": "degree 1", "gfsa": "GFSA", "neutreno": "value residual"}
     name = names.get(method, method)
     if own.get("learn") == "w1":
         name = "gain only"
@@ -144,6 +174,10 @@ def arm_of(method: str, options: str, settings: str) -> str:
         name += f", {of_model['depth']} layers"
     if "layers" in own:
         name += f", {own['layers']} layers"
+    if "init_std" in of_model:
+        name += f", weights of {of_model['init_std']}"
+    if of_model.get("output_norm") == "True":
+        name += ", normalised outputs"
     return name
 
 

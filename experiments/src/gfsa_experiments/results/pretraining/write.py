@@ -7,7 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from gfsa.lens.report import LensReport
-from gfsa_experiments.results.page_blocks import updated_page, write_pages
+from gfsa_experiments.results.page_blocks import Text, with_part, write_pages
+from gfsa_experiments.results.pretraining.answer import answer
 from gfsa_experiments.results.pretraining.coefficients import draw_coefficients, trajectories
 from gfsa_experiments.results.pretraining.figure import draw, save
 from gfsa_experiments.results.pretraining.page import blocks
@@ -16,15 +17,20 @@ from gfsa_experiments.results.pretraining.study import by_size, read_speeds, rea
 PAGE = "pretraining.md"
 FIGURE = "pretraining.svg"
 MARKS = ("<!-- study of pretraining: begin -->", "<!-- study of pretraining: end -->")
+ANSWER = ("<!-- answer of pretraining: begin -->", "<!-- answer of pretraining: end -->")
 
 
 def write(results: Path) -> list[Path]:
     """Write everything that the results allow; return what was written."""
     study, speeds = read_study(results), read_speeds(results)
-    page = updated_page(results / PAGE, "Pretraining", blocks(study, speeds), MARKS)
+    path = results / PAGE
+    page = "\n".join(["# Pretraining", "", *ANSWER, "", *MARKS, ""])
+    page = path.read_text(encoding="utf-8") if path.exists() else page
+    page = with_part(page, path, [Text(answer(study.family))], ANSWER)
+    page = with_part(page, path, blocks(study, speeds), MARKS)
     tuning = results / "tuning" / "pretrain-curves.csv"
     save(draw(study, speeds, pd.read_csv(tuning) if tuning.exists() else None), results / FIGURE)
-    written = [results / PAGE, results / FIGURE]
+    written = [path, results / FIGURE]
     if len(study.coefficients):
         kept = study.runs[study.runs.arm.isin(study.coefficients.arm.unique())]
         drawn = draw_coefficients(study.coefficients, study.runs, by_size(kept)[0])
@@ -34,5 +40,5 @@ def write(results: Path) -> list[Path]:
         (results / "lens").mkdir(exist_ok=True)
         report.to_html(results / "lens" / "pretraining.html")
         written += [results / "pretraining/coefficients.svg", results / "lens/pretraining.html"]
-    write_pages({results / PAGE: page})
+    write_pages({path: page})
     return written

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.own import name_of
+from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.data.pretrained import load_config, load_model, load_tokenizer
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.splits import PARTS
@@ -118,6 +118,7 @@ class CausalLMTask(Task):
                 splits={name: len(text.tokens) for name, text in corpus.parts.items()},
                 split_by=corpus.split_by,
                 unit="tokens",
+                digest=corpus.digest,
             )
         if config.scratch:
             # a pretrained model may well end above its start, when it is fitted too closely
@@ -245,6 +246,8 @@ class EncodedCorpus:
     vocabulary: int
     parts: dict[str, EncodedText]
     split_by: str
+    digest: str
+    """A hash of the text, if it is the caller's own."""
 
 
 @lru_cache(maxsize=2)
@@ -270,8 +273,9 @@ def encode_corpus(
         name: EncodedText(np.concatenate(token_ids(encoder, part)), count_words(part))
         for name, part in lines.items()
     }
-    own = tokenizer == "own"
-    return EncodedCorpus(len(encoder) if own else encoder.get_vocab_size(), parts, split_by)
+    size = len(encoder) if tokenizer == "own" else encoder.get_vocab_size()
+    pieces = (piece for name, part in lines.items() for piece in (name, *part))
+    return EncodedCorpus(size, parts, split_by, digest_of(pieces) if column else "")
 
 
 def blocks(text: EncodedText, block: int, name: str) -> TensorRows:

@@ -266,7 +266,7 @@ def encode_code(
 
 RECIPE = Recipe(
     name="code",
-    title="Code: find defects (Devign) or clones (BigCloneBench)",
+    title="Code: find defects (Devign) or clones (BigCloneBench), or classify your own",
     config=CodeConfig,
     build=CodeTask,
     sources=sources_of("code"),

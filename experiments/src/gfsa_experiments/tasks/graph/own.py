@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gfsa_experiments.data.files import read_npz
 from gfsa_experiments.data.labels import Wanted, decide
-from gfsa_experiments.data.own import entries_of, find_own, name_of
+from gfsa_experiments.data.own import digest_of, entries_of, find_own, name_of
 from gfsa_experiments.data.splits import PARTS, part_named, three_parts
 from gfsa_experiments.engine.task import OwnData
 from gfsa_experiments.tasks.graph.graphs import KINDS, Features, GraphSet, Metric, usable
@@ -101,8 +101,16 @@ def _graph_set(data: str, where: str, read: Tensors, named: Parts, labels: Wante
         split_by=split_by,
         labels=why,
         unit="graphs",
+        digest=_digest(graphs),
     )
     return dataclasses.replace(graphs, own=own)
+
+
+def _digest(graphs: GraphSet) -> str:
+    """A hash of everything that was read, labels and parts included."""
+    structure = graphs.nodes, graphs.edges, graphs.edge_index, graphs.edge_attr
+    every = (*structure, graphs.x, graphs.y, graphs.split)
+    return digest_of(np.ascontiguousarray(part.numpy()).tobytes() for part in every)
 
 
 def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, int, str]:

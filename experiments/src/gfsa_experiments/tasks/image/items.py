@@ -155,6 +155,13 @@ def _refuse_empty(folder: Path, classes: list[str], files: list[File]) -> None:
         )
 
 
+def read_image(path: str) -> Any:
+    """The image in a file, decoded, as RGB (PIL)."""
+    from torchvision.datasets.folder import pil_loader
+
+    return pil_loader(path)
+
+
 class FolderImages(Dataset[Any]):
     """Pairs of an RGB image (PIL) and its label, read on demand."""
 
@@ -165,12 +172,12 @@ class FolderImages(Dataset[Any]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        from torchvision.datasets.folder import pil_loader
+        from PIL import Image
 
         path, label = self.files[index]
         try:
-            return pil_loader(path), label
-        except (OSError, SyntaxError) as error:
+            return read_image(path), label
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"{path} is no readable image: {error}; replace or delete it"
             ) from error

@@ -29,6 +29,7 @@ from gfsa_experiments.engine.config import (
 )
 from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.image import cifar
+from gfsa_experiments.tasks.image.broken import refuse_broken
 from gfsa_experiments.tasks.image.items import (
     FolderImages,
     ImageFiles,
@@ -88,6 +89,8 @@ class ImageConfig(TrainConfig):
     drop_path: Share = 0.1
     dropout: Share = 0.0
     """After attention and inside the MLPs."""
+    check_images: bool = True
+    """Look at every file of a folder before training, and name those that are no images."""
 
     epochs: float = 300
     batch_size: int = 1024
@@ -132,7 +135,8 @@ class ImageConfig(TrainConfig):
         if self.dataset == "folder":
             unused["augment"] = "images in folders are always augmented by the workers"
         else:
-            unused["data"] = f"dataset={self.dataset} is ours; dataset=folder reads your own"
+            own = f"dataset={self.dataset} is ours; dataset=folder reads your own"
+            unused |= dict.fromkeys(("data", "check_images"), own)
         if self.on_device:
             unused["auto_augment"] = "only augment=workers applies timm's policies"
         if not (self.mixup and self.cutmix):
@@ -307,12 +311,18 @@ def _checked_model(config: ImageConfig, device: str) -> nn.Module:
 
 def _folder_parts(config: ImageConfig, data_dir: Path) -> tuple[dict[str, Any], int]:
     files = _image_files(config, data_dir)
+    if config.check_images:
+        refuse_broken(_root(config, data_dir), config.holdout)
     return {name: FolderImages(part) for name, part in files.parts.items()}, len(files.classes)
 
 
 def _image_files(config: ImageConfig, data_dir: Path) -> ImageFiles:
+    return list_images(_root(config, data_dir), config.holdout)
+
+
+def _root(config: ImageConfig, data_dir: Path) -> Path:
     root = find_own(config.data, data_dir, "a folder of images") if config.data else data_dir
-    return list_images(root.absolute(), config.holdout)
+    return root.absolute()
 
 
 def _own_data(config: ImageConfig, data_dir: Path) -> OwnData:

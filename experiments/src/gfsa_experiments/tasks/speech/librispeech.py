@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gfsa_experiments.data.files import BadRows, check_count
 from gfsa_experiments.data.sources import source_of
+from gfsa_experiments.tasks.speech.audio import header_of, read_audio
 from gfsa_experiments.tasks.speech.utterances import Utterance, normalised, refusal_of_text
 
 SAMPLE_RATE = 16_000
@@ -98,22 +99,15 @@ def _find(data_dir: Path, name: str) -> Path:
 
 def _features(path: Path, mels: int) -> Tensor:
     # torchaudio.load needs torchcodec since 2.9
-    import soundfile
-
-    wave, _ = soundfile.read(str(path), dtype="float32")
-    return normalised(log_mel(torch.from_numpy(wave), mels))
+    samples, _ = read_audio(path)
+    return normalised(log_mel(torch.from_numpy(samples[:, 0].copy()), mels))
 
 
 def _samples(path: Path) -> tuple[int, str | None]:
     """The length of an audio file according to its header, or why it cannot be used."""
-    import soundfile
-
-    if not path.is_file():
-        return 0, "it has no audio file"
-    try:
-        info = soundfile.info(str(path))
-    except soundfile.LibsndfileError as error:
-        return 0, f"it has an unreadable audio file ({error})"
+    info, reason = header_of(path)
+    if reason is not None:
+        return 0, reason
     if info.samplerate != SAMPLE_RATE or info.channels != 1:
         return 0, f"it is not mono at 16 kHz: {info.channels} channels at {info.samplerate} Hz"
     return info.frames, None

@@ -19,10 +19,19 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import BadRows
-from gfsa_experiments.data.own import entries_of, find_own, first_lines, is_hidden, name_of, text_of
+from gfsa_experiments.data.own import (
+    digest_of,
+    entries_of,
+    find_own,
+    first_lines,
+    is_hidden,
+    name_of,
+    text_of,
+)
 from gfsa_experiments.data.splits import PARTS, part_named, three_parts
 from gfsa_experiments.data.tables import columns_in, read_rows
 from gfsa_experiments.engine.task import OwnData
+from gfsa_experiments.tasks.speech.audio import header_of, read_audio
 from gfsa_experiments.tasks.speech.librispeech import HOP, SAMPLE_RATE, log_mel
 from gfsa_experiments.tasks.speech.utterances import Utterance, normalised
 
@@ -95,6 +104,12 @@ def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
         splits={part: len(utterances) for part, utterances in sets.items()},
         split_by=split_by,
         unit="utterances",
+        digest=digest_of(
+            piece
+            for part, utterances in sets.items()
+            for spoken in utterances
+            for piece in (part, spoken.name, spoken.speaker, spoken.text, str(spoken.frames))
+        ),
     )
     return sets, own
 
@@ -175,24 +190,18 @@ def _part_of_folders(folders: tuple[str, ...]) -> str | None:
 
 def _length(path: Path) -> tuple[int, int, str | None]:
     """The samples and the rate of a recording by its header, and why it cannot be used."""
-    import soundfile
-
-    if not path.is_file():
-        return 0, 1, f"it has no audio file {path}"
-    try:
-        info = soundfile.info(str(path))
-    except soundfile.LibsndfileError as error:
-        return 0, 1, f"it has an unreadable audio file ({error})"
+    info, reason = header_of(path)
+    if reason is not None:
+        return 0, 1, reason
     if info.frames * SAMPLE_RATE < _SHORTEST * info.samplerate:
         return 0, 1, "it is shorter than 25 ms"
     return info.frames, info.samplerate, None
 
 
 def _features(path: Path, mels: int) -> Tensor:
-    import soundfile
     from torchaudio.functional import resample
 
-    samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    samples, rate = read_audio(path)
     wave = torch.from_numpy(samples).mean(1)
     if rate != SAMPLE_RATE:
         wave = resample(wave, rate, SAMPLE_RATE)

@@ -25,9 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gfsa.operators.fused import problem
 from gfsa.operators.fused.short.tiles import pin, product_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
+KEY_MASK = gl.constexpr(problem.KEY_MASK)
+SPANS = gl.constexpr(problem.SPANS)
 # tiles and vectors as products and threads read them, whatever the copy engine's shape
 FLAT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -84,6 +87,32 @@ def _shown(mask, b, h, j, n, mask_b, mask_h, mask_j):
 
 
 @gluon.jit
+def _hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+    """``Aᵀ`` of keys from ``row`` on and queries from ``col`` on, zero where a key is not seen.
+
+    Args:
+        spans: first keys of all queries, then last queries of all keys; neither decreases.
+        earliest: the last query of the first key, which is the least of these keys' last queries.
+    """
+    LAYOUT: gl.constexpr = p.type.layout
+    BM: gl.constexpr = p.shape[0]
+    BN: gl.constexpr = p.shape[1]
+    if MASK == SPANS:
+        if (col < row + BM) | (col + BN - 1 > earliest):
+            i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+            # loaded here, for few tiles: registers are short
+            last = gl.load(spans + n + j, mask=j < n, other=-1)
+            p = gl.where((j[:, None] <= i[None, :]) & (i[None, :] <= last[:, None]), p, 0.0)
+    elif CAUSAL:
+        if col < row + BM:
+            i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+            p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
 def _barriers(COUNT: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(COUNT):
@@ -137,7 +166,13 @@ def grad_first_pass(
     start = 0
     if CAUSAL:
         start = row
-    steps = gl.cdiv(n, BN) - start // BN
+    end = n
+    earliest = n
+    if MASK == SPANS:
+        mask += b.to(gl.int64) * mask_b
+        earliest = gl.load(mask + n + row)
+        end = gl.load(mask + n + gl.minimum(row + BM, n) - 1) + 1
+    steps = gl.cdiv(end - start, BN)
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     _load_first_step(q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, start, 0, True, D, BN)
@@ -166,11 +201,7 @@ def grad_first_pass(
         s = warpgroup_mma_wait(1, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-        if CAUSAL:
-            if col < row + BM:
-                i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
-                p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+        p = _hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
         z = warpgroup_mma_wait(0, deps=[z])
         operand = gl.convert_layout(p.to(dt), PL)
         gl.thread_barrier()
@@ -197,7 +228,7 @@ def grad_first_pass(
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
     # rows of keys that take no part hold arbitrary numbers, infinities included
     shown = rows < n
-    if MASK:
+    if MASK == KEY_MASK:
         shown = _shown(mask, b, h, rows, n, mask_b, mask_h, mask_j)
     z = gl.where(shown[:, None], z, 0.0)
     mbarrier.wait(bars.index(2), 1)
@@ -268,7 +299,13 @@ def grad_keys(
     start = 0
     if CAUSAL:
         start = row
-    steps = gl.cdiv(n, BN) - start // BN
+    end = n
+    earliest = n
+    if MASK == SPANS:
+        mask += b.to(gl.int64) * mask_b
+        earliest = gl.load(mask + n + row)
+        end = gl.load(mask + n + gl.minimum(row + BM, n) - 1) + 1
+    steps = gl.cdiv(end - start, BN)
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
@@ -306,11 +343,7 @@ def grad_keys(
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-        if CAUSAL:
-            if col < row + BM:
-                i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
-                p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+        p = _hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
         operand = gl.convert_layout(p.to(dt), PL)
         if HELD:
             # registers are short: 16 bits of A for dS as well
@@ -323,7 +356,7 @@ def grad_keys(
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         gl.thread_barrier()
-    if MASK:
+    if MASK == KEY_MASK:
         rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
         shown = _shown(mask, b, h, rows, n, mask_b, mask_h, mask_j)
         dk = gl.where(shown[:, None], dk, 0.0)
@@ -425,7 +458,13 @@ def grad_tokens(
     start = 0
     if CAUSAL:
         start = row
-    steps = gl.cdiv(n, BN) - start // BN
+    end = n
+    earliest = n
+    if MASK == SPANS:
+        mask += b.to(gl.int64) * mask_b
+        earliest = gl.load(mask + n + row)
+        end = gl.load(mask + n + gl.minimum(row + BM, n) - 1) + 1
+    steps = gl.cdiv(end - start, BN)
     # not all blocks at the same queries: they add to the same sums
     shift = 0
     if not CAUSAL:
@@ -469,11 +508,16 @@ def grad_tokens(
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-        if CAUSAL:
-            if col < row + BM:
-                i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+        p = _hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
+        # keys that take no part, and zeros beyond the last one, would add infinities to dQ
+        if MASK == KEY_MASK:
+            j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
+            shown = _shown(mask, b, h, j, n, mask_b, mask_h, mask_j)
+            p = gl.where(shown[:, None], p, 0.0)
+        else:
+            if row + BM > n:
                 j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
-                p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+                p = gl.where((j < n)[:, None], p, 0.0)
         operand = gl.convert_layout(p.to(dt), PL)
         if HELD:
             # registers are short: 16 bits of A for dS as well
@@ -496,11 +540,6 @@ def grad_tokens(
         dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
         _add(dq, at + D * HALF * 4, D, HALF, QL)
         gl.thread_barrier()
-    if MASK:
-        rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
-        shown = _shown(mask, b, h, rows, n, mask_b, mask_h, mask_j)
-        dk = gl.where(shown[:, None], dk, 0.0)
-        dv = gl.where(shown[:, None], dv, 0.0)
     # keys, values and U have been used: their room takes g and the results
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
@@ -587,16 +626,23 @@ def grad_queries(
     end = n
     if CAUSAL:
         end = gl.minimum(row + BM, n)
-    steps = gl.cdiv(end, BN)
+    start = 0
+    i = row + gl.arange(0, BM, layout=ROWS)
+    if MASK == SPANS:
+        # first keys of the block's queries, and the latest of them
+        mask += b.to(gl.int64) * mask_b
+        first = gl.load(mask + i, mask=i < n, other=0)
+        latest = gl.load(mask + end - 1)
+        start = gl.load(mask + row) // BN * BN
+    steps = gl.cdiv(end - start, BN)
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), gs)
     tma.async_copy_global_to_shared(du_rows, [b, h, row, 0], bars.index(2), dus)
     _load_queries_step(
-        k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, 0, 0, True, D, BN
+        k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, start, 0, True, D, BN
     )  # fmt: skip
     c2 = gl.load(coeffs + h * 3 + 2)
-    i = row + gl.arange(0, BM, layout=ROWS)
     at = bh.to(gl.int64) * n + i
     lse = gl.load(lse_in + at, mask=i < n, other=float("inf")) * LOG2E
     delta = gl.load(delta_in + at, mask=i < n, other=0.0)
@@ -614,7 +660,7 @@ def grad_queries(
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
         now = step % 2
-        col = step * BN
+        col = start + step * BN
         _load_queries_step(
             k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
             step + 1 < steps, D, BN,
@@ -622,7 +668,7 @@ def grad_queries(
         k = _tile(ks.index(now), BN, D)
         v = _tile(vs.index(now), BN, D)
         u = _tile(us.index(now), BN, D)
-        if MASK:
+        if MASK == KEY_MASK:
             j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
             shown = _shown(mask, b, h, j, n, mask_b, mask_h, mask_j)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
@@ -631,12 +677,17 @@ def grad_queries(
         da = _scores(first_gradients, v, da, True, D, USED)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
-        if CAUSAL:
+        if MASK == SPANS:
+            if (col + BN > row) | (col < latest):
+                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                keep = (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
+                p = gl.where(keep, p, 0.0)
+        elif CAUSAL:
             if col + BN > row:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where(j[None, :] <= i[:, None], p, 0.0)
         # keys that take no part, and zeros beyond the last one: the exponential may be infinite
-        if MASK:
+        if MASK == KEY_MASK:
             p = gl.where(shown[None, :], p, 0.0)
         elif not CAUSAL:
             if col + BN > n:

@@ -21,7 +21,7 @@ from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import (
-    NO_MASK,
+    SPANS,
     Options,
     Problem,
     Saved,
@@ -57,6 +57,9 @@ TILES: dict[str, dict[int, Tiles]] = {
 # of the kernel for dQ, dK and dV
 ONE = Tiles(128, 64)
 
+# with spans, where the compiler would take a few more: room for three programs of four warps
+REGISTERS = {("grad_keys", 64, SPANS): 168}
+
 forward = long.forward
 
 
@@ -66,7 +69,7 @@ def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.operators.fused.dispatch.Path.backward`; masks of keys, no dropout."""
+    """As :meth:`gfsa.operators.fused.dispatch.Path.backward`, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
     problem = problem_of(q, k, mask, options)
     launches = _launches(problem)
@@ -177,6 +180,10 @@ def _launch(
     tiles = tiles or TILES[name][width]
     arguments = inspect.signature(kernel.function.fn).parameters
     numbers = (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j)
+    launch_options: dict[str, Any] = {"num_warps": tiles.warps}
+    registers = REGISTERS.get((name, width, problem.mask_kind))
+    if registers is not None:
+        launch_options["maxnreg"] = registers
     return Launch(
         kernel,
         (-(-problem.length // tiles.rows), heads or problem.batch * problem.heads, 1),
@@ -190,9 +197,9 @@ def _launch(
             is_causal,
             tiles.held,
             used(problem.head_dim),
-            problem.mask_kind != NO_MASK,
+            problem.mask_kind,
         ),
-        num_warps=tiles.warps,
+        **launch_options,
     )
 
 

@@ -50,10 +50,11 @@ def allowed(
         keep = j < n
         if CAUSAL:
             keep = keep & (j <= i)
+    # the strides are the caller's: the last entry may lie 2³¹ or more behind the first
     if MASK == KEY_MASK:
-        keep = keep & (tl.load(mask + j * col_stride, mask=j < n, other=0) != 0)
+        at = j.to(tl.int64) * col_stride
+        keep = keep & (tl.load(mask + at, mask=j < n, other=0) != 0)
     if MASK == FULL_MASK:
-        # n·n may pass 2³¹
         at = i.to(tl.int64) * row_stride + j.to(tl.int64) * col_stride
         keep = keep & (tl.load(mask + at, mask=(i < n) & (j < n), other=0) != 0)
     return keep

@@ -178,4 +178,9 @@ def zero(device: torch.device) -> Tensor:
     return known
 
 
+def is_kept(zero: Tensor) -> bool:
+    """Whether later launches find the same zero, which then is one outside of CUDA graphs, too."""
+    return _ZEROS.get(zero.device) is zero
+
+
 _ZEROS: dict[torch.device, Tensor] = {}

@@ -131,5 +131,8 @@ def prepared_for(
         found = served and all(copyable_by_tile(x) is x for x in (q, k, v))
         if found:
             found = Prepared(q, k, v, mask, options)
+            if not short.is_kept(found.zero):
+                # it is of the CUDA graph that is captured now, and is zero in its replays alone
+                return found
         _PREPARED.remember(signature, found)
     return found if isinstance(found, Prepared) else None

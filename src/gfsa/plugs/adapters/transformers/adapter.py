@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
@@ -43,7 +44,10 @@ from gfsa.plugs.adapters.transformers.refusals import (
     refusal_of_interface,
     refusal_of_traced,
 )
+from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
+from gfsa.plugs.backbone import kind_of_layer
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.renaming import Renaming
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
 
@@ -86,6 +90,9 @@ class InterfaceAdapter(Adapter):
         if crosses_by_design(owners):
             return REASON
         return refusal_by_owner(owners[0][0]) if owners else None
+
+    def renamings(self, module: nn.Module) -> Sequence[Renaming]:
+        return renamings_of(kind_of_layer(module))
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
@@ -164,7 +171,9 @@ class _ConfigView(ConfigView):
 
     @property
     def _attn_implementation(self) -> str:
-        return _filtered_name(self.real._attn_implementation)
+        implementation = self.real._attn_implementation
+        # as _filtered_name does: every layer of every forward comes here
+        return _NAMES.get(implementation) or _register(implementation)
 
 
 # implementation → the name under which its filtered attention is registered; a dict because every
@@ -278,17 +287,29 @@ def _with_past(
 
 def _wants_maps(module: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the caller asked for attention maps: by keyword, by config, or by a recorder."""
+    if kwargs.get("output_attentions"):
+        return True
     config = getattr(module, "config", None)
     config = getattr(config, "real", config)
-    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+    compiling = torch.compiler.is_compiling()
+    if _output_attentions(config, compiling):
         return True
-    if torch.compiler.is_compiling():
+    if compiling:
         # the collector cannot be read while a graph is traced; transformers' recording hooks are
         # installed from the first call that asked for maps
         hooks = module._forward_hooks.values()
         return any(hook.__module__ == _active_collector.__module__ for hook in hooks)
     recorded = _active_collector.get()
     return bool(recorded) and any("attentions" in name for name in recorded)
+
+
+def _output_attentions(config: Any, compiling: bool) -> bool:
+    if isinstance(config, PreTrainedConfig) and not compiling:
+        # without the config's own lookup, which is slow: the attribute behind the property
+        known = object.__getattribute__(config, "__dict__")
+        if "_output_attentions" in known:
+            return bool(known["_output_attentions"])
+    return bool(getattr(config, "output_attentions", False))
 
 
 def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:

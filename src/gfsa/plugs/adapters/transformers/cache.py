@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -30,6 +29,12 @@ from gfsa.operators import Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
 from gfsa.operators.choice import reason_for_sdpa_alone
 from gfsa.operators.fused import refusal_of_decoding
+from gfsa.plugs.adapters.transformers.companions import (
+    append,
+    empty_like,
+    has_rows_like,
+    room_for_one,
+)
 from gfsa.plugs.adapters.transformers.product_check import name_of
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
@@ -76,45 +81,44 @@ class CachedOperator(Operator):
         return self.rows.apply(x)
 
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
-        coeffs = value_of(coeffs)
-        if self.new == 1 and coeffs.shape[-1] == 3:
+        if self.new == 1:
             y = self._in_one_launch(coeffs, v)
             if y is not None:
                 return y
+        coeffs = value_of(coeffs)
         powers = self.powers(v, coeffs.shape[-1] - 1)
         # for one token the cost is in kernel launches, not in arithmetic
         plain = type(v) is Tensor and not torch.is_grad_enabled()
         return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
 
-    def _in_one_launch(self, coeffs: Tensor, v: Tensor) -> Tensor | None:
+    def _in_one_launch(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor | None:
         """The filtered new token by one kernel that reads keys, values and powers once.
 
         None where that kernel does not serve; the passes are then torch's, one after another.
         """
         layer, rows = self.place.layer, self.rows
         # the rows of a full static window move when a token is added, those of its companion later
-        if not isinstance(rows, SDPAOperator) or isinstance(layer, StaticSlidingWindowLayer):
+        if type(rows) is not SDPAOperator or _is_static_window(layer):
             return None
         call = rows.given
-        if refusal_of_decoding(call, v) or reason_for_sdpa_alone(call):
+        if refusal_of_decoding(call, v, coeffs) or reason_for_sdpa_alone(call):
             return None
         companion = _companions(self.place, 1, self.new)[0]
-        if not companion.is_initialized:
+        if not companion.is_initialized or not has_rows_like(companion, call.q):
             return None
         _refuse_another_past(layer, companion, self.new)
-        companion.prefetch()
         # triton is imported where its kernels run
         from gfsa.operators.fused.decode import decode, takes_layout
 
-        past = companion.keys
-        if past.shape[1] != self.heads or not takes_layout(call.q, call.k, v, past):
+        q, k, mask = call.q, call.k, call.attn_mask
+        if not takes_layout(q, k, v):
             return None
-        newest = layer.cumulative_length - 1 if _fills_from_the_front(layer) else None
-        scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-        numbers = coeffs.float().expand(self.heads, -1)
-        y, power = decode(call.q, call.k, v, past, numbers, call.attn_mask, newest, scale)
-        _append(companion, power, self.keys)
-        return y
+        u = room_for_one(companion, q)
+        scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        if not _fills_from_the_front(layer):
+            return decode(q, k, v, u, coeffs, mask, None, None, scale)
+        counts = (layer.cumulative_length, companion.cumulative_length)
+        return decode(q, k, v, u, coeffs, mask, *counts, scale, companion.counters)
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         newest = _newest(self.place.layer, v, self.new)
@@ -126,7 +130,7 @@ class CachedOperator(Operator):
         if degree > 1:
             for companion in _companions(self.place, degree - 1, self.new)[: degree - 1]:
                 _refuse_another_past(self.place.layer, companion, self.new)
-                all_tokens = _append(companion, tokens[-1], self.keys)
+                all_tokens = append(companion, tokens[-1], self.keys)
                 tokens.append(self.rows.apply(all_tokens))
         return tokens
 
@@ -152,7 +156,7 @@ class _FurtherPowers(Operator):
         tokens = [v]
         companions = _companions(self.first.place, degree, self.first.new)
         for companion in companions[:degree]:
-            all_tokens = _append(companion, tokens[-1], self.first.keys)
+            all_tokens = append(companion, tokens[-1], self.first.keys)
             tokens.append(self.rows.apply(all_tokens))
         return tokens
 
@@ -177,7 +181,11 @@ def place_in(cache: Any, index: int | None, module: Any) -> Place:
             f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
             "None), so the powers of past tokens have no place. Pass use_cache=False"
         )
-    source = _source_of(module) if getattr(module, "is_kv_shared_layer", False) else index
+    shares = module.__dict__.get("is_kv_shared_layer", False)
+    # a module's own getattr is slow for what it lacks
+    if hasattr(type(module), "is_kv_shared_layer"):
+        shares = module.is_kv_shared_layer
+    source = _source_of(module) if shares else index
     if source is None or source >= len(cache.layers):
         raise ValueError(
             f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
@@ -213,7 +221,7 @@ def _companions(place: Place, count: int, new: int) -> list[Any]:
     companions: list[Any] | None = layer.gfsa_powers.get(place.owner)
     if companions is None:
         _refuse_a_past_without_powers(layer, new)
-        companions = layer.gfsa_powers[place.owner] = [_empty_like(layer) for _ in range(count)]
+        companions = layer.gfsa_powers[place.owner] = [empty_like(layer) for _ in range(count)]
     elif len(companions) < count:
         raise ValueError(
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
@@ -239,9 +247,13 @@ def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
 
 def _refuse_another_past(layer: Any, companion: Any, new: int) -> None:
     """Raise unless the cached powers belong to the tokens whose keys and values the layer holds."""
-    held, known = layer.get_seq_length(), companion.get_seq_length()
-    # reading a length from a GPU would synchronise; a compiled graph has no length to read
-    if torch.compiler.is_compiling() or (isinstance(held, Tensor) and held.device.type != "cpu"):
+    held = layer.get_seq_length()
+    # reading a length from a GPU would synchronise
+    if isinstance(held, Tensor) and held.device.type != "cpu":
+        return
+    known = companion.get_seq_length()
+    # a compiled graph has no length of a static layer to read
+    if (type(held) is int and known + new == held) or torch.compiler.is_compiling():
         return
     if known + new != held:
         raise ValueError(
@@ -249,65 +261,6 @@ def _refuse_another_past(layer: Any, companion: Any, new: int) -> None:
             "unplugged model has used it in between, or the layer attends more than once per "
             "forward. Start from a new cache, or pass use_cache=False"
         )
-
-
-class _GrowingPowers(DynamicLayer):
-    """A layer that grows like a dynamic one and uses its slot for keys only."""
-
-    keys: Any
-
-    def add(self, tokens: Tensor) -> Tensor:
-        """Append the newest tokens; returns all tokens."""
-        if not self.is_initialized:
-            return self.update(tokens, tokens[..., :0])[0]
-        self.keys = all_tokens = torch.cat([self.keys, tokens], dim=-2)
-        return all_tokens
-
-
-# layers that keep something beside keys and values: the state of a recurrent mixer in the same
-# block (Falcon-H1, Zamba), or the keys of an indexer (DeepSeek-V3.2); by name, because older
-# versions of transformers lack some of them
-_ATTENTION_PART: dict[str, type[Any]] = {
-    "DynamicIndexedLayer": DynamicLayer,
-    "LinearAttentionAndFullAttentionLayer": DynamicLayer,
-    "LinearAttentionAndSlidingWindowAttentionLayer": DynamicSlidingWindowLayer,
-    "LinearAttentionAndStaticFullAttentionLayer": StaticLayer,
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer": StaticSlidingWindowLayer,
-    "StaticIndexedLayer": StaticLayer,
-}
-
-
-def _empty_like(layer: Any) -> Any:
-    """An empty cache layer of the same kind, for the keys and values of attention alone."""
-    kind = _ATTENTION_PART.get(type(layer).__name__, type(layer))
-    if kind is DynamicLayer:
-        return _GrowingPowers()
-    if kind is DynamicSlidingWindowLayer:
-        companion = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
-        companion.record_past = layer.record_past
-        return companion
-    if kind is StaticLayer:
-        return StaticLayer(max_cache_len=layer.max_cache_len)
-    if kind is StaticSlidingWindowLayer:
-        # max_cache_len is already the smaller of the window and the length
-        return StaticSlidingWindowLayer(layer.max_cache_len, sliding_window=layer.max_cache_len)
-    raise TypeError(
-        f"a plugged model cannot decode with a {kind.__name__} in its cache; use a dynamic or "
-        "static cache (with or without a sliding window), or use_cache=False"
-    )
-
-
-def _append(companion: Any, tokens: Tensor, keys: int) -> Tensor:
-    """Append the newest tokens' power to the companion; returns its first ``keys`` rows."""
-    # an offloading cache has moved the companion to the CPU together with the keys
-    companion.prefetch()
-    all_tokens: Tensor
-    if type(companion) is _GrowingPowers:
-        all_tokens = companion.add(tokens)
-    else:
-        # the layer's slot for values gets a tensor without features
-        all_tokens = companion.update(tokens, tokens[..., :0])[0]
-    return all_tokens if all_tokens.shape[2] == keys else all_tokens[:, :, :keys]
 
 
 def _newest(layer: Any, values: Tensor, new: int) -> Tensor:
@@ -323,13 +276,23 @@ def _newest(layer: Any, values: Tensor, new: int) -> Tensor:
 
 def _fills_from_the_front(layer: Any) -> bool:
     """Whether a layer has free rows after its newest tokens, as a static one has."""
-    # the most common class first, because isinstance is slow here
-    if type(layer) is DynamicLayer or not isinstance(layer, StaticLayer):
+    # the most common classes first, because isinstance is slow here
+    kind = type(layer)
+    if kind is DynamicLayer or kind is StaticLayer:
+        return kind is StaticLayer
+    if not isinstance(layer, StaticLayer):
         return False
     if isinstance(layer, StaticSlidingWindowLayer):
         # once the window is full it slides, and the newest tokens are the last rows
         return bool(layer.cumulative_length_int <= layer.max_cache_len)
     return True
+
+
+def _is_static_window(layer: Any) -> bool:
+    kind = type(layer)
+    if kind is DynamicLayer or kind is StaticLayer:
+        return False
+    return isinstance(layer, StaticSlidingWindowLayer)
 
 
 class _RepeatedMethod:

@@ -183,13 +183,13 @@ def _is_square(
     q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, padding: Tensor | None
 ) -> bool:
     """Whether queries and keys are the same tokens, the first ones."""
+    if kv_offset != 0 or q_length != kv_length:
+        return False
     if isinstance(q_offset, Tensor):
-        # of a static cache, on the device
+        # of a static cache, on the device: for a decoded token it is not read, which would wait
         if masking_utils.is_tracing(q_offset) or bool(q_offset != 0):
             return False
     elif q_offset != 0:
-        return False
-    if kv_offset != 0 or q_length != kv_length:
         return False
     return padding is None or padding.shape[-1] == kv_length
 

@@ -27,7 +27,11 @@ from gfsa.operators import (
 from gfsa.operators.base import take_heads
 from gfsa.operators.dense import DropoutPlace, repeat_heads
 from gfsa.operators.sdpa import powers_with_one_mask
-from gfsa.plugs.adapters.transformers.chosen_keys import refuse_choice, with_chosen_keys
+from gfsa.plugs.adapters.transformers.chosen_keys import (
+    CHOICES,
+    refuse_choice,
+    with_chosen_keys,
+)
 from gfsa.plugs.adapters.transformers.masks import DescribedMask, written_out
 from gfsa.plugs.adapters.transformers.paged import PagedOperator, is_paged_cache, refuse_call
 from gfsa.plugs.adapters.transformers.product_check import check_product, name_of, needs_check
@@ -103,7 +107,8 @@ def _sdpa_operator(
             position_bias=position_bias,
             **kwargs,
         )
-    attention_mask = with_chosen_keys(module, query, key, attention_mask, kwargs)
+    if not CHOICES.isdisjoint(kwargs):
+        attention_mask = with_chosen_keys(module, query, key, attention_mask, kwargs)
     if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
         raise ValueError(
             f"{name_of(module)} caps its scores (softcap={kwargs['softcap']}), which sdpa cannot. "

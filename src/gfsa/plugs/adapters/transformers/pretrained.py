@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.backbone import canonical_name
 from gfsa.plugs.checkpoint import EXTRA, FORMAT, restore
 from gfsa.plugs.filter_files import MOST_TENSORS
+from gfsa.plugs.saved_folders import other_loader
 from gfsa.plugs.sites import sites
 
 CONFIG_ENTRY = "filters_need_gfsa_from_pretrained"
@@ -67,15 +68,32 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
         )
     if kwargs.get("output_loading_info"):
         raise ValueError("output_loading_info is not supported: the filters would be listed in it")
+    refusal = _refusal_of_other_weights(kwargs)
+    if refusal is not None:
+        raise ValueError(f"filters are read from the safetensors of the weights: {refusal}")
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     with without_filters_in_load_report():
         model = model_class.from_pretrained(path, **kwargs)
-    if not restore_filters(model, path, hub):
+    if not restore_filters(model, path, hub, kwargs.get("variant")):
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
             f"{model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
         )
     return model
+
+
+def _refusal_of_other_weights(kwargs: Mapping[str, Any]) -> str | None:
+    """Why the weights would be of other files than the filters, or None if they would not."""
+    if kwargs.get("gguf_file"):
+        return f"a GGUF file has none, got gguf_file={kwargs['gguf_file']!r:.80}"
+    if kwargs.get("use_safetensors") is False:
+        return "got use_safetensors=False; leave it out"
+    if any(f".{CHILD}." in key for key in kwargs.get("state_dict") or ()):
+        return (
+            "those in state_dict would be ignored; leave it out, and call "
+            "model.load_state_dict(state_dict) afterwards"
+        )
+    return None
 
 
 def is_of_diffusers(model_class: Any) -> bool:
@@ -84,13 +102,16 @@ def is_of_diffusers(model_class: Any) -> bool:
     return any(parent.__module__.partition(".")[0] == "diffusers" for parent in parents)
 
 
-def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:
+def restore_filters(
+    model: Any, path: str | Path, hub: dict[str, Any], variant: str | None = None
+) -> bool:
     """Plug the filters of a checkpoint into a model that was loaded from it without them.
 
     Args:
         model: a model of transformers.
         path: the folder, or a name on the hub.
         hub: arguments that say where on the hub it is (``revision``, ``token`` …).
+        variant: the variant of the weights, as in ``model.fp16.safetensors``.
 
     Returns:
         Whether the checkpoint has filters.
@@ -98,7 +119,7 @@ def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:
     layers = _layers_on_disk(model)
     filters: dict[str, Any] = {}
     tensors = {}
-    for key, value in filter_tensors(path, hub).items():
+    for key, value in filter_tensors(path, hub, variant).items():
         layer, _, name = key.rpartition(f".{CHILD}.")
         layer = layers.get(canonical_name(model, layer), layer)
         if name == EXTRA:
@@ -107,7 +128,8 @@ def restore_filters(model: Any, path: str | Path, hub: dict[str, Any]) -> bool:
             tensors[f"{layer}.{name}"] = value
     if not filters:
         return False
-    restore(model, {"format": FORMAT, "filters": filters}, tensors, source=str(path))
+    description = {"format": FORMAT, "filters": filters}
+    restore(model, description, tensors, source=str(path), other_versions=True)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
     return True
@@ -135,13 +157,25 @@ def _layers_on_disk(model: Any) -> dict[str, str]:
     return found
 
 
-def filter_tensors(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
-    """The filters' tensors of a checkpoint, by their full names."""
+def filter_tensors(
+    path: str | Path,
+    hub: dict[str, Any],
+    variant: str | None = None,
+    index_first: bool = False,
+) -> dict[str, Tensor]:
+    """The filters' tensors of a checkpoint, by their full names.
+
+    A folder may have one file and, from an earlier save, an index of several.
+
+    Args:
+        index_first: whether to take those of the index then, as vLLM does; transformers takes the
+            one file.
+    """
     from safetensors import safe_open
 
     found = {}
     room = MOST_TENSORS
-    for file in _files(path, hub):
+    for file in _files(path, hub, variant, index_first):
         with safe_open(file, framework="pt") as checkpoint:
             for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
                 if f".{CHILD}." in key:
@@ -156,7 +190,12 @@ def filter_tensors(path: str | Path, hub: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _files(path: str | Path, hub: dict[str, Any]) -> list[str]:
+def _files(
+    path: str | Path,
+    hub: dict[str, Any],
+    variant: str | None = None,
+    index_first: bool = False,
+) -> list[str]:
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
@@ -166,19 +205,29 @@ def _files(path: str | Path, hub: dict[str, Any]) -> list[str]:
         )
         return file
 
-    index = locate(SAFE_WEIGHTS_INDEX_NAME)
-    shards = {SAFE_WEIGHTS_NAME} if index is None else _shards(Path(index))
+    whole, index_name = (_named(n, variant) for n in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    file = None if index_first else locate(whole)
+    if file is not None:
+        return [file]
+    index = locate(index_name)
+    shards = {whole} if index is None else _shards(Path(index))
     outside = [shard for shard in shards if Path(str(shard)).name != shard]
     if outside:
         raise ValueError(f"the index of {path} names a file outside of it: {outside[0]!r:.80}")
     files = [locate(shard) for shard in sorted(shards)]
     missing = [shard for shard, file in zip(sorted(shards), files, strict=True) if file is None]
     if missing:
-        raise FileNotFoundError(
-            f"{path} has no {', '.join(missing)}: filters are read from safetensors only; save the "
-            "model again with save_pretrained"
+        advice = other_loader(path, "gfsa.from_pretrained") or (
+            "filters are read from safetensors only; save the model again with save_pretrained"
         )
+        raise FileNotFoundError(f"{path} has no {', '.join(missing)}: {advice}")
     return [file for file in files if file is not None]
+
+
+def _named(file: str, variant: str | None) -> str:
+    """``model.fp16.safetensors`` for the variant ``fp16``, as transformers names its files."""
+    name, _, ending = file.rpartition(".")
+    return file if variant is None else f"{name}.{variant}.{ending}"
 
 
 def _shards(index: Path) -> set[Any]:

@@ -1,0 +1,117 @@
+"""What the family says, in sentences: each outcome has its wording before its runs are read.
+
+*Confirmed* stands for Holm's p below 0.05 over the whole family, and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gfsa_experiments.results.number_format import Scale, p_value
+from gfsa_experiments.results.page_blocks import Block, Grid, Heading, Text
+from gfsa_experiments.results.statistics import Interval
+from gfsa_experiments.results.verdicts import Outcome
+
+NATS = Scale(1, 3)
+QUESTIONS = {
+    ("gfsa", "plain"): "does GFSA end lower than plain?",
+    ("degree1", "plain"): "does degree 1 end lower than plain?",
+    ("gfsa", "degree1"): "does the second pass bring more than degree 1?",
+    ("gfsa", "gain"): "is it more than a learned gain per head?",
+    ("gfsa", "gated"): "is it more than gated heads bring?",
+    ("gfsa", "longer"): "is it more than plain brings in GFSA's time?",
+}
+NAMES = {"gfsa": "GFSA", "degree1": "degree 1", "gain": "gain only", "gated": "gated heads"}
+NAMES |= {"longer": "plain for GFSA's time"}
+_HEADLINE = (("gfsa", "plain"), ("degree1", "plain"), ("gfsa", "longer"), ("gfsa", "degree1"))
+
+
+def answer(outcomes: Sequence[Outcome]) -> str:
+    """One paragraph: the verdicts of a family of which every run is there, or that it is not."""
+    if not all(outcome.is_complete for outcome in outcomes):
+        if any(outcome.unusable for outcome in outcomes):
+            return (
+                "**Nothing is confirmed:** pairs of the family of confirmatory runs do not count; "
+                "the table below says why. What follows is exploratory."
+            )
+        pairs = sum(outcome.pairs for outcome in outcomes)
+        return (
+            f"**Nothing is confirmed yet:** the family of confirmatory runs has {pairs} of its "
+            f"{sum(len(o.comparison.seeds) for o in outcomes)} pairs, and no number is read from "
+            "it before the last. What follows is exploratory."
+        )
+    if not outcomes:
+        return "**Nothing is confirmed:** there is no family of confirmatory runs."
+    by_lines = {(o.comparison.a, o.comparison.b): o for o in outcomes}
+    said = [sentence(by_lines[pair]) for pair in _HEADLINE if pair in by_lines]
+    parts = []
+    for word, side in (("better", "lower"), ("worse", "higher")):
+        lines = [a for (a, b), o in by_lines.items() if b == "plain" and o.verdict == word]
+        if lines:
+            names = " and ".join(NAMES.get(line, line) for line in lines)
+            parts.append(f"{names} end{'s' if len(lines) == 1 else ''} {side} than plain")
+    head = f"Confirmed: {', '.join(parts)}" if parts else "Not confirmed: no filter is shown to"
+    head += "." if parts else " end lower than plain."
+    return " ".join([f"**{head}**", *said])
+
+
+def sentence(outcome: Outcome) -> str:
+    """One comparison: which ends lower, or between what bounds the difference lies."""
+    a, b = (NAMES.get(x, x) for x in (outcome.comparison.a, outcome.comparison.b))
+    if outcome.contrast is None:
+        return f"{_begin(a)} − {b}: {outcome.verdict}."
+    found = outcome.contrast.test.interval
+    holm = p_value(outcome.p_holm)
+    holm = holm if holm.startswith("<") else f"= {holm}"
+    if outcome.verdict in ("better", "worse"):
+        side = "lower" if found.mean < 0 else "higher"
+        return (
+            f"{_begin(a)} ends {_size(found)} nats {side} than {b} "
+            f"(Holm's p {holm.replace('<', '< ')})."
+        )
+    return (
+        f"{_begin(a)} − {b} is {NATS.interval(found)} nats (Holm's p {holm.replace('<', '< ')}): "
+        "no difference is confirmed, and the interval says how large it could be."
+    )
+
+
+def _begin(name: str) -> str:
+    return name[0].upper() + name[1:]
+
+
+def _size(found: Interval) -> str:
+    """``0.021 (0.012 … 0.030)``, without sign."""
+    ends = [abs(end) for end in (found.low, found.high) if end is not None]
+    inside = f" ({' … '.join(f'{end:.3f}' for end in sorted(ends))})" if ends else ""
+    return f"{abs(found.mean):.3f}{inside}"
+
+
+def family_table(outcomes: Sequence[Outcome]) -> list[Block]:
+    """The family's comparisons; before the last run, how many pairs there are and no number."""
+    if not outcomes:
+        return []
+    rows = []
+    for outcome in outcomes:
+        pair = (outcome.comparison.a, outcome.comparison.b)
+        found = outcome.contrast.test if outcome.contrast is not None else None
+        rows.append(
+            [
+                QUESTIONS.get(pair, outcome.comparison.name),
+                f"{NAMES.get(pair[0], pair[0])} − {NAMES.get(pair[1], pair[1])}",
+                str(outcome.pairs),
+                NATS.interval(found.interval if found else None),
+                p_value(outcome.p_holm if found else None),
+                outcome.verdict,
+            ]
+        )
+    text = (
+        "Test loss in nats, fresh seeds, [registered](families/pretrain.toml) before the runs; "
+        "Student's 95 % interval over pairs. *Better* and *worse*: Holm's p below 0.05 over all "
+        "of these; *suggestive*: the interval alone excludes 0."
+    )
+    columns = ["question", "difference", "pairs", "nats", "p (Holm)", "verdict"]
+    return [
+        Heading("Confirmatory family"),
+        Text(text),
+        Grid(columns, rows, ("question", "difference", "verdict")),
+    ]

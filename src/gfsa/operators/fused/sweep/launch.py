@@ -1,0 +1,91 @@
+"""The causal path in one sweep: the filter in one launch; its gradient is the long kernels'."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gfsa.operators.fused.launcher import Block, Kernel, Launch, multiprocessors
+from gfsa.operators.fused.layout import empty_like
+from gfsa.operators.fused.long import launch as long
+from gfsa.operators.fused.problem import Options, Problem, Saved, problem_of
+
+# queries of a block, and of one of its two warpgroups, as in the kernel
+ROWS = 128
+HALF = 64
+# flags that the kernel looks at together: it reads so many beyond the last head's
+LOOKED_AT = 32
+# by head dim: 64 keys a tile or twice as many, as registers allow, and tiles that fit on the chip
+PARTS = {64: 2, 128: 1}
+STAGES = 3
+# heads that are worked on at a time, the fastest of those measured
+SPAN = 128
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :meth:`gfsa.operators.fused.dispatch.Path.forward`; without mask and dropout."""
+    problem = problem_of(q, k, mask, options)
+    out, u = empty_like(q), empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    # a flag for each half block's U, then the number of the next item
+    flags = torch.zeros(
+        heads * blocks * (ROWS // HALF) + LOOKED_AT, dtype=torch.int32, device=q.device
+    )
+    _launch(problem, out.stride()[:3])((q, k, v, u), out, lse, coeffs, flags)
+    return out, u, lse
+
+
+def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :meth:`gfsa.operators.fused.dispatch.Path.backward`."""
+    return long.backward(g, saved, options)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
+    heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
+    return Launch(
+        kernel(),
+        (min(heads * blocks, multiprocessors(problem.device)), 1, 1),
+        (*problem.variant, max(out_strides) >= 2**31),
+        [(1, 1, HALF, problem.head_dim)] * 4,
+        (
+            heads,
+            problem.heads,
+            problem.group,
+            problem.length,
+            problem.options.scale,
+            blocks,
+            min(SPAN, heads),
+            *out_strides,
+        ),
+        (problem.head_dim, PARTS[problem.head_dim], STAGES),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def kernel() -> Kernel:
+    """The kernel; Gluon is imported when it is first used."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from gfsa.operators.fused.sweep.forward import filter_sweep
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+    def describe(x: Tensor, block: Block) -> Any:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+
+    return Kernel(filter_sweep, describe)

@@ -1,0 +1,110 @@
+"""Which program works on which rows, and how it learns that the U of earlier rows is there.
+
+An item is a block of ROWS queries of one head. Its program needs the U of all earlier blocks of the
+head, which other programs make. Programs draw items in the order of their numbers, so all lower
+items are finished or belong to programs that run, and waiting for lower items alone never
+deadlocks, however few programs the GPU holds at a time.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+# queries an item, and queries a warpgroup: the flags count by warpgroups
+ROWS = gl.constexpr(128)
+HALF = gl.constexpr(64)
+
+
+@gluon.jit
+def place(item, total, blocks, span):
+    """``(head of all sequences, block)``: ``span`` heads at a time, their low rows first.
+
+    Few heads at a time keep keys, values and U in the GPU's cache; many keep programs from waiting
+    for each other.
+    """
+    group = item // (span * blocks)
+    rest = item - group * span * blocks
+    size = gl.minimum(span, total - group * span)
+    block = rest // size
+    return group * span + rest - block * size, block
+
+
+@gluon.jit
+def following(slot, phase, SLOTS: gl.constexpr):
+    """The next slot of a ring, and the phase of its barriers."""
+    slot = slot + 1
+    wraps = slot == SLOTS
+    return gl.where(wraps, 0, slot), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def draw(counter):
+    """The next item's number; for one warp."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        shfl.sync.idx.b32 $0, $0, 0, 31, -1;
+        }""", "=&r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def give(items, item, slot, phase):
+    """Tell the other warps of the program the item that was drawn."""
+    numbers, full, empty = items
+    mbarrier.wait(empty.index(slot), phase)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(slot).store(gl.full([1], item, gl.int32, layout))
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def take(items, slot, phase):
+    """The item that was given; :func:`done_with` when it is finished."""
+    numbers, full, _ = items
+    mbarrier.wait(full.index(slot), phase)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.index(slot).load(layout), 0)
+
+
+@gluon.jit
+def done_with(items, slot):
+    _, _, empty = items
+    mbarrier.arrive(empty.index(slot), count=1)
+
+
+@gluon.jit
+def first_missing(flags, known):
+    """The first half block from ``known`` on whose U is not there; earlier ones can be loaded.
+
+    At most 32 are looked at. For one warp.
+    """
+    at = known + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    flag = gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [flags + at],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    first = gl.min(gl.where(flag == 0, at, known + 32), 0)
+    # the copy engine, which loads U, sees memory through a proxy of its own
+    return gl.inline_asm_elementwise(
+        "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;", "=r,r", [first],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def publish(flag):
+    """Set a flag after all that the copy engine was told to store is stored; for one warp."""
+    one = gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;", "=r,r",
+        [gl.to_tensor(1)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    gl.thread_barrier()
+    gl.atomic_xchg(flag, one, sem="release")

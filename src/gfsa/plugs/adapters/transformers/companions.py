@@ -1,0 +1,236 @@
+"""Layers of a cache that hold one power ``A^k·v`` of each token, beside its keys and values.
+
+They are cache layers of transformers that use their slot for keys only. A caller appends tokens
+(:func:`append`), or makes room for one and writes its row itself (:func:`room_for_one`), as the
+kernel for a decoded token does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+# free rows that a growing layer keeps: a sixty-fourth of its rows, so that it hardly needs more
+# memory than its tokens, and some at least
+_LEAST_FREE = 16
+_FREE_PART = 64
+
+
+class GrowingPowers(DynamicLayer):
+    """A layer that grows like a dynamic one, into free rows after its tokens.
+
+    ``torch.cat`` would copy all rows for each new token. Where gradients are recorded or a graph is
+    traced, it does: no row that somebody has seen is then written again.
+    """
+
+    def __init__(self) -> None:
+        # what the base class sets, but not by the property's setter, which a compiler does not know
+        self._rows: Tensor | None = None
+        self._length = 0
+        self.values: Tensor | None = None
+        self.is_initialized = False
+
+    # transformers reads and replaces ``keys`` where it reorders, selects, repeats or moves them
+    @property
+    def keys(self) -> Any:
+        rows = self._rows
+        if rows is None or rows.shape[2] == self._length:
+            return rows
+        return rows.narrow(2, 0, self._length)
+
+    @keys.setter
+    def keys(self, rows: Tensor | None) -> None:
+        self._rows = rows
+        self._length = 0 if rows is None else rows.shape[2]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._rows, self._length = key_states[:, :, :0], 0
+        self.values = value_states[:, :, :0]
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        rows = self._rows
+        if len(args) == 1 and not kwargs and args[0] < 0:
+            self._length = max(0, self._length + args[0])
+            return
+        super().crop(*args, **kwargs)
+        # the tokens that are left have the first rows
+        self._rows = rows
+
+    def prefetch(self) -> None:
+        if self._rows is not None and self._rows.device != self.device:
+            super().prefetch()
+
+    def add(self, tokens: Tensor) -> Tensor:
+        """Append the newest tokens; returns all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(tokens, tokens[..., :0])
+        assert self._rows is not None
+        if not _can_be_written(tokens) or tokens.dtype != self._rows.dtype:
+            # not by the property's setter, which a compiler does not know
+            self._rows = torch.cat([self.keys, tokens], dim=2)
+            self._length = self._rows.shape[2]
+            return self._rows
+        new, length = tokens.shape[2], self._length
+        rows = self._with_room(new, tokens)
+        rows.narrow(2, length, new).copy_(tokens)
+        self._length = length + new
+        return rows.narrow(2, 0, length + new)
+
+    def room_for_one(self, like: Tensor) -> Tensor:
+        """Count one more token, whose row the caller writes; returns the rows, free ones too.
+
+        Args:
+            like: ``(B, H, 1, D)``, what such a row is like.
+        """
+        # a kernel's write is nothing that autograd would have to know
+        if type(like) is not Tensor or torch.compiler.is_compiling():
+            return self.add(torch.empty_like(like))
+        rows = self._with_room(1, like)
+        self._length += 1
+        return rows
+
+    def _with_room(self, new: int, like: Tensor) -> Tensor:
+        rows, length = self._rows, self._length
+        assert rows is not None
+        if length + new <= rows.shape[2] and not (
+            # which cannot be written outside of inference mode
+            rows.is_inference() and not torch.is_inference_mode_enabled()
+        ):
+            return rows
+        batch, heads, _, dim = like.shape
+        free = max(_LEAST_FREE, (length + new) // _FREE_PART)
+        larger = like.new_empty((batch, heads, length + new + free, dim))
+        larger.narrow(2, 0, length).copy_(self.keys)
+        self._rows = larger
+        return larger
+
+
+class StaticPowers(StaticLayer):
+    """A static layer, with the counters that the kernel for a decoded token leaves at zero."""
+
+    counters: Tensor | None = None
+
+    def add(self, tokens: Tensor) -> Tensor:
+        """Append the newest tokens; returns all rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(tokens, tokens[..., :0])
+        new = tokens.shape[2]
+        position = torch.arange(new, device=self.device) + self.cumulative_length
+        self.cumulative_length.add_(new)
+        rows: Any = self.keys
+        try:
+            rows.index_copy_(2, position, tokens)
+        except NotImplementedError:
+            # on a device without it, such as mps
+            rows[:, :, position] = tokens
+        return rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if key_states.is_cuda and not torch.compiler.is_compiling():
+            self.counters = torch.zeros(
+                key_states.shape[0] * key_states.shape[1], dtype=torch.int32, device=self.device
+            )
+            # as the layer's own tensors: a graph that writes to it can be captured
+            torch._dynamo.mark_static_address(self.counters)
+
+
+def _can_be_written(tokens: Tensor) -> bool:
+    """Whether rows may be written in place, rather than copied to a new tensor with the others."""
+    return (
+        type(tokens) is Tensor
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+    )
+
+
+# layers that keep something beside keys and values: the state of a recurrent mixer in the same
+# block (Falcon-H1, Zamba), or the keys of an indexer (DeepSeek-V3.2); by name, because older
+# versions of transformers lack some of them
+_ATTENTION_PART: dict[str, type[Any]] = {
+    "DynamicIndexedLayer": DynamicLayer,
+    "LinearAttentionAndFullAttentionLayer": DynamicLayer,
+    "LinearAttentionAndSlidingWindowAttentionLayer": DynamicSlidingWindowLayer,
+    "LinearAttentionAndStaticFullAttentionLayer": StaticLayer,
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": StaticSlidingWindowLayer,
+    "StaticIndexedLayer": StaticLayer,
+}
+
+
+def empty_like(layer: Any) -> Any:
+    """An empty cache layer of the same kind, for one power."""
+    kind = _ATTENTION_PART.get(type(layer).__name__, type(layer))
+    if kind is DynamicLayer:
+        return GrowingPowers()
+    if kind is DynamicSlidingWindowLayer:
+        companion = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+        companion.record_past = layer.record_past
+        return companion
+    if kind is StaticLayer:
+        return StaticPowers(max_cache_len=layer.max_cache_len)
+    if kind is StaticSlidingWindowLayer:
+        # max_cache_len is already the smaller of the window and the length
+        return StaticSlidingWindowLayer(layer.max_cache_len, sliding_window=layer.max_cache_len)
+    raise TypeError(
+        f"a plugged model cannot decode with a {kind.__name__} in its cache; use a dynamic or "
+        "static cache (with or without a sliding window), or use_cache=False"
+    )
+
+
+def append(companion: Any, tokens: Tensor, keys: int) -> Tensor:
+    """Append the newest tokens' power to a companion; returns its first ``keys`` rows."""
+    # an offloading cache has moved the companion to the CPU together with the keys
+    companion.prefetch()
+    all_tokens: Tensor
+    if type(companion) is GrowingPowers or type(companion) is StaticPowers:
+        all_tokens = companion.add(tokens)
+    else:
+        # the layer's slot for values gets a tensor without features
+        all_tokens = companion.update(tokens, tokens[..., :0])[0]
+    return all_tokens if all_tokens.shape[2] == keys else all_tokens[:, :, :keys]
+
+
+def room_for_one(companion: Any, like: Tensor) -> Tensor:
+    """The rows of a companion, with one for the newest token, which the caller writes.
+
+    A static companion's length is the caller's to count, too.
+
+    Args:
+        like: ``(B, H, 1, D)``, what such a row is like.
+    """
+    companion.prefetch()
+    rows: Tensor
+    if type(companion) is GrowingPowers:
+        rows = companion.room_for_one(like)
+    elif type(companion) is StaticPowers:
+        rows = companion.keys
+    else:
+        row = like.new_empty(like.shape)
+        rows = companion.update(row, row[..., :0])[0]
+    return rows
+
+
+def has_rows_like(companion: Any, like: Tensor) -> bool:
+    """Whether an initialised companion keeps powers of these sequences, heads and this dtype.
+
+    Args:
+        like: ``(B, H, N, D)``.
+    """
+    rows: Any = companion._rows if type(companion) is GrowingPowers else companion.keys
+    batch, heads, _, dim = rows.shape
+    same: bool = (batch, heads, dim) == (*like.shape[:2], like.shape[3])
+    return same and bool(rows.dtype == like.dtype)

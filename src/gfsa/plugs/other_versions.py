@@ -1,0 +1,157 @@
+"""Saved filters whose layers have other names in the installed version of their library.
+
+A file names layers as the version did that it was saved with. A saved layer that does not fit the
+model is taken for the one layer whose name, class and shapes in the other version are those in the
+file. If there is no such layer, or there are two, the description stays as it is, and loading
+refuses it. Other names are known from two sources:
+
+- an adapter knows what its library renamed (:class:`~gfsa.plugs.renaming.Renaming`);
+- a model of transformers says which prefix :func:`~gfsa.plugs.backbone.canonical_name` leaves out
+  (``base_model_prefix``), and says so in some versions only. In the same class of model a layer may
+  have its first name more, or less.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from gfsa.plugs.backbone import (
+    canonical_name,
+    fingerprint,
+    fingerprint_of,
+    kind_of_layer,
+    pattern_of,
+    shapes_of,
+    some_of,
+    stack_of,
+    without_wrappers,
+)
+from gfsa.plugs.sites import Site
+
+
+@dataclass(frozen=True)
+class _OtherForm:
+    """A layer of the model, as another version of its library has it."""
+
+    layer: str
+    """Its name in the installed version."""
+    name: str
+    """Its name in the other version."""
+    backbone: dict[str, str]
+    """Its fingerprint in the other version."""
+
+
+def in_installed_names(
+    model: nn.Module, found: Mapping[str, Site], description: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """The description with the names and fingerprints of the installed version.
+
+    Args:
+        model: the model that the filters are for.
+        found: its sites.
+        description: what a file says of its filters, unchecked.
+
+    Returns:
+        The description, and for each renamed layer the name that the file has for it.
+    """
+    entries = description.get("filters") if isinstance(description, Mapping) else None
+    if not isinstance(entries, dict):
+        return description, {}
+    accepting = {
+        canonical_name(model, name): site for name, site in found.items() if not site.refusal
+    }
+    misfits = {
+        saved: entry
+        for saved, entry in entries.items()
+        if isinstance(entry, dict) and not _fits(accepting.get(saved), entry)
+    }
+    if not misfits:
+        return description, {}
+    forms = list(_renamed_forms(model, accepting))
+    if description.get("model") == type(model).__name__:
+        forms += _prefixed_forms(accepting)
+    chosen = {}
+    for saved, entry in misfits.items():
+        layers = {
+            form.layer
+            for form in forms
+            if form.name == saved and form.backbone == entry.get("backbone", form.backbone)
+        }
+        if len(layers) == 1:
+            chosen[saved] = layers.pop()
+    names = [chosen.get(saved, saved) for saved in entries]
+    if not chosen or len(set(names)) < len(names):
+        return description, {}
+    translated = {**description, "filters": dict(zip(names, entries.values(), strict=True))}
+    for layer in chosen.values():
+        entry = translated["filters"][layer]
+        if "backbone" in entry:
+            backbone = fingerprint_of(accepting[layer].module)
+            translated["filters"][layer] = {**entry, "backbone": backbone}
+    if isinstance(description.get("layers"), dict):
+        translated["layers"] = _renamed_stacks(description["layers"], forms, chosen)
+    return translated, {layer: saved for saved, layer in chosen.items()}
+
+
+def _renamed_forms(model: nn.Module, accepting: Mapping[str, Site]) -> Iterator[_OtherForm]:
+    """What the adapters know of other names."""
+    for layer, site in accepting.items():
+        kind = kind_of_layer(site.module)
+        for known in site.adapter.renamings(site.module):
+            for renaming in (known, known.reversed()):
+                root = renaming.root_of(site.name)
+                if renaming.kind != kind or root is None:
+                    continue
+                shapes = renaming.other_shapes(shapes_of(model.get_submodule(root)))
+                backbone = fingerprint(renaming.other_kind, shapes)
+                for name in renaming.other_names(layer):
+                    yield _OtherForm(layer, name, backbone)
+
+
+def _prefixed_forms(accepting: Mapping[str, Site]) -> Iterator[_OtherForm]:
+    """The layers with the prefix that was left out of their name, or without the first name."""
+    for layer, site in accepting.items():
+        name = without_wrappers(site.name)
+        other = name if name != layer else name.partition(".")[2]
+        if other:
+            yield _OtherForm(layer, other, fingerprint_of(site.module))
+
+
+def _fits(site: Site | None, entry: Mapping[str, Any]) -> bool:
+    """Whether the layer that has the saved name takes the filter: no renaming is looked for."""
+    if site is None:
+        return False
+    return "backbone" not in entry or entry["backbone"] == fingerprint_of(site.module)
+
+
+def _renamed_stacks(
+    layers: Mapping[str, Any], forms: list[_OtherForm], chosen: Mapping[str, str]
+) -> dict[str, Any]:
+    """How many layers each stack has, by the names of the installed version."""
+    patterns = {(pattern_of(saved), pattern_of(layer)) for saved, layer in chosen.items()}
+    stacks = {
+        stack_of(form.name): stack_of(form.layer)
+        for form in forms
+        if (pattern_of(form.name), pattern_of(form.layer)) in patterns
+    }
+    return {stacks.get(stack, stack): depth for stack, depth in layers.items()}
+
+
+def warn_of_other_names(model: nn.Module, names_in_file: Mapping[str, str], source: str) -> None:
+    """Say which layers were found under another name, or with other parameters."""
+    taken = [
+        f"{layer} (with other parameters)" if saved == layer else f"{saved} is {layer}"
+        for layer, saved in names_in_file.items()
+    ]
+    warnings.warn(
+        f"{source} was saved with another version of the library that {type(model).__name__} is "
+        f"from, which has {len(taken)} of its layers under other names or with other parameters; "
+        f"their filters were loaded: {some_of(taken)}. gfsa.save writes the names of the installed "
+        "version",
+        stacklevel=4,
+    )

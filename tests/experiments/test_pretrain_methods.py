@@ -1,0 +1,167 @@
+"""The controls of pretraining, by the words of the command line: what each one really is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+import gfsa
+from gfsa_experiments.runs.methods import find_method
+from gfsa_experiments.runs.sweep import Request
+from support.tiny_pretraining import a_batch, built, write_corpus
+
+HEADS, DEPTH = 2, 4
+
+
+@dataclass(frozen=True)
+class Control:
+    """A method with its settings, and what it must be."""
+
+    words: str
+    layers: tuple[int, ...] = (1, 2, 3, 4)
+    learned: tuple[int, ...] = ()
+    """The powers of A whose coefficients move freely, head by head."""
+    per_head: int = 0
+    """Learned numbers of a head."""
+    fixed: tuple[float, ...] | None = None
+    """The coefficients of a filter that learns nothing."""
+    begins_as_plain: bool = True
+    alpha: float = 0.0
+    """The weight of the first layer's values."""
+
+
+CONTROLS = {
+    "plain": Control("plain", layers=()),
+    "gain only": Control("gfsa learn=w1", learned=(1,), per_head=1),
+    "degree 1": Control("degree1", learned=(0, 1), per_head=2),
+    "GFSA": Control("gfsa", learned=(0, 1, 2), per_head=3),
+    "upper half": Control("gfsa layers=upper", (3, 4), learned=(0, 1, 2), per_head=3),
+    "lower half": Control("gfsa layers=lower", (1, 2), learned=(0, 1, 2), per_head=3),
+    "every second": Control("gfsa layers=even", (2, 4), learned=(0, 1, 2), per_head=3),
+    "twicing": Control("twicing", fixed=(0.0, 2.0, -1.0), begins_as_plain=False),
+    "value residual": Control("neutreno strength=0.4", begins_as_plain=False, alpha=0.4),
+    "gated heads": Control("plain gate=true", layers=()),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield write_corpus(tmp_path_factory.mktemp("data"))
+
+
+def changed_model(control: Control, data: Path) -> tuple[Any, Any, int]:
+    """A task, its model with the control applied, and the learned numbers that it added."""
+    method, *words = control.words.split()
+    pairs = [word.partition("=")[::2] for word in words]
+    (run,) = Request("pretrain", (method,), settings=tuple(pairs)).runs()
+    config: Any = run.config
+    task = built(data, depth=DEPTH, qk_norm="temperature", gate=config.gate)
+    return task, task.model, find_method(run.method).apply(task.model, run.options)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control_is_plugged_where_it_says(name: str, data: Path) -> None:
+    control = CONTROLS[name]
+    plain = built(data, depth=DEPTH, qk_norm="temperature", gate=name == "gated heads")
+    task, model, added = changed_model(control, data)
+    filters = gfsa.filters_of(model)
+    assert tuple(int(place.split(".")[2]) + 1 for place in filters) == control.layers
+    assert added == HEADS * control.per_head * len(control.layers)
+    count = sum(p.numel() for p in model.parameters())
+    assert count - sum(p.numel() for p in plain.model.parameters()) == added
+    batch = a_batch(task)
+    same = torch.equal(task.loss(model, batch), plain.loss(plain.model, batch))
+    assert same == control.begins_as_plain
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_control_computes_its_formula(name: str, data: Path) -> None:
+    control = CONTROLS[name]
+    task, model, _ = changed_model(control, data)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # random weights of 0.02 give maps that are nearly uniform
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+        for filter in gfsa.filters_of(model).values():
+            for parameter in filter.parameters():
+                parameter.add_(torch.randn_like(parameter))
+    layers = [Look(layer.self_attn) for layer in model.model.layers]
+    with torch.no_grad():
+        task.loss(model, a_batch(task))
+    for number, (found, place) in enumerate(zip(layers, model.model.layers, strict=True), start=1):
+        c = coefficients(control, number, model)
+        powers = [found.v, found.a @ found.v, found.a @ (found.a @ found.v)]
+        terms = [c[:, k, None, None] * power for k, power in enumerate(powers)]
+        heads = torch.stack(terms).sum(0)
+        if control.alpha and number > 1:
+            heads = heads + control.alpha * (layers[0].v - found.v)
+        if name == "gated heads":
+            gates = 2 * torch.sigmoid(place.self_attn.gate(found.x))
+            heads = heads * gates.transpose(1, 2)[..., None]
+        expected = place.self_attn.o_proj(heads.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(found.y, expected, rtol=1e-4, atol=1e-4)
+
+
+def coefficients(control: Control, layer: int, model: Any) -> Tensor:
+    """c0, c1, c2 of each head; a layer without a filter is A, and so is one of a baseline."""
+    c = torch.tensor([[0.0, 1.0, 0.0]]).repeat(HEADS, 1)
+    if layer in control.layers and not control.alpha:
+        attention = model.model.layers[layer - 1].self_attn
+        own = attention.gfsa.coefficients().detach()
+        c = torch.zeros(HEADS, 3)
+        c[:, : own.shape[1]] = own
+        if control.fixed is None:
+            free = {k for k in range(3) if len(set(c[:, k].tolist())) == HEADS}
+            assert free == set(control.learned)
+            assert all(not c[:, k].any() for k in set(range(3)) - free)
+        else:
+            assert torch.equal(c, torch.tensor(control.fixed).expand(HEADS, 3))
+    return c
+
+
+class Look:
+    """The input, output, values and dense map of one attention layer in the next forward."""
+
+    x: Tensor
+    y: Tensor
+    v: Tensor
+    a: Tensor
+
+    def __init__(self, attention: nn.Module) -> None:
+        attention.register_forward_hook(self, with_kwargs=True)
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        # a gated layer has the projections inside
+        own = getattr(module, "attention", module)
+        self.x, self.y = kwargs["hidden_states"], output[0]
+        shape = (*self.x.shape[:-1], HEADS, own.head_dim)
+        q = own.q_norm(own.q_proj(self.x).view(shape)).transpose(1, 2)
+        k = own.k_norm(own.k_proj(self.x).view(shape)).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, *kwargs["position_embeddings"])
+        self.v = own.v_proj(self.x).view(shape).transpose(1, 2)
+        seen = torch.ones(q.shape[-2], q.shape[-2]).tril().bool()
+        scores = (q @ k.mT * own.scaling).masked_fill(~seen, -math.inf)
+        self.a = scores.softmax(-1)
+
+
+@pytest.mark.parametrize(("words", "ratio"), [("depth=9", 1.0), ("epochs=1.15", 1.15)])
+def test_controls_of_equal_time_are_a_layer_or_steps(words: str, ratio: float) -> None:
+    pairs = tuple(word.partition("=")[::2] for word in words.split())
+    (run,) = Request("pretrain", settings=pairs).runs()
+    (plain,) = Request("pretrain").runs()
+    config: Any = run.config
+    own: Any = plain.config
+    assert config.epochs / own.epochs == pytest.approx(ratio)
+    assert config.sizes(300).depth == own.sizes(300).depth + (words == "depth=9")
+    assert config.sizes(300).width == own.sizes(300).width

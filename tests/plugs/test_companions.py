@@ -1,0 +1,131 @@
+"""Layers of a cache that hold powers: they grow in place, and only where nobody can notice."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from gfsa.plugs.adapters.transformers.companions import (
+    GrowingPowers,
+    StaticPowers,
+    append,
+    empty_like,
+    has_rows_like,
+    room_for_one,
+)
+
+
+def tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(2, 3, count, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(count: int) -> GrowingPowers:
+    companion = empty_like(DynamicLayer())
+    with torch.no_grad():
+        append(companion, tokens(count), count)
+    assert type(companion) is GrowingPowers
+    return companion
+
+
+@torch.no_grad()
+def test_tokens_one_by_one() -> None:
+    every = tokens(300)
+    companion = empty_like(DynamicLayer())
+    places = set()
+    for length in range(1, 301):
+        found = append(companion, every[:, :, length - 1 : length], length)
+        assert torch.equal(found, every[:, :, :length])
+        places.add(companion.keys.data_ptr())
+        # little more memory than its tokens
+        assert companion.keys.untyped_storage().nbytes() <= 24 * 4 * (length + 16 + length / 64)
+    assert len(places) < 25
+    assert companion.get_seq_length() == 300
+    assert has_rows_like(companion, every[:, :, :1])
+    for other in (every.double(), every[:1], every[:, :2], every[..., :2]):
+        assert not has_rows_like(companion, other)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("left", [-3, 6])
+def test_cropped_tokens_are_written_again(left: int) -> None:
+    """By a negative number of tokens to remove, or by the length that is left."""
+    companion = filled(9)
+    place = companion.keys.data_ptr()
+    companion.crop(left)
+    assert torch.equal(companion.keys, tokens(9)[:, :, :6])
+    other = tokens(2, seed=1)
+    found = append(companion, other, 8)
+    assert torch.equal(found, torch.cat([tokens(9)[:, :, :6], other], 2))
+    assert found.data_ptr() == place
+    companion.crop(-20)
+    assert companion.get_seq_length() == 0
+
+
+@torch.no_grad()
+def test_other_layers_are_not_written() -> None:
+    """Beams, selected rows and copies have memory of their own."""
+    companion = filled(5)
+    kept = copy.deepcopy(companion)
+    before = companion.keys
+    companion.reorder_cache(torch.tensor([1, 0]))
+    append(companion, tokens(1, seed=1), 6)
+    append(kept, tokens(1, seed=2), 6)
+    assert torch.equal(before, tokens(5))
+    assert torch.equal(companion.keys, torch.cat([tokens(5).flip(0), tokens(1, seed=1)], 2))
+    assert torch.equal(kept.keys, torch.cat([tokens(5), tokens(1, seed=2)], 2))
+    companion.batch_select_indices(torch.tensor([1]))
+    companion.batch_repeat_interleave(2)
+    assert torch.equal(companion.keys[0], torch.cat([tokens(5), tokens(1, seed=1).flip(0)], 2)[0])
+
+
+def test_recorded_tokens_are_not_overwritten() -> None:
+    companion = filled(5)
+    new = tokens(1, seed=1).requires_grad_()
+    found = append(companion, new, 6)
+    loss = found.square().sum()
+    with torch.no_grad():
+        # would raise in backward if it were written where the recorded tokens are
+        append(companion, tokens(1, seed=2), 7)
+        companion.crop(-2)
+        append(companion, tokens(1, seed=3), 6)
+    loss.backward()
+    assert torch.equal(new.grad, 2 * new)
+
+
+def test_rows_of_inference_mode_can_be_left() -> None:
+    companion = empty_like(DynamicLayer())
+    with torch.inference_mode():
+        append(companion, tokens(5), 5)
+    with torch.no_grad():
+        found = append(companion, tokens(1, seed=1), 6)
+    assert torch.equal(found, torch.cat([tokens(5), tokens(1, seed=1)], 2))
+
+
+@torch.no_grad()
+def test_room_that_a_kernel_writes() -> None:
+    companion, like = filled(5), tokens(1, seed=1)
+    for length in range(6, 40):
+        rows = room_for_one(companion, like)
+        assert rows.shape[2] >= length == companion.get_seq_length()
+        rows[:, :, length - 1] = length
+    assert torch.equal(companion.keys[:, :, :5], tokens(5))
+    assert torch.equal(companion.keys[0, 0, 5:, 0], torch.arange(6.0, 40.0))
+
+
+@torch.no_grad()
+def test_a_static_layer_of_powers_is_one_of_transformers() -> None:
+    """Rows and length as a layer of keys and values has them."""
+    layer = StaticLayer(max_cache_len=8)
+    companion = empty_like(layer)
+    assert type(companion) is StaticPowers
+    for count in (3, 1, 2):
+        new = tokens(count, seed=count)
+        layer.update(new, new)
+        append(companion, new, 8)
+    assert torch.equal(companion.keys, layer.values)
+    assert companion.get_seq_length() == layer.get_seq_length() == 6
+    assert room_for_one(companion, tokens(1)) is companion.keys

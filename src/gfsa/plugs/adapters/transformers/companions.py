@@ -31,6 +31,9 @@ class GrowingPowers(DynamicLayer):
     traced, it does: no row that somebody has seen is then written again.
     """
 
+    # transformers registers a class by it, for caches that it builds itself
+    _layer_type = None
+
     _rows: Tensor | None
     _length: int
 
@@ -116,6 +119,8 @@ class GrowingPowers(DynamicLayer):
 
 class StaticPowers(StaticLayer):
     """A static layer, with the counters that the kernel for a decoded token leaves at zero."""
+
+    _layer_type = None
 
     counters: Tensor | None = None
 

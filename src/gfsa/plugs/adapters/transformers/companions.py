@@ -31,6 +31,9 @@ class GrowingPowers(DynamicLayer):
     traced, it does: no row that somebody has seen is then written again.
     """
 
+    # transformers registers a class by it, for caches that it builds itself
+    _layer_type = None
+
     def __init__(self) -> None:
         # what the base class sets, but not by the property's setter, which a compiler does not know
         self._rows: Tensor | None = None
@@ -120,6 +123,8 @@ class GrowingPowers(DynamicLayer):
 
 class StaticPowers(StaticLayer):
     """A static layer, with the counters that the kernel for a decoded token leaves at zero."""
+
+    _layer_type = None
 
     counters: Tensor | None = None
 

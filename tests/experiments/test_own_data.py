@@ -19,6 +19,7 @@ from gfsa_experiments.data.labels import decide
 from gfsa_experiments.data.own import digest_of, find_own, is_written_after, name_of
 from gfsa_experiments.data.splits import PARTS, three_parts
 from gfsa_experiments.data.tables import read_rows
+from gfsa_experiments.runs.same_data import data_begun_on, write_data
 from gfsa_experiments.runs.sweep import Request
 from support.hub import HubPart, fake_parts
 from support.own_data import reviews, write_table
@@ -50,6 +51,14 @@ class TestNames:
         assert digest_of(["ab"]) == digest_of([b"ab"])
         # half of a surrogate pair, as JSON may have it
         assert digest_of([json.loads('"\\ud83d"')]) != digest_of([])
+
+    @pytest.mark.parametrize("data", [None, "", "my", Path("my")])
+    def test_recipes_of_ones_own_may_have_any_data(self, data: Any, tmp_path: Path) -> None:
+        for name in ("my", "run"):
+            (tmp_path / name).mkdir()
+        write_data(tmp_path / "run", "1+1+1 a", tmp_path)
+        config = SimpleNamespace(data=data)
+        assert data_begun_on(tmp_path / "run", tmp_path, config) == "1+1+1 a"
 
     def test_what_was_written_since(self, tmp_path: Path) -> None:
         folder = tmp_path / "my"

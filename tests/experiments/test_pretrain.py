@@ -353,6 +353,19 @@ class TestData:
         assert 3 <= starts["valid"] <= 7
         assert 3 <= starts["test"] <= 7
 
+    def test_one_letter_makes_other_data(self, tmp_path: Path) -> None:
+        """Rows are on the same data if all of the text is the same, not some of it."""
+        text = "\0".join(map(document, range(100)))
+        middle = text.index("\n", len(text) // 2)
+        changed = f"{text[:middle]}.{text[middle:]}"
+        digests = {}
+        for name, content in (("a", text), ("b", text), ("c", changed)):
+            (tmp_path / f"{name}.txt").write_text(content)
+            own = self.loss_of(str(tmp_path / f"{name}.txt"), tmp_path).own_data
+            assert own is not None
+            digests[name] = own.digest
+        assert digests["a"] == digests["b"] != digests["c"]
+
     def test_json_lines_in_a_folder(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
             lines = [json.dumps({"text": document(i), "id": i}) for i in range(60)]

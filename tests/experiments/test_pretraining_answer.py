@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,15 @@ def test_nothing_is_confirmed_of_noise(verdicts: Any) -> None:
     found = answer(verdicts())
     assert found.startswith("**Not confirmed: no filter is shown to end lower than plain.**")
     assert "lower than plain (Holm" not in found
-    assert found.count("no difference is confirmed") == 4
+    assert found.count("no difference is confirmed") == 6
+
+
+def test_a_control_is_part_of_the_answer(verdicts: Any) -> None:
+    """A gain over plain that gated heads have too, and more of it."""
+    found = answer(verdicts(gfsa=-0.02, gated=-0.04, gain=-0.02))
+    assert "GFSA ends 0.020" in found
+    assert re.search(r"GFSA ends 0\.02\d \(.*\) nats higher than gated heads", found)
+    assert "GFSA − gain only is" in found
 
 
 def test_an_interval_that_excludes_zero_confirms_nothing(verdicts: Any) -> None:
@@ -104,7 +113,13 @@ def test_no_number_before_the_last_run(verdicts: Any) -> None:
 
 def table(losses: dict[str, list[float]], tokens: dict[str, int] | None = None) -> pd.DataFrame:
     rows = [
-        {"arm": arm, "seed": seed, "test": loss, "tokens": (tokens or {}).get(arm, 100)}
+        {
+            "arm": arm,
+            "seed": seed,
+            "test": loss,
+            "tokens": (tokens or {}).get(arm, 100),
+            "settings": "lr=0.002 qk_norm=temperature",
+        }
         for arm, own in losses.items()
         for seed, loss in enumerate(own, start=1)
     ]
@@ -155,6 +170,19 @@ def test_more_steps_are_an_arm_of_their_own() -> None:
     found = controls(runs)
     assert found is not None
     assert list(found.means) == ["plain", "GFSA", "plain, 1.15 times the steps"]
+
+
+def test_plain_models_that_are_set_otherwise_are_arms_of_their_own() -> None:
+    """A variant of the baseline that is added to the controls."""
+    runs = table({"plain": [2.0, 2.2], "GFSA": [1.9, 2.1]})
+    wider, learned = table({"plain": [1.8, 1.9]}), table({"plain": [1.7, 1.8]})
+    wider["settings"] += " gain_lr=0.3"
+    learned["settings"] = "lr=0.002"
+    found = controls(pd.concat([learned, wider, runs]))
+    assert found is not None
+    assert found.means["plain"] == pytest.approx(2.1)
+    assert found.means["plain, qk_norm=temperature gain_lr=0.3"] == pytest.approx(1.85)
+    assert found.means["plain, qk_norm=learned"] == pytest.approx(1.75)
 
 
 def test_a_best_rate_at_the_edge_is_said() -> None:

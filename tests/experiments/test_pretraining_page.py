@@ -10,12 +10,11 @@ import pandas as pd
 import pytest
 
 from gfsa_experiments.results.page_blocks import to_markdown
-from gfsa_experiments.results.pretraining.answer import answer
 from gfsa_experiments.results.pretraining.collect import write_tables
 from gfsa_experiments.results.pretraining.figure import draw
 from gfsa_experiments.results.pretraining.page import blocks
 from gfsa_experiments.results.pretraining.study import Study, read_speeds, read_study
-from gfsa_experiments.results.pretraining.write import write
+from gfsa_experiments.results.pretraining.write import opening, write
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 from support.pretraining_runs import curve, probe_lines, runs, study_folder
 
@@ -95,5 +94,5 @@ def test_everything_is_written_from_files(folder: Path) -> None:
 def test_the_page_is_what_the_rows_give() -> None:
     page = (RESULTS / "pretraining.md").read_text(encoding="utf-8")
     study = read_study(RESULTS)
-    for made in (to_markdown(blocks(study, read_speeds(RESULTS))).strip(), answer(study.family)):
+    for made in (to_markdown(blocks(study, read_speeds(RESULTS))).strip(), opening(study)):
         assert made in page, "run python benchmarks/pretraining_curves.py write results"

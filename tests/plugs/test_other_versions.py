@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
@@ -17,6 +18,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import gfsa
+from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
 from gfsa.plugs.renaming import Renaming
 from support.renamed import FOLDER, INPUTS, MODELS, VERSIONS, dinov2, filled, output_of
 from support.saved_filters import fill_filters
@@ -189,6 +191,69 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"does not have|not attention"):
             gfsa.load_peft(base, tmp_path)
         assert not gfsa.filters_of(base)
+
+
+class Wrapper(torch.nn.Module):
+    """As a compiled or a distributed model: one class around any other."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_orig_mod"), name)
+
+
+class TestPrefixes:
+    """A first name more or less is a prefix of transformers' own models alone."""
+
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_other_models_have_none(self, wrapped: bool, tmp_path: Path) -> None:
+        # the names differ by their first part, classes, shapes and depths are the same
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 8)
+        saved: Any = torch.nn.ModuleDict({"layer": copy.deepcopy(layer)})
+        other: Any = torch.nn.ModuleDict({"audio": torch.nn.ModuleDict({"layer": layer})})
+        if wrapped:
+            saved, other = Wrapper(saved), Wrapper(other)
+        gfsa.plug(saved)
+        gfsa.save(saved, tmp_path)
+        with pytest.raises(ValueError, match="does not have"):
+            gfsa.load(other, tmp_path)
+        assert not gfsa.filters_of(other)
+
+    def test_a_wrapper_of_another_model(self, tmp_path: Path) -> None:
+        """Both are of one class, and so are their layers."""
+        folder = other_folder("clip_text", tmp_path)
+        edit(folder, model="Wrapper")
+        model = Wrapper(MODELS["clip_text"]())
+        with pytest.raises(ValueError, match="does not have"):
+            gfsa.load(model, folder)
+        assert not gfsa.filters_of(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "older", "newer"),
+    [
+        (f"{family}{kind}", f"thinker.{older}", f"thinker.model.{newer}")
+        for family, text in (
+            ("Qwen2_5Omni", "Attention"),
+            ("Qwen3OmniMoe", "ThinkerTextAttention"),
+        )
+        for kind, older, newer in (
+            ("AudioAttention", "audio_tower.layers.0.self_attn", "audio_tower.layers.0.self_attn"),
+            ("VisionAttention", "visual.blocks.0.attn", "visual.blocks.0.attn"),
+            (text, "model.layers.0.self_attn", "language_model.layers.0.self_attn"),
+        )
+    ],
+)
+def test_every_part_of_a_whole_omni_model_is_renamed(kind: str, older: str, newer: str) -> None:
+    """A file with a layer that is not found is refused as a whole."""
+    (known,) = renamings_of(kind)
+    assert newer in known.other_names(older)
+    assert older in known.reversed().other_names(newer)
 
 
 class TestRenaming:

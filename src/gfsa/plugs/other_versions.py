@@ -8,7 +8,7 @@ refuses it. Other names are known from two sources:
 - an adapter knows what its library renamed (:class:`~gfsa.plugs.renaming.Renaming`);
 - a model of transformers says which prefix :func:`~gfsa.plugs.backbone.canonical_name` leaves out
   (``base_model_prefix``), and says so in some versions only. In the same class of model a layer may
-  have its first name more, or less.
+  have its first name more, or less. Other models, and wrappers around any, have no such prefix.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def in_installed_names(
     if not misfits:
         return description, {}
     forms = list(_renamed_forms(model, accepting))
-    if description.get("model") == type(model).__name__:
+    if _leaves_out_prefixes(model) and description.get("model") == type(model).__name__:
         forms += _prefixed_forms(accepting)
     chosen = {}
     for saved, entry in misfits.items():
@@ -111,6 +111,15 @@ def _renamed_forms(model: nn.Module, accepting: Mapping[str, Site]) -> Iterator[
                 backbone = fingerprint(renaming.other_kind, shapes)
                 for name in renaming.other_names(layer):
                     yield _OtherForm(layer, name, backbone)
+
+
+def _leaves_out_prefixes(model: nn.Module) -> bool:
+    """Whether the model's own class is one of transformers.
+
+    Wrappers (compiled, distributed, peft) have the same class around any model, and classes of the
+    caller's own may share a name: there the same class does not say that the model is the same.
+    """
+    return hasattr(type(model), "base_model_prefix")
 
 
 def _prefixed_forms(accepting: Mapping[str, Site]) -> Iterator[_OtherForm]:

@@ -86,7 +86,8 @@ def data_begun_on(folder: Path, data_dir: Path, config: Any) -> str | None:
     begun = read_record(record, RunData)
     if begun is None or begun.data_dir != str(data_dir.resolve()):
         return None
-    own = getattr(config, "data", "")
+    # a recipe of the user's own may have None there, or a path
+    own = str(getattr(config, "data", None) or "")
     if is_in_working_folder(own, data_dir):
         return None
     return None if is_written_after(own, data_dir, record.stat().st_mtime) else begun.data

@@ -23,11 +23,13 @@ QUESTIONS = {
 }
 NAMES = {"gfsa": "GFSA", "degree1": "degree 1", "gain": "gain only", "gated": "gated heads"}
 NAMES |= {"longer": "plain for GFSA's time"}
-_HEADLINE = (("gfsa", "plain"), ("degree1", "plain"), ("gfsa", "longer"), ("gfsa", "degree1"))
 
 
 def answer(outcomes: Sequence[Outcome]) -> str:
-    """One paragraph: the verdicts of a family of which every run is there, or that it is not."""
+    """One paragraph: every verdict of a family of which all runs are there, or that they are not.
+
+    No comparison is left out: what a control brings is part of the answer, whatever it is.
+    """
     if not all(outcome.is_complete for outcome in outcomes):
         if any(outcome.unusable for outcome in outcomes):
             return (
@@ -43,7 +45,7 @@ def answer(outcomes: Sequence[Outcome]) -> str:
     if not outcomes:
         return "**Nothing is confirmed:** there is no family of confirmatory runs."
     by_lines = {(o.comparison.a, o.comparison.b): o for o in outcomes}
-    said = [sentence(by_lines[pair]) for pair in _HEADLINE if pair in by_lines]
+    said = [sentence(outcome) for outcome in outcomes]
     parts = []
     for word, side in (("better", "lower"), ("worse", "higher")):
         lines = [a for (a, b), o in by_lines.items() if b == "plain" and o.verdict == word]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from gfsa_experiments.results.pretraining.study import PLAIN, arms_of
+from gfsa_experiments.results.pretraining.study import PLAIN, arms_of, settings_apart
 from gfsa_experiments.results.statistics import LEVEL, Interval
 
 GFSA = "GFSA"
@@ -47,13 +47,24 @@ class Controls:
 
 
 def named(runs: pd.DataFrame) -> pd.DataFrame:
-    """Runs with arms of their own for a plain model that trains for longer than the others."""
+    """Runs with arms of their own for models that train longer, or are set otherwise."""
     usual = runs.tokens.min()
     longer = [
         arm if tokens == usual else f"{arm}, {tokens / usual:.2f} times the steps"
         for arm, tokens in zip(runs.arm, runs.tokens, strict=True)
     ]
-    return runs.assign(arm=longer)
+    found = runs.assign(arm=longer)
+    common = found.settings.value_counts()
+    names: dict[tuple[str, str], str] = {}
+    for arm, own in found.groupby("arm"):
+        apart = settings_apart(own.settings.unique())
+        # one of them keeps the name: the one that is set as most runs of the other arms are
+        first = max(apart, key=lambda text: common[text])
+        names |= {
+            (str(arm), text): f"{arm}, {words}" for text, words in apart.items() if text != first
+        }
+    pairs = zip(found.arm, found.settings, strict=True)
+    return found.assign(arm=[names.get(pair, pair[0]) for pair in pairs])
 
 
 def controls(runs: pd.DataFrame) -> Controls | None:

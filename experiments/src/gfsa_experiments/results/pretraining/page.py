@@ -13,10 +13,17 @@ from gfsa_experiments.results.pretraining.answer import family_table
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
+from gfsa_experiments.results.pretraining.limits import limit_blocks
 from gfsa_experiments.results.pretraining.probes import Measure, measures
 from gfsa_experiments.results.pretraining.savings import Saving, saving_of_ends, savings
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
-from gfsa_experiments.results.pretraining.study import PLAIN, Study, arms_of, by_size
+from gfsa_experiments.results.pretraining.study import (
+    PLAIN,
+    Study,
+    arms_of,
+    by_size,
+    settings_apart,
+)
 from gfsa_experiments.results.statistics import LEVEL, Interval
 
 NATS = Scale(1, 3)
@@ -26,7 +33,7 @@ Speeds = Mapping[tuple[str, str, int], float]
 
 def blocks(study: Study, speeds: Speeds) -> list[Block]:
     """Every section that has runs, and what is missing."""
-    found = [*family_table(study.family), *control_blocks(study)]
+    found = [*family_table(study.family), *limit_blocks(study), *control_blocks(study)]
     found += [*gap_blocks(study, speeds), *stability_blocks(study.stability)]
     found += [*probe_blocks(study), *_coefficient_blocks(study)]
     if study.missing:
@@ -56,6 +63,10 @@ def control_blocks(study: Study) -> list[Block]:
                 f"{sum(pair.excludes_zero for pair in known)} of {len(known)} intervals exclude 0, "
                 f"and {(1 - LEVEL) * len(known):.1f} would by chance."
             )
+        broken = study.controls[study.controls.test.isna()]
+        if len(broken):
+            runs = sorted(f"{row.arm} (seed {row.seed})" for row in broken.itertuples())
+            text += f" Broke down, which leaves their arm out: {', '.join(runs)}."
         rows = [
             [arm, f"{mean:.3f}"]
             + [NATS.interval(table.difference(arm, to)) for to in (PLAIN, GFSA)]
@@ -92,13 +103,11 @@ def _baseline_sentences(runs: pd.DataFrame) -> list[str]:
     if runs.empty:
         return []
     kinds: dict[str, list[str]] = {}
-    shared = set.intersection(*(set(text.split()) for text in runs.settings))
+    apart = settings_apart(runs.settings)
     order = runs.sort_values("valid")
     for method, text, loss in zip(order.method, order.settings, order.valid, strict=True):
-        own = " ".join(word for word in text.split() if word not in shared)
-        # learned gains are the default, which settings do not name
-        own = own if "qk_norm=" in own else f"{own} qk_norm=learned".strip()
-        kinds.setdefault(method, []).append(f"`{own}` {_loss(loss)}")
+        own = f"`{apart[text]}` " if apart[text] else ""
+        kinds.setdefault(method, []).append(f"{own}{_loss(loss)}")
     lists = [f"{method}: {', '.join(lines)}" for method, lines in kinds.items()]
     return [
         "The plain model once more, with fast gains, one epoch, seed 0, validation loss, lowest "

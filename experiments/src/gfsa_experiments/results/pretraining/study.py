@@ -52,6 +52,8 @@ class Study:
     :data:`BASELINE` below, with ``lr`` too."""
     rates: pd.DataFrame = field(default_factory=pd.DataFrame)
     baseline: pd.DataFrame = field(default_factory=pd.DataFrame)
+    unfinished: frozenset[str] = frozenset()
+    """The plans that lack runs, by the names of their files."""
 
 
 def read_study(folder: Path) -> Study:
@@ -60,8 +62,18 @@ def read_study(folder: Path) -> Study:
     rows = pd.concat(parts, ignore_index=True)
     rows = rows[rows.recipe == "pretrain"]
     missing: list[str] = []
+    unfinished: set[str] = set()
+
+    def planned_by(plan: Path) -> pd.DataFrame:
+        found, count = _planned(rows, plan)
+        if len(found) < count:
+            link = f"[{plan.stem}](plans/{plan.name})"
+            missing.append(f"{link}: {count - len(found)} of {count} runs are missing.")
+            unfinished.add(plan.name)
+        return found
+
     plans = sorted((folder / "plans").glob(SCALING))
-    planned = pd.concat([rows[:0], *(_planned(rows, plan, missing) for plan in plans)])
+    planned = pd.concat([rows[:0], *map(planned_by, plans)])
     judged: list[Outcome] = []
     path = folder / FOLDER / f"{FAMILY}.toml"
     if path.exists():
@@ -87,9 +99,9 @@ def read_study(folder: Path) -> Study:
     runs = labelled(planned.drop_duplicates(RUN), missing)
     _refuse_several_data(folder, runs)
     plan = folder / "plans" / STABILITY
-    stability = _planned(rows, plan, missing) if plan.exists() else rows[:0]
+    stability = planned_by(plan) if plan.exists() else rows[:0]
     of_plans = {
-        name: _planned(rows, folder / "plans" / name, missing)
+        name: planned_by(folder / "plans" / name)
         for name in (BASELINE, RATES, *CONTROLS)
         if (folder / "plans" / name).exists()
     }
@@ -108,20 +120,17 @@ def read_study(folder: Path) -> Study:
         labelled(pd.concat([rows[:0], *controls]), [], keep_diverged=True),
         labelled(of_plans.get(RATES, rows[:0]), [], keep_diverged=True),
         labelled(of_plans.get(BASELINE, rows[:0]), [], keep_diverged=True),
+        frozenset(unfinished),
     )
 
 
-def _planned(rows: pd.DataFrame, plan: Path, missing: list[str]) -> pd.DataFrame:
-    """The rows of a plan's runs."""
+def _planned(rows: pd.DataFrame, plan: Path) -> tuple[pd.DataFrame, int]:
+    """The rows of a plan's runs, and how many runs it asks for."""
     keys = {run.key() for run in runs_of_plan(plan)}
     own = rows[is_of(rows, keys)]
     # before one row of a run is chosen: it would be one on any of them
     _refuse_several_data(plan, own)
-    found = own.drop_duplicates(RUN, keep="last")
-    if len(found) < len(keys):
-        link = f"[{plan.stem}](plans/{plan.name})"
-        missing.append(f"{link}: {len(keys) - len(found)} of {len(keys)} runs are missing.")
-    return found
+    return own.drop_duplicates(RUN, keep="last"), len(keys)
 
 
 def _refuse_several_data(where: Path, rows: pd.DataFrame) -> None:
@@ -179,6 +188,19 @@ def arm_of(method: str, options: str, settings: str) -> str:
     if of_model.get("output_norm") == "True":
         name += ", normalised outputs"
     return name
+
+
+def settings_apart(texts: Iterable[str]) -> dict[str, str]:
+    """The settings of several runs → those of them that not all of the runs have."""
+    words = {text: text.split() for text in texts}
+    for own in words.values():
+        # the default, which settings do not name
+        if not any(word.startswith("qk_norm=") for word in own):
+            own.append(f"qk_norm={PretrainConfig.qk_norm}")
+    shared = set[str].intersection(*map(set, words.values())) if words else set()
+    return {
+        text: " ".join(word for word in own if word not in shared) for text, own in words.items()
+    }
 
 
 def _words(text: str) -> dict[str, str]:

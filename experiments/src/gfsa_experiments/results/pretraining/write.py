@@ -11,13 +11,19 @@ from gfsa_experiments.results.page_blocks import Text, with_part, write_pages
 from gfsa_experiments.results.pretraining.answer import answer
 from gfsa_experiments.results.pretraining.coefficients import draw_coefficients, trajectories
 from gfsa_experiments.results.pretraining.figure import draw, save
+from gfsa_experiments.results.pretraining.limits import limit_of_plain
 from gfsa_experiments.results.pretraining.page import blocks
-from gfsa_experiments.results.pretraining.study import by_size, read_speeds, read_study
+from gfsa_experiments.results.pretraining.study import Study, by_size, read_speeds, read_study
 
 PAGE = "pretraining.md"
 FIGURE = "pretraining.svg"
 MARKS = ("<!-- study of pretraining: begin -->", "<!-- study of pretraining: end -->")
 ANSWER = ("<!-- answer of pretraining: begin -->", "<!-- answer of pretraining: end -->")
+
+
+def opening(study: Study) -> str:
+    """The page's first paragraph: what is confirmed, and against which plain model."""
+    return " ".join(filter(None, (answer(study.family), limit_of_plain(study))))
 
 
 def write(results: Path) -> list[Path]:
@@ -26,7 +32,7 @@ def write(results: Path) -> list[Path]:
     path = results / PAGE
     page = "\n".join(["# Pretraining", "", *ANSWER, "", *MARKS, ""])
     page = path.read_text(encoding="utf-8") if path.exists() else page
-    page = with_part(page, path, [Text(answer(study.family))], ANSWER)
+    page = with_part(page, path, [Text(opening(study))], ANSWER)
     page = with_part(page, path, blocks(study, speeds), MARKS)
     tuning = results / "tuning" / "pretrain-curves.csv"
     save(draw(study, speeds, pd.read_csv(tuning) if tuning.exists() else None), results / FIGURE)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gfsa_experiments.data.own import HUB, name_of
+from gfsa_experiments.data.own import HUB, digest_of, name_of
 from gfsa_experiments.engine.config import (
     Compile,
     CountOrZero,
@@ -207,6 +207,7 @@ class PretrainTask(Task):
                 splits={name: part.tokens for name, part in found.meta.parts.items()},
                 split_by=found.split_by,
                 unit="tokens",
+                digest=digest_of(part.sha256 for part in found.meta.parts.values()),
             )
         most = {"valid": config.eval_rows}
         self.rows = {

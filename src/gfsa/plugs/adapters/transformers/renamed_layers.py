@@ -36,8 +36,14 @@ _RENAMINGS = (
         ("decoder_transformer", "decoder.decoder_transformer"),
     ),
     # a whole model has the thinker beside the talker; a thinker of its own has no such prefix
-    _moved("Qwen2_5OmniAudioAttention", ("thinker.audio_tower", "thinker.model.audio_tower")),
-    _moved("Qwen2_5OmniVisionAttention", ("thinker.visual", "thinker.model.visual")),
+    *(
+        renaming
+        for family in ("Qwen2_5Omni", "Qwen3OmniMoe")
+        for renaming in (
+            _moved(f"{family}AudioAttention", ("thinker.audio_tower", "thinker.model.audio_tower")),
+            _moved(f"{family}VisionAttention", ("thinker.visual", "thinker.model.visual")),
+        )
+    ),
     _moved(
         "Qwen2_5OmniAttention",
         ("thinker.model.layers", "thinker.model.language_model.layers"),

@@ -1,0 +1,122 @@
+"""What the page says of the family's plain model and controls, by the rules of the plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from gfsa_experiments.results.families import read_family
+from gfsa_experiments.results.page_blocks import to_markdown
+from gfsa_experiments.results.pretraining.limits import limit_blocks, limit_of_plain
+from gfsa_experiments.results.pretraining.page import control_blocks
+from gfsa_experiments.results.pretraining.study import BASELINE, RATES, Study
+from gfsa_experiments.results.verdicts import Outcome
+from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
+
+FAMILY = Path(__file__).parents[2] / "results/families/pretrain.toml"
+# the family's plain model, as rows of one epoch have it
+OWN = "batch_size=32 lr=0.002 gain_lr=0.1 qk_norm=temperature"
+WIDER = f"{OWN} init_std=0.04"
+LEARNED = "batch_size=32 lr=0.002 gain_lr=0.1"
+NONE = pd.DataFrame()
+
+
+@pytest.fixture
+def family(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
+    """The family without any run."""
+    monkeypatch.setattr(PretrainConfig, "sketch", lambda config: None)
+    comparisons = read_family(FAMILY).comparisons
+    return [Outcome(comparison, len(comparison.seeds)) for comparison in comparisons]
+
+
+def plain_runs(losses: Mapping[str, float], seed: int = 0) -> pd.DataFrame:
+    rows = [
+        {"method": "plain", "arm": "plain", "settings": text, "seed": seed, "tokens": 100}
+        | {"valid": loss, "test": loss}
+        for text, loss in losses.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def study(family: list[Outcome], **parts: Any) -> Study:
+    return Study(NONE, NONE, NONE, NONE, NONE, [], family, **parts)
+
+
+def test_before_the_last_run_of_the_plan_nothing_is_known(family: list[Outcome]) -> None:
+    runs = plain_runs({OWN: 2.0, WIDER: 1.0})
+    said = limit_of_plain(study(family, baseline=runs, unfinished=frozenset({BASELINE})))
+    assert said.startswith("Whether another plain model is stronger")
+    assert "is not known yet" in said
+    assert limit_of_plain(study(family)) == ""
+
+
+def test_no_other_plain_model_is_stronger(family: list[Outcome]) -> None:
+    runs = plain_runs({OWN: 2.0, WIDER: 1.981, LEARNED: math.nan})
+    said = limit_of_plain(study(family, baseline=runs))
+    assert said.startswith("Of 2 other plain models none ends 0.02 nats or more below")
+
+
+@pytest.mark.parametrize(
+    ("fresh", "words"),
+    [
+        ({}, "fresh seeds, which decide whether it is stronger, are not run yet"),
+        ({OWN: 2.1, WIDER: 2.0}, "**the family's plain model is not the strongest**"),
+        ({OWN: 2.1, WIDER: 2.2}, "but not with fresh seeds"),
+    ],
+)
+def test_fresh_seeds_decide(family: list[Outcome], fresh: dict[str, float], words: str) -> None:
+    runs = plain_runs({OWN: 2.0, WIDER: 1.97, LEARNED: 2.3})
+    controls = plain_runs(fresh or {OWN: 2.1}, seed=1)
+    said = limit_of_plain(study(family, baseline=runs, controls=controls))
+    assert said.startswith("Plain with `qk_norm=temperature init_std=0.04` ends 0.02 nats or more")
+    assert words in said
+
+
+def rates_of(losses: Mapping[str, tuple[float, float]]) -> pd.DataFrame:
+    rows = [
+        {"arm": arm, "lr": lr, "valid": loss}
+        for arm, own in losses.items()
+        for lr, loss in zip((0.002, 0.003), own, strict=True)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_a_control_below_its_best_is_said(family: list[Outcome]) -> None:
+    losses = {"plain": (2.0, 1.5), "gain only": (2.0, 1.985), "gated": (2.0, 1.97)}
+    said = to_markdown(limit_blocks(study(family, rates=rates_of(losses))))
+    assert "below their best, by 0.02 nats or more on valid after one epoch: gated (bet" in said
+    assert "gain only" not in said
+    losses["gated"] = (2.0, 1.985)
+    said = to_markdown(limit_blocks(study(family, rates=rates_of(losses))))
+    assert "Gain only and gated heads end nowhere 0.02 nats or more lower" in said
+    losses["gated"] = (math.nan, 1.985)
+    assert "gated (better at 0.003)" in to_markdown(
+        limit_blocks(study(family, rates=rates_of(losses)))
+    )
+    unknown = study(family, rates=rates_of(losses), unfinished=frozenset({RATES}))
+    assert "is not known yet" in to_markdown(limit_blocks(unknown))
+    assert limit_blocks(study(family)) == []
+
+
+def test_the_first_runs_of_the_baseline_are_not_called_what_they_are_not() -> None:
+    """Where all runs share a setting, the default of it is not theirs."""
+    page = to_markdown(control_blocks(study([], baseline=plain_runs({OWN: 2.0, WIDER: 1.9}))))
+    assert "qk_norm=learned" not in page
+    assert "plain: `init_std=0.04` 1.900, 2.000." in page
+    page = to_markdown(control_blocks(study([], baseline=plain_runs({OWN: 2.0, LEARNED: 1.9}))))
+    assert "`qk_norm=learned` 1.900, `qk_norm=temperature` 2.000." in page
+
+
+def test_a_control_that_broke_down_is_named() -> None:
+    runs = pd.concat([plain_runs({OWN: 2.0}, 1), plain_runs({OWN: math.nan}, 1)])
+    filtered = runs.assign(method="gfsa", arm=["GFSA", "value residual"])
+    runs = pd.concat([runs[:1], filtered])
+    runs.iloc[1, runs.columns.get_loc("test")] = 1.9
+    page = to_markdown(control_blocks(study([], controls=runs)))
+    assert "| GFSA | 1.900 |" in page
+    assert "Broke down, which leaves their arm out: value residual (seed 1)." in page

@@ -531,6 +531,22 @@ def test_compiled_whole(length: int, projected: bool) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("length", [100, 300])
+def test_traced_by_torch_jit(length: int) -> None:
+    """A trace does not record launches: it has torch's kernels, also after a call by the fused."""
+    coeffs = torch.tensor([0.3, 1.0, -0.6], device="cuda")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return graph_filter_attention(q, k, v, coeffs)
+
+    first, other = torch.randn(2, 3, 2, 4, length, 64, device="cuda", dtype=BF16).unbind(0)
+    attend(*first)
+    with torch.no_grad():
+        traced = torch.jit.trace(attend, tuple(first))
+    assert error(traced(*other), attend(*other)) <= 4 * torch.finfo(BF16).eps
+
+
 @pytest.mark.parametrize("length", [100, 300])
 def test_captured_in_a_graph(length: int) -> None:
     """Replays compute with what the inputs then hold, and draw a new dropout mask each time."""

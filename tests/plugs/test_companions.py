@@ -96,6 +96,34 @@ def test_recorded_tokens_are_not_overwritten() -> None:
     assert torch.equal(new.grad, 2 * new)
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_recorded_tokens_are_not_overwritten_after_a_crop(by_kernel: bool) -> None:
+    """The recorded rows have room for the next token, which belongs elsewhere."""
+    companion = filled(5)
+    new = tokens(1, seed=1).requires_grad_()
+    found = append(companion, new, 6)
+    loss, before = found.square().sum(), found.detach().clone()
+    with torch.no_grad():
+        companion.crop(-2)
+        if by_kernel:
+            # a kernel's write is nothing that autograd would notice
+            room_for_one(companion, tokens(1)).detach()[:, :, 4] = 7.0
+        else:
+            append(companion, tokens(1, seed=3), 5)
+    assert torch.equal(found, before)
+    loss.backward()
+    assert torch.equal(new.grad, 2 * new)
+
+
+@torch.no_grad()
+def test_memory_of_cropped_tokens_is_given_back() -> None:
+    companion = filled(400)
+    companion.crop(-390)
+    found = append(companion, tokens(1, seed=1), 11)
+    assert torch.equal(found, torch.cat([tokens(400)[:, :, :10], tokens(1, seed=1)], 2))
+    assert found.untyped_storage().nbytes() <= 24 * 4 * (11 + 16)
+
+
 def test_rows_of_inference_mode_can_be_left() -> None:
     companion = empty_like(DynamicLayer())
     with torch.inference_mode():

@@ -12,7 +12,7 @@ PAST_INT32 = 2**31
 def spread(x: Tensor, dim: int) -> Tensor:
     """A copy of ``x`` whose last entry along ``dim`` lies ``PAST_INT32`` elements behind the first.
 
-    The memory between the entries is reserved and never touched, so it takes no room.
+    The memory between the entries is reserved and never touched, so on a CPU it takes no room.
     """
     count = x.shape[dim]
     # rows of 16 bytes stay aligned
@@ -22,5 +22,5 @@ def spread(x: Tensor, dim: int) -> Tensor:
     strides.insert(dim % x.dim(), step)
     room = step * (count - 1) + x.numel()
     assert max(strides) * (count - 1) >= PAST_INT32
-    far = torch.empty(room, dtype=x.dtype).as_strided(x.shape, strides)
+    far = torch.empty(room, dtype=x.dtype, device=x.device).as_strided(x.shape, strides)
     return far.copy_(x)

@@ -165,8 +165,8 @@ _CHOICES: DecisionCache[Choice] = DecisionCache()
 
 
 def _host_time_counts(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether to save host time: on a GPU, outside of the compiler, which asks only once."""
-    if not q.is_cuda or torch.compiler.is_compiling():
+    """Whether to save host time: on a GPU, outside of compilers, which ask only once."""
+    if not q.is_cuda or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     # sizes of other kinds of tensors may be symbols
     if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gfsa.functional import which_backend
-from gfsa.operators import AttentionCall, Coefficients, Visibility, choice
+from gfsa.operators import AttentionCall, Coefficients, Visibility, attention, choice
 from gfsa.operators.fused import eligibility, tuned
 
 
@@ -336,3 +336,19 @@ def test_degree_one_compiled_is_one_pass_where_that_was_measured(
     assert choice.choose("auto", *asked).backend == "fused"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choice.choose("auto", *asked).backend == expected
+
+
+def test_a_traced_graph_has_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.jit.trace sees torch's operators alone; also for a call that was chosen before."""
+    monkeypatch.setattr(attention, "PLAIN", (OnHopper,))
+    asked = call(2, 4, 300, 64)
+    q, v = asked[0].q, asked[1]
+    coeffs = torch.ones(4, 3)
+    assert choice.choose("auto", *asked).backend == "fused"
+    assert attention._host_time_counts(q, q, v)
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    assert "torch.jit.trace" in choice.choose("auto", *asked).reason
+    assert "torch.jit.trace" in eligibility.refusal_of_decoding(asked[0], v, coeffs)
+    assert not attention._host_time_counts(q, q, v)
+    with pytest.raises(ValueError, match=r"torch\.jit\.trace does not record"):
+        choice.choose("fused", *asked)

@@ -29,6 +29,7 @@ from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import Options, Saved
 from gfsa.operators.fused.short import launch as short
+from support.far_strides import spread
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -151,6 +152,22 @@ def test_gradient_by_hopper_kernels(problem: Problem) -> None:
         if name == "dc":
             x, z = x.sum(2), z.sum(2)
         assert error(x, z.double()) <= torch.finfo(problem.dtype).eps, name
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_whose_keys_lie_far_apart(is_causal: bool) -> None:
+    """The place of its last key does not fit into 32 bits."""
+    q, k, v, coeffs, g = Problem(2, 4, 512, 64, dtype=BF16, device="cuda").tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    mask = torch.ones(2, 1, 1, 512, dtype=torch.bool, device="cuda")
+    # the last keys too: they are the ones that are far away
+    mask[0, ..., :100] = mask[1, ..., 450:] = False
+    results = []
+    for keys in (mask, spread(mask, -1)):
+        out = filter_attention(*inputs, keys, None, Options(0.125, is_causal))
+        results.append([out, *torch.autograd.grad(out, inputs, g)])
+    for name, near, far in zip(NAMES, *results, strict=True):
+        assert torch.equal(near, far), name
 
 
 @pytest.fixture(params=[2, 4, 10**6], ids=["some heads", "a sequence", "all at once"])
@@ -512,6 +529,22 @@ def test_compiled_whole(length: int, projected: bool) -> None:
         torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
     ):
         assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("length", [100, 300])
+def test_traced_by_torch_jit(length: int) -> None:
+    """A trace does not record launches: it has torch's kernels, also after a call by the fused."""
+    coeffs = torch.tensor([0.3, 1.0, -0.6], device="cuda")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return graph_filter_attention(q, k, v, coeffs)
+
+    first, other = torch.randn(2, 3, 2, 4, length, 64, device="cuda", dtype=BF16).unbind(0)
+    attend(*first)
+    with torch.no_grad():
+        traced = torch.jit.trace(attend, tuple(first))
+    assert error(traced(*other), attend(*other)) <= 4 * torch.finfo(BF16).eps
 
 
 @pytest.mark.parametrize("length", [100, 300])

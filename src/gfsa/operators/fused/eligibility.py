@@ -319,6 +319,9 @@ def _refusal_of_device(q: Tensor) -> str | None:
         return f"the fused kernels need Triton {MINIMAL_TRITON} or newer, found {TRITON or 'none'}"
     if q.is_nested or type(q).__name__ == "DTensor":
         return f"the fused kernels take plain tensors, not {type(q).__name__}"
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        # the trace would return memory that nothing writes
+        return "torch.jit.trace does not record the fused kernels"
     return None
 
 

@@ -83,7 +83,8 @@ def _scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr)
 def _shown(mask, b, h, j, n, mask_b, mask_h, mask_j):
     """Which of the keys ``j`` take part; keys beyond the last one do not."""
     mask += b.to(gl.int64) * mask_b + h.to(gl.int64) * mask_h
-    return gl.load(mask + j * mask_j, mask=j < n, other=0) != 0
+    # the stride is the caller's: the last key may lie 2³¹ or more behind the first
+    return gl.load(mask + j.to(gl.int64) * mask_j, mask=j < n, other=0) != 0
 
 
 @gluon.jit

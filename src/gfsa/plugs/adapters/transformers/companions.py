@@ -28,7 +28,7 @@ class GrowingPowers(DynamicLayer):
     """A layer that grows like a dynamic one, into free rows after its tokens.
 
     ``torch.cat`` would copy all rows for each new token. Where gradients are recorded or a graph is
-    traced, it does: no row that somebody has seen is then written again.
+    traced, it does: autograd may hold such rows, and they are not written again, cropped or not.
     """
 
     # transformers registers a class by it, for caches that it builds itself
@@ -37,6 +37,8 @@ class GrowingPowers(DynamicLayer):
     def __init__(self) -> None:
         # what the base class sets, but not by the property's setter, which a compiler does not know
         self._rows: Tensor | None = None
+        # whether this layer allocated the rows to write into them, so that no graph holds them
+        self._is_writable = False
         self._length = 0
         self.values: Tensor | None = None
         self.is_initialized = False
@@ -51,12 +53,12 @@ class GrowingPowers(DynamicLayer):
 
     @keys.setter
     def keys(self, rows: Tensor | None) -> None:
-        self._rows = rows
+        self._rows, self._is_writable = rows, False
         self._length = 0 if rows is None else rows.shape[2]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._rows, self._length = key_states[:, :, :0], 0
+        self._rows, self._is_writable, self._length = key_states[:, :, :0], False, 0
         self.values = value_states[:, :, :0]
         self.is_initialized = True
 
@@ -64,13 +66,13 @@ class GrowingPowers(DynamicLayer):
         return self._length
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        rows = self._rows
+        rows, is_writable = self._rows, self._is_writable
         if len(args) == 1 and not kwargs and args[0] < 0:
             self._length = max(0, self._length + args[0])
             return
         super().crop(*args, **kwargs)
         # the tokens that are left have the first rows
-        self._rows = rows
+        self._rows, self._is_writable = rows, is_writable
 
     def prefetch(self) -> None:
         if self._rows is not None and self._rows.device != self.device:
@@ -84,6 +86,7 @@ class GrowingPowers(DynamicLayer):
         if not _can_be_written(tokens) or tokens.dtype != self._rows.dtype:
             # not by the property's setter, which a compiler does not know
             self._rows = torch.cat([self.keys, tokens], dim=2)
+            self._is_writable = False
             self._length = self._rows.shape[2]
             return self._rows
         new, length = tokens.shape[2], self._length
@@ -108,17 +111,21 @@ class GrowingPowers(DynamicLayer):
     def _with_room(self, new: int, like: Tensor) -> Tensor:
         rows, length = self._rows, self._length
         assert rows is not None
-        if length + new <= rows.shape[2] and not (
-            # which cannot be written outside of inference mode
-            rows.is_inference() and not torch.is_inference_mode_enabled()
+        needed = length + new
+        if (
+            self._is_writable
+            # cropped to less than half, it gives the memory back, as torch.cat would
+            and needed <= rows.shape[2] <= 2 * needed + _LEAST_FREE
+            # rows of inference mode cannot be written outside of it
+            and (torch.is_inference_mode_enabled() or not rows.is_inference())
         ):
             return rows
         batch, heads, _, dim = like.shape
-        free = max(_LEAST_FREE, (length + new) // _FREE_PART)
-        larger = like.new_empty((batch, heads, length + new + free, dim))
-        larger.narrow(2, 0, length).copy_(self.keys)
-        self._rows = larger
-        return larger
+        free = max(_LEAST_FREE, needed // _FREE_PART)
+        other = like.new_empty((batch, heads, needed + free, dim))
+        other.narrow(2, 0, length).copy_(self.keys)
+        self._rows, self._is_writable = other, True
+        return other
 
 
 class StaticPowers(StaticLayer):

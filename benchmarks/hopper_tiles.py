@@ -10,7 +10,6 @@ the Hopper kernels, by the long kernels, and by cuDNN's where that serves. The f
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from unittest import mock
@@ -25,26 +24,20 @@ from gfsa.operators.fused.hopper.backward_path import Tiles
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import Options, Saved, problem_of
+from gfsa_benchmarks.case import Shape
 from gfsa_benchmarks.timing import captured, interleaved
 
 ROUNDS = 5
 CANDIDATES = {
     64: {
-        "grad_first_pass": tuple(Tiles(rows, 64, held) for rows in (64, 128) for held in (0, 1)),
-        "grad_keys": (Tiles(64, 64), Tiles(64, 32), Tiles(128, 32, 0, 32)),
-        "grad_queries": (
-            *(Tiles(64, 64, held) for held in range(3)),
-            *(Tiles(128, cols, 0, 32) for cols in (32, 64)),
-            Tiles(128, 64),
-        ),
+        "grad_first_pass": (Tiles(64, 64), Tiles(128, 64)),
+        "grad_keys": (Tiles(64, 64), Tiles(64, 32), Tiles(128, 64)),
+        "grad_queries": (Tiles(64, 64), Tiles(64, 32), Tiles(128, 64)),
     },
     128: {
-        "grad_first_pass": tuple(Tiles(rows, 64, held) for rows in (64, 128) for held in (0, 1)),
-        "grad_keys": (Tiles(128, 64), Tiles(128, 64, 1), Tiles(64, 32), Tiles(64, 32, 1)),
-        "grad_queries": (
-            *(Tiles(128, 64, held) for held in range(4)),
-            *(Tiles(64, 32, held) for held in (0, 2, 3)),
-        ),
+        "grad_first_pass": (Tiles(64, 64), Tiles(128, 64)),
+        "grad_keys": (Tiles(128, 64), Tiles(64, 32)),
+        "grad_queries": (Tiles(128, 64), Tiles(64, 32)),
     },
 }
 Work = Callable[[], object]
@@ -54,13 +47,14 @@ class Call:
     """The tensors of one call, and what can be timed on them."""
 
     def __init__(self, text: str) -> None:
-        match = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)(:causal)?", text)
-        if match is None:
-            raise ValueError(f"expected BATCHxHEADS[/KEYHEADS]xTOKENSxDIM[:causal], got {text!r}")
-        batch, heads, key_heads, length, dim = (int(part or 0) for part in match.groups()[:5])
-        self.options = Options(dim**-0.5, match[6] is not None)
+        shape = Shape.parse(text)
+        if shape.padded:
+            raise ValueError(f"expected a shape without padding, got {text!r}")
+        batch, heads, length, dim = shape.batch, shape.heads, shape.tokens, shape.dim
+        key_heads = shape.key_heads or heads
+        self.options = Options(dim**-0.5, shape.causal)
         self.q, self.g = (self._randn(batch, heads, length, dim) for _ in range(2))
-        self.k, self.v = (self._randn(batch, key_heads or heads, length, dim) for _ in range(2))
+        self.k, self.v = (self._randn(batch, key_heads, length, dim) for _ in range(2))
         self.coeffs = torch.randn(heads, 3, device="cuda")
         self.problem = problem_of(self.q, self.k, None, self.options)
         self.width = max(64, 1 << (dim - 1).bit_length())
@@ -118,7 +112,7 @@ def measure(text: str) -> None:
         times = interleaved(works, ROUNDS, torch.device("cuda"))
         for tiles, time in zip(candidates, times, strict=True):
             now = " now" if tiles == hopper.TILES[name][call.width] else ""
-            cut = f"{tiles.rows}x{tiles.cols}, {tiles.warps} warps, {tiles.held} held"
+            cut = f"{tiles.rows}x{tiles.cols}, {tiles.warps} warps"
             print(f"{text} {name} {cut}: {time.median:.4f} ms{now}", flush=True)
     works = [captured(call.plain), *(captured(call.whole(p)) for p in call.paths().values())]
     plain, *times = interleaved(works, ROUNDS, torch.device("cuda"))

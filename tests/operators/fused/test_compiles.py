@@ -365,7 +365,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
             layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
             described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
     constants = {
-        "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True, "HELD": tiles.held,
+        "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
         "USED": used, "MASK": mask, "group": 1,
     }  # fmt: skip
     if mask == problem.SPANS:

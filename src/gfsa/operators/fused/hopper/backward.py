@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.operators.fused import problem
-from gfsa.operators.fused.short.tiles import pin, product_layout
+from gfsa.operators.fused.short.tiles import product_layout
 
 LOG2E = gl.constexpr(1.4426950408889634)
 KEY_MASK = gl.constexpr(problem.KEY_MASK)
@@ -52,15 +52,6 @@ def _tile(room, ROWS: gl.constexpr, D: gl.constexpr):
 def _vector(room, LENGTH: gl.constexpr, LAYOUT: gl.constexpr):
     """A number for each column of a product."""
     return room._reinterpret(gl.float32, [LENGTH], VECTOR).load(gl.SliceLayout(0, LAYOUT))
-
-
-@gluon.jit
-def _operand(tile, LAYOUT: gl.constexpr, HELD: gl.constexpr):
-    """The left side of products whose result has ``LAYOUT``, from registers if it is held there."""
-    if HELD:
-        return tile.load(gl.DotOperandLayout(0, LAYOUT, 2))
-    else:
-        return tile
 
 
 @gluon.jit
@@ -142,7 +133,7 @@ def grad_first_pass(
     q_cols, g_cols, lse_cols, k_rows, g_rows, v_rows, u_rows, out_rows, du_rows,
     delta_out, dc_out, coeffs, mask,
     heads, group, n, scale, mask_b, mask_h, mask_j,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
@@ -184,7 +175,6 @@ def grad_first_pass(
     fence_async_shared()
     mbarrier.wait(bars.index(2), 0)
     gl.thread_barrier()
-    keys = _operand(k, SL, HELD > 0 and USED == D)
     z = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -197,7 +187,7 @@ def grad_first_pass(
         q = _tile(qs.index(now), BN, D)
         former_g = _tile(gs.index((step + 2) % 3), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = _scores(keys, q, zero, False, D, USED)
+        s = _scores(k, q, zero, False, D, USED)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         lse = _vector(lss.index(now), BN, SL) * LOG2E
@@ -274,7 +264,7 @@ def grad_keys(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
     dv_rows, coeffs, mask,
     heads, group, n, scale, mask_b, mask_h, mask_j,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
@@ -323,7 +313,6 @@ def grad_keys(
     u.store((u.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
-    keys = _operand(k, SL, HELD > 0 and USED == D)
     dk = gl.full([BM, D], 0.0, gl.float32, AL)
     dv = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
@@ -338,7 +327,7 @@ def grad_keys(
         g = _tile(gs.index(now), BN, D)
         du = _tile(dus.index(now), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = _scores(keys, q, zero, False, D, USED)
+        s = _scores(k, q, zero, False, D, USED)
         da = _scores(u, g, zero, False, D, USED)
         da = _scores(v, du, da, True, D, USED)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
@@ -346,13 +335,8 @@ def grad_keys(
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
         p = _hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
         operand = gl.convert_layout(p.to(dt), PL)
-        if HELD:
-            # registers are short: 16 bits of A for dS as well
-            operand = pin(operand)
         dv = warpgroup_mma(operand, du, dv, is_async=True)
         da = warpgroup_mma_wait(1, deps=[da])
-        if HELD:
-            p = gl.convert_layout(operand, SL).to(gl.float32)
         ds = p * (da - _vector(dls.index(now), BN, SL)[None, :])
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -398,7 +382,7 @@ def grad_queries(
     k_cols, v_cols, u_cols, q_rows, g_rows, du_rows, dq_rows,
     delta_in, lse_in, coeffs, mask,
     heads, group, n, scale, mask_b, mask_h, mask_j,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr, HELD: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
@@ -453,9 +437,6 @@ def grad_queries(
     g.store((g.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
-    queries = _operand(q, SL, HELD > 0 and USED == D)
-    gradients = _operand(g, SL, HELD > 1 and USED == D)
-    first_gradients = _operand(du, SL, HELD > 2 and USED == D)
     dq = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -472,9 +453,9 @@ def grad_queries(
             j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
             shown = _shown(mask, b, h, j, n, mask_b, mask_h, mask_j)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = _scores(queries, k, zero, False, D, USED)
-        da = _scores(gradients, u, zero, False, D, USED)
-        da = _scores(first_gradients, v, da, True, D, USED)
+        s = _scores(q, k, zero, False, D, USED)
+        da = _scores(g, u, zero, False, D, USED)
+        da = _scores(du, v, da, True, D, USED)
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if MASK == SPANS:

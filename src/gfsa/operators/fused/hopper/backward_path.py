@@ -31,13 +31,11 @@ class Tiles(NamedTuple):
     """Rows that a program owns."""
     cols: int
     """Rows of the other side that it takes at a time."""
-    held: int = 0
-    """Tiles of the rows that stay in registers, where products read them faster."""
-    rows_a_warp: int = 16
 
     @property
     def warps(self) -> int:
-        return self.rows // self.rows_a_warp
+        """A warp computes 16 rows of a product."""
+        return self.rows // 16
 
 
 # by kernel, then by the width of a head on chip: the fastest measured on an H200
@@ -142,7 +140,6 @@ def _launch(name: str, problem: Problem) -> Launch:
             tiles.rows,
             tiles.cols,
             is_causal,
-            tiles.held,
             used(problem.head_dim),
             problem.mask_kind,
         ),

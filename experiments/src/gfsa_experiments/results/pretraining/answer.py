@@ -13,6 +13,7 @@ from gfsa_experiments.results.statistics import Interval
 from gfsa_experiments.results.verdicts import Outcome
 
 NATS = Scale(1, 3)
+CONFIRMED = ("better", "worse")
 QUESTIONS = {
     ("gfsa", "plain"): "does GFSA end lower than plain?",
     ("degree1", "plain"): "does degree 1 end lower than plain?",
@@ -45,7 +46,9 @@ def answer(outcomes: Sequence[Outcome]) -> str:
     if not outcomes:
         return "**Nothing is confirmed:** there is no family of confirmatory runs."
     by_lines = {(o.comparison.a, o.comparison.b): o for o in outcomes}
-    said = [sentence(outcome) for outcome in outcomes]
+    shown = [outcome for outcome in outcomes if outcome.verdict in CONFIRMED]
+    others = [outcome for outcome in outcomes if outcome.verdict not in CONFIRMED]
+    said = [*map(sentence, shown), *([bounds(others)] if others else [])]
     parts = []
     for word, side in (("better", "lower"), ("worse", "higher")):
         lines = [a for (a, b), o in by_lines.items() if b == "plain" and o.verdict == word]
@@ -58,27 +61,35 @@ def answer(outcomes: Sequence[Outcome]) -> str:
 
 
 def sentence(outcome: Outcome) -> str:
-    """One comparison: which ends lower, or between what bounds the difference lies."""
-    a, b = (NAMES.get(x, x) for x in (outcome.comparison.a, outcome.comparison.b))
-    if outcome.contrast is None:
-        return f"{_begin(a)} − {b}: {outcome.verdict}."
+    """A confirmed comparison: which ends lower, and by how much."""
+    assert outcome.contrast is not None
+    a, b = _names(outcome)
     found = outcome.contrast.test.interval
+    side = "lower" if found.mean < 0 else "higher"
+    return f"{a[0].upper() + a[1:]} ends {_size(found)} nats {side} than {b} ({_holm(outcome)})."
+
+
+def bounds(outcomes: Sequence[Outcome]) -> str:
+    """The comparisons without a confirmed difference, each with the interval that bounds it."""
+    parts = []
+    for outcome in outcomes:
+        a, b = _names(outcome)
+        if outcome.contrast is None:
+            parts.append(f"{a} − {b}: {outcome.verdict}")
+        else:
+            interval = NATS.interval(outcome.contrast.test.interval)
+            parts.append(f"{a} − {b} {interval}, {_holm(outcome)}")
+    return f"No difference is confirmed for (nats, 95 % interval) {'; '.join(parts)}."
+
+
+def _names(outcome: Outcome) -> tuple[str, str]:
+    a, b = (NAMES.get(x, x) for x in (outcome.comparison.a, outcome.comparison.b))
+    return a, b
+
+
+def _holm(outcome: Outcome) -> str:
     holm = p_value(outcome.p_holm)
-    holm = holm if holm.startswith("<") else f"= {holm}"
-    if outcome.verdict in ("better", "worse"):
-        side = "lower" if found.mean < 0 else "higher"
-        return (
-            f"{_begin(a)} ends {_size(found)} nats {side} than {b} "
-            f"(Holm's p {holm.replace('<', '< ')})."
-        )
-    return (
-        f"{_begin(a)} − {b} is {NATS.interval(found)} nats (Holm's p {holm.replace('<', '< ')}): "
-        "no difference is confirmed, and the interval says how large it could be."
-    )
-
-
-def _begin(name: str) -> str:
-    return name[0].upper() + name[1:]
+    return f"Holm's p {'< ' + holm[1:] if holm.startswith('<') else '= ' + holm}"
 
 
 def _size(found: Interval) -> str:

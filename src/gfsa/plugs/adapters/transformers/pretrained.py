@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ from gfsa.plugs.checkpoint import EXTRA, FORMAT, restore
 from gfsa.plugs.filter_files import MOST_TENSORS
 from gfsa.plugs.saved_folders import other_loader
 from gfsa.plugs.sites import sites
+
+Loaded = TypeVar("Loaded", covariant=True)
+
+
+class ModelClass(Protocol[Loaded]):
+    """A class that loads models: ``BertModel`` its own, ``AutoModelFor…`` those it declares."""
+
+    def from_pretrained(self, *args: Any, **kwargs: Any) -> Loaded: ...
+
 
 CONFIG_ENTRY = "filters_need_gfsa_from_pretrained"
 """The entry of ``config.json`` by which an uploaded model says that it has filters.
@@ -39,7 +48,7 @@ _HUB_ARGUMENTS = (
 )
 
 
-def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
+def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs: Any) -> Loaded:
     """Load a model that was plugged when ``model.save_pretrained(path)`` wrote it.
 
     .. code-block:: python
@@ -55,14 +64,18 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
         model_class: ``AutoModelFor…`` or a model class of transformers.
         path: the folder, or a name on the hub.
         kwargs: for ``model_class.from_pretrained``.
+
+    Returns:
+        A model of this class; of an ``AutoModelFor…``, of the class that the config names.
     """
     if not callable(getattr(model_class, "from_pretrained", None)):
         raise TypeError(
             f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80}"
         )
+    name = getattr(model_class, "__name__", "model_class")
     if is_of_diffusers(model_class):
         raise TypeError(
-            f"{model_class.__name__} is a class of diffusers, whose files have other names than "
+            f"{name} is a class of diffusers, whose files have other names than "
             "those of transformers: load the model with its own from_pretrained, then the filters "
             "that gfsa.save wrote with gfsa.load"
         )
@@ -77,7 +90,7 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
     if not restore_filters(model, path, hub, kwargs.get("variant")):
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
-            f"{model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
+            f"{name}.from_pretrained, then gfsa.plug or gfsa.load"
         )
     return model
 

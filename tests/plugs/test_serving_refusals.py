@@ -49,7 +49,7 @@ def test_folders_that_are_no_model_say_what_they_are(folders: Path) -> None:
     assert "is filters alone, which gfsa.load(model," in filters
     assert "has no config.json" in serving.refusal_to_serve(str(folders / "empty"), "main")
     absent = serving.refusal_to_serve(str(folders / "absent"), "main")
-    assert "can be read neither here nor from the Hub" in absent
+    assert "absent does not exist; expected the folder of a whole model" in absent
 
 
 @pytest.mark.parametrize(

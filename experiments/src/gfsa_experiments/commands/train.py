@@ -98,6 +98,8 @@ def train(
         "jobs": jobs,
     }
     try:
+        for flag, folder in (("--out", out), ("--results", results)):
+            refuse_file(flag, folder)
         if plan is not None:
             runs = runs_of_plan(plan, **places)
             # if time runs out, every method has the same seeds
@@ -120,6 +122,15 @@ def train(
     failed = _carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
+
+
+def refuse_file(flag: str, folder: Path) -> None:
+    """Raise ValueError for a path that cannot become a folder, before hours of training."""
+    for place in (folder, *folder.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise ValueError(f"{flag} {folder} cannot be a folder: {place} is a file")
+            return
 
 
 def runs_of_plan(path: Path, **places: Any) -> list[Run]:
@@ -146,8 +157,15 @@ def _read_plan(path: Path) -> list[tuple[int, Request]]:
     """
     requests = []
     common: list[str] = []
-    # some editors write a byte order mark
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    try:
+        # some editors write a byte order mark
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--plan {path} is no text in UTF-8 ({error.reason}, byte {error.start}); expected "
+            "arguments of gfsa train on each line"
+        ) from error
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             words = shlex.split(line, comments=True)
             if words[:1] == ["common"]:
@@ -232,11 +250,12 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 earlier = first_with.setdefault(error, names[run.folder])
                 why = error if earlier == names[run.folder] else f"for the reason of {earlier}"
                 message = f"failed: {names[run.folder]}: {why}"
-                console.print(message, style="red", markup=False)
+                # with emoji, hub:ID:CONFIGURATION loses its colons
+                console.print(message, style="red", markup=False, emoji=False)
             else:
                 before = "finished before: " if run.folder in done else ""
                 message = f"{before}{names[run.folder]}: {row.metric} {row.test:.4f}"
-                console.print(message, highlight=False, markup=False)
+                console.print(message, highlight=False, markup=False, emoji=False)
                 if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
                     at_rest[row.name] = max(row.moved, at_rest.get(row.name, 0.0))
             advance()
@@ -245,7 +264,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
             f"{name}: coefficients moved by at most {moved:.1g} in the mean, so the model is plain "
             "in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
         )
-        console.print(message, style="yellow", markup=False)
+        console.print(message, style="yellow", markup=False, emoji=False)
     shown = "; gfsa results shows the tables" if failed < len(runs) else ""
     console.print(f"{len(runs) - failed} of {len(runs)} runs done{shown}")
     return failed

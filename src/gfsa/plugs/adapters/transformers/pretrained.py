@@ -184,12 +184,16 @@ def filter_tensors(
         index_first: whether to take those of the index then, as vLLM does; transformers takes the
             one file.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     found = {}
     room = MOST_TENSORS
     for file in _files(path, hub, variant, index_first):
-        with safe_open(file, framework="pt") as checkpoint:
+        try:
+            opened = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {error!s:.200}") from error
+        with opened as checkpoint:
             for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
                 if f".{CHILD}." in key:
                     # at most 8 bytes a number

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -15,11 +14,11 @@ from transformers.cli.serving import model_manager
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.utils import logging
 
+from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
 from gfsa.plugs.adapters.transformers.pretrained import (
     restore_filters,
     without_filters_in_load_report,
 )
-from gfsa.plugs.saved_folders import other_loader
 
 logger = logging.get_logger(__name__)
 
@@ -66,19 +65,10 @@ class FilteredModelManager(ModelManager):
 def refusal_to_serve(path: str, revision: str, trust_remote_code: bool = False) -> str | None:
     """Why a checkpoint cannot be served, by its config alone; None if it generates text."""
     expected = "gfsa serve expects a causal language model"
-    is_folder = Path(path).is_dir()
-    if is_folder and not (Path(path) / "config.json").is_file():
-        found = other_loader(path, "gfsa serve") or f"{path} has no config.json"
-        return (
-            f"{found}; {expected}, as model.save_pretrained and tokenizer.save_pretrained write it"
-        )
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        where = "cannot be read" if is_folder else "can be read neither here nor from the Hub"
-        return f"the config of {path} {where}: {type(error).__name__}: {one_line(error)}"
+        config = read_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        return str(error)
     name = next(iter(config.architectures or ()), None)
     if name is None:
         return (
@@ -98,11 +88,6 @@ def refusal_to_serve(path: str, revision: str, trust_remote_code: bool = False) 
             f'gfsa.from_pretrained(transformers.{name}, "{path}") instead, and call it'
         )
     return None
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error without its line breaks, and not too long."""
-    return f"{' '.join(str(error).split()):.400}"
 
 
 def run(arguments: Sequence[str]) -> None:

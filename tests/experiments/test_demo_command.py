@@ -69,4 +69,4 @@ def test_a_file_in_the_place_of_its_folder_is_refused(tmp_path):
     (tmp_path / "demo").touch()
     shown = runner.invoke(build(), ["demo", "--quick", "--out", str(tmp_path / "demo" / "inside")])
     assert shown.exit_code == 2
-    assert "cannot be a folder" in shown.output
+    assert "a file, not a folder" in " ".join(shown.output.replace("│", " ").split())

@@ -361,7 +361,9 @@ def test_a_file_in_the_place_of_a_folder_is_found_before_training(
     (tmp_path / taken).touch()
     code, output = train(tmp_path, TOY)
     assert code == 2
-    assert f"{tmp_path / taken} is a file" in " ".join(output.replace("│", " ").split())
+    assert f"{tmp_path / taken} is a file, not a folder" in " ".join(
+        output.replace("│", " ").split()
+    )
     assert [path.name for path in tmp_path.iterdir()] == [taken]
 
 

@@ -50,15 +50,16 @@ def demo(
     except ModuleNotFoundError as error:
         typer.echo(f"gfsa demo needs {error.name}: pip install gfsa-experiments", err=True)
         raise typer.Exit(1) from error
-    try:
-        # runs take minutes
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"--out {out} cannot be a folder: {error}") from error
     from rich.console import Console
 
     from gfsa_experiments.demo.comparison import DemoSettings
     from gfsa_experiments.demo.run_demo import run_demo
+    from gfsa_experiments.engine.whole_files import refuse_inside_file
+
+    try:
+        refuse_inside_file(out / "lens.html")
+    except ValueError as error:
+        raise typer.BadParameter(f"--out {out}: {error}") from error
 
     settings = DemoSettings(
         task=task,  # type: ignore[arg-type]

@@ -81,6 +81,7 @@ def train(
     if show:
         _print_recipes_and_methods(console)
         return
+    from gfsa_experiments.engine.whole_files import refuse_inside_file
     from gfsa_experiments.runs.missing import data_of_rows, lacking
     from gfsa_experiments.runs.row import check_rows_fit
     from gfsa_experiments.runs.same_data import compare_once
@@ -98,8 +99,8 @@ def train(
         "jobs": jobs,
     }
     try:
-        for flag, folder in (("--out", out), ("--results", results)):
-            refuse_file(flag, folder)
+        # rows are checked below
+        refuse_inside_file(out / "run")
         if plan is not None:
             runs = runs_of_plan(plan, **places)
             # if time runs out, every method has the same seeds
@@ -122,15 +123,6 @@ def train(
     failed = _carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
-
-
-def refuse_file(flag: str, folder: Path) -> None:
-    """Raise ValueError for a path that cannot become a folder, before hours of training."""
-    for place in (folder, *folder.parents):
-        if place.exists():
-            if not place.is_dir():
-                raise ValueError(f"{flag} {folder} cannot be a folder: {place} is a file")
-            return
 
 
 def runs_of_plan(path: Path, **places: Any) -> list[Run]:

@@ -17,23 +17,36 @@ def read_config(path: str, **kwargs: Any) -> Any:
     """
     import transformers
 
-    folder = Path(path)
-    expected = "expected the folder of a whole model, which model.save_pretrained writes"
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        # no caller loads any of these
-        found = other_loader(path, caller="") or f"{path} has no config.json"
-        raise ValueError(f"{found}; {expected}")
-    if folder.is_file() or (not folder.exists() and path.startswith((".", "/", "~"))):
-        what = "is a file" if folder.is_file() else "does not exist"
-        raise ValueError(f"{path} {what}; {expected}")
+    refusal = refusal_of_path(path)
+    if refusal is not None:
+        raise ValueError(refusal)
     try:
         return transformers.AutoConfig.from_pretrained(path, **kwargs)
     # whatever transformers raises for a file that has other JSON than a config
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        where = "cannot be read" if folder.is_dir() else "can be read neither here nor from the Hub"
+        where = (
+            "cannot be read" if Path(path).is_dir() else "can be read neither here nor from the Hub"
+        )
         raise ValueError(
             f"the config of {path} {where}: {type(error).__name__}: {one_line(error)}"
         ) from error
+
+
+def refusal_of_path(path: str | Path) -> str | None:
+    """Why there is no model of transformers at a path here; None if there is, or it may be a name."""
+    expected = "expected the folder of a whole model, which model.save_pretrained writes"
+    folder = Path(path)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return None
+        # whoever asks loads whole models
+        found = other_loader(folder, "gfsa.from_pretrained") or f"{path} has no config.json"
+        return f"{found}; {expected}"
+    if folder.is_file():
+        return f"{path} is a file; {expected}"
+    if isinstance(path, Path) or path.startswith((".", "/", "~")):
+        return f"{path} does not exist; {expected}"
+    return None
 
 
 def one_line(error: Exception) -> str:

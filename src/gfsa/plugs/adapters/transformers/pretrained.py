@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gfsa.filters.base import read_description
 from gfsa.plugs.adapter import CHILD
+from gfsa.plugs.adapters.transformers.config_files import refusal_of_path
 from gfsa.plugs.backbone import canonical_name
 from gfsa.plugs.checkpoint import EXTRA, FORMAT, restore
 from gfsa.plugs.filter_files import MOST_TENSORS
@@ -85,8 +86,17 @@ def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs:
     if refusal is not None:
         raise ValueError(f"filters are read from the safetensors of the weights: {refusal}")
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-    with without_filters_in_load_report():
-        model = model_class.from_pretrained(path, **kwargs)
+    # the config may be the caller's own, or in a folder inside
+    refusal = None if {"config", "subfolder"} & kwargs.keys() else refusal_of_path(path)
+    if refusal is not None:
+        raise FileNotFoundError(refusal)
+    from safetensors import SafetensorError
+
+    try:
+        with without_filters_in_load_report():
+            model = model_class.from_pretrained(path, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {path} are damaged: {error!s:.200}") from error
     if not restore_filters(model, path, hub, kwargs.get("variant")):
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "

@@ -141,3 +141,24 @@ def test_tune_names_the_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch) -> 
         shown = CliRunner().invoke(cli.build(), ["tune", "--device", device])
         assert shown.exit_code == 2
         assert f"--device is one of cuda, cuda:0, cuda:1, got '{device}'" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "expected"),
+    [
+        (
+            "absent",
+            FileNotFoundError,
+            "absent does not exist; expected the folder of a whole model",
+        ),
+        ("empty", FileNotFoundError, "empty has no config.json; expected the folder of a whole"),
+        ("filters", FileNotFoundError, r"filters is filters alone, which gfsa.load\(model, "),
+        ("cut", ValueError, "the weights of .*cut are damaged"),
+        ("bert", ValueError, "bert was not saved from a plugged model"),
+    ],
+)
+def test_from_pretrained_says_what_a_folder_is(
+    place: Path, name: str, error: type[Exception], expected: str
+) -> None:
+    with pytest.raises(error, match=expected):
+        gfsa.from_pretrained(hf.AutoModel, place / name)

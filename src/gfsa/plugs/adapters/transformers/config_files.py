@@ -24,16 +24,14 @@ def read_config(path: str, **kwargs: Any) -> Any:
         return transformers.AutoConfig.from_pretrained(path, **kwargs)
     # whatever transformers raises for a file that has other JSON than a config
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        where = (
-            "cannot be read" if Path(path).is_dir() else "can be read neither here nor from the Hub"
-        )
+        where = "" if Path(path).is_dir() else " here or from the Hub"
         raise ValueError(
-            f"the config of {path} {where}: {type(error).__name__}: {one_line(error)}"
+            f"the config of {path} cannot be read{where}: {type(error).__name__}: {one_line(error)}"
         ) from error
 
 
 def refusal_of_path(path: str | Path) -> str | None:
-    """Why there is no model of transformers at a path here; None if there is, or it may be a name."""
+    """Why there is no model of transformers at a path; None if there is, or it may be a name."""
     expected = "expected the folder of a whole model, which model.save_pretrained writes"
     folder = Path(path)
     if folder.is_dir():
@@ -44,7 +42,7 @@ def refusal_of_path(path: str | Path) -> str | None:
         return f"{found}; {expected}"
     if folder.is_file():
         return f"{path} is a file; {expected}"
-    if isinstance(path, Path) or path.startswith((".", "/", "~")):
+    if str(path).startswith((".", "/", "~")):
         return f"{path} does not exist; {expected}"
     return None
 

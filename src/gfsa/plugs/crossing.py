@@ -46,8 +46,10 @@ class Crossing:
             self._calls.pop().end()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        call = _Call(module)
+        call = _Call()
+        # first, so that it ends whatever its begin raises
         self._calls.append(call)
+        call.begin(module)
         return (
             tuple(call.argument(value) for value in args),
             {key: call.argument(value) for key, value in kwargs.items()},
@@ -70,16 +72,21 @@ class Crossing:
 class _Call:
     """One forward of a layer, with gradients."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         self.grad_before = torch.is_grad_enabled()
-        torch.set_grad_enabled(True)
-        weights = [p for p in module.parameters() if p.is_floating_point() and p.dim() > 1]
-        self.frozen = [weight for weight in weights if not weight.requires_grad]
-        for weight in self.frozen:
-            weight.requires_grad_(True)
-        self.weights = {id(weight) for weight in weights}
+        self.weights: set[int] = set()
+        self.frozen: list[Tensor] = []
         # each with its leaf; equal tensors have one
         self.arguments: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, module: nn.Module) -> None:
+        torch.set_grad_enabled(True)
+        for weight in module.parameters():
+            if weight.is_floating_point() and weight.dim() > 1:
+                self.weights.add(id(weight))
+                if not weight.requires_grad:
+                    weight.requires_grad_(True)
+                    self.frozen.append(weight)
 
     def end(self) -> None:
         for weight in self.frozen:

@@ -116,7 +116,7 @@ def _with_checked_options(command: type[Serve]) -> Callable[..., Serve]:
     """The command, which itself raises KeyError and JSONDecodeError for values of two options."""
 
     def checked(**options: Any) -> Serve:
-        level, template = options["log_level"], options.get("chat_template_kwargs")
+        level, template = options.get("log_level", "info"), options.get("chat_template_kwargs")
         if level.lower() not in logging.log_levels:
             known = ", ".join(logging.log_levels)
             raise typer.BadParameter(f"--log-level must be one of {known}, got {level!r:.80}")

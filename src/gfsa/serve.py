@@ -8,6 +8,7 @@ import typer
 def serve(context: typer.Context) -> None:
     """Serve a plugged model of transformers over HTTP: transformers serve, with the filters."""
     try:
+        from gfsa.plugs.adapters.transformers.config_files import one_line
         from gfsa.plugs.adapters.transformers.serving import run
     except ImportError as error:
         typer.echo(
@@ -20,6 +21,9 @@ def serve(context: typer.Context) -> None:
     except ImportError as error:
         # transformers looks for the packages of its server when it starts, and names them
         typer.echo(f"gfsa serve: {error}", err=True)
+        raise typer.Exit(2) from error
+    except (ValueError, OSError) as error:
+        typer.echo(f"gfsa serve: {one_line(error)}", err=True)
         raise typer.Exit(2) from error
 
 

@@ -90,6 +90,10 @@ def tune(
     if not torch.cuda.is_available():
         typer.echo("gfsa tune measures kernels on a GPU, and torch sees none here", err=True)
         raise typer.Exit(2)
+    known = ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if device not in known:
+        typer.echo(f"gfsa tune: --device is one of {', '.join(known)}, got {device!r}", err=True)
+        raise typer.Exit(2)
     from gfsa.operators.fused.tune_gpu import GPU
 
     subject, shapes = GPU(torch.device(device)), list(all_shapes())

@@ -154,7 +154,8 @@ def test_where_rows_cannot_go_is_told_before_anything_is_measured(tmp_path, monk
 
     monkeypatch.setitem(SUITES, "ops", dataclasses.replace(SUITES["ops"], build=built))
     (tmp_path / "old.csv").write_text("date,speed\n")
-    for name, complaint in (("old.csv", "other columns"), ("", "is a folder")):
+    wrong = {"old.csv": "other columns", "": "is a folder", "old.csv/new.csv": "is a file, not a"}
+    for name, complaint in wrong.items():
         with pytest.raises(ValueError, match=complaint):
             run_suite("ops", "cpu", "float32", [], 1, False, False, [], tmp_path / name, Console())
     # root may write everywhere

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from gfsa_experiments.tasks.image import broken
 from gfsa_experiments.tasks.image.broken import reason_against, refuse_broken
 from gfsa_experiments.tasks.image.items import FolderImages, list_images
 from gfsa_experiments.tasks.image.recipe import ImageConfig, build
 from support.tiny_images import write_folder
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were looked at."""
+    paths: list[str] = []
+    monkeypatch.setattr(
+        "gfsa_experiments.tasks.image.broken.reason_against",
+        lambda path: paths.append(path) or reason_against(path),
+    )
+    return paths
 
 
 def test_classes_are_numbered_by_name(tmp_path: Path) -> None:
@@ -96,18 +115,49 @@ def test_why_a_file_is_no_image(tmp_path: Path) -> None:
     assert found["cut.png"]
 
 
-def test_a_folder_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_looked_at_once(tmp_path: Path, looked: list[str]) -> None:
     write_folder(tmp_path, {"train": 2, "val": 1})
     (tmp_path / "train" / "n001" / "1.JPEG").write_bytes(b"no image")
-    looked: list[str] = []
-    monkeypatch.setattr(
-        "gfsa_experiments.tasks.image.broken.reason_against",
-        lambda path: looked.append(path) or reason_against(path),
-    )
     for _ in range(2):
         with pytest.raises(ValueError, match=r"1 of 9 images .*train/n001/1\.JPEG \(no format"):
             refuse_broken(tmp_path, 0.1)
     assert len(looked) == 9
+
+
+def test_of_several_processes_one_looks(tmp_path: Path, looked: list[str]) -> None:
+    write_folder(tmp_path, {"train": 2, "val": 1})
+    (tmp_path / "train" / "n001" / "1.JPEG").write_bytes(b"no image")
+    # __wrapped__ remembers nothing, like a process of its own
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: broken._broken.__wrapped__(tmp_path, 0.1), range(4)))
+    assert len(looked) == 9
+    assert found == [(["train/n001/1.JPEG (no format that Pillow knows)"], 9)] * 4
+
+
+def test_a_folder_that_was_changed_is_looked_at_again(tmp_path: Path, looked: list[str]) -> None:
+    write_folder(tmp_path, {"train": 2, "val": 1})
+    path = tmp_path / "train" / "n001" / "1.JPEG"
+    whole = path.read_bytes()
+    assert broken._broken.__wrapped__(tmp_path, 0.1) == ([], 9)
+    # as many bytes
+    path.write_bytes(bytes(len(whole)))
+    assert len(broken._broken.__wrapped__(tmp_path, 0.1)[0]) == 1
+    path.write_bytes(whole)
+    assert broken._broken.__wrapped__(tmp_path, 0.1) == ([], 9)
+    assert len(looked) == 27
+
+
+def test_what_was_kept_may_be_damaged_or_unwritable(
+    tmp_path: Path, looked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, {"train": 2, "val": 1})
+    assert broken._broken.__wrapped__(tmp_path, 0.1) == ([], 9)
+    (kept,) = Path(os.environ["GFSA_CACHE"]).glob("*.json")
+    kept.write_text("[")
+    assert broken._broken.__wrapped__(tmp_path, 0.1) == ([], 9)
+    monkeypatch.setenv("GFSA_CACHE", str(kept))
+    assert broken._broken.__wrapped__(tmp_path, 0.1) == ([], 9)
+    assert len(looked) == 27
 
 
 def test_an_image_too_large_to_decode_is_named(

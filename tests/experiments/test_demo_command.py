@@ -63,3 +63,10 @@ def test_arguments_that_do_not_fit_are_refused(arguments, told):
     shown = runner.invoke(build(), ["demo", *arguments])
     assert shown.exit_code == 2
     assert told in shown.output
+
+
+def test_a_file_in_the_place_of_its_folder_is_refused(tmp_path):
+    (tmp_path / "demo").touch()
+    shown = runner.invoke(build(), ["demo", "--quick", "--out", str(tmp_path / "demo" / "inside")])
+    assert shown.exit_code == 2
+    assert "a file, not a folder" in " ".join(shown.output.replace("│", " ").split())

@@ -45,9 +45,9 @@ SMALL = ImageConfig(
 
 
 @pytest.fixture(autouse=True)
-def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def _read_anew(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     cifar._read.cache_clear()
-    monkeypatch.delenv("GFSA_CACHE", raising=False)
+    monkeypatch.setenv("GFSA_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture

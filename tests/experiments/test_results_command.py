@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -29,6 +30,7 @@ from gfsa_experiments.results.tables import make_tables, titles
 from gfsa_experiments.runs.row import append_rows
 from support.result_rows import row, rows
 
+HERE = Path(__file__).parent
 COLA = [
     *rows("plain", [40.0, 41.0, 42.0, 43.0], seconds_per_step=0.05),
     *rows(
@@ -207,6 +209,9 @@ def test_filters(folder):
         (("--write", "--plot", "/elsewhere/x.svg"), "--plot has to be a file in"),
         (("--plot", "x.jpeg2"), "cannot write .jpeg2; known extensions: "),
         (("--dir", "/nowhere"), "there is no folder /nowhere"),
+        (("--csv", str(HERE)), f"{HERE} is a folder; name a file in it"),
+        (("--csv", f"{__file__}/lines.csv"), f"{__file__} is a file, not a folder"),
+        (("--plot", f"{__file__}/figure.svg"), f"{__file__} is a file, not a folder"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(folder, arguments, message):

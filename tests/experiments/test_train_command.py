@@ -349,6 +349,29 @@ def test_a_plan_says_which_line_is_wrong(tmp_path: Path) -> None:
     plan.write_text("# nothing\n")
     with pytest.raises(ValueError, match="no runs"):
         runs_of_plan(plan)
+    plan.write_bytes(bytes([200, 201]))
+    with pytest.raises(ValueError, match=r"plan\.txt is no text in UTF-8"):
+        runs_of_plan(plan)
+
+
+@pytest.mark.parametrize("taken", ["runs", "results"])
+def test_a_file_in_the_place_of_a_folder_is_found_before_training(
+    tmp_path: Path, taken: str
+) -> None:
+    (tmp_path / taken).touch()
+    code, output = train(tmp_path, TOY)
+    assert code == 2
+    assert f"{tmp_path / taken} is a file, not a folder" in " ".join(
+        output.replace("│", " ").split()
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [taken]
+
+
+def test_what_failed_is_printed_as_it_is(tmp_path: Path) -> None:
+    # rich makes a picture of ":id:" otherwise
+    code, output = train(tmp_path, "text", "--set", f"data={tmp_path}/:id:[b].csv")
+    assert code == 1
+    assert f"there is no {tmp_path}/:id:[b].csv" in output
 
 
 def test_training_needs_no_pandas() -> None:

@@ -57,7 +57,12 @@ def diagnose(
     from gfsa.lens.report import LensReport
 
     try:
+        _make_places(html, json, figures)
         if report is not None:
+            if model or data:
+                raise SourceError(
+                    "--report shows what was measured before; leave out --model, --data"
+                )
             found = LensReport.from_json(report)
         elif coefficients and not model:
             found = LensReport({}, created=_now())
@@ -75,9 +80,6 @@ def diagnose(
             )
         found.trajectories |= _trajectories(coefficients or [])
         found.table()
-        for path in (html, json, figures):
-            if path is not None:
-                (path if path is figures else path.parent).mkdir(parents=True, exist_ok=True)
         if html is not None:
             found.to_html(html)
         if json is not None:
@@ -93,6 +95,23 @@ def diagnose(
         typer.echo(f"written: {', '.join(written)}")
 
 
+def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> None:
+    """Make the folders to write into, before minutes of measuring."""
+    from gfsa.lens.command_inputs import SourceError
+
+    for file in (html, json):
+        if file is not None and file.is_dir():
+            raise SourceError(f"{file} is a folder; name a file in it")
+    for folder in (html and html.parent, json and json.parent, figures):
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise SourceError(
+                    f"{folder} cannot be a folder to write into: there is a file of that name"
+                ) from error
+
+
 def _diagnose(
     names: list[str] | None,
     data: str,
@@ -104,7 +123,13 @@ def _diagnose(
     trace: bool,
     untrained: bool,
 ) -> Any:
-    from gfsa.lens.command_inputs import SourceError, load_batches, load_source, other_inputs
+    from gfsa.lens.command_inputs import (
+        SourceError,
+        load_batches,
+        load_source,
+        other_inputs,
+        refuse_unfit,
+    )
     from gfsa.lens.diagnosis import diagnose as diagnose_models
 
     if not names or not data:
@@ -124,6 +149,8 @@ def _diagnose(
                 "Diagnose it alone",
                 err=True,
             )
+    for source in sources:
+        refuse_unfit(source, batches[0], data)
     found = diagnose_models(
         {source.label: source.model for source in sources},
         batches,

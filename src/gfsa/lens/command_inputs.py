@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
 from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_filters
 from gfsa.plugs.checkpoint import load
+from gfsa.plugs.trial import call
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # samples that show whether two models have the same tokenizer, or take images of the same size
@@ -42,6 +44,8 @@ def load_source(name: str, untrained: bool) -> Source:
     """``[LABEL=]MODEL[@FILTERS]``: a transformers folder or hub name, or ``timm:NAME``."""
     model, _, filters = name.partition("@")
     label, where = _label_of(model)
+    if not where:
+        raise SourceError(f"expected --model [LABEL=]MODEL[@FILTERS], got {name!r}")
     if where.startswith("timm:"):
         source = _timm(where.removeprefix("timm:"), untrained)
     else:
@@ -98,9 +102,7 @@ def load_batches(source: Source, data: str, samples: int, batch: int, tokens: in
             return [make(count, tokens) for count in _counts(samples, batch)]
     path = Path(data)
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return _cut(load_file(path), samples, batch)
+        return _cut(_read_tensors(path), samples, batch)
     if path.is_dir():
         convert = _need(source.images, source, "images")
         found = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES)[:samples]
@@ -109,7 +111,7 @@ def load_batches(source: Source, data: str, samples: int, batch: int, tokens: in
         return [convert([_open_image(p) for p in part]) for part in _parts(found, batch)]
     if path.is_file():
         tokenise = _need(source.texts, source, "text")
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in _read_text(path).splitlines()]
         lines = [line for line in lines if line][:samples]
         if not lines:
             raise SourceError(f"{path} has no text in it")
@@ -126,7 +128,7 @@ def _transformers(where: str) -> Source:
     except ImportError:
         raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
     _refuse_folder_of_another_kind(Path(where))
-    config = hf.AutoConfig.from_pretrained(where)
+    config = read_config(where)
     kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
     build = kind.from_pretrained
     if _has_filters(where):
@@ -143,12 +145,16 @@ def _transformers(where: str) -> Source:
 
     @functools.cache
     def tokenizer() -> Any:
-        found = hf.AutoTokenizer.from_pretrained(where)
+        missing = (
+            f"{where} has no tokenizer, which --data needs for text: save the one that the "
+            "model was trained with into it (tokenizer.save_pretrained)"
+        )
+        try:
+            found = hf.AutoTokenizer.from_pretrained(where)
+        except (OSError, ValueError) as error:
+            raise SourceError(f"{missing}; {type(error).__name__}: {one_line(error)}") from error
         if is_empty(found):
-            raise SourceError(
-                f"{where} has no tokenizer, which --data needs for text: save the one that the "
-                "model was trained with into it (tokenizer.save_pretrained)"
-            )
+            raise SourceError(missing)
         if found.pad_token is None:
             found.pad_token = found.eos_token
         return found
@@ -171,7 +177,9 @@ def _transformers(where: str) -> Source:
         return finish({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     if main == "input_ids":
-        source.texts, source.random = texts, random
+        source.texts = texts
+        # a model of texts and images has the sizes of each in a config inside its own
+        source.random = random if hasattr(config, "vocab_size") else None
     elif main == "pixel_values":
         source.images, source.random = images, random
     return source
@@ -232,6 +240,41 @@ def _timm(name: str, untrained: bool) -> Source:
     return Source(name, model, images=images, random=random)
 
 
+def refuse_unfit(source: Source, batch: Any, data: str) -> None:
+    """Raise SourceError if the model does not run on a batch."""
+    try:
+        with torch.no_grad():
+            call(source.model, batch)
+    # whatever a model raises for inputs of another kind or size
+    except Exception as error:
+        raise SourceError(
+            f"{source.label} ({type(source.model).__name__}) does not run on the inputs that were "
+            f"made of --data {data}: {type(error).__name__}: {one_line(error)}"
+        ) from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"{path} is no text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, a "
+            "folder of images, or a .safetensors file with the model's arguments"
+        ) from error
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise SourceError(f"--data {path} does not exist")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise SourceError(f"{path} is damaged, or no safetensors file: {error}") from error
+
+
 def _need(function: Any, source: Source, what: str) -> Any:
     if function is None:
         raise SourceError(f"{source.label} ({type(source.model).__name__}) takes no {what}")
@@ -254,6 +297,14 @@ def _parts(items: list[Any], batch: int) -> list[list[Any]]:
 
 
 def _cut(tensors: dict[str, Tensor], samples: int, batch: int) -> list[dict[str, Tensor]]:
+    if not tensors:
+        raise SourceError("expected the model's arguments in --data, got a file without tensors")
+    single = [name for name, tensor in tensors.items() if not tensor.dim()]
+    if single:
+        raise SourceError(
+            f"the first dimension of a tensor in --data is its samples; {', '.join(single)} has "
+            "no dimension"
+        )
     sizes = {name: len(tensor) for name, tensor in tensors.items()}
     if len(set(sizes.values())) != 1:
         raise SourceError(f"the tensors differ in their number of samples: {json.dumps(sizes)}")

@@ -96,6 +96,15 @@ class LensReport:
             raise ValueError(
                 f"{path} is not a lens report: expected format {FORMAT!r}, got {found!r}"
             )
+        try:
+            return cls._from_plain(plain)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is damaged, or was changed by hand: {type(error).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def _from_plain(cls, plain: dict[str, Any]) -> LensReport:
         models = [model_from_plain(model) for model in plain["models"]]
         # reports of earlier versions have no trajectories
         paths = plain.get("trajectories", {}).items()

@@ -109,7 +109,12 @@ class Trajectory:
     def from_csv(cls, path: str | Path) -> Trajectory:
         """A trajectory that :meth:`to_csv` wrote, such as ``coefficients.csv`` of a run folder."""
         with open(path, encoding="utf-8", newline="") as file:
-            head, *lines = list(csv.reader(file)) or [[]]
+            try:
+                head, *lines = list(csv.reader(file)) or [[]]
+            except (ValueError, csv.Error) as error:
+                raise ValueError(
+                    f"{path} has no coefficients over training: it is no CSV file ({error})"
+                ) from error
         powers = [f"c{power}" for power in range(len(head) - len(_FIRST_COLUMNS))]
         if not powers or head != [*_FIRST_COLUMNS, *powers]:
             raise ValueError(

@@ -90,6 +90,15 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     )
 
 
+def are_same_tokens(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are one, or equal copies; reads their values."""
+    if first is second:
+        return True
+    if first.shape != second.shape or first.device != second.device:
+        return False
+    return _same_memory(first, second) or _same_values(first, second)
+
+
 def forget_tokens(module: nn.Module) -> None:
     """Delete what :func:`require_same_tokens` has stored on a module that is unplugged."""
     module.__dict__.pop(_GIVEN_COPIES, None)

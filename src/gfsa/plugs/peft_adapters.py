@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.saved_folders import other_loader
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 PEFT_ENTRY = "filters_need_gfsa_load_peft"
 """An entry of ``adapter_config.json`` that peft does not know, and warns about by its name."""
 
@@ -36,7 +39,7 @@ _WEIGHTS = "adapter_model.safetensors"
 _HUB_ARGUMENTS = tuple(field.name for field in dataclasses.fields(Download))
 
 
-def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> Any:
+def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
     """``PeftModel.from_pretrained`` for an adapter with filters in it: none of them is lost.
 
     .. code-block:: python
@@ -90,7 +93,7 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> Any:
     return loaded
 
 
-def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> Any:
+def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> PeftModel:
     """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
     import peft
 

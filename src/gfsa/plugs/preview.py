@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gfsa.plugs.adapters.transformers.config_files import read_config
 from gfsa.plugs.plug import PlugReport, plug
 from gfsa.plugs.registry import Unknown
 
@@ -28,7 +29,8 @@ def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugRe
 def build(name: str) -> nn.Module:
     """The model on the meta device, where it has shapes but no weights, so any size fits."""
     if Path(name).is_dir():
-        return _from_config(_transformers().AutoConfig.from_pretrained(name, local_files_only=True))
+        _transformers()
+        return _from_config(read_config(name, local_files_only=True), f"the config of {name}")
     names: list[str] = []
     if _installed("timm"):
         import timm
@@ -41,7 +43,8 @@ def build(name: str) -> nn.Module:
     if _installed("transformers"):
         types = _transformers().CONFIG_MAPPING
         if name in types:
-            return _from_config(_transformers().AutoConfig.for_model(name))
+            config = _transformers().AutoConfig.for_model(name)
+            return _from_config(config, f"the default config of {name!r}")
         names += list(types)
     if not names:
         raise ValueError(
@@ -56,15 +59,15 @@ def build(name: str) -> nn.Module:
     )
 
 
-def _from_config(config: Any) -> nn.Module:
+def _from_config(config: Any, source: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = _transformers().AutoModel.from_config(config)
     except (TypeError, ValueError, AttributeError) as error:
         # the default config of some types is incomplete
         raise ValueError(
-            f"no model can be built from the default config of {config.model_type!r} ({error}); "
-            "save a complete config and pass its folder"
+            f"no model can be built from {source} ({error}); save a complete config and pass its "
+            "folder"
         ) from error
     return model
 

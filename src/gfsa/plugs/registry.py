@@ -14,6 +14,7 @@ from gfsa.plugs.tracing.adapter import (
     DOUBTFUL,
     TRACER,
     UNKNOWN,
+    TracerAdapter,
     looks_like_attention,
     may_be_attention,
 )
@@ -37,6 +38,12 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
             f"expected a gfsa.plugs.Adapter (SwapClass, or a subclass of your own), got {adapter!r}"
         )
     _registered[cls] = adapter
+
+
+def is_registered(adapter: Adapter) -> bool:
+    """Whether an adapter is one of the user's own; the tracer, which follows axes, is not."""
+    own = any(adapter is registered for registered in _registered.values())
+    return own and not isinstance(adapter, TracerAdapter)
 
 
 def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | None:

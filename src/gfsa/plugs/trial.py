@@ -19,6 +19,8 @@ from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.call_check import FilterNotCalledError
+from gfsa.plugs.crossing import CROSSING, layers_that_cross
+from gfsa.plugs.registry import is_registered
 from gfsa.plugs.rollback import unchanged
 from gfsa.plugs.sites import Site
 
@@ -81,6 +83,13 @@ def try_forward(
                 refused = {watch.innermost: f"the trial forward raised {_shown(error)}"}
             else:
                 trial.unreached = [name for name in remaining if name not in watch.called]
+                own = {
+                    name: (site.module, filter)
+                    for name, (site, filter) in remaining.items()
+                    if is_registered(site.adapter)
+                }
+                crossing = layers_that_cross(own, lambda: call(model, inputs))
+                trial.refused |= dict.fromkeys(sorted(crossing, key=list(own).index), CROSSING)
                 break
             finally:
                 watch.remove()

@@ -9,7 +9,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[(), ("--continuous-batching",)], ids=["generate", "continuous batching"])
 def address(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    small = ("--cb-num-blocks", "64", "--cb-block-size", "4", "--cb-max-batch-tokens", "64")
+    with _server([str(folder), *request.param, *small]) as url:
+        yield url
+
+
+@contextmanager
+def _server(arguments: Sequence[str]) -> Iterator[str]:
+    """The address of a server that has started."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    small = ("--cb-num-blocks", "64", "--cb-block-size", "4", "--cb-max-batch-tokens", "64")
-    options = ["--device", "cpu", "--port", str(port), *request.param, *small]
-    server = subprocess.Popen([sys.executable, "-m", "gfsa", "serve", str(folder), *options])
+    options = ["--device", "cpu", "--port", str(port)]
+    server = subprocess.Popen([sys.executable, "-m", "gfsa", "serve", *arguments, *options])
     url = f"http://localhost:{port}"
     try:
         # a busy machine takes minutes to import everything
@@ -119,3 +127,23 @@ def _by_generate(model: Any, tokenizer: Any, prompt: str) -> list[str]:
     )
     text: str = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text.split()
+
+
+def test_a_classifier_is_refused_at_the_start_and_in_a_request(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = hf.LlamaConfig.from_pretrained(folder)
+    model = hf.LlamaForSequenceClassification(config)
+    gfsa.plug(model, K=3)
+    model.save_pretrained(tmp_path)
+    hf.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    serve = [sys.executable, "-m", "gfsa", "serve"]
+    ran = subprocess.run([*serve, str(tmp_path), "--device", "cpu"], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "is a LlamaForSequenceClassification, which generates no text" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    # a server without a model of its own loads what requests name
+    with _server([]) as url, pytest.raises(urllib.error.HTTPError) as refused:
+        complete(url, tmp_path, "w3 w14")
+    assert refused.value.code == 400
+    assert "expects a causal language model" in refused.value.read().decode()

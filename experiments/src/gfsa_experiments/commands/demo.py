@@ -54,6 +54,12 @@ def demo(
 
     from gfsa_experiments.demo.comparison import DemoSettings
     from gfsa_experiments.demo.run_demo import run_demo
+    from gfsa_experiments.engine.whole_files import refuse_inside_file
+
+    try:
+        refuse_inside_file(out / "lens.html")
+    except ValueError as error:
+        raise typer.BadParameter(f"--out {out}: {error}") from error
 
     settings = DemoSettings(
         task=task,  # type: ignore[arg-type]

@@ -53,6 +53,8 @@ def results(
     ] = False,
 ) -> None:
     """Compare methods over paired seeds: differences with intervals, verdicts, costs."""
+    from gfsa_experiments.engine.whole_files import refuse_inside_file
+
     try:
         chosen = recipe or task or method or contrast or family
         if write and chosen:
@@ -66,6 +68,11 @@ def results(
             raise ValueError(
                 f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
             )
+        for place in (plan, csv, plot):
+            if place is not None:
+                if place.is_dir():
+                    raise ValueError(f"{place} is a folder; name a file in it")
+                refuse_inside_file(place)
         found = _read(folder)
         shown = _chosen(found, recipe, task, method)
         if plot is not None:

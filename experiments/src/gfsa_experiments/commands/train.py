@@ -81,6 +81,7 @@ def train(
     if show:
         _print_recipes_and_methods(console)
         return
+    from gfsa_experiments.engine.whole_files import refuse_inside_file
     from gfsa_experiments.runs.missing import data_of_rows, lacking
     from gfsa_experiments.runs.row import check_rows_fit
     from gfsa_experiments.runs.same_data import compare_once
@@ -98,6 +99,8 @@ def train(
         "jobs": jobs,
     }
     try:
+        # rows are checked below
+        refuse_inside_file(out / "run")
         if plan is not None:
             runs = runs_of_plan(plan, **places)
             # if time runs out, every method has the same seeds
@@ -146,8 +149,15 @@ def _read_plan(path: Path) -> list[tuple[int, Request]]:
     """
     requests = []
     common: list[str] = []
-    # some editors write a byte order mark
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    try:
+        # some editors write a byte order mark
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--plan {path} is no text in UTF-8 ({error.reason}, byte {error.start}); expected "
+            "arguments of gfsa train on each line"
+        ) from error
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             words = shlex.split(line, comments=True)
             if words[:1] == ["common"]:
@@ -232,11 +242,12 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
                 earlier = first_with.setdefault(error, names[run.folder])
                 why = error if earlier == names[run.folder] else f"for the reason of {earlier}"
                 message = f"failed: {names[run.folder]}: {why}"
-                console.print(message, style="red", markup=False)
+                # with emoji, hub:ID:CONFIGURATION loses its colons
+                console.print(message, style="red", markup=False, emoji=False)
             else:
                 before = "finished before: " if run.folder in done else ""
                 message = f"{before}{names[run.folder]}: {row.metric} {row.test:.4f}"
-                console.print(message, highlight=False, markup=False)
+                console.print(message, highlight=False, markup=False, emoji=False)
                 if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
                     at_rest[row.name] = max(row.moved, at_rest.get(row.name, 0.0))
             advance()
@@ -245,7 +256,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
             f"{name}: coefficients moved by at most {moved:.1g} in the mean, so the model is plain "
             "in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
         )
-        console.print(message, style="yellow", markup=False)
+        console.print(message, style="yellow", markup=False, emoji=False)
     shown = "; gfsa results shows the tables" if failed < len(runs) else ""
     console.print(f"{len(runs) - failed} of {len(runs)} runs done{shown}")
     return failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import os
 import warnings
 import zipfile
 import zlib
@@ -30,6 +31,11 @@ _OPENERS: dict[str, Callable[[bytes], bytes]] = {
 # with a larger share of bad rows the file is probably not the expected one
 _TOLERATED = 0.01
 _EXAMPLES = 3
+
+
+def cache_folder(setting: str = "") -> Path:
+    """Where prepared data is kept: the setting, ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
+    return Path(setting or os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()
 
 
 def find_file(data_dir: Path, names: Sequence[str], source: DataSource) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from gfsa.lens.command_inputs import is_empty
 
@@ -116,13 +118,36 @@ def _load(kind: Any, name: str, **arguments: Any) -> Any:
     try:
         # load_model checks for missing weights itself
         with _quiet():
+            # transformers has no sentence for a config of other JSON, or for damaged weights
+            _refuse_damaged_config(source)
             return kind.from_pretrained(source, **arguments)
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {name} are damaged: {error}") from error
+    except ValueError as error:
+        # transformers lists every config that it knows
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} is a model of another kind: transformers has no {kind.__name__} for it"
+        ) from error
     except OSError as error:
         raise FileNotFoundError(
             f"cannot load {kind.__name__} {name!r}: it must be a folder with a model and its "
             f"tokenizer, one of {', '.join(_PACKAGES)}, or a name on the hub, if it can be "
             f"reached ({error})"
         ) from error
+
+
+def _refuse_damaged_config(source: str) -> None:
+    file = Path(source) / "config.json"
+    if not file.is_file():
+        return
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged: expected a JSON object, got a {type(found).__name__}")
 
 
 @contextmanager

@@ -22,6 +22,13 @@ def write_whole(path: Path, write: Callable[..., object]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def refuse_inside_file(path: Path) -> None:
+    """Raise ValueError if ``path`` lies below a file: called before the work, not after it."""
+    above = next((place for place in path.absolute().parents if place.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ValueError(f"{path} cannot be written: {above} is a file, not a folder")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole UTF-8 file, with line ends as they are in ``text``."""
     write_whole(path, lambda file: file.write(text.encode()))

@@ -200,7 +200,10 @@ def _refuse_repeated(where: str, given: Iterable[str]) -> None:
 def _refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:
     unknown = sorted(set(given) - known)
     if unknown:
-        raise ValueError(f"{where} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{where} has {', '.join(unknown)}, which it cannot have; it can have "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def refuse_unregistered(

@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from gfsa_experiments.engine.whole_files import write_text
+from gfsa_experiments.engine.whole_files import refuse_inside_file, write_text
 
 
 def check_table(path: Path, columns: Sequence[str], added: Sequence[str] = ()) -> None:
@@ -22,6 +22,7 @@ def check_table(path: Path, columns: Sequence[str], added: Sequence[str] = ()) -
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
+    refuse_inside_file(path)
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not os.access(existing, os.W_OK):
         raise ValueError(f"{existing} is not writable; choose another place")

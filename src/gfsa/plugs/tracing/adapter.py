@@ -206,6 +206,8 @@ class KnownTracerAdapter(TracerAdapter):
 
 
 TRACER = TracerAdapter()
+"""The adapter that traces a class of attention: ``gfsa.register_adapter(MyAttention, TRACER)``."""
+
 KNOWN_TRACER = KnownTracerAdapter()
 UNKNOWN = UnknownAdapter()
 DOUBTFUL = DoubtfulAdapter()

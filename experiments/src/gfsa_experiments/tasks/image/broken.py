@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
+from filelock import FileLock
+
+from gfsa_experiments.data.files import cache_folder
+from gfsa_experiments.engine.whole_files import write_text
 from gfsa_experiments.tasks.image.items import list_images, read_image
 
 # threads wait for the disk most of the time
@@ -33,16 +40,63 @@ def refuse_broken(root: Path, holdout: float) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _broken(root: Path, holdout: float) -> tuple[Sequence[str], int]:
-    """``PATH (reason)`` of each broken image, in the order of names; how many images there are."""
+    """``PATH (reason)`` of each broken image, in the order of names; how many images there are.
+
+    Every run of ``--jobs``, and every process of a run on several GPUs, asks: the first one looks
+    and the others wait for what it keeps.
+    """
     files = sorted(path for part in list_images(root, holdout).parts.values() for path, _ in part)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        reasons = pool.map(reason_against, files)
-        broken = [
-            f"{os.path.relpath(path, root)} ({reason})"
-            for path, reason in zip(files, reasons, strict=True)
-            if reason is not None
-        ]
+    kept = cache_folder() / f"images-{sha256(str(root).encode()).hexdigest()[:16]}.json"
+    with ThreadPoolExecutor(_THREADS) as pool, _one_at_a_time(kept):
+        state = _state(pool.map(_size_and_time, files), files)
+        broken = _read(kept, state)
+        if broken is None:
+            reasons = pool.map(reason_against, files)
+            broken = [
+                f"{os.path.relpath(path, root)} ({reason})"
+                for path, reason in zip(files, reasons, strict=True)
+                if reason is not None
+            ]
+            with contextlib.suppress(OSError):
+                write_text(kept, json.dumps({"state": state, "broken": broken}))
     return broken, len(files)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(kept: Path) -> Iterator[None]:
+    """Keep other processes out, as long as the folder can be written to."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, NotImplementedError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(kept.with_suffix(".lock")))
+        yield
+
+
+def _read(kept: Path, state: str) -> list[str] | None:
+    """What was found of the files in this state; None if nothing was, or it cannot be read."""
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        return [str(entry) for entry in found["broken"]] if found["state"] == state else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _state(stats: Iterable[tuple[int, int]], files: Sequence[str]) -> str:
+    """A digest of what the answer depends on: the files, and the Pillow that opens them."""
+    import PIL
+
+    digest = sha256(PIL.__version__.encode())
+    for path, (size, time) in zip(files, stats, strict=True):
+        digest.update(f"{path}\0{size}\0{time}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
 
 
 def reason_against(path: str) -> str | None:

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, cache_folder, pack, token_files
+from gfsa_experiments.data.files import cache_folder
+from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, pack, token_files
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gfsa_experiments.data.files import cache_folder
 from gfsa_experiments.data.own import HUB, digest_of, name_of
 from gfsa_experiments.engine.config import (
     Compile,
@@ -26,7 +27,7 @@ from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_
 from gfsa_experiments.tasks.pretrain.packing import positions_in_documents, within_documents
 from gfsa_experiments.tasks.pretrain.probes import probe
 from gfsa_experiments.tasks.pretrain.rows import TokenRows
-from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, cache_folder, token_files
+from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, token_files
 
 SOURCE = DataSource(
     "text for pretraining",

@@ -273,8 +273,3 @@ def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtyp
             count += len(data)
             size += sum(len(document.encode()) for document in some)
     return Part(count, len(documents), size, digest.hexdigest())
-
-
-def cache_folder(setting: str = "") -> Path:
-    """Where prepared corpora go: the setting, ``GFSA_CACHE``, or ``~/.cache/gfsa``."""
-    return Path(setting or os.environ.get("GFSA_CACHE") or "~/.cache/gfsa").expanduser()

@@ -8,18 +8,28 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from gfsa.filters.base import read_description
 from gfsa.plugs.adapter import CHILD
+from gfsa.plugs.adapters.transformers.config_files import refusal_of_path
 from gfsa.plugs.backbone import canonical_name
 from gfsa.plugs.checkpoint import EXTRA, FORMAT, restore
 from gfsa.plugs.filter_files import MOST_TENSORS
 from gfsa.plugs.saved_folders import other_loader
 from gfsa.plugs.sites import sites
+
+Loaded = TypeVar("Loaded", covariant=True)
+
+
+class ModelClass(Protocol[Loaded]):
+    """A class that loads models: ``BertModel`` its own, ``AutoModelFor…`` those it declares."""
+
+    def from_pretrained(self, *args: Any, **kwargs: Any) -> Loaded: ...
+
 
 CONFIG_ENTRY = "filters_need_gfsa_from_pretrained"
 """The entry of ``config.json`` by which an uploaded model says that it has filters.
@@ -39,7 +49,7 @@ _HUB_ARGUMENTS = (
 )
 
 
-def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
+def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs: Any) -> Loaded:
     """Load a model that was plugged when ``model.save_pretrained(path)`` wrote it.
 
     .. code-block:: python
@@ -55,14 +65,18 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
         model_class: ``AutoModelFor…`` or a model class of transformers.
         path: the folder, or a name on the hub.
         kwargs: for ``model_class.from_pretrained``.
+
+    Returns:
+        A model of this class; of an ``AutoModelFor…``, of the class that the config names.
     """
     if not callable(getattr(model_class, "from_pretrained", None)):
         raise TypeError(
             f"model_class must be a class of transformers (AutoModelFor…), got {model_class!r:.80}"
         )
+    name = getattr(model_class, "__name__", "model_class")
     if is_of_diffusers(model_class):
         raise TypeError(
-            f"{model_class.__name__} is a class of diffusers, whose files have other names than "
+            f"{name} is a class of diffusers, whose files have other names than "
             "those of transformers: load the model with its own from_pretrained, then the filters "
             "that gfsa.save wrote with gfsa.load"
         )
@@ -72,12 +86,21 @@ def from_pretrained(model_class: Any, path: str | Path, **kwargs: Any) -> Any:
     if refusal is not None:
         raise ValueError(f"filters are read from the safetensors of the weights: {refusal}")
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-    with without_filters_in_load_report():
-        model = model_class.from_pretrained(path, **kwargs)
+    # the config may be the caller's own, or in a folder inside
+    refusal = None if {"config", "subfolder"} & kwargs.keys() else refusal_of_path(path)
+    if refusal is not None:
+        raise FileNotFoundError(refusal)
+    from safetensors import SafetensorError
+
+    try:
+        with without_filters_in_load_report():
+            model = model_class.from_pretrained(path, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {path} are damaged: {error!s:.200}") from error
     if not restore_filters(model, path, hub, kwargs.get("variant")):
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
-            f"{model_class.__name__}.from_pretrained, then gfsa.plug or gfsa.load"
+            f"{name}.from_pretrained, then gfsa.plug or gfsa.load"
         )
     return model
 
@@ -171,12 +194,16 @@ def filter_tensors(
         index_first: whether to take those of the index then, as vLLM does; transformers takes the
             one file.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     found = {}
     room = MOST_TENSORS
     for file in _files(path, hub, variant, index_first):
-        with safe_open(file, framework="pt") as checkpoint:
+        try:
+            opened = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged: {error!s:.200}") from error
+        with opened as checkpoint:
             for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
                 if f".{CHILD}." in key:
                     # at most 8 bytes a number

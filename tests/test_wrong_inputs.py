@@ -1,0 +1,164 @@
+"""Wrong models, data and files for the commands: one sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import gfsa
+from gfsa import cli
+from gfsa.lens.report import FORMAT
+
+hf = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders and files of which most are not what a command takes."""
+    root = tmp_path_factory.mktemp("wrong")
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
+    small["intermediate_size"] = 8
+    model = hf.BertModel(hf.BertConfig(vocab_size=16, **small))
+    model.save_pretrained(root / "bert")
+    hf.ViTModel(hf.ViTConfig(image_size=8, patch_size=4, **small)).save_pretrained(root / "vit")
+    clip = hf.CLIPConfig(
+        text_config={"vocab_size": 16, "eos_token_id": 2, "bos_token_id": 1, **small},
+        vision_config={"image_size": 8, "patch_size": 4, **small},
+        projection_dim=8,
+    )
+    hf.CLIPModel(clip).save_pretrained(root / "clip")
+    gfsa.plug(model)
+    gfsa.save(model, root / "filters")
+    for name, config in (("half", "{"), ("list", "[1]")):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(config)
+    weights = (root / "bert" / "model.safetensors").read_bytes()
+    (root / "cut").mkdir()
+    (root / "cut" / "config.json").write_bytes((root / "bert" / "config.json").read_bytes())
+    (root / "cut" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (root / "empty").mkdir()
+    (root / "bytes").write_bytes(bytes(range(128, 256)))
+    (root / "bytes.safetensors").write_bytes(bytes(range(128, 256)))
+    save_file({"input_ids": torch.tensor(3)}, root / "single.safetensors")
+    save_file({}, root / "none.safetensors")
+    save_file({"input_ids": torch.full((2, 4), 99)}, root / "unknown_words.safetensors")
+    reports = {"none": {}, "number": {"models": 3}, "bare": {"models": [{"name": "a"}]}}
+    for name, report in reports.items():
+        text = json.dumps({"format": FORMAT, "created": "", "gfsa": "", "data": "", **report})
+        (root / f"report_{name}.json").write_text(text)
+    (root / "text.txt").write_text("a line\n")
+    return root
+
+
+RANDOM = ("--data", "random", "--samples", "1", "--tokens", "4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("info", "empty"), "empty has no config.json; expected the folder of a whole model"),
+        (("info", "filters"), 'filters is filters alone, which gfsa.load(model, "filters") loads'),
+        (("info", "half"), "the config of half cannot be read: OSError"),
+        (("info", "list"), "the config of list cannot be read: TypeError"),
+        (("diagnose", "--model", "", *RANDOM), "expected --model [LABEL=]MODEL[@FILTERS]"),
+        (("diagnose", "--model", "./absent", *RANDOM), "./absent does not exist; expected the"),
+        (("diagnose", "--model", "./text.txt", *RANDOM), "./text.txt is a file; expected the"),
+        (("diagnose", "--model", "empty", *RANDOM), "empty has no config.json"),
+        (("diagnose", "--model", "filters", *RANDOM), "filters is filters alone"),
+        (("diagnose", "--model", "list", *RANDOM), "the config of list cannot be read"),
+        (("diagnose", "--model", "cut", *RANDOM), "cut/model.safetensors is damaged"),
+        (("diagnose", "--model", "clip", *RANDOM), "clip (CLIPModel) takes no random inputs"),
+        (
+            ("diagnose", "--model", "bert", "--model", "vit", *RANDOM),
+            "vit (ViTModel) does not run on the inputs that were made of --data random: ",
+        ),
+        (("diagnose", "--model", "bert", "--data", "bytes"), "bytes is no text in UTF-8"),
+        (("diagnose", "--model", "bert", "--data", "text.txt"), "bert has no tokenizer"),
+        (
+            ("diagnose", "--model", "bert", "--data", "bytes.safetensors"),
+            "bytes.safetensors is damaged, or no safetensors file",
+        ),
+        (
+            ("diagnose", "--model", "bert", "--data", "absent.safetensors"),
+            "--data absent.safetensors does not exist",
+        ),
+        (("diagnose", "--model", "bert", "--data", "single.safetensors"), "has no dimension"),
+        (("diagnose", "--model", "bert", "--data", "none.safetensors"), "a file without tensors"),
+        (
+            ("diagnose", "--model", "bert", "--data", "unknown_words.safetensors"),
+            "does not run on the inputs that were made of --data unknown_words.safetensors",
+        ),
+        (("diagnose", "--report", "report_none.json"), "report_none.json is damaged"),
+        (("diagnose", "--report", "report_number.json"), "report_number.json is damaged"),
+        (("diagnose", "--report", "report_bare.json"), "report_bare.json is damaged"),
+        (
+            ("diagnose", "--model", "bert", "--report", "report_none.json"),
+            "--report shows what was measured before; leave out --model, --data",
+        ),
+        (("diagnose", "--coefficients", "bytes"), "bytes has no coefficients over training"),
+        (
+            ("diagnose", "--model", "bert", *RANDOM, "--html", "text.txt/page.html"),
+            "text.txt cannot be a folder to write into",
+        ),
+        (
+            ("diagnose", "--model", "bert", *RANDOM, "--json", "empty"),
+            "empty is a folder; name a file in it",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_one_sentence_says_what_is_wrong(
+    place: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.chdir(place)
+    shown = CliRunner().invoke(cli.build(), list(arguments))
+    # a traceback is another exception
+    assert isinstance(shown.exception, SystemExit), shown.exception
+    assert shown.exit_code in (1, 2)
+    words = " ".join(shown.output.replace("│", " ").split())
+    assert expected in words
+
+
+def test_places_to_write_to_are_checked_before_a_model_is_loaded(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    shown = CliRunner().invoke(
+        cli.build(), ["diagnose", "--model", "./absent", *RANDOM, "--json", "empty"]
+    )
+    assert "empty is a folder" in shown.output
+
+
+def test_tune_names_the_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cpu", "nothing", "cuda:2"):
+        shown = CliRunner().invoke(cli.build(), ["tune", "--device", device])
+        assert shown.exit_code == 2
+        assert f"--device is one of cuda, cuda:0, cuda:1, got '{device}'" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "expected"),
+    [
+        (
+            "absent",
+            FileNotFoundError,
+            "absent does not exist; expected the folder of a whole model",
+        ),
+        ("empty", FileNotFoundError, "empty has no config.json; expected the folder of a whole"),
+        ("filters", FileNotFoundError, r"filters is filters alone, which gfsa.load\(model, "),
+        ("cut", ValueError, "the weights of .*cut are damaged"),
+        ("bert", ValueError, "bert was not saved from a plugged model"),
+    ],
+)
+def test_from_pretrained_says_what_a_folder_is(
+    place: Path, name: str, error: type[Exception], expected: str
+) -> None:
+    with pytest.raises(error, match=expected):
+        gfsa.from_pretrained(hf.AutoModel, place / name)

@@ -19,7 +19,8 @@ from gfsa.plugs.tracing.candidates import (
     refusal_by_code,
 )
 from gfsa.plugs.tracing.memory import Call, TraceMemory
-from gfsa.plugs.tracing.trace import NewPathError, Trace, TraceError
+from gfsa.plugs.tracing.trace import Trace, TraceError
+from gfsa.plugs.tracing.verification import NewPathError
 
 __all__ = [
     "DOUBTFUL",

@@ -15,9 +15,11 @@ from gfsa.operators.call import (
     DecisionCache,
     DropoutPlace,
     Signature,
+    check_dropout_place,
+)
+from gfsa.operators.checks import (
     check_call,
     check_coefficients,
-    check_dropout_place,
     check_kinds,
     check_options,
     in_full_precision,

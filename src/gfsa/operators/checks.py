@@ -100,8 +100,8 @@ def _check_jagged(call: AttentionCall, v: Tensor) -> None:
         )
     if call.attn_mask is not None or call.enable_gqa:
         raise ValueError(
-            "nested tensors take neither attn_mask (sequences do not see one another as it is) "
-            "nor enable_gqa (repeat the heads of k and v)"
+            "nested tensors take neither attn_mask (their sequences never see one another) nor "
+            "enable_gqa (repeat the heads of k and v)"
         )
 
 
@@ -135,15 +135,20 @@ def _check_mask(attn_mask: Tensor, dtype: torch.dtype, scores: tuple[int, ...]) 
             "an additive one with attn_mask.to(q.dtype)"
         )
     shape = tuple(attn_mask.shape)
-    # torch 2.6's compiler zips tuples of one length only
-    last = scores[len(scores) - len(shape) :]
-    if len(shape) > len(scores) or any(
-        size not in (1, wanted) for size, wanted in zip(shape, last, strict=True)
-    ):
+    if not _broadcasts(shape, scores):
         raise ValueError(
             f"attn_mask of shape {shape} does not broadcast to the scores' {scores}; "
             "pass a key-padding mask (B, N) as attn_mask[:, None, None, :]"
         )
+
+
+def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` broadcasts to ``wanted``."""
+    # torch 2.6's compiler zips tuples of one length only
+    last = wanted[len(wanted) - len(shape) :]
+    return len(shape) <= len(wanted) and all(
+        size in (1, full) for size, full in zip(shape, last, strict=True)
+    )
 
 
 def _check_devices(device: torch.device, **tensors: Tensor | None) -> None:
@@ -161,13 +166,7 @@ def _check_described(visible: Visibility, q: Tensor) -> None:
         if part is None:
             continue
         shape = tuple(part.shape)
-        # torch 2.6's compiler zips tuples of one length only
-        last = tokens[len(tokens) - len(shape) :]
-        if (
-            len(shape) > len(tokens)
-            or shape[-1] != tokens[-1]
-            or any(size not in (1, wanted) for size, wanted in zip(shape, last, strict=True))
-        ):
+        if not _broadcasts(shape, tokens) or shape[-1] != tokens[-1]:
             raise ValueError(
                 f"visible.{name} of shape {shape} does not fit the tokens' (..., H, N) = {tokens}: "
                 "expected N numbers for all rows, or (B, 1, N), a row for each sequence"

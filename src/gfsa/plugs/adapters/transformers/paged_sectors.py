@@ -62,7 +62,7 @@ def plan(manager: Any) -> Room:
     sizes = _MemoryHandler(room, manager.model, settings)
     settings.max_batch_tokens, sectors = sizes.infer_max_batch_tokens_and_num_sectors()
     if settings.num_blocks is None:
-        # the cache fills its memory again, without the powers, unless it is told how many blocks
+        # without a number of blocks the cache would choose one itself, and not count the powers
         settings.num_blocks = sectors * room.bytes_per_sector // room.bytes_per_block
         if settings.num_blocks == 0:
             raise MemoryError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,6 +17,7 @@ from gfsa.lens.readings import ModelReading
 from gfsa.lens.recorder import Recorder
 from gfsa.lens.report import LensReport
 from gfsa.lens.sites import plugged_everywhere
+from gfsa.plugs.forwards import call, evaluating
 from gfsa.plugs.layer_selection import Layers
 from gfsa.plugs.registry import Unknown
 
@@ -92,7 +92,7 @@ def diagnose(
                 layers,
                 options,
                 valid,
-                forward,
+                forward or call,
                 unknown,
                 advance,
             )
@@ -106,7 +106,7 @@ def _measure(
     layers: Layers,
     options: LensOptions,
     valid: Tensor | Callable[[Any], Tensor | None] | None,
-    forward: Forward | None,
+    forward: Forward,
     unknown: Unknown,
     advance: Callable[[], None],
 ) -> ModelReading:
@@ -116,7 +116,7 @@ def _measure(
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     start = time.perf_counter()
     with (
-        _evaluating(model),
+        evaluating(model),
         torch.no_grad(),
         plugged_everywhere(model, unknown) as (sites, bare, skipped),
         Recorder(model, sites, layers, options) as recorder,
@@ -125,7 +125,7 @@ def _measure(
             batch = _to_device(batch, device)
             mask = valid(batch) if callable(valid) else valid
             with recorder.listening(batch, mask):
-                _call(model, batch, forward)
+                forward(model, batch)
             advance()
         if not recorder.layers:
             raise ValueError("no attention layer ran: expected at least one batch in inputs")
@@ -150,17 +150,6 @@ def _measure(
             attention=recorder.attention(bare),
             skipped=skipped,
         )
-
-
-def _call(model: nn.Module, batch: Any, forward: Forward | None) -> None:
-    if forward is not None:
-        forward(model, batch)
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple):
-        model(*batch)
-    else:
-        model(batch)
 
 
 def _batches(inputs: Any, models: int) -> Iterable[Any]:
@@ -220,15 +209,3 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     if hasattr(batch, "to") and not inspect.isclass(batch):
         return batch.to(device)
     return batch
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module has its earlier mode again."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training

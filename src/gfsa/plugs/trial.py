@@ -19,6 +19,7 @@ from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.call_check import FilterNotCalledError
+from gfsa.plugs.forwards import call
 from gfsa.plugs.rollback import unchanged
 from gfsa.plugs.sites import Site
 
@@ -88,13 +89,6 @@ def try_forward(
             trial.refused |= refused
             remaining = {name: pair for name, pair in remaining.items() if name not in refused}
     return trial
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on a tensor, a dict of keyword arguments or a tuple of positional arguments."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 class _Watch:

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gfsa
 from support.matrix import Matrix
-from support.subjects import DIM, HEADS, SUBJECTS, first, randomise
+from support.random_filters import randomise
+from support.subjects import DIM, HEADS, SUBJECTS, first
 from support.zoo import VOCABULARY, ZOO
 
 LENGTHS = (5, 3, 7)

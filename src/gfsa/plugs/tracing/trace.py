@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
-from gfsa.plugs.cross_attention import require_same_tokens
+from gfsa.plugs.cross_attention import OTHER_SEQUENCE, require_same_tokens
 from gfsa.plugs.tracing import operations as ops
 from gfsa.plugs.tracing.einsums import keeps_map, operands_of_einsum, product_equations
 from gfsa.plugs.tracing.following import AxisFollower
@@ -29,6 +29,9 @@ from gfsa.plugs.tracing.maps import MapHistory, Step, with_tensors
 from gfsa.plugs.tracing.memory import TraceMemory
 from gfsa.plugs.tracing.path import PathRecorder, inputs_of
 from gfsa.plugs.tracing.verification import NewPathError, Verifier
+
+# arguments of known classes that may hold the tokens of another sequence
+_MAY_BE_OTHER_TOKENS = (*OTHER_SEQUENCE, "key", "memory", "q_global")
 
 
 class TraceError(RuntimeError):
@@ -107,7 +110,7 @@ class Trace(TorchFunctionMode):
     def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
         """Refuse another sequence by the name of its argument, where axes are not followed."""
         tokens = next(iter(self.inputs.values()), None)
-        for name in ops.OTHER_TOKENS:
+        for name in _MAY_BE_OTHER_TOKENS:
             other = given.get(name)
             if isinstance(other, Tensor) and tokens is not None:
                 require_same_tokens(self.module, tokens, other)

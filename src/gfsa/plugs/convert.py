@@ -22,10 +22,10 @@ from gfsa.filters import GFSA
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.attach import install
 from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.plug import PlugReport
 from gfsa.plugs.presets import backbones_of
 from gfsa.plugs.published_layers import match_by_name, match_by_order
 from gfsa.plugs.published_weights import read_checkpoint, weights_for
+from gfsa.plugs.report import PlugReport
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import Site, check_model, plugged_sites, sites
 

@@ -22,8 +22,8 @@ from gfsa.operators import (
     Operator,
     SDPAOperator,
 )
-from gfsa.operators.base import take_heads
-from gfsa.operators.dense import DropoutPlace, repeat_heads
+from gfsa.operators.base import repeat_heads, take_heads
+from gfsa.operators.call import DropoutPlace
 from gfsa.operators.sdpa import powers_with_one_mask
 from gfsa.plugs.adapters.transformers.chosen_keys import (
     CHOICES,

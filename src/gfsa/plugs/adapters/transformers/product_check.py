@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.operators.dense import repeat_heads
+from gfsa.operators.base import repeat_heads
 from gfsa.plugs.cross_attention import has_no_values
 
 _CHECKED = "_gfsa_checked"

@@ -17,9 +17,9 @@ from gfsa.lens.readings import ModelReading
 from gfsa.lens.recorder import Recorder
 from gfsa.lens.report import LensReport
 from gfsa.lens.sites import plugged_everywhere
-from gfsa.plugs.forwards import call, evaluating
 from gfsa.plugs.layer_selection import Layers
 from gfsa.plugs.registry import Unknown
+from gfsa.plugs.running import call, evaluating
 
 Forward = Callable[[nn.Module, Any], Any]
 

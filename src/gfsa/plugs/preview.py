@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gfsa.plugs.plug import plug
+from gfsa.plugs.plug import PlugReport, plug
 from gfsa.plugs.registry import Unknown
-from gfsa.plugs.report import PlugReport
 
 
 def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugReport:

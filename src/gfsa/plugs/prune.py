@@ -16,9 +16,9 @@ from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_replaced_forward
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
-from gfsa.plugs.forwards import call, evaluating
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.running import call, evaluating
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
 
 

@@ -19,8 +19,8 @@ from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.call_check import FilterNotCalledError
-from gfsa.plugs.forwards import call
 from gfsa.plugs.rollback import unchanged
+from gfsa.plugs.running import call
 from gfsa.plugs.sites import Site
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"

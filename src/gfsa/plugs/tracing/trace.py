@@ -24,10 +24,11 @@ from gfsa.plugs.cross_attention import OTHER_SEQUENCE, require_same_tokens
 from gfsa.plugs.tracing import operations as ops
 from gfsa.plugs.tracing.einsums import keeps_map, operands_of_einsum, product_equations
 from gfsa.plugs.tracing.following import AxisFollower
-from gfsa.plugs.tracing.layout import HeadLayout, Side, sides_of_map, sides_of_tokens
+from gfsa.plugs.tracing.layout import HeadLayout
 from gfsa.plugs.tracing.maps import MapHistory, Step, with_tensors
 from gfsa.plugs.tracing.memory import TraceMemory
 from gfsa.plugs.tracing.path import PathRecorder, inputs_of
+from gfsa.plugs.tracing.sides import Side, sides_of_map, sides_of_tokens
 from gfsa.plugs.tracing.verification import NewPathError, Verifier
 
 # arguments of known classes that may hold the tokens of another sequence

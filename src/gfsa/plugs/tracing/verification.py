@@ -9,17 +9,11 @@ from torch import Tensor, nn
 
 from gfsa.plugs.cross_attention import require_same_tokens
 from gfsa.plugs.tracing.following import AxisFollower
-from gfsa.plugs.tracing.layout import (
-    HeadLayout,
-    SelfAttention,
-    Side,
-    Verified,
-    find_heads,
-    settled,
-    sides_of_tokens,
-)
+from gfsa.plugs.tracing.layout import HeadLayout, Verified, find_heads, settled
 from gfsa.plugs.tracing.memory import TraceMemory
 from gfsa.plugs.tracing.path import PathRecorder
+from gfsa.plugs.tracing.self_attention import SelfAttention
+from gfsa.plugs.tracing.sides import Side, sides_of_tokens
 
 
 class NewPathError(BaseException):

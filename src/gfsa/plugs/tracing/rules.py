@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gfsa.plugs.tracing import operations as ops
 from gfsa.plugs.tracing.axes import Atom, Dim, Origin, broadcast, changed, constant, whole
+from gfsa.plugs.tracing.einsums import operands_of_einsum
 from gfsa.plugs.tracing.origins import Origins, OriginTable
 
 
@@ -118,10 +119,8 @@ def _broadcast_lead(origins: Origins, result: Tensor) -> Origins:
 
 def einsum(table: OriginTable, args: Any, kwargs: Any, result: Tensor) -> Origins:
     """Letters of the output are axes of the operands that have them."""
-    equation, *operands = args
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+    equation, operands = args[0], operands_of_einsum(args)
+    if "." in equation or "->" not in equation:
         return ()
     inputs, out = equation.replace(" ", "").split("->")
     letters = inputs.split(",")

@@ -243,6 +243,7 @@ class Trace(TorchFunctionMode):
     def _einsum(self, args: tuple[Any, ...]) -> Tensor:
         equation, operands = args[0], operands_of_einsum(args)
         if not isinstance(equation, str):
+            # torch writes an equation for axes by number before it dispatches, its compiler after
             self._refuse("its map is in an einsum without an equation")
         place = next(i for i, x in enumerate(operands) if self.history.find_map(x) is not None)
         step = self.history.find_map(operands[place])

@@ -38,7 +38,7 @@ def restore(
 
     Args:
         model: plugged in the same layers, or not plugged.
-        description: what :func:`describe` returns.
+        description: what :func:`gfsa.plugs.checkpoint.describe` returns.
         tensors: the numbers, by the name of the layer and of the filter's parameter.
         source: where they are from, for messages.
         other_versions: whether layers may have the names of another version of the model's library.

@@ -29,6 +29,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 from gfsa.plugs.adapters.transformers.paged import (
     POWERS,
+    FirstPass,
     powers_by_layer,
     refuse_another_degree,
 )
@@ -276,17 +277,9 @@ class _TwinAllocator:
         return read
 
 
-# attention functions look for a PagedAttentionCache; of what it is, they use ``update`` alone
-class _FirstPass(PagedAttentionCache):
-    """A paged cache, which keeps the keys that it returned for the passes that follow."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.keys: Any = None
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, values = self.cache.update(*args, **kwargs)
-        return self.keys, values
+# attention functions check for a PagedAttentionCache, and call its ``update`` alone
+class _FirstPass(FirstPass, PagedAttentionCache):
+    """The cache of the first pass."""
 
 
 class _FurtherPass(PagedAttentionCache):

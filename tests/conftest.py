@@ -27,6 +27,21 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def accelerate_alone() -> Iterator[None]:
+    """Trainer and Accelerator keep their settings in process-wide singletons: none is left over."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+    forget()
+    yield
+    forget()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # an earlier test may have imported SpeechBrain
     _forget_lazy_modules()

@@ -69,6 +69,7 @@ FRAMEWORK_MODULES = {
     "gfsa.plugs.adapters.transformers.batching_manager": {"transformers"},
     "gfsa.plugs.adapters.transformers.cache": {"transformers"},
     "gfsa.plugs.adapters.transformers.companions": {"transformers"},
+    "gfsa.plugs.adapters.transformers.function_lookup": {"transformers"},
     "gfsa.plugs.adapters.transformers.mask_hooks": {"transformers"},
     "gfsa.plugs.adapters.transformers.masks": {"transformers"},
     "gfsa.plugs.adapters.transformers.operators": {"transformers"},

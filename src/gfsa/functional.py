@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gfsa.operators.attention import AttentionOperator
 from gfsa.operators.autocast import autocast, no_autocast
-from gfsa.operators.call import AttentionCall, check_call, check_coefficients, check_kinds
+from gfsa.operators.call import AttentionCall
+from gfsa.operators.checks import check_call, check_coefficients, check_kinds
 from gfsa.operators.choice import Backend, Choice
 from gfsa.operators.linear import LinearOperator
 

@@ -70,8 +70,8 @@ def measure(
         try:
             row = Row(shape, *subject.times(shape), *subject.errors(shape))
         except Exception as error:
-            # whatever a compiler or a driver raises on a GPU that nobody has tried: the other
-            # shapes may be served
+            # a compiler or a driver may raise anything on a GPU that was never measured; the other
+            # shapes may still run
             on_row(shape, f"failed: {type(error).__name__}: {error}")
             continue
         rows.append(row)

@@ -12,12 +12,10 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from support import notebooks
 from support.launching import launch
@@ -59,21 +57,7 @@ def check_output(name: str, printed: str) -> None:
         assert float(losses[2]) < float(losses[1])
 
 
-@pytest.fixture
-def _accelerate_alone() -> Iterator[None]:
-    """Trainer and Accelerator keep their settings in process-wide singletons."""
-
-    def forget() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        PartialState._reset_state()
-
-    forget()
-    yield
-    forget()
-
-
-@pytest.mark.usefixtures("_accelerate_alone")
+@pytest.mark.usefixtures("accelerate_alone")
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_script(
     name: str,

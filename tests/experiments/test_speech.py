@@ -17,10 +17,11 @@ from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.speech.augment import masks, warp_time
+from gfsa_experiments.tasks.speech.config import SpeechConfig
 from gfsa_experiments.tasks.speech.ctc import ctc_loss
 from gfsa_experiments.tasks.speech.decode import best_path, prefix_search
 from gfsa_experiments.tasks.speech.models import TorchRecogniser, subsampled
-from gfsa_experiments.tasks.speech.recipe import SpeechConfig, SpeechTask, build
+from gfsa_experiments.tasks.speech.recipe import SpeechTask, build
 from support.speech import write_an4, write_librispeech
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the official file:UserWarning")

@@ -146,9 +146,8 @@ def test_an_interrupted_load(plugged: bool, tmp_path: Path) -> None:
                 gfsa.unplug(model)
         assert state_of(model) == before
 
-    interrupted_everywhere(
-        lambda: gfsa.load(model, tmp_path), check, inside=["checkpoint.py", "attach.py"]
-    )
+    loading = ["plugs/checkpoint.py", "described_filters.py", "restoring.py", "attach.py"]
+    interrupted_everywhere(lambda: gfsa.load(model, tmp_path), check, inside=loading)
 
 
 def test_an_interrupted_prune() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import peft
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor
 
@@ -19,6 +17,8 @@ import gfsa
 from gfsa.plugs.filter_rate import give_rate, refuse_scheduler_from_config
 from support.training import learned, plugged, same
 from support.zoo import VOCABULARY
+
+pytestmark = pytest.mark.usefixtures("accelerate_alone")
 
 MODEL_LR, FILTER_LR = 1e-4, 1e-2
 
@@ -55,20 +55,6 @@ def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
 def trainer(model: Any, folder: Path, cls: Any = FilterTrainer, **options: Any) -> Any:
     extra = {"filter_lr": FILTER_LR} if cls is FilterTrainer else {}
     return cls(model, arguments(folder, **options), train_dataset=examples(), **extra)
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_alone() -> Iterator[None]:
-    """Trainer and Accelerator keep their settings in process-wide singletons."""
-
-    def forget() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        PartialState._reset_state()
-
-    forget()
-    yield
-    forget()
 
 
 def filter_ids(model: Any) -> set[int]:

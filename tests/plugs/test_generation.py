@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 import gfsa
+from support.random_filters import randomise
 from support.zoo import VOCABULARY, ZOO
 
 transformers.logging.set_verbosity_error()
@@ -24,11 +25,7 @@ NEW = 8
 def plugged(name: str, filter: Any = None, **arguments: Any) -> Any:
     model = ZOO[name].model(ZOO[name].implementations[0]).float()
     gfsa.plug(model, filter=filter, **arguments)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for filter in gfsa.filters_of(model).values():
-            if filter.theta is not None:
-                filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) * 0.3)
+    randomise(model)
     # a random model's largest logits are far closer to one another than rounding should decide
     head = model.get_output_embeddings()
     head.weight.data.mul_(20)

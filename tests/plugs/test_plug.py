@@ -157,7 +157,7 @@ def test_nothing_to_unplug() -> None:
             "has 4 heads, .* a filter for 7",
         ),
         ({"preset": "best"}, ValueError, "the only preset is 'paper'"),
-        ({"dropout_after": "lunch"}, ValueError, "dropout_after must be one of"),
+        ({"dropout_after": "lunch"}, ValueError, "dropout_after must be 'attention' or 'filter'"),
         ({"unknown": "guess"}, ValueError, "unknown must be one of"),
         ({"learn": ("w9",)}, ValueError, "learn takes each of"),
     ],

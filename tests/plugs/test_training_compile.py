@@ -11,13 +11,8 @@ import transformers
 
 import gfsa
 from support.counting import Counting
-from support.training import (
-    MODELS,
-    batch_for,
-    configuration,
-    plugged,
-    randomise,
-)
+from support.random_filters import randomise
+from support.training import MODELS, batch_for, configuration, plugged
 from support.zoo import VOCABULARY
 
 

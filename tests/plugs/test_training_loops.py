@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import accelerate
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 
 import gfsa
@@ -29,21 +27,7 @@ def examples(count: int = 16) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-@pytest.fixture
-def _accelerate_alone() -> Iterator[None]:
-    """Trainer and Accelerator keep their settings in process-wide singletons."""
-
-    def forget() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        PartialState._reset_state()
-
-    forget()
-    yield
-    forget()
-
-
-@pytest.mark.usefixtures("_accelerate_alone")
+@pytest.mark.usefixtures("accelerate_alone")
 class TestTrainer:
     def trainer(self, model: Any, folder: Path, **options: Any) -> transformers.Trainer:
         arguments = transformers.TrainingArguments(
@@ -101,7 +85,7 @@ class TestTrainer:
         assert {g["initial_lr"] for g in trainer.optimizer.param_groups} == {1e-5, 1e-2}
 
 
-@pytest.mark.usefixtures("_accelerate_alone")
+@pytest.mark.usefixtures("accelerate_alone")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(precision: str, tmp_path: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)

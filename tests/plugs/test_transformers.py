@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import gfsa
+from support.random_filters import randomise
 from support.supported import Supported
 from support.zoo import LENGTH, VOCABULARY, ZOO, Case
 
@@ -32,14 +33,6 @@ CAUSAL = [
     for implementation in case.implementations
     if case.causal
 ]
-
-
-def randomise(model: nn.Module, scale: float = 0.3) -> None:
-    generator = torch.Generator().manual_seed(7)
-    for filter in gfsa.filters_of(model).values():
-        with torch.no_grad():
-            theta = torch.randn(filter.theta.shape, generator=generator) * scale
-            filter.theta.copy_(theta)
 
 
 def output(model: Any, batch: dict[str, Tensor]) -> Tensor:

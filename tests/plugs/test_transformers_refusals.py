@@ -21,6 +21,7 @@ from transformers.models.sam.modeling_sam import SamAttention
 import gfsa
 from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.cross_attention import REASON
+from support.random_filters import randomise
 
 hf.logging.set_verbosity_error()
 
@@ -47,13 +48,6 @@ def ids(length: int = 10) -> Tensor:
 
 def pixels(size: int, batch: int = 2) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(batch, 3, size, size)}
-
-
-def randomise(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(7)
-    for filter in gfsa.filters_of(model).values():
-        with torch.no_grad():
-            filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) * 0.3)
 
 
 def sam() -> tuple[nn.Module, dict[str, Any]]:

@@ -167,6 +167,7 @@ kinds = st.sampled_from(sorted(FILTERS))
 choices = st.sampled_from(["all", "odd", "even"])
 # the files that change a model
 CHANGING = ["plugs/attach.py", "plugs/call_check.py", "plugs/adapter.py", "plugs/adapters/"]
+LOADING = ["plugs/checkpoint.py", "plugs/described_filters.py", "plugs/restoring.py"]
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -292,7 +293,7 @@ class AnyOrder(RuleBasedStateMachine):
         )
         self._attempt(
             lambda: gfsa.load(self.model, saved.folder),
-            InterruptAt(line, [*CHANGING, "plugs/checkpoint.py"]),
+            InterruptAt(line, [*CHANGING, *LOADING]),
             allowed=fits or not self.expected,
             done=lambda found: equal_facts(found, saved.filters),
         )

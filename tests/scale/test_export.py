@@ -16,7 +16,8 @@ from torch.export import Dim, ExportedProgram
 
 import gfsa
 from support.matrix import Matrix
-from support.subjects import SUBJECTS, first, randomise
+from support.random_filters import randomise
+from support.subjects import SUBJECTS, first
 
 WORKER = Path(__file__).parent / "workers" / "exported.py"
 WHOLE = ["op", "BERT", "GPT-2", "ViT"]

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gfsa
 from support.matrix import Matrix
-from support.subjects import DIM, HEADS, SUBJECTS, first, randomise
+from support.random_filters import randomise
+from support.subjects import DIM, HEADS, SUBJECTS, first
 from support.zoo import VOCABULARY, ZOO
 
 LENGTHS = (5, 3, 7)
@@ -207,7 +208,7 @@ class TestJagged:
         whole = torch.randn(3, HEADS, 7, DIM, dtype=torch.float64)
         with pytest.raises(ValueError, match=r"neither attn_mask .* nor enable_gqa"):
             gfsa.graph_filter_attention(q, k, v, coeffs, enable_gqa=True)
-        with pytest.raises(ValueError, match="torch's attention knows alone"):
+        with pytest.raises(ValueError, match="only torch's attention knows"):
             gfsa.graph_filter_attention(q, k, v, coeffs, backend="dense")
         with pytest.raises(ValueError, match="must be jagged"):
             gfsa.graph_filter_attention(q, q, torch.nested.nested_tensor(list(whole)), coeffs)

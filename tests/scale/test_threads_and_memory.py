@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import gfsa
 from support.matrix import Matrix
-from support.subjects import SUBJECTS, Op, first, randomise
+from support.random_filters import randomise
+from support.subjects import SUBJECTS, Op, first
 from support.zoo import VOCABULARY, ZOO
 
 THREADS, CALLS = 6, 5

@@ -10,6 +10,7 @@ import transformers as hf
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import gfsa
+from support.random_filters import randomise
 
 # since transformers 5.19 the paged cache is one tensor of sectors
 SECTORS = hasattr(PagedAttentionCache, "perform_cache_copy")
@@ -52,11 +53,8 @@ def decoder(name: str, implementation: str = "sdpa", filter: Any = None, **argum
     model.set_attn_implementation(implementation)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     gfsa.plug(model, filter=filter, **arguments)
-    generator = torch.Generator().manual_seed(7)
+    randomise(model)
     with torch.no_grad():
-        for layer in gfsa.filters_of(model).values():
-            if layer.theta is not None:
-                layer.theta.copy_(torch.randn(layer.theta.shape, generator=generator) * 0.3)
         # the largest logits of a random model are closer to one another than rounding may decide
         model.get_output_embeddings().weight.mul_(20)
     return model

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
+from support.random_filters import randomise
 from support.zoo import VOCABULARY, ZOO
 
 HEADS, DIM = 4, 8
@@ -51,14 +52,6 @@ class Subject:
 
 def filters_of(model: nn.Module) -> list[gfsa.GraphFilter]:
     return [module for module in model.modules() if isinstance(module, gfsa.GraphFilter)]
-
-
-def randomise(model: nn.Module, scale: float = 0.3) -> None:
-    """Filters that do something, the same ones each time."""
-    generator = torch.Generator().manual_seed(7)
-    for filter in filters_of(model):
-        with torch.no_grad():
-            filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) * scale)
 
 
 def first(output: Any) -> Tensor:

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 import gfsa
+from support.random_filters import randomise
 from support.zoo import ZOO
 
 transformers.logging.set_verbosity_error()
@@ -43,13 +44,6 @@ def plugged(
     gfsa.plug(model, K=3)
     randomise(model)
     return model
-
-
-def randomise(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(7)
-    for filter in gfsa.filters_of(model).values():
-        with torch.no_grad():
-            filter.theta.copy_(torch.randn(filter.theta.shape, generator=generator) * 0.3)
 
 
 def batch_for(name: str) -> dict[str, Tensor]:

@@ -47,6 +47,10 @@ class WrittenAttention(nn.Module):
         attention = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
         return torch.einsum("bhij,bjhd->bihd", attention, v.transpose(1, 2)).transpose(1, 2)
 
+    def by_einsum_of_numbers(self, q, k, v):
+        attention = (q @ k.mT).softmax(-1)
+        return torch.einsum(attention, [0, 1, 2, 3], v, [0, 1, 3, 4], [0, 1, 2, 4])
+
     def by_mixed_heads(self, q, k, v):
         attention = torch.einsum("bhij,gh->bgij", (q @ k.mT).softmax(-1), self.mix)
         return attention @ v

@@ -27,7 +27,8 @@ from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale, Toke
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
 from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.plug import plan_filters, report_text
+from gfsa.plugs.plug import plan_filters
+from gfsa.plugs.report import report_text
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
 

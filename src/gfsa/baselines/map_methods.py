@@ -12,8 +12,7 @@ from gfsa.baselines.sight_check import Kind, kind_of, refusal_of_sight
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.checks import check_number
 from gfsa.operators import DenseOperator, Operator
-from gfsa.operators.base import at_least_float32
-from gfsa.operators.dense import repeat_heads
+from gfsa.operators.base import at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility
 
 

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.filters.checks import (
+    check_finite,
     check_multiplier,
     check_order,
     check_positive_int,
+    check_shapes,
     check_size,
 )
 from gfsa.operators import Coefficients, DenseOperator, Operator
@@ -36,8 +38,6 @@ def _own_coefficients(self: GraphFilter) -> Tensor:
     """``polynomial_coefficients`` of a filter that overrides ``coefficients``."""
     return self.coefficients()
 
-
-_MOST_DESCRIPTION = 2**22
 
 # names of the library's own filters, which files use for them
 _LIBRARY_KINDS: set[str] = set()
@@ -106,7 +106,7 @@ class GraphFilter(nn.Module):
         check_multiplier(lr_multiplier)
         self.num_heads = num_heads
         self.lr_multiplier = float(lr_multiplier)
-        _check_shapes(num_heads, base, basis, theta)
+        check_shapes(num_heads, base, basis, theta)
         if basis is None:
             basis = base.new_zeros(0, base.shape[-1])
         learned = len(basis)
@@ -114,13 +114,13 @@ class GraphFilter(nn.Module):
         if theta is None:
             theta = base.new_zeros(learned)
         # exact copies that neither .half() rounds nor device="meta" empties; the buffers and the
-        # parameter, on torch's default device as in any module, are made from them
-        # never as inference tensors, which could not be trained afterwards
+        # parameter, on torch's default device as in any module, are made from them. None of them
+        # is an inference tensor, which could not be trained afterwards
         with torch.inference_mode(False):
             self._exact_base = base.detach().double().cpu().expand(num_heads, -1).clone()
             self._exact_basis = basis.detach().double().cpu() * self.lr_multiplier
             self._start = theta.detach().double().cpu().expand(num_heads, learned).clone()
-            _check_finite(self._exact_base, self._exact_basis, self._start)
+            check_finite(self._exact_base, self._exact_basis, self._start)
             self.basis_is_diagonal = _is_diagonal(self._exact_basis)
             # torch 2.6's get_default_device does not see `with torch.device(…)`; a new tensor does
             device = torch.empty(0).device
@@ -293,8 +293,24 @@ class Polynomial(GraphFilter):
 
 
 def polynomial(*coefficients: float) -> Tensor:
+    """The coefficients of a polynomial of A, lowest power first."""
     # constants are computed on the host, whatever torch's default device is
     return torch.tensor(coefficients, dtype=torch.float64, device="cpu")
+
+
+def monomial(k: int, degree: int) -> Tensor:
+    """The coefficients of A^k among polynomials of a degree."""
+    return polynomial(*(float(power == k) for power in range(degree + 1)))
+
+
+def _is_diagonal(basis: Tensor) -> bool:
+    """Whether each learned number multiplies a power of its own."""
+    learned, powers = basis.shape
+    return learned == powers and bool((basis == basis.diagonal().diag()).all())
+
+
+# far above any use: a damaged file must not be read as text of any size
+_MOST_DESCRIPTION = 2**22
 
 
 def read_description(state: Tensor) -> dict[str, Any]:
@@ -311,60 +327,3 @@ def read_description(state: Tensor) -> dict[str, Any]:
     if not isinstance(description, dict):
         raise ValueError(f"the description of a filter is damaged: {description!r:.80}")
     return description
-
-
-def _check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
-    """Refuse tensors of a subclass that do not fit together."""
-    for name, given in {"base": base, "basis": basis, "theta": theta}.items():
-        if not isinstance(given, Tensor) and (name == "base" or given is not None):
-            raise TypeError(
-                f"the {name} of a filter must be a tensor, got {type(given).__name__}; "
-                "torch.tensor(...) makes one of a list"
-            )
-    powers = base.shape[-1] if base.dim() else 0
-    rows = len(base) if base.dim() == 2 else 1
-    if base.dim() not in (1, 2) or not powers or rows not in (1, num_heads):
-        raise ValueError(
-            "the base of a filter must be (degree+1,) or (heads, degree+1), lowest power first, "
-            f"with {num_heads} heads here; got {tuple(base.shape)}"
-        )
-    if basis is not None and (basis.dim() != 2 or basis.shape[-1] != powers):
-        raise ValueError(
-            "the basis of a filter must be (L, degree+1), a polynomial for each of its L learned "
-            f"numbers, with {powers} coefficients as its base has; got {tuple(basis.shape)}"
-        )
-    learned = 0 if basis is None else len(basis)
-    fitting = ((learned,), (1, learned), (num_heads, learned))
-    if theta is not None and theta.shape not in fitting:
-        raise ValueError(
-            f"the theta of a filter must be (L,) or (heads, L), here {(learned,)} or "
-            f"{(num_heads, learned)}; got {tuple(theta.shape)}"
-        )
-
-
-def _check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:
-    """Refuse numbers that are finite, but not in the precision that a filter computes in."""
-    # each of them first: a sum of infinite numbers would not tell which of them was wrong
-    for name, tensor in {"coefficients": base, "learned polynomials": basis, "θ": theta}.items():
-        if not bool(tensor.float().isfinite().all()):
-            largest = tensor.abs().max().item()
-            raise ValueError(
-                f"the initial {name} of a filter must be finite in float32, got {largest:g}"
-            )
-    # in float64, where nothing overflows and autocast does not act; of absolute values, because no
-    # part of the sum may overflow in float32 either
-    largest = (base.abs() + theta.abs() @ basis.abs()).max().item()
-    if largest > torch.finfo(torch.float32).max:
-        raise ValueError(
-            "the initial coefficients of a filter, base + θ·basis, must be finite in float32, got "
-            f"{largest:g}; choose smaller initial values, or a smaller K"
-        )
-
-
-def _is_diagonal(basis: Tensor) -> bool:
-    learned, powers = basis.shape
-    return learned == powers and bool((basis == basis.diagonal().diag()).all())
-
-
-def monomial(k: int, degree: int) -> Tensor:
-    return polynomial(*(float(power == k) for power in range(degree + 1)))

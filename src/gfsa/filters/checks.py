@@ -1,9 +1,12 @@
-"""Checks of the numbers that filters and comparison methods are built from."""
+"""Checks of the numbers and tensors that filters and comparison methods are built from."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+import torch
+from torch import Tensor
 
 # limits far above any use: a filter from a file must not be able to allocate all memory
 _MOST_HEADS = 65536
@@ -75,3 +78,51 @@ def check_number(
             wanted += f" above {above:g}"
         raise ValueError(f"{name} must be {wanted}, got {value!r:.40}")
     return float(value)
+
+
+def check_shapes(num_heads: int, base: Any, basis: Any, theta: Any) -> None:
+    """Refuse tensors of a subclass that do not fit together."""
+    for name, given in {"base": base, "basis": basis, "theta": theta}.items():
+        if not isinstance(given, Tensor) and (name == "base" or given is not None):
+            raise TypeError(
+                f"the {name} of a filter must be a tensor, got {type(given).__name__}; "
+                "torch.tensor(...) makes one of a list"
+            )
+    powers = base.shape[-1] if base.dim() else 0
+    rows = len(base) if base.dim() == 2 else 1
+    if base.dim() not in (1, 2) or not powers or rows not in (1, num_heads):
+        raise ValueError(
+            "the base of a filter must be (degree+1,) or (heads, degree+1), lowest power first, "
+            f"with {num_heads} heads here; got {tuple(base.shape)}"
+        )
+    if basis is not None and (basis.dim() != 2 or basis.shape[-1] != powers):
+        raise ValueError(
+            "the basis of a filter must be (L, degree+1), a polynomial for each of its L learned "
+            f"numbers, with {powers} coefficients as its base has; got {tuple(basis.shape)}"
+        )
+    learned = 0 if basis is None else len(basis)
+    fitting = ((learned,), (1, learned), (num_heads, learned))
+    if theta is not None and theta.shape not in fitting:
+        raise ValueError(
+            f"the theta of a filter must be (L,) or (heads, L), here {(learned,)} or "
+            f"{(num_heads, learned)}; got {tuple(theta.shape)}"
+        )
+
+
+def check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:
+    """Refuse numbers that are finite, but not in the precision that a filter computes in."""
+    # each of them first: a sum of infinite numbers would not tell which of them was wrong
+    for name, tensor in {"coefficients": base, "learned polynomials": basis, "θ": theta}.items():
+        if not bool(tensor.float().isfinite().all()):
+            largest = tensor.abs().max().item()
+            raise ValueError(
+                f"the initial {name} of a filter must be finite in float32, got {largest:g}"
+            )
+    # in float64, where nothing overflows and autocast does not act; of absolute values, because no
+    # part of the sum may overflow in float32 either
+    largest = (base.abs() + theta.abs() @ basis.abs()).max().item()
+    if largest > torch.finfo(torch.float32).max:
+        raise ValueError(
+            "the initial coefficients of a filter, base + θ·basis, must be finite in float32, got "
+            f"{largest:g}; choose smaller initial values, or a smaller K"
+        )

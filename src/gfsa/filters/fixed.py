@@ -9,7 +9,7 @@ from gfsa.filters.checks import check_order, check_positive_int
 
 
 class Twicing(GraphFilter):
-    r"""Twicing attention, :math:`H = 2A - A^2`: keeps twice the detail, learns nothing."""
+    r"""Twicing attention, :math:`H = 2A - A^2 = A + A (I - A)`: adds the residual, smoothed."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__(num_heads, polynomial(0.0, 2.0, -1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -20,8 +20,11 @@ from gfsa.lens.report import LensReport
 from gfsa.lens.sites import plugged_everywhere
 from gfsa.plugs.layer_selection import Layers
 from gfsa.plugs.registry import Unknown
+from gfsa.plugs.running import call, evaluating
+from gfsa.plugs.sites import Site
 
 Forward = Callable[[nn.Module, Any], Any]
+"""Calls a model on a batch."""
 
 
 def diagnose(
@@ -82,85 +85,76 @@ def diagnose(
     batches = _batches(inputs, len(models))
     known = _length(batches)
     total = known if max_batches is None or known is None else min(known, max_batches)
+    measurement = _Measurement(layers, options, valid, forward or call, unknown)
     readings = {}
     for name, module in models.items():
         with progress_bar(progress, name, total) as advance:
-            readings[name] = _measure(
-                name,
-                module,
-                _first(batches, max_batches),
-                layers,
-                options,
-                valid,
-                forward,
-                unknown,
-                advance,
-            )
+            chosen = _first(batches, max_batches)
+            readings[name] = measurement.of(name, module, chosen, advance)
     return LensReport(readings, created=datetime.now(timezone.utc).isoformat(timespec="seconds"))
 
 
-def _measure(
-    name: str,
-    model: nn.Module,
-    batches: Iterable[Any],
-    layers: Layers,
-    options: LensOptions,
-    valid: Tensor | Callable[[Any], Tensor | None] | None,
-    forward: Forward | None,
-    unknown: Unknown,
-    advance: Callable[[], None],
-) -> ModelReading:
-    # a compiled model would be compiled again for every hook; the module inside is not compiled
-    model = getattr(model, "_orig_mod", model)
-    parameters = sum(p.numel() for p in model.parameters())
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    start = time.perf_counter()
-    with (
-        _evaluating(model),
-        torch.no_grad(),
-        plugged_everywhere(model, unknown) as (sites, bare, skipped),
-        Recorder(model, sites, layers, options) as recorder,
-    ):
-        for batch in batches:
-            batch = _to_device(batch, device)
-            mask = valid(batch) if callable(valid) else valid
-            with recorder.listening(batch, mask):
-                _call(model, batch, forward)
-            advance()
-        if not recorder.layers:
-            raise ValueError("no attention layer ran: expected at least one batch in inputs")
-        skipped |= {
-            n: f"{type(s.filter).__name__} is not a polynomial of its map: its tokens are shown, "
-            "its response is not"
-            for n, s in sites.items()
-            if not s.filter.is_polynomial
-        }
-        own = [s.filter for n, s in sites.items() if n not in bare]
-        first = next(iter(recorder.layers.values()))
-        return ModelReading(
-            name=name,
-            kind=type(model).__name__,
-            parameters=parameters,
-            filter_parameters=sum(p.numel() for f in own for p in f.parameters()),
-            samples=recorder.samples,
-            tokens=recorder.tokens,
-            spectral_samples=first.spectral_samples,
-            seconds={"total": time.perf_counter() - start, **recorder.watch.seconds},
-            features=recorder.features(),
-            attention=recorder.attention(bare),
-            skipped=skipped,
+@dataclass(frozen=True)
+class _Measurement:
+    """What is measured of each model, and how the model is called; see :func:`diagnose`."""
+
+    layers: Layers
+    options: LensOptions
+    valid: Tensor | Callable[[Any], Tensor | None] | None
+    forward: Forward
+    unknown: Unknown
+
+    def of(
+        self, name: str, model: nn.Module, batches: Iterable[Any], advance: Callable[[], None]
+    ) -> ModelReading:
+        """The readings of one model; ``advance`` is called after each batch."""
+        # a compiled model would be compiled again for every hook; the module inside is not compiled
+        model = getattr(model, "_orig_mod", model)
+        parameters = sum(p.numel() for p in model.parameters())
+        device = next(
+            (t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu")
         )
+        start = time.perf_counter()
+        with (
+            evaluating(model),
+            torch.no_grad(),
+            plugged_everywhere(model, self.unknown) as (sites, bare, skipped),
+            Recorder(model, sites, self.layers, self.options) as recorder,
+        ):
+            for batch in batches:
+                batch = _to_device(batch, device)
+                mask = self.valid(batch) if callable(self.valid) else self.valid
+                with recorder.listening(batch, mask):
+                    self.forward(model, batch)
+                advance()
+            if not recorder.layers:
+                raise ValueError("no attention layer ran: expected at least one batch in inputs")
+            skipped |= _without_response(sites)
+            own = [s.filter for n, s in sites.items() if n not in bare]
+            first = next(iter(recorder.layers.values()))
+            return ModelReading(
+                name=name,
+                kind=type(model).__name__,
+                parameters=parameters,
+                filter_parameters=sum(p.numel() for f in own for p in f.parameters()),
+                samples=recorder.samples,
+                tokens=recorder.tokens,
+                spectral_samples=first.spectral_samples,
+                seconds={"total": time.perf_counter() - start, **recorder.watch.seconds},
+                features=recorder.features(),
+                attention=recorder.attention(bare),
+                skipped=skipped,
+            )
 
 
-def _call(model: nn.Module, batch: Any, forward: Forward | None) -> None:
-    if forward is not None:
-        forward(model, batch)
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple):
-        model(*batch)
-    else:
-        model(batch)
+def _without_response(sites: Mapping[str, Site]) -> dict[str, str]:
+    """The layers whose filter has no frequency response, with the reason."""
+    return {
+        name: f"{type(site.filter).__name__} is not a polynomial of its map: its tokens are shown, "
+        "its response is not"
+        for name, site in sites.items()
+        if not site.filter.is_polynomial
+    }
 
 
 def _batches(inputs: Any, models: int) -> Iterable[Any]:
@@ -220,15 +214,3 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     if hasattr(batch, "to") and not inspect.isclass(batch):
         return batch.to(device)
     return batch
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module has its earlier mode again."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gfsa.lens.spectrum import dense_map
 from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Operator, SDPAOperator
-from gfsa.operators.base import at_least_float32
-from gfsa.operators.dense import repeat_heads
+from gfsa.operators.base import at_least_float32, repeat_heads
 
 # entries of the map in memory at a time: 64 MB in float32
 _ENTRIES = 1 << 24

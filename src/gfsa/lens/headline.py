@@ -116,12 +116,13 @@ def _advice(reference: ModelReading, others: Sequence[ModelReading]) -> list[str
     start = _last_cosine(reference)
     for model in filter(_is_filtered, models):
         end = _last_cosine(model)
-        same = model is not reference and None not in (start, end) and _close(start, end)
+        same = model is not reference and _close(start, end)
         advice.setdefault(_advice_on(model, same), []).append(model.name)
     return [f"{_listed(names)}: {text}" for text, names in advice.items()]
 
 
 def _close(start: float | None, end: float | None) -> bool:
+    """Whether two similarities are known and about the same."""
     return start is not None and end is not None and abs(end - start) < DIFFERENCE
 
 
@@ -154,10 +155,7 @@ def _advice_on(model: ModelReading, same: bool) -> str:
             "the filters moved and tokens stay as alike as without them: judge the filters by the "
             "task's own metric."
         )
-    return (
-        "the filters moved; whether the change of the tokens helps is for the task's own metric "
-        "to say."
-    )
+    return "the filters moved; the task's own metric shows whether that helps."
 
 
 def _path(name: str, trajectory: Trajectory) -> list[str]:

@@ -17,7 +17,7 @@ from gfsa.lens import metrics, spectrum
 from gfsa.lens.entropy import attention_entropy, has_rows
 from gfsa.lens.readings import AttentionReading, FeatureReading, Spectrum
 from gfsa.operators import DenseOperator, Operator
-from gfsa.operators.dense import repeat_heads
+from gfsa.operators.base import repeat_heads
 
 # points of the axis on which singular values of several lengths are averaged
 POINTS = 64

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from gfsa.lens.metrics import singular_values
 from gfsa.operators import Operator, combine
-from gfsa.operators.base import at_least_float32
-from gfsa.operators.dense import repeat_heads
+from gfsa.operators.base import at_least_float32, repeat_heads
 
 Verdict = Literal["low-pass", "high-pass", "all-pass", "mixed"]
 

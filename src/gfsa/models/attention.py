@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Operator
 from gfsa.operators.autocast import autocast, no_autocast
-from gfsa.operators.dense import DropoutPlace
+from gfsa.operators.call import DropoutPlace
 
 
 class SelfAttention(nn.Module, ABC):

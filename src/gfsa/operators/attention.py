@@ -15,9 +15,11 @@ from gfsa.operators.call import (
     DecisionCache,
     DropoutPlace,
     Signature,
+    check_dropout_place,
+)
+from gfsa.operators.checks import (
     check_call,
     check_coefficients,
-    check_dropout_place,
     check_kinds,
     check_options,
     in_full_precision,
@@ -91,7 +93,15 @@ class AttentionOperator(Operator):
         if call.dropout_p or not worth_taking_apart(call.q, call.k, len(heads)):
             return None
         some = call.of_heads(heads)
-        return AttentionOperator(*some[:-2], self.backend, visible=some.visible)
+        return AttentionOperator(
+            some.q,
+            some.k,
+            some.attn_mask,
+            is_causal=some.is_causal,
+            scale=some.scale,
+            backend=self.backend,
+            visible=some.visible,
+        )
 
     def visibility(self) -> Visibility:
         return Visibility.from_call(self.call)

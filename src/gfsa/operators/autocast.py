@@ -29,7 +29,7 @@ _autocast_is_available = functools.cache(torch.amp.is_autocast_available)
 
 
 def autocast(*tensors: Any) -> Any:
-    """Cast as autocast casts the arguments of torch's own attention; the first tells the device."""
+    """Cast as autocast casts the arguments of torch's own attention, by the first one's device."""
     device = tensors[0].device.type
     if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors

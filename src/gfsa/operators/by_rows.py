@@ -1,4 +1,4 @@
-"""Attention where what a query sees is described: masks are written for a block of queries only.
+"""Attention under a described visibility: the mask is written for one block of queries at a time.
 
 Torch's attention takes a mask or causality, and neither a window nor documents. A mask of all
 queries and keys has N² entries; here one of at most :data:`MOST_ENTRIES` exists at a time, and a

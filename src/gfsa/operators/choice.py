@@ -65,11 +65,11 @@ def choose(backend: Backend, call: AttentionCall, v: Tensor, degree: int) -> Cho
 def reason_for_sdpa_alone(call: AttentionCall) -> str | None:
     """Why torch's attention alone can compute A, or None if other operators can too."""
     if call.q.is_nested:
-        return "which tokens of a nested tensor belong together, torch's attention knows alone"
+        return "only torch's attention knows which tokens of a nested tensor belong together"
     # context parallel replaces torch's function, so that a call with the tokens of one process
     # attends to all tokens
     if F.scaled_dot_product_attention is not _TORCH_ATTENTION:
-        return "torch's attention is replaced (context parallel), so A is known to it alone"
+        return "torch's attention is replaced (context parallel), and only the replacement knows A"
     return None
 
 

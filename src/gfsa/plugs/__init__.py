@@ -4,8 +4,9 @@ from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.call_check import FilterNotCalledError
 from gfsa.plugs.filter_rate import FilterRate
 from gfsa.plugs.optim import parameter_groups
-from gfsa.plugs.plug import PlugReport, plug, unplug
+from gfsa.plugs.plug import plug, unplug
 from gfsa.plugs.registry import register_adapter
+from gfsa.plugs.report import PlugReport
 from gfsa.plugs.sites import Site, filters_of, sites
 
 __all__ = [

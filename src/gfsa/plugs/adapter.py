@@ -35,7 +35,7 @@ HEADS = (
 def heads_of(*holders: object) -> int | None:
     """The number of heads that a module (or its config) states, or None if none of them does."""
     with warnings.catch_warnings():
-        # models of diffusers warn when they are asked for what their config has
+        # a model of diffusers warns if an attribute is read that only its config has
         warnings.simplefilter("ignore", FutureWarning)
         for holder in holders:
             for name in HEADS:

@@ -1,4 +1,4 @@
-"""Check that plugged filters are called: one that never is raises, it is no silent no-op."""
+"""Check that plugged filters are called: a filter that no forward calls is an error."""
 
 from __future__ import annotations
 

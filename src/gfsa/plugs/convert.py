@@ -11,9 +11,7 @@ with one learned λ per head, called ``lamb`` (images, code), ``w_K`` (language,
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +21,11 @@ from torch import Tensor, nn
 from gfsa.filters import GFSA
 from gfsa.operators.call import DropoutPlace
 from gfsa.plugs.attach import install
-from gfsa.plugs.backbone import canonical_name, pattern_of, some_of
 from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.plug import PlugReport
 from gfsa.plugs.presets import backbones_of
+from gfsa.plugs.published_layers import match_by_name, match_by_order
+from gfsa.plugs.published_weights import read_checkpoint, weights_for
+from gfsa.plugs.report import PlugReport
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.sites import Site, check_model, plugged_sites, sites
 
@@ -45,13 +44,6 @@ _HARD_CODED = {
 }
 # of the backbones whose parameter is w_K, these have no option w_0
 _WITHOUT_W0 = {"graphormer"}
-# what training scripts put around the weights
-_WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
-# buffers of old versions of the libraries, which the models compute for themselves today
-_BUFFERS = re.compile(
-    r"(^|\.)(position_ids|token_type_ids|relative_position_index|attn_mask|attn\.bias|"
-    r"attn\.masked_bias|attention\.bias|attention\.masked_bias)$"
-)
 
 
 @dataclass(frozen=True)
@@ -114,78 +106,21 @@ def convert(
         )
     if plugged_sites(model):
         raise ValueError(f"{type(model).__name__} is plugged already; gfsa.unplug(model) first")
-    tensors = _unwrapped(state_dict)
+    checkpoint = read_checkpoint(state_dict)
     found = sites(model, unknown="trace")
-    numbers, rest = _split(tensors)
-    settings = _settings(model, _parameter(numbers), K, w0)
-    layers = {key.rpartition(".")[0]: value for key, value in numbers.items()}
-    matched = _by_order(layers, found) if by_order else _by_name(model, layers, found)
-    planned, report = _plan(model, matched, layers, settings, strict)
+    settings = _settings(model, checkpoint.parameter, K, w0)
+    if by_order:
+        matched = match_by_order(checkpoint.filters, found)
+    else:
+        matched = match_by_name(model, checkpoint.filters, found)
+    planned, report = _plan(model, matched, checkpoint.filters, settings, strict)
     refuse_distributed(model, [site.module for site, _ in planned])
-    fitting = _weights_for(model, rest) if weights else {}
+    fitting = weights_for(model, checkpoint.weights) if weights else {}
     with all_or_nothing(model):
         install(model, planned)
         # last, because nothing after it can fail: names and shapes are checked
         model.load_state_dict(fitting, strict=False)
     return report
-
-
-def _unwrapped(state_dict: Any) -> dict[str, Tensor]:
-    """The weights by name, without what a training script or a wrapper puts around them."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            "state_dict must be a dict of tensors, as torch.load(file, weights_only=True) gives "
-            f"it; got {type(state_dict).__name__}"
-        )
-    inside = [key for key in _WRAPPERS if isinstance(state_dict.get(key), Mapping)]
-    if inside:
-        return _unwrapped(state_dict[inside[0]])
-    tensors = {str(key): value for key, value in state_dict.items() if isinstance(value, Tensor)}
-    if tensors and all(key.startswith("module.") for key in tensors):
-        tensors = {key.removeprefix("module."): value for key, value in tensors.items()}
-    return tensors
-
-
-def _split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The filters' numbers, one vector a layer, and the other weights."""
-    for parameter in ("lamb", "w_K", "beta"):
-        numbers = {
-            key: value
-            for key, value in tensors.items()
-            if key.endswith(f".{parameter}") and value.dim() == 1
-        }
-        # a normalisation may call its bias beta; it has a gamma beside it
-        numbers = {
-            key: value
-            for key, value in numbers.items()
-            if f"{key.rpartition('.')[0]}.gamma" not in tensors
-        }
-        if numbers:
-            rest = {k: v for k, v in tensors.items() if k not in numbers}
-            _refuse_other_filters(parameter, rest)
-            return numbers, rest
-    raise ValueError(
-        "the checkpoint has no filters: none of its tensors is called lamb, w_K or beta, as in the "
-        f"published code; it has {some_of(tensors)}"
-    )
-
-
-def _refuse_other_filters(parameter: str, rest: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for filters that are not like the others: they would be left out."""
-    # beta is the name of a bias, too
-    names = tuple({".lamb", ".w_K", f".{parameter}"} - {".beta"})
-    others = {key: tuple(value.shape) for key, value in rest.items() if key.endswith(names)}
-    if others:
-        shown = some_of(f"{key} of shape {shape}" for key, shape in others.items())
-        raise ValueError(
-            f"expected one vector {parameter!r}, a number per head, for each layer of the "
-            f"checkpoint, as in the published code; it also has {shown}. Take out of it what is no "
-            "filter of this model"
-        )
-
-
-def _parameter(numbers: Mapping[str, Tensor]) -> str:
-    return next(iter(numbers)).rpartition(".")[2]
 
 
 def _settings(model: nn.Module, parameter: str, K: int | None, w0: float | None) -> _Settings:
@@ -216,77 +151,9 @@ def _settings(model: nn.Module, parameter: str, K: int | None, w0: float | None)
     return _Settings(parameter, K, float(w0))
 
 
-def _by_name(
-    model: nn.Module, layers: Mapping[str, Tensor], found: Mapping[str, Site]
-) -> dict[str, Site | None]:
-    """The site of each layer of the checkpoint: of the same name, or of one that ends alike."""
-    canonical = {name: canonical_name(model, name) for name in found}
-    matched: dict[str, Site | None] = {}
-    for layer in layers:
-        wanted = canonical_name(model, layer)
-        same = [name for name in found if canonical[name] == wanted]
-        same = same or [name for name in found if _ends_alike(canonical[name], wanted)]
-        if len(same) > 1:
-            raise ValueError(
-                f"the checkpoint has a filter for {layer}, which {some_of(same)} can be; convert "
-                "the part of the model that it belongs to"
-            )
-        matched[layer] = found[same[0]] if same else None
-    missing = [layer for layer, site in matched.items() if site is None]
-    if missing:
-        raise ValueError(
-            f"the checkpoint has filters for {some_of(missing)}, which {type(model).__name__} does "
-            f"not have; its attention layers are {some_of(found)}. Build the backbone of the "
-            "published code, or match layers by their order (by_order=True, weights=False)"
-        )
-    _refuse_shared(matched)
-    return matched
-
-
-def _refuse_shared(matched: Mapping[str, Site | None]) -> None:
-    """Raise ValueError if two layers of the checkpoint belong to one of the model."""
-    layers: dict[str, list[str]] = {}
-    for layer, site in matched.items():
-        if site is not None:
-            layers.setdefault(site.name, []).append(layer)
-    for name, several in layers.items():
-        if len(several) > 1:
-            raise ValueError(
-                f"the checkpoint has {len(several)} filters for {name}: {some_of(several)}; pass "
-                "the weights of one model (without averaged copies beside them)"
-            )
-
-
-def _ends_alike(one: str, other: str) -> bool:
-    return one.endswith(f".{other}") or other.endswith(f".{one}")
-
-
-def _by_order(layers: Mapping[str, Tensor], found: Mapping[str, Site]) -> dict[str, Site | None]:
-    accepting = [site for site in found.values() if site.refusal is None]
-    if len(accepting) != len(layers):
-        raise ValueError(
-            f"the checkpoint has filters for {len(layers)} layers ({some_of(layers)}), the model "
-            f"has {len(accepting)} ({some_of(site.name for site in accepting)}): they cannot be "
-            "matched by order"
-        )
-    return dict(zip(_by_number(layers), accepting, strict=True))
-
-
-def _by_number(layers: Iterable[str]) -> list[str]:
-    """Names of layers, those of one stack by their numbers: a file may sort 10 before 2."""
-    stacks: dict[str, list[str]] = {}
-    for layer in layers:
-        stacks.setdefault(pattern_of(layer), []).append(layer)
-    sorted_names = {
-        pattern: iter(sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
-        for pattern, names in stacks.items()
-    }
-    return [next(sorted_names[pattern_of(layer)]) for layer in layers]
-
-
 def _plan(
     model: nn.Module,
-    matched: Mapping[str, Site | None],
+    matched: Mapping[str, Site],
     layers: Mapping[str, Tensor],
     settings: _Settings,
     strict: bool,
@@ -295,7 +162,6 @@ def _plan(
     report = PlugReport()
     planned = []
     for layer, site in matched.items():
-        assert site is not None
         numbers = layers[layer].detach().double().cpu()
         if not bool(numbers.isfinite().all()):
             raise ValueError(f"{layer}.{settings.parameter} has values that are not finite")
@@ -327,55 +193,3 @@ def _plan(
             + "; ".join(f"{name}: {why}" for name, why in report.skipped.items())
         )
     return planned, report
-
-
-def _weights_for(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The other weights under the names of the model, checked to be all of them."""
-    own = model.state_dict()
-    without_memory = [key for key, value in own.items() if value.is_meta]
-    if without_memory:
-        raise ValueError(
-            f"{some_of(without_memory)} of {type(model).__name__} are on the device meta and "
-            "cannot hold weights: build the model on a device, or call "
-            "model.to_empty(device=...) first"
-        )
-    given = _renamed(model, rest)
-    given = {k: v for k, v in given.items() if k in own or not _BUFFERS.search(k)}
-    tied = _tied(model)
-    missing = [key for key in own if key not in given and not _is_known(key, tied, given)]
-    extra = [key for key in given if key not in own]
-    if missing or extra:
-        raise ValueError(
-            f"the weights of the checkpoint are not those of {type(model).__name__}: missing "
-            f"{some_of(missing)}; not expected {some_of(extra)}. Build the model that was trained, "
-            "or load the weights yourself and pass weights=False"
-        )
-    for key, value in given.items():
-        if value.shape != own[key].shape:
-            raise ValueError(
-                f"{key} of the checkpoint has shape {tuple(value.shape)}, that of "
-                f"{type(model).__name__} {tuple(own[key].shape)}"
-            )
-    return given
-
-
-def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """Names of tensors that are the same one, by each of their names."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return {name: names for names in groups.values() for name in names}
-
-
-def _is_known(key: str, tied: Mapping[str, list[str]], given: Mapping[str, Tensor]) -> bool:
-    """Whether a tensor that the checkpoint does not name is given under another name, or fixed."""
-    return any(name in given for name in tied.get(key, ())) or bool(_BUFFERS.search(key))
-
-
-def _renamed(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names of today; timm knows how its own have changed."""
-    module = sys.modules[type(model).__module__]
-    update = getattr(module, "checkpoint_filter_fn", None)
-    if module.__name__.startswith("timm.") and callable(update):
-        return dict(update(dict(rest), model))
-    return dict(rest)

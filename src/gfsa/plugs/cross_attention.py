@@ -13,6 +13,14 @@ Owners = Sequence[tuple[nn.Module, str]]
 
 REASON = "cross-attention has no powers: its queries and keys are different tokens"
 
+OTHER_SEQUENCE = (
+    "key_value_states",
+    "encoder_hidden_states",
+    "cross_attention_states",
+    "context",
+)
+"""Arguments in which the forwards of many libraries take the tokens of another sequence."""
+
 # attribute names of cross-attention: attn2 in diffusers, x_attn in Kosmos, text_cross_attn and
 # final_attn_token_to_image in the mask decoders of SAM
 _ATTRIBUTE = re.compile(

@@ -54,10 +54,10 @@ def write_files(folder: Path, description: Mapping[str, Any], tensors: bytes) ->
             # the description first: it has a digest, which files of older versions have not
             _replace(folder, {DESCRIPTION: text.encode(), TENSORS: tensors})
             if lock.held:
-                # of saves that were killed; until now they may have been the last complete save
+                # files of killed saves: until now they may have been the last complete save
                 _unlink(folder.glob(".filters.*.tmp"))
     except BaseException:
-        # of folders that were made for this save none stays empty
+        # remove the folders that were made for this save
         for new_folder in new_folders:
             with contextlib.suppress(OSError):
                 new_folder.rmdir()

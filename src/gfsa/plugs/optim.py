@@ -72,7 +72,7 @@ def trained_parameters(model: nn.Module, filter_lr: float | None) -> list[nn.Par
 
 
 def check_rate(filter_lr: float) -> float:
-    """The rate, if it is one; otherwise a ValueError."""
+    """``filter_lr`` itself, or a ValueError if it cannot be a learning rate."""
     return _check_number("filter_lr", filter_lr)
 
 

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from gfsa.filters.base import read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.backbone import canonical_name
-from gfsa.plugs.checkpoint import EXTRA, FORMAT, check_restorable, load, restore
+from gfsa.plugs.checkpoint import load
+from gfsa.plugs.described_filters import EXTRA, FORMAT
 from gfsa.plugs.filter_files import DESCRIPTION, MOST_TENSORS
 from gfsa.plugs.hub.download import Download, download_filters
+from gfsa.plugs.restoring import check_restorable, restore
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.saved_folders import other_loader
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites

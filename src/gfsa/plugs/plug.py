@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -11,12 +10,13 @@ from torch import nn
 
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.filters.gfsa import Power
-from gfsa.operators.dense import DropoutPlace
+from gfsa.operators.call import DropoutPlace, check_dropout_place
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.presets import preset_for
 from gfsa.plugs.registry import Unknown
+from gfsa.plugs.report import ROOT, PlugReport
 from gfsa.plugs.sites import (
     Site,
     accepting_sites,
@@ -39,43 +39,6 @@ class _Unset:
 
 
 UNSET: Any = _Unset()
-
-# how reports show a model that is an attention module itself: its name is the empty string
-_ROOT = "(the model)"
-
-
-@dataclass
-class PlugReport:
-    """What :func:`plug` did, or would do."""
-
-    plugged: dict[str, int] = field(default_factory=dict)
-    """Module name → heads, in the model's order."""
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Module name → why it has no filter."""
-    parameters: int = 0
-    """How many learned numbers were added."""
-    how: dict[str, str] = field(default_factory=dict)
-    """Module name → how its forward calls the filter."""
-    dry_run: bool = False
-
-    def __str__(self) -> str:
-        verb = "would plug" if self.dry_run else "plugged"
-        return report_text(
-            f"{verb} {len(self.plugged)} layers, {self.parameters} learned numbers",
-            {name: f"{heads} heads, {self.how[name]}" for name, heads in self.plugged.items()},
-            self.skipped,
-        )
-
-
-def report_text(headline: str, changed: Mapping[str, str], skipped: Mapping[str, str]) -> str:
-    """A report as text: the layers that changed, numbered, then the skipped ones."""
-    lines = [f"{headline} ({len(skipped)} skipped)"]
-    lines += [
-        f"  {number:>3}  {name or _ROOT}: {what}"
-        for number, (name, what) in enumerate(changed.items(), start=1)
-    ]
-    lines += [f"    -  {name or _ROOT}: {reason}" for name, reason in skipped.items()]
-    return "\n".join(lines)
 
 
 def plug(
@@ -156,9 +119,7 @@ def plug(
     given = {name: value for name, value in arguments.items() if value is not UNSET}
     if preset is not None:
         given = {**preset_for(model, preset), **given}
-    place = given.pop("dropout_after", "attention")
-    if place not in get_args(DropoutPlace):
-        raise ValueError(f"dropout_after must be one of {get_args(DropoutPlace)}, got {place!r}")
+    place = check_dropout_place(given.pop("dropout_after", "attention"))
     if unknown not in get_args(Unknown):
         raise ValueError(f"unknown must be one of {get_args(Unknown)}, got {unknown!r}")
     factory = _factory(filter, given)
@@ -214,7 +175,7 @@ def plan_filters(
             continue
         if site.is_plugged:
             raise ValueError(
-                f"{name or _ROOT} is plugged already; gfsa.unplug(model) first, or choose other "
+                f"{name or ROOT} is plugged already; gfsa.unplug(model) first, or choose other "
                 "layers"
             )
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device

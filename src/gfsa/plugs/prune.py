@@ -18,8 +18,8 @@ from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_replaced_f
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.running import call, evaluating
 from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
-from gfsa.plugs.trial import call
 
 
 @dataclass
@@ -193,13 +193,8 @@ def _finish(model: nn.Module, before: Mapping[str, Site]) -> None:
 
 def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     """Every floating-point tensor that the model returns, by its path in the output."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         output = call(model, inputs)
-    finally:
-        for module, training in modes:
-            module.training = training
     leaves, _ = pytree.tree_flatten_with_path(output)
     found = {
         pytree.keystr(path): leaf

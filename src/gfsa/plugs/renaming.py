@@ -19,7 +19,7 @@ class Renaming:
 
     Both versions have a module, the *root*, that contains the layer's parameters: the layer itself
     or a module around it. A table of renamings is written for the older version as the installed
-    one; :meth:`reversed` is for whoever has the newer one.
+    one; where the newer version is installed, :meth:`reversed` gives the other direction.
     """
 
     kind: str

@@ -33,7 +33,7 @@ def all_or_nothing(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever the block does, every module of ``model`` is afterwards as it was before.
+    """After the block, every module of ``model`` is as it was before, also if the block raised.
 
     Restored is what :func:`all_or_nothing` restores, and the numbers in the buffers.
     """

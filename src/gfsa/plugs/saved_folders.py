@@ -16,7 +16,7 @@ _KINDS = {
 
 
 def other_loader(folder: str | Path, caller: str) -> str | None:
-    """What a folder is and what loads it, or None if that is the caller or it is none of the three.
+    """What a folder is and what loads it; None if the caller loads it, or if it is another folder.
 
     Args:
         folder: a folder in which the caller has not found its files.

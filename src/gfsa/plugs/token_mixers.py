@@ -1,8 +1,8 @@
 """Token mixers that are not softmax attention: hybrids have them beside attention layers.
 
 A filter is a polynomial of an attention map. A state space, a convolution or a Fourier transform
-has no such map. The report of ``plug`` names these layers, so that nobody takes "plugged 12 layers"
-for all layers of a model with 48.
+has no such map. The report of ``plug`` names these layers: without them, "plugged 12 layers" would
+read as all layers of a model that has 48.
 """
 
 from __future__ import annotations

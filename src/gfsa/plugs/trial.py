@@ -22,6 +22,7 @@ from gfsa.plugs.call_check import FilterNotCalledError
 from gfsa.plugs.crossing import CROSSING, layers_that_cross
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.rollback import unchanged
+from gfsa.plugs.running import call
 from gfsa.plugs.sites import Site
 
 BYPASSED = "in the trial forward it, or the block around it, ran without calling its filter"
@@ -97,13 +98,6 @@ def try_forward(
             trial.refused |= refused
             remaining = {name: pair for name, pair in remaining.items() if name not in refused}
     return trial
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on a tensor, a dict of keyword arguments or a tuple of positional arguments."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 class _Watch:

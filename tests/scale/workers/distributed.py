@@ -39,8 +39,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.tensor_parallel import ShardHeads
+from support.random_filters import randomise
 from support.ring_on_cpu import use_ring_on_cpu
-from support.subjects import HEADS, SUBJECTS, Op, filters_of, first, randomise
+from support.subjects import HEADS, SUBJECTS, Op, filters_of, first
 from support.zoo import VOCABULARY, ZOO
 
 KEY_HEADS = 2

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gfsa.lens.trajectory import Trajectory
-from gfsa_experiments.engine.batches import EpochBatches, training_loader
 from gfsa_experiments.engine.checkpoints import (
     checkpoints,
     read_state,
@@ -27,7 +24,7 @@ from gfsa_experiments.engine.checkpoints import (
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.evaluate import evaluate
-from gfsa_experiments.engine.nested import to_device
+from gfsa_experiments.engine.meters import Pace, PeakMemory, StepMeter
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
 from gfsa_experiments.engine.randomness import (
     isolated_generators,
@@ -36,6 +33,7 @@ from gfsa_experiments.engine.randomness import (
 )
 from gfsa_experiments.engine.run_log import Movement, RunLog
 from gfsa_experiments.engine.speed import peak_flops, speed, speed_text
+from gfsa_experiments.engine.step_batches import StepBatches
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.train_step import EagerStep, GraphedStep
 
@@ -114,43 +112,44 @@ class Trainer:
             self.average = WeightAverage(task.model, config.ema)
             accelerator.register_for_checkpointing(self.average)
         self.model, self.optimiser = accelerator.prepare(task.model, optimiser)
-        compiled: str = config.compile
+        compiles = self._compile()
+        make_step = GraphedStep if config.graphs else EagerStep
+        self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
+        self._first_step_compiles = compiles or config.graphs
+        self.position = _Position()
+        self.log = RunLog(folder, accelerator.is_main_process)
+        self._best: dict[str, Tensor] | None = None
+        self.batches = StepBatches(task, config, accelerator)
+        self.steps_per_epoch = self.batches.steps_per_epoch
+        self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
+        self._rates: list[float] = []
+        self._peak_memory = PeakMemory(accelerator.device)
+        self._randomness_file = f"randomness-{accelerator.process_index}.pt"
+        found = peak_flops(accelerator.device)
+        self._peak_flops = None if found is None else found * accelerator.num_processes
+
+    def _compile(self) -> bool:
+        """Compile the model, or its blocks, as the settings want it; whether anything is."""
+        compiled: str = self.config.compile
         if compiled == "auto":
-            compiled = "blocks" if accelerator.device.type == "cuda" else "no"
+            compiled = "blocks" if self.accelerator.device.type == "cuda" else "no"
         if compiled == "model":
             compile_model(self.model)
         elif compiled == "blocks":
             compile_blocks(self.bare_model)
-        make_step = GraphedStep if config.graphs else EagerStep
-        self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
-        self._compiles = compiled != "no" or config.graphs
-        self.position = _Position()
-        self.log = RunLog(folder, accelerator.is_main_process)
-        self._best: dict[str, Tensor] | None = None
-        self.steps_per_epoch = self._batches(0, 0).steps()
-        if not self.steps_per_epoch:
-            raise ValueError(
-                f"{len(task.splits['train'])} examples make no batch of {config.batch_size}; "
-                "set a smaller batch_size or drop_last=false"
-            )
-        self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
-        self._rates: list[float] = []
-        self._peak = 0
-        self._randomness_file = f"randomness-{accelerator.process_index}.pt"
-        found = peak_flops(accelerator.device)
-        self._peak_flops = None if found is None else found * accelerator.num_processes
+        return compiled != "no"
 
     def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
         """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
         if resume:
             self._resume()
         self._measure_start()
-        self._reset_peak_memory()
+        self._peak_memory.start()
         if self.config.tensorboard:
             self.log.open_tensorboard()
         try:
             self._train(progress)
-            self._record_peak_memory()
+            self._peak_memory.stop()
             if self.movement.mean() == 0.0 and self.accelerator.is_main_process:
                 warnings.warn(
                     f"{self.folder}: no filter has moved in {self.position.step} steps: their "
@@ -202,7 +201,7 @@ class Trainer:
             steps=self.position.step,
             seconds=self.position.seconds,
             seconds_per_step=median(self._rates) if self._rates else 0.0,
-            peak_memory_mib=round(self._peak / 2**20, 1) if self._peak else None,
+            peak_memory_mib=self._peak_memory.mib,
         )
 
     @property
@@ -220,20 +219,18 @@ class Trainer:
         eval_steps = config.steps_between_evaluations(self.steps_per_epoch, self.total)
         save_steps = config.checkpoint_every or self.steps_per_epoch
         self.model.train()
-        losses = torch.zeros((), device=self.accelerator.device)
-        counted, since = 0, time.perf_counter()
+        if at.stopped:
+            # a resumed run whose patience had run out
+            return
         # the first step compiles, which is set-up: it counts as the mean of the steps after it
-        untimed = 1 if self._compiles else 0
-        for batches in self._stream():
+        meter = StepMeter(self.accelerator.device, untimed=1 if self._first_step_compiles else 0)
+        for batches in self.batches.steps(at.step, self.total):
             rate = set_learning_rate(self.optimiser, config, at.step, self.total)
-            losses += self.step(batches)
+            loss = self.step(batches)
             at.step += 1
             if self.average is not None:
                 self.average.update(self.bare_model, at.step)
-            counted += 1
-            if counted == untimed:
-                float(losses)
-                since = time.perf_counter()
+            meter.add(loss)
             done = at.step == self.total
             due = done or at.step % eval_steps == 0
             if due:
@@ -243,94 +240,40 @@ class Trainer:
             if not (evaluates or saves or done or at.step % config.log_every == 0):
                 continue
             # only here the host waits for the device
-            loss = float(losses) / counted
-            timed = counted - untimed
-            step_seconds = (time.perf_counter() - since) / timed if timed else 0.0
-            at.seconds += counted * step_seconds
-            if timed:
-                self._rates.append(step_seconds)
-            self._refuse_divergence(loss)
-            line = {"step": at.step, "loss": loss, "lr": rate}
-            if evaluates:
-                # the memory of evaluation does not count: its batches may be larger
-                self._record_peak_memory()
-                scores = self._validate(at)
-                line |= _prefixed("valid", scores)
-                self._add_to_curve(scores)
-                self._reset_peak_memory()
-            pace = self._speed(step_seconds) if timed else {}
-            self._add_to_log(line, pace)
+            pace = meter.read()
+            at.seconds += pace.seconds
+            if pace.seconds_per_step is not None:
+                self._rates.append(pace.seconds_per_step)
+            self._refuse_divergence(pace.loss)
+            status = self._log_step(pace, rate, evaluates)
             if progress is not None:
-                progress(at.step, self.total, f"loss {loss:.3g}{speed_text(pace)}")
+                progress(at.step, self.total, status)
             if saves or (at.stopped and config.checkpoints):
                 self._save()
             if at.stopped:
                 break
-            losses.zero_()
-            counted, untimed, since = 0, 0, time.perf_counter()
+            meter.restart()
 
-    def _reset_peak_memory(self) -> None:
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def _record_peak_memory(self) -> None:
-        if self.accelerator.device.type == "cuda":
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated())
-
-    def _stream(self) -> Iterator[list[Any]]:
-        """The batches of each remaining step, on the device."""
-        pin = self.accelerator.device.type == "cuda"
-        while self.position.step < self.total and not self.position.stopped:
-            epoch, start = divmod(self.position.step, self.steps_per_epoch)
-            order = self._batches(epoch, start)
-            loader = training_loader(self.task.splits["train"], order, self.config.workers, pin)
-            pieces: list[Any] = []
-            for batch in loader:
-                moved = to_device(batch, self.accelerator.device)
-                pieces.append(self._prepare(moved, len(pieces)))
-                if len(pieces) == self.config.accumulate:
-                    yield pieces
-                    pieces = []
-                    if self.position.step == self.total:
-                        return
-
-    def _prepare(self, batch: Any, piece: int) -> Any:
-        """Augment a batch with random numbers that do not depend on the method's dropout."""
-        if type(self.task).prepare is Task.prepare:
-            return batch
-        device = self.accelerator.device
-        at = (self.config.seed, self.position.step, piece, self.accelerator.process_index)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(int(np.random.SeedSequence(at).generate_state(1)[0]))
-            return self.task.prepare(batch)
-
-    def _batches(self, epoch: int, start: int) -> EpochBatches:
-        config, split = self.config, self.task.splits["train"]
-        if config.group_by_length and split.lengths is None:
-            raise ValueError("group_by_length=true, but this recipe's examples have no lengths")
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        if config.batch_size % (processes * config.accumulate):
-            raise ValueError(
-                f"batch_size {config.batch_size} cannot be split among {processes} processes"
-                f" × accumulate={config.accumulate}"
-            )
-        return EpochBatches(
-            len(split),
-            config.batch_size,
-            config.seed,
-            epoch,
-            lengths=split.lengths if config.group_by_length else None,
-            pieces=processes * config.accumulate,
-            own_pieces=range(rank * config.accumulate, (rank + 1) * config.accumulate),
-            start=start,
-            drop_last=config.drop_last,
-        )
+    def _log_step(self, pace: Pace, rate: float, evaluates: bool) -> str:
+        """Add the last steps to the log, with a validation if one is due; returns a status."""
+        line = {"step": self.position.step, "loss": pace.loss, "lr": rate}
+        if evaluates:
+            # the memory of evaluation does not count: its batches may be larger
+            self._peak_memory.stop()
+            scores = self._validate()
+            line |= _prefixed("valid", scores)
+            self._add_to_curve(scores)
+            self._peak_memory.start()
+        step_speed = {} if pace.seconds_per_step is None else self._speed(pace.seconds_per_step)
+        self._add_to_log(line, step_speed)
+        return f"loss {pace.loss:.3g}{speed_text(step_speed)}"
 
     def _evaluate(self, split: str) -> dict[str, float]:
         return evaluate(self.task, self.evaluated_model, split, self.config, self.accelerator)
 
-    def _validate(self, at: _Position) -> dict[str, float]:
+    def _validate(self) -> dict[str, float]:
         """Evaluate ``valid``, keep the best weights, and decide whether to stop."""
+        at = self.position
         scores = self._evaluate("valid")
         score = scores[self.task.metric]
         sign = 1 if self.task.higher_is_better else -1
@@ -374,8 +317,8 @@ class Trainer:
             "first step: training has diverged; a smaller lr (or filter_lr) or clip=1 may help"
         )
 
-    def _add_to_log(self, line: dict[str, Any], pace: dict[str, float] | None = None) -> None:
-        self.log.add(line, **(pace or {}), **{"filters/moved": self.movement.mean()})
+    def _add_to_log(self, line: dict[str, Any], beside: dict[str, float] | None = None) -> None:
+        self.log.add(line, **(beside or {}), **{"filters/moved": self.movement.mean()})
 
     def _speed(self, seconds_per_step: float) -> dict[str, float]:
         """Tokens per second and MFU of a step, if the task declares its work per example."""

@@ -1,15 +1,12 @@
-"""One run: what identifies it, and how it is carried out from its data to its row."""
+"""One run: what identifies it, and how it is carried out, from its data to its row."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import gc
-import json
-import os
 import shlex
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,10 +19,7 @@ from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
 from torch import nn
 
-import gfsa
-from gfsa._version import __version__
-from gfsa.environment import commit, device_name
-from gfsa.lens.trajectory import Trajectory
+from gfsa_experiments.engine.arithmetic import arithmetic_of
 from gfsa_experiments.engine.config import (
     HARMLESS,
     TrainConfig,
@@ -34,13 +28,12 @@ from gfsa_experiments.engine.config import (
     settings_of,
     without_folders,
 )
-from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.randomness import seed_everything
-from gfsa_experiments.engine.run_log import COEFFICIENTS
 from gfsa_experiments.engine.sharding import is_sharded, refuse_with_sharding, whole_weights
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.engine.trainer import Outcome, Progress, Trainer
+from gfsa_experiments.engine.trainer import Progress, Trainer
 from gfsa_experiments.runs.fingerprint import fingerprint
+from gfsa_experiments.runs.finish import keep_files, row_of
 from gfsa_experiments.runs.methods import (
     MethodConfig,
     added_parameters,
@@ -51,7 +44,6 @@ from gfsa_experiments.runs.row import Experiment, Row
 from gfsa_experiments.runs.run_folder import (
     differences,
     is_begun,
-    now,
     read_row,
     run_folder,
     write_config,
@@ -179,7 +171,7 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
         write_config(folder, settings, _defaults(run), run.resume)
         write_environment(folder, accelerator.device)
     accelerator.wait_for_everyone()
-    with _arithmetic(config):
+    with arithmetic_of(config):
         task = _build(run)
         data = _record_data(run, task, accelerator)
         added = find_method(run.method).apply(task.model, run.options)
@@ -191,28 +183,34 @@ def _carry_out(run: Run, accelerator: Accelerator, progress: Progress | None) ->
         try:
             outcome = trainer.fit(run.resume, progress)
         except FloatingPointError as error:
-            row = _row(run, task, data, added, trainer.diverged_outcome(), accelerator)
+            row = row_of(run, task, data, added, trainer.diverged_outcome(), accelerator)
             if accelerator.is_main_process:
                 write_row(folder, row)
             raise DivergedError(str(error), row) from error
         model = trainer.bare_model
         if is_sharded(accelerator):
-            # _row and _keep read whole weights, which only the first process has
-            weights = whole_weights(model)
-            task = _build(run)
-            find_method(run.method).apply(task.model, run.options)
+            # the row and the files are made of whole weights
+            task = _with_whole_weights(run, model, accelerator)
             model = task.model
-            if accelerator.is_main_process:
-                model.load_state_dict(weights)
-                model.to(accelerator.device)
-        row = _row(run, task, data, added, outcome, accelerator)
+        row = row_of(run, task, data, added, outcome, accelerator)
         if accelerator.is_main_process:
-            _keep(task, model, folder, config, run)
+            keep_files(run, task, model)
             write_row(folder, row)
             # a finished run is not resumed
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             (folder / "error.txt").unlink(missing_ok=True)
     return row
+
+
+def _with_whole_weights(run: Run, sharded: nn.Module, accelerator: Accelerator) -> Task:
+    """The task of a run built again; in the main process with the trained weights."""
+    weights = whole_weights(sharded)
+    task = _build(run)
+    find_method(run.method).apply(task.model, run.options)
+    if accelerator.is_main_process:
+        task.model.load_state_dict(weights)
+        task.model.to(accelerator.device)
+    return task
 
 
 @contextlib.contextmanager
@@ -318,23 +316,6 @@ def _accelerator(run: Run) -> Accelerator:
     )
 
 
-@contextlib.contextmanager
-def _arithmetic(config: TrainConfig) -> Iterator[None]:
-    """Torch's deterministic algorithms and TF32, if the settings want them, for one run."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    if config.deterministic:
-        # cuBLAS reads this when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    if config.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
-
-
 def _as_data(run: Run, processes: int) -> dict[str, Any]:
     return {
         "processes": processes,
@@ -349,79 +330,3 @@ def _defaults(run: Run) -> dict[str, Any]:
     """The settings and options of a run unless they are changed."""
     options = dataclasses.asdict(MethodConfig())
     return {"options": options, **dataclasses.asdict(type(run.config)())}
-
-
-def _row(
-    run: Run, task: Task, data: str, added: int, outcome: Outcome, accelerator: Accelerator
-) -> Row:
-    metric = task.metric
-    others = {name: round(v, 6) for name, v in outcome.test.items() if name != metric}
-    return Row(
-        **run.key()._asdict(),
-        metric=metric,
-        higher_is_better=task.higher_is_better,
-        test=outcome.test[metric],
-        valid=outcome.valid[metric] if outcome.valid else None,
-        others=as_text(others),
-        parameters=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
-        added=added,
-        moved=outcome.moved,
-        coefficients=_coefficients(task.model),
-        epochs=outcome.epochs,
-        steps=outcome.steps,
-        seconds=round(outcome.seconds, 3),
-        seconds_per_step=outcome.seconds_per_step,
-        peak_memory_mib=outcome.peak_memory_mib,
-        jobs=run.jobs,
-        device=_devices(accelerator),
-        precision=run.config.precision,
-        torch=torch.__version__,
-        gfsa=__version__,
-        commit=commit(),
-        date=now(),
-        command=run.command,
-        data=data,
-    )
-
-
-def _devices(accelerator: Accelerator) -> str:
-    count, name = accelerator.num_processes, device_name(accelerator.device)
-    return name if count == 1 else f"{count} × {name}"
-
-
-def _polynomials(model: nn.Module) -> list[gfsa.GraphFilter]:
-    """The model's filters that are a polynomial of A; those of some baselines are not."""
-    return [f for f in gfsa.filters_of(model).values() if f.is_polynomial]
-
-
-def _coefficients(model: nn.Module) -> str:
-    """The coefficient of each power of A, averaged over heads and layers."""
-    found = [f.coefficients().detach().double().cpu() for f in _polynomials(model)]
-    if not found:
-        return ""
-    powers = max(c.shape[1] for c in found)
-    rows = torch.cat([nn.functional.pad(c, (0, powers - c.shape[1])) for c in found])
-    return " ".join(f"{value:.4f}" for value in rows.mean(0).tolist())
-
-
-def _keep(task: Task, model: nn.Module, folder: Path, config: TrainConfig, run: Run) -> None:
-    """Save filters, and if wanted weights, probes and a lens page, in the run's folder."""
-    if _polynomials(model):
-        gfsa.save(model, folder / "filters")
-    if config.save_model:
-        torch.save(model.state_dict(), folder / "model.pt")
-    probes = task.probes(model)
-    if probes is not None:
-        (folder / "probes.json").write_text(json.dumps(probes, indent=1) + "\n")
-    if config.lens:
-        example = task.example()
-        if example is None:
-            warnings.warn(f"no lens page: recipe {run.recipe} has no example inputs", stacklevel=2)
-            return
-        device = next(model.parameters()).device
-        report = gfsa.diagnose({run.method: model}, to_device(example, device), progress=False)
-        recorded = folder / COEFFICIENTS
-        if recorded.exists():
-            report.trajectories = {run.method: Trajectory.from_csv(recorded)}
-        report.to_html(folder / "lens.html")
-        report.to_json(folder / "lens.json")

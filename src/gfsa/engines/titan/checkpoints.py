@@ -26,7 +26,7 @@ from gfsa.engines.titan.attention import FilteredAttention
 from gfsa.filters import GraphFilter
 from gfsa.filters.base import read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.checkpoint import EXTRA
+from gfsa.plugs.described_filters import EXTRA
 
 # the weight by which the attention of a layer is found in the adapter's table of names
 _OUTPUT_PROJECTION = "layers.{}.attention.wo.weight"

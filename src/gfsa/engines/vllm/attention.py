@@ -20,7 +20,7 @@ from vllm.model_executor.layers.attention import Attention
 from gfsa.filters import GraphFilter
 from gfsa.filters.base import read_description
 from gfsa.operators.base import combine
-from gfsa.plugs.checkpoint import EXTRA
+from gfsa.plugs.described_filters import EXTRA
 
 
 class ServedFilter(nn.Module):

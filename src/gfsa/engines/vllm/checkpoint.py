@@ -15,7 +15,7 @@ from typing import Any
 from gfsa.filters.base import read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.pretrained import filter_tensors
-from gfsa.plugs.checkpoint import EXTRA
+from gfsa.plugs.described_filters import EXTRA
 
 
 def descriptions_in(

@@ -25,7 +25,7 @@ from gfsa.engines.vllm.attention import FilteredAttention, ServedFilter, further
 from gfsa.engines.vllm.config import FILTERS
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.backbone import some_of
-from gfsa.plugs.checkpoint import build
+from gfsa.plugs.described_filters import build
 
 
 class _Filtered:

@@ -80,29 +80,8 @@ def push_to_hub(
         The address of the commit.
     """
     check_model(model)
-    if not isinstance(repository, str) or not is_hub_name(repository):
-        raise ValueError(f"repository must be 'user/name', got {repository!r:.80}")
-    check_results(results)
-    if base_model is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model):
-        raise ValueError(f"base_model must be a name on the Hub, got {base_model!r:.80}")
-    if not filters_of(model):
-        raise ValueError(f"{type(model).__name__} has no filters to upload; gfsa.plug(model) first")
-    if any(is_sharded(site) for site in plugged_sites(model).values()):
-        raise ValueError(
-            "the filters are sharded over processes: gfsa.save(model, folder) on every process, "
-            "gfsa.load them into a model that is not sharded, and upload from that"
-        )
-    if weights and not callable(getattr(model, "save_pretrained", None)):
-        raise ValueError(
-            f"{type(model).__name__} has no save_pretrained, so its weights cannot be uploaded "
-            "with the filters; pass weights=False and upload them by their own library"
-        )
-    if weights and is_of_diffusers(type(model)):
-        raise ValueError(
-            f"{type(model).__name__} is a model of diffusers, whose weights gfsa.from_pretrained "
-            "does not load: pass weights=False, and upload them with model.push_to_hub after "
-            "gfsa.unplug"
-        )
+    _check_arguments(repository, base_model, results)
+    _refuse_model(model, weights)
     hub = hub_library("gfsa.push_to_hub")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -112,11 +91,11 @@ def push_to_hub(
             repository,
             describe(model),
             coefficients_of(model),
-            base_model or base_model_of(model),
-            results,
-            kind,
-            _class_for(model),
-            revision,
+            base_model=base_model or base_model_of(model),
+            results=results,
+            weights=kind,
+            model_class=_class_for(model),
+            revision=revision,
         )
         if card.coefficients:
             (folder / PICTURE).write_text(coefficients_svg(card.coefficients), encoding="utf-8")
@@ -135,6 +114,39 @@ def push_to_hub(
             delete_patterns=list(_WEIGHTS) if kind == "model" else None,
         )
     return str(commit.commit_url)
+
+
+def _check_arguments(
+    repository: Any, base_model: str | None, results: Mapping[str, float | str] | None
+) -> None:
+    """Refuse names that the Hub does not have, and results that a card cannot show."""
+    if not isinstance(repository, str) or not is_hub_name(repository):
+        raise ValueError(f"repository must be 'user/name', got {repository!r:.80}")
+    check_results(results)
+    if base_model is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model):
+        raise ValueError(f"base_model must be a name on the Hub, got {base_model!r:.80}")
+
+
+def _refuse_model(model: nn.Module, weights: bool) -> None:
+    """Raise if the model has no whole filters to upload, or no weights that can be loaded again."""
+    if not filters_of(model):
+        raise ValueError(f"{type(model).__name__} has no filters to upload; gfsa.plug(model) first")
+    if any(is_sharded(site) for site in plugged_sites(model).values()):
+        raise ValueError(
+            "the filters are sharded over processes: gfsa.save(model, folder) on every process, "
+            "gfsa.load them into a model that is not sharded, and upload from that"
+        )
+    if weights and not callable(getattr(model, "save_pretrained", None)):
+        raise ValueError(
+            f"{type(model).__name__} has no save_pretrained, so its weights cannot be uploaded "
+            "with the filters; pass weights=False and upload them by their own library"
+        )
+    if weights and is_of_diffusers(type(model)):
+        raise ValueError(
+            f"{type(model).__name__} is a model of diffusers, whose weights gfsa.from_pretrained "
+            "does not load: pass weights=False, and upload them with model.push_to_hub after "
+            "gfsa.unplug"
+        )
 
 
 def _class_for(model: nn.Module) -> str:

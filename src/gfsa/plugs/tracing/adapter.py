@@ -19,7 +19,8 @@ from gfsa.plugs.tracing.candidates import (
     refusal_by_code,
 )
 from gfsa.plugs.tracing.memory import Call, TraceMemory
-from gfsa.plugs.tracing.trace import NewPathError, Trace, TraceError
+from gfsa.plugs.tracing.trace import Trace, TraceError
+from gfsa.plugs.tracing.verification import NewPathError
 
 __all__ = [
     "DOUBTFUL",
@@ -51,8 +52,8 @@ class Traced(nn.Module):
         try:
             return self.run_traced(given, False, args, kwargs)
         except NewPathError:
-            # a path is only known when the forward has taken it, so one that is new is taken again;
-            # after a graph break this is reached in compiled code, too
+            # a path is known only after the forward has taken it, so a forward on a new path runs
+            # again, followed; after a graph break this is reached in compiled code, too
             return self.run_traced(given, True, args, kwargs)
 
     def _changes_state(self, given: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,3 +133,17 @@ def _undo(step: Step, new: Tensor) -> Tensor | None:
     places = torch.arange(before.numel(), device=before.device).view(before.shape)
     moved = step.redo(places).reshape(-1)
     return new.reshape(-1)[moved.argsort()].view(before.shape)
+
+
+def with_tensors(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a module returned, with each of its tensors replaced; dicts are changed in place."""
+    if isinstance(result, Tensor):
+        return change(result)
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*(with_tensors(x, change) for x in result))
+    if isinstance(result, (list, tuple)):
+        return type(result)(with_tensors(x, change) for x in result)
+    if isinstance(result, dict):
+        for key in list(result):
+            result[key] = with_tensors(result[key], change)
+    return result

@@ -61,16 +61,6 @@ MATMUL = (
 ADDED_MATMUL = (torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm)
 
 MAP_PRODUCTS = (*MATMUL, *ADDED_MATMUL, torch.einsum)
-# names of arguments that may hold the tokens of another sequence
-OTHER_TOKENS = (
-    "key",
-    "key_value_states",
-    "encoder_hidden_states",
-    "cross_attention_states",
-    "context",
-    "memory",
-    "q_global",
-)
 
 
 def named_first(

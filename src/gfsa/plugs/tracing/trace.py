@@ -20,33 +20,23 @@ from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, Operator
-from gfsa.plugs.cross_attention import require_same_tokens
+from gfsa.plugs.cross_attention import OTHER_SEQUENCE, require_same_tokens
 from gfsa.plugs.tracing import operations as ops
+from gfsa.plugs.tracing.einsums import keeps_map, operands_of_einsum, product_equations
 from gfsa.plugs.tracing.following import AxisFollower
-from gfsa.plugs.tracing.layout import (
-    HeadLayout,
-    SelfAttention,
-    Side,
-    Verified,
-    find_heads,
-    settled,
-    sides_of_map,
-    sides_of_tokens,
-)
-from gfsa.plugs.tracing.maps import MapHistory, Step
+from gfsa.plugs.tracing.layout import HeadLayout
+from gfsa.plugs.tracing.maps import MapHistory, Step, with_tensors
 from gfsa.plugs.tracing.memory import TraceMemory
 from gfsa.plugs.tracing.path import PathRecorder, inputs_of
+from gfsa.plugs.tracing.sides import Side, sides_of_map, sides_of_tokens
+from gfsa.plugs.tracing.verification import NewPathError, Verifier
+
+# arguments of known classes that may hold the tokens of another sequence
+_MAY_BE_OTHER_TOKENS = (*OTHER_SEQUENCE, "key", "memory", "q_global")
 
 
 class TraceError(RuntimeError):
     """A traced module's forward is not the self-attention that a filter needs."""
-
-
-class NewPathError(BaseException):
-    """A forward took a path that no earlier forward has verified; it has to be followed.
-
-    No Exception, so that a module that catches those does not take it for an error of its own.
-    """
 
 
 class Trace(TorchFunctionMode):
@@ -73,6 +63,9 @@ class Trace(TorchFunctionMode):
         self.filter: GraphFilter = module.gfsa  # type: ignore[assignment]
         self.inputs: dict[str, Tensor] = {}
         self.recorder = PathRecorder()
+        self.verifier = Verifier(
+            module, self.filter.num_heads, memory, self.recorder, self.follower
+        )
         self.history = MapHistory()
         self.undropped: Tensor | None = None
         self.dropout_p = 0.0
@@ -118,7 +111,7 @@ class Trace(TorchFunctionMode):
     def _require_same_tokens(self, given: Mapping[str, Any]) -> None:
         """Refuse another sequence by the name of its argument, where axes are not followed."""
         tokens = next(iter(self.inputs.values()), None)
-        for name in ops.OTHER_TOKENS:
+        for name in _MAY_BE_OTHER_TOKENS:
             other = given.get(name)
             if isinstance(other, Tensor) and tokens is not None:
                 require_same_tokens(self.module, tokens, other)
@@ -133,7 +126,9 @@ class Trace(TorchFunctionMode):
                 "its forward has no product of a softmax with values that torch dispatches (a "
                 "softmax written out, a softmax over another axis, or an extension of its own)"
             )
-        return self._with_filtered_maps(result) if self.filtered is not None else result
+        if self.filtered is None:
+            return result
+        return with_tensors(result, self._filtered_map)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -155,20 +150,13 @@ class Trace(TorchFunctionMode):
             if axis in (-1, result.dim() - 1):
                 self.history.start(result)
             return result
-        operands = (*args, *kwargs.values())
-        step = self.history.find_map(*operands) if self.history.steps else None
-        if step is None:
-            if func is torch.einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
-                step = self.history.find_map(*args[1])
-            if step is None:
-                if func in ops.MAP_PRODUCTS and any(self.history.find(x) for x in args):
-                    # as for values that depend on the distance, or for a column that is a sink
-                    self._refuse(
-                        "a product takes a part or a sum of its map, and the filter needs all of it"
-                    )
-                result = self._run(func, args, kwargs)
-                self.history.follow(func, args, kwargs, result)
-                return result
+        if not self._takes_map(func, args, kwargs):
+            if func in ops.MAP_PRODUCTS and any(self.history.find(x) for x in args):
+                # as for values that depend on the distance, or for a column that is a sink
+                self._refuse(
+                    "a product takes a part or a sum of its map, and the filter needs all of it"
+                )
+            return self._run_and_follow(func, args, kwargs)
         if func in ops.DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in ops.MATMUL:
@@ -176,7 +164,19 @@ class Trace(TorchFunctionMode):
         if func in ops.ADDED_MATMUL:
             return self._written(self._added_product(args, kwargs), kwargs)
         if func is torch.einsum:
-            return self._einsum(*args)
+            return self._einsum(args)
+        return self._run_and_follow(func, args, kwargs)
+
+    def _takes_map(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether one of the arguments of an operation is an attention map."""
+        if not self.history.steps:
+            return False
+        operands = (*args, *kwargs.values())
+        if func is torch.einsum:
+            operands = (*operands, *operands_of_einsum(args))
+        return self.history.find_map(*operands) is not None
+
+    def _run_and_follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._run(func, args, kwargs)
         self.history.follow(func, args, kwargs, result)
         return result
@@ -217,8 +217,7 @@ class Trace(TorchFunctionMode):
         return y.transpose(-2, -1)
 
     def _turned(self, x: Tensor) -> Tensor:
-        turned: Tensor = self._run(torch.transpose, (x, -2, -1), {})
-        self.history.follow(torch.transpose, (x, -2, -1), {}, turned)
+        turned: Tensor = self._run_and_follow(torch.transpose, (x, -2, -1), {})
         return turned
 
     def _added_product(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -241,34 +240,25 @@ class Trace(TorchFunctionMode):
         written: Tensor = out
         return written
 
-    def _einsum(self, equation: Any, *operands: Any) -> Tensor:
-        given = (equation, *operands)
-        if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-            operands = tuple(operands[0])
+    def _einsum(self, args: tuple[Any, ...]) -> Tensor:
+        equation, operands = args[0], operands_of_einsum(args)
+        if not isinstance(equation, str):
+            # torch writes an equation for axes by number before it dispatches, its compiler after
+            self._refuse("its map is in an einsum without an equation")
         place = next(i for i, x in enumerate(operands) if self.history.find_map(x) is not None)
         step = self.history.find_map(operands[place])
         assert step is not None
-        if not isinstance(equation, str):
-            self._refuse("its map is in an einsum without an equation")
-        inputs, arrow, out = equation.replace(" ", "").partition("->")
-        letters = inputs.split(",")
-        of_map = letters[place]
-        if arrow and set(of_map[-2:]) <= set(out):
+        if keeps_map(equation, place):
             # the einsum mixes heads: its result is still a map
-            mixed: Tensor = self._run(torch.einsum, given, {})
+            mixed: Tensor = self._run(torch.einsum, args, {})
             self.history.follow(torch.einsum, (equation, *operands), {}, mixed)
             return mixed
-        if len(operands) != 2 or not arrow or "." in equation:
+        equations = product_equations(equation, place)
+        if equations is None:
             self._refuse(f"its map is in an einsum that is not understood: {equation!r}")
-        of_values = letters[1 - place]
-        lead, row, column = of_map[:-2], of_map[-2], of_map[-1]
-        features = [x for x in of_values if x not in of_map]
-        if len(features) != 1 or set(of_values) != {*lead, column, *features}:
-            self._refuse(f"its map is in an einsum that is not understood: {equation!r}")
-        ordered = f"{of_values}->{lead}{column}{features[0]}"
-        values = self._run(torch.einsum, (ordered, operands[1 - place]), {})
+        values = self._run(torch.einsum, (equations.values, operands[1 - place]), {})
         y = self._filter_map(step, operands[place], values)
-        return torch.einsum(f"{lead}{row}{features[0]}->{out}", y)
+        return torch.einsum(equations.result, y)
 
     def _sdpa(
         self,
@@ -340,110 +330,17 @@ class Trace(TorchFunctionMode):
         self.products += 1
         if self.products > 1:
             self._refuse("its forward has more than one attention product")
-        if scores[-2] != scores[-1]:
-            self._refuse(
-                f"its map is {scores[-2]}×{scores[-1]}, not square: cross-attention, pooling with "
-                "a few queries, or decoding with a cache (pass use_cache=False) has no powers"
-            )
-        heads = self.filter.num_heads
-        if self.follower is None:
-            self.layout = self._verified_layout(scores)
-        else:
-            self.layout = self._found_layout(scores, rows, columns, values)
-        assert self.layout is not None
-        if not self.layout.fits(scores, heads):
-            self._refuse(f"its map has shape {tuple(scores)}, with no axis for its {heads} heads")
-
-    def _found_layout(
-        self, scores: Sequence[int], rows: list[Side], columns: list[Side], values: Tensor
-    ) -> HeadLayout:
-        """The layout that the axes of this forward show; refuses what is no self-attention."""
-        assert self.follower is not None
-        heads = self.filter.num_heads
-        of_values = sides_of_tokens(self._origins(values))
-        if 0 in scores or values.numel() == 0:
-            # nothing is computed, so any layout of these sizes will do
-            return self._layout_by_sizes(scores)
-        if scores[-1] == 1:
-            # the map of one token is the number one, whatever its queries and keys are
-            layout = find_heads([*rows, *columns, *of_values], scores, heads)
-            return self._layout_by_sizes(scores) if isinstance(layout, str) else layout
-        attention = SelfAttention(rows, columns, of_values, self.follower, self._equal)
-        if (refusal := attention.refusal()) is not None:
-            self._refuse(refusal)
-        layout = attention.layout(scores, heads)
+        try:
+            layout = self.verifier.layout(scores, rows, columns, values, self.inputs)
+        except (NewPathError, ValueError) as error:
+            self.error = error
+            raise
         if isinstance(layout, str):
             self._refuse(layout)
-        general = settled(layout, scores, heads)
-        if general is not None:
-            verified = Verified(general, tuple(attention.equal_inputs))
-            self.memory.keep(self.recorder.path(), verified)
-        return layout
-
-    def _verified_layout(self, scores: Sequence[int]) -> HeadLayout:
-        """The layout that an earlier forward on the same path has shown."""
-        if self.memory.known:
-            return HeadLayout(len(scores), -3)
-        if torch.compiler.is_compiling():
-            # operations are not recorded while a graph is compiled, so all paths of these
-            # inputs and flags have to agree
-            inputs = self.recorder.entries[0]
-            known = [v for path, v in self.memory.paths.items() if path[0] == inputs]
-            known = [v for v in known if v.layout.rank == len(scores)]
-            if not known or any(v != known[0] for v in known):
-                self._refuse(
-                    "no forward has verified it with these inputs, which a graph that is compiled "
-                    "cannot do. Run one forward without torch.compile first"
-                )
-            verified = known[0]
-        elif self.recorder.path() in self.memory.paths:
-            verified = self.memory.paths[self.recorder.path()]
-        else:
-            self.error = NewPathError()
-            raise self.error
-        for first, second in verified.equal_inputs:
-            try:
-                require_same_tokens(self.module, self.inputs[first], self.inputs[second])
-            except ValueError as error:
-                self.error = error
-                raise
-        return verified.layout
-
-    def _layout_by_sizes(self, scores: Sequence[int]) -> HeadLayout:
-        heads, rank = self.filter.num_heads, len(scores)
-        place = next((i for i, size in enumerate(scores[:-2]) if size == heads), None)
-        if place is not None or heads == 1:
-            return HeadLayout(rank, (place or 0) - rank)
-        for verified in self.memory.paths.values():
-            if verified.layout.rank == rank:
-                return verified.layout
-        return HeadLayout(rank, -3, before=None)
-
-    def _equal(self, first: str, second: str) -> bool:
-        """Whether two inputs hold the same tokens."""
-        tokens, others = self.inputs[first], self.inputs[second]
-        if tokens.shape != others.shape:
-            return False
-        try:
-            require_same_tokens(self.module, tokens, others)
-        except ValueError:
-            return False
-        return True
-
-    def _with_filtered_maps(self, result: Any) -> Any:
-        """The result of the module, with H in place of the attention weights that it returns."""
-        if isinstance(result, Tensor):
-            return self._filtered_map(result)
-        if isinstance(result, tuple) and hasattr(result, "_fields"):
-            return type(result)(*(self._with_filtered_maps(x) for x in result))
-        if isinstance(result, (list, tuple)):
-            return type(result)(self._with_filtered_maps(x) for x in result)
-        if isinstance(result, dict):
-            for key in list(result):
-                result[key] = self._with_filtered_maps(result[key])
-        return result
+        self.layout = layout
 
     def _filtered_map(self, x: Tensor) -> Tensor:
+        """H in place of ``x``, if that is an attention map that the module returns."""
         assert self.filtered is not None
         assert self.layout is not None
         own = self.history.find(x)

@@ -24,14 +24,13 @@ from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
 from gfsa.plugs.adapters.transformers.config_view import ConfigView
 from gfsa.plugs.adapters.transformers.continuous_batching import enter_where_plugged
-from gfsa.plugs.adapters.transformers.mask_hooks import set_mask_hooks
-from gfsa.plugs.adapters.transformers.operators import (
-    OperatorMaker,
+from gfsa.plugs.adapters.transformers.function_lookup import (
     eager_function,
     eager_function_of,
     functions_of,
-    operator_maker,
 )
+from gfsa.plugs.adapters.transformers.mask_hooks import set_mask_hooks
+from gfsa.plugs.adapters.transformers.operators import OperatorMaker, operator_maker
 from gfsa.plugs.adapters.transformers.product_check import (
     forget_check,
     name_of,

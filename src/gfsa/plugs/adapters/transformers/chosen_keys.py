@@ -21,7 +21,7 @@ CHOICES = frozenset((INDICES, BLOCKS))
 def with_chosen_keys(
     module: Any, query: Tensor, key: Tensor, attention_mask: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """The mask that the module would have made itself, had it known the real implementation.
+    """The mask with the chosen keys, which the module itself makes for ``eager`` and ``sdpa``.
 
     Args:
         module: the attention module.

@@ -1,4 +1,4 @@
-"""Continuous batching (``generate_batch``) of a plugged model: its entry, and who is refused.
+"""Continuous batching (``generate_batch``) of a plugged model: its start, and what is refused.
 
 A model with filters gets an ``init_continuous_batching`` of its own, on the instance.
 ``generate_batch``, ``continuous_batching_context_manager`` and ``transformers serve`` call it. It

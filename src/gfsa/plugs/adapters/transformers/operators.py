@@ -7,14 +7,12 @@ together with the values in the layout that the operator expects.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from gfsa.operators import (
     AttentionCall,
@@ -24,13 +22,18 @@ from gfsa.operators import (
     Operator,
     SDPAOperator,
 )
-from gfsa.operators.base import take_heads
-from gfsa.operators.dense import DropoutPlace, repeat_heads
+from gfsa.operators.base import repeat_heads, take_heads
+from gfsa.operators.call import DropoutPlace
 from gfsa.operators.sdpa import powers_with_one_mask
 from gfsa.plugs.adapters.transformers.chosen_keys import (
     CHOICES,
     refuse_choice,
     with_chosen_keys,
+)
+from gfsa.plugs.adapters.transformers.function_lookup import (
+    REGISTRIES,
+    eager_function_of,
+    functions_of,
 )
 from gfsa.plugs.adapters.transformers.masks import DescribedMask, written_out
 from gfsa.plugs.adapters.transformers.paged import PagedOperator, is_paged_cache, refuse_call
@@ -40,9 +43,6 @@ OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 
 # since 5.18 transformers' sdpa raises for softcapped scores; before, it left the cap out
 _REFUSES_SOFTCAP = "softcap" in sdpa_attention_forward.__code__.co_consts
-
-# attention class → the registry in which it looks its function up
-_REGISTRIES: dict[type, AttentionInterface] = {}
 
 
 def operator_maker(implementation: str) -> OperatorMaker:
@@ -114,7 +114,7 @@ def _sdpa_operator(
             f"{name_of(module)} caps its scores (softcap={kwargs['softcap']}), which sdpa cannot. "
             "Use model.set_attn_implementation('eager')"
         )
-    registry = _REGISTRIES.get(type(module))
+    registry = REGISTRIES.get(type(module))
     registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
     if registered is not sdpa_attention_forward:
         # the user registered another function under this name: it is what the model would call
@@ -122,14 +122,9 @@ def _sdpa_operator(
             kwargs["position_bias"] = position_bias
         if is_causal is not None:
             kwargs["is_causal"] = is_causal
+        mask = written_out(attention_mask)
         return _function_rows(
-            registered,
-            "sdpa",
-            module,
-            query,
-            key,
-            value,
-            written_out(attention_mask),
+            *(registered, "sdpa", module, query, key, value, mask),
             dropout=dropout,
             scaling=scaling,
             **kwargs,
@@ -259,41 +254,6 @@ class _EagerOperator(Operator):
 
     def dense(self) -> Tensor:
         return self.weights
-
-
-def functions_of(kind: type[nn.Module]) -> AttentionInterface:
-    """The registry in which a class looks its attention function up.
-
-    A model file may have a registry of its own, which overrides entries of the common one.
-    """
-    registry = _REGISTRIES.get(kind)
-    if registry is None:
-        if torch.compiler.is_compiling():
-            return ALL_ATTENTION_FUNCTIONS
-        found = inspect.unwrap(kind.forward).__globals__.get("ALL_ATTENTION_FUNCTIONS")
-        registry = found if isinstance(found, AttentionInterface) else ALL_ATTENTION_FUNCTIONS
-        _REGISTRIES[kind] = registry
-    return registry
-
-
-def eager_function_of(module: Any) -> Callable[..., Any] | None:
-    """The function that a module calls for eager attention: one that was registered, or its own."""
-    registered: Callable[..., Any] | None = functions_of(type(module)).get("eager")
-    if registered is not None:
-        return registered
-    # looked up once, when the module is plugged
-    known = module.__dict__
-    return known["_gfsa_eager"] if "_gfsa_eager" in known else eager_function(type(module))
-
-
-def eager_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The eager attention function that a class's forward names, from the forward's globals."""
-    forward = inspect.unwrap(kind.forward)
-    names = [name for name in forward.__code__.co_names if name.startswith("eager")]
-    if len(names) != 1:
-        return None
-    function: Callable[..., Any] | None = forward.__globals__.get(names[0])
-    return function
 
 
 def _any_operator(

@@ -63,6 +63,18 @@ class PagedPowers(Protocol):
         """A cache whose ``update`` stores power ``power + 1`` and returns it with these keys."""
 
 
+class FirstPass:
+    """A paged cache, which keeps the keys that it returned for the passes that follow."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.keys: Any = None
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, values = self.cache.update(*args, **kwargs)
+        return self.keys, values
+
+
 def refuse_another_degree(module: Any, power: int, stored: int) -> None:
     """Raise where a layer needs power ``power + 1`` and only ``stored`` of them have room."""
     if power >= stored:

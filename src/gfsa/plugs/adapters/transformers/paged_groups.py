@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 from gfsa.plugs.adapters.transformers.paged import (
     POWERS,
+    FirstPass,
     powers_by_layer,
     refuse_another_degree,
 )
@@ -147,25 +148,13 @@ class GroupPowers:
         for blocks in self.blocks():
             blocks[destinations] = blocks[sources]
 
-    def first_pass(self, cache: Any) -> _FirstPass:
-        return _FirstPass(cache)
+    def first_pass(self, cache: Any) -> FirstPass:
+        return FirstPass(cache)
 
     def further_pass(self, keys: Tensor, power: int, module: Any) -> _FurtherPass:
         _, slot = self.slots[module.layer_idx]
         refuse_another_degree(module, power, self.counts[slot])
         return _FurtherPass(keys, self.twins[power])
-
-
-class _FirstPass:
-    """A paged cache, which keeps the keys that it returned for the passes that follow."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.keys: Any = None
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, values = self.cache.update(*args, **kwargs)
-        return self.keys, values
 
 
 class _FurtherPass:

@@ -29,6 +29,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 from gfsa.plugs.adapters.transformers.paged import (
     POWERS,
+    FirstPass,
     powers_by_layer,
     refuse_another_degree,
 )
@@ -62,7 +63,7 @@ def plan(manager: Any) -> Room:
     sizes = _MemoryHandler(room, manager.model, settings)
     settings.max_batch_tokens, sectors = sizes.infer_max_batch_tokens_and_num_sectors()
     if settings.num_blocks is None:
-        # the cache fills its memory again, without the powers, unless it is told how many blocks
+        # without a number of blocks the cache would choose one itself, and not count the powers
         settings.num_blocks = sectors * room.bytes_per_sector // room.bytes_per_block
         if settings.num_blocks == 0:
             raise MemoryError(
@@ -276,17 +277,9 @@ class _TwinAllocator:
         return read
 
 
-# attention functions look for a PagedAttentionCache; of what it is, they use ``update`` alone
-class _FirstPass(PagedAttentionCache):
-    """A paged cache, which keeps the keys that it returned for the passes that follow."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.keys: Any = None
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, values = self.cache.update(*args, **kwargs)
-        return self.keys, values
+# attention functions check for a PagedAttentionCache, and call its ``update`` alone
+class _FirstPass(FirstPass, PagedAttentionCache):
+    """The cache of the first pass."""
 
 
 class _FurtherPass(PagedAttentionCache):

@@ -17,8 +17,9 @@ from gfsa.filters.base import read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.config_files import refusal_of_path
 from gfsa.plugs.backbone import canonical_name
-from gfsa.plugs.checkpoint import EXTRA, FORMAT, restore
+from gfsa.plugs.described_filters import EXTRA, FORMAT
 from gfsa.plugs.filter_files import MOST_TENSORS
+from gfsa.plugs.restoring import restore
 from gfsa.plugs.saved_folders import other_loader
 from gfsa.plugs.sites import sites
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.operators.dense import repeat_heads
+from gfsa.operators.base import repeat_heads
 from gfsa.plugs.cross_attention import has_no_values
 
 _CHECKED = "_gfsa_checked"
@@ -123,7 +123,7 @@ def _gap(product: Tensor, weights: Tensor, value: Tensor) -> tuple[str | None, b
     expected = weights.to(value.dtype) @ value
     difference = (product - expected).abs().float()
     scale = value.abs().amax(-2, keepdim=True).float()
-    # rows that see no key are NaN, and a diverged model is not to be blamed here
+    # rows that see no key are NaN, and so are all rows of a diverged model: neither is compared
     known = difference.isfinite() & scale.isfinite()
     off = known & (difference > _TOLERANCE.get(product.dtype, 1e-2) * scale)
     if bool(off.any()):

@@ -14,17 +14,9 @@ from torch import nn
 
 from gfsa.plugs.adapters.transformers.chosen_keys import CHOICES
 from gfsa.plugs.adapters.transformers.code_names import names_in, strings_in
-from gfsa.plugs.cross_attention import REASON
+from gfsa.plugs.cross_attention import OTHER_SEQUENCE, REASON
 
-OTHER_TOKENS = frozenset(
-    (
-        "key_value_states",
-        "encoder_hidden_states",
-        "cross_attention_states",
-        "context",
-        "context_hidden_states",
-    )
-)
+OTHER_TOKENS = frozenset((*OTHER_SEQUENCE, "context_hidden_states"))
 """Arguments of an attention module's forward that hold the tokens of another sequence."""
 
 QUERY_AND_KEY = (

@@ -124,8 +124,9 @@ class CallCheck:
         if missing:
             error = FilterNotCalledError(
                 f"the model ran without calling the filter of {', '.join(missing)}: its attention "
-                "took a code path that bypasses the filter. gfsa.unplug(model), or leave these "
-                "layers out with plug(..., layers=...)"
+                "took a code path that bypasses the filter. gfsa.unplug(model), then "
+                "plug(..., inputs=batch), which leaves out such layers, or plug(..., layers=...) "
+                "without them"
             )
             error.names = tuple(missing)
             raise error

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import gfsa
 from gfsa.plugs.adapters.torch_mha import FilteredMultiheadAttention
@@ -241,6 +242,36 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_taken_over():
 
     with pytest.raises(ValueError, match="register an adapter"):
         gfsa.plug(Other(E, H))
+
+
+class Doubled(nn.Module):
+    """A parametrisation: the weight that the layer uses is twice the one that is learned."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_a_layer_is_plugged_first_and_parametrised_then():
+    x = torch.randn(B, N, E, dtype=torch.float64)
+    model = nn.MultiheadAttention(E, H, batch_first=True).double()
+    gfsa.plug(model)
+    disturb(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.in_proj_weight *= 2
+    parametrize.register_parametrization(model, "in_proj_weight", Doubled())
+    assert torch.allclose(model(x, x, x)[0], other(x, x, x)[0], atol=1e-12)
+    with pytest.raises(ValueError, match="remove_parametrizations"):
+        gfsa.unplug(model)
+    assert torch.allclose(model(x, x, x)[0], other(x, x, x)[0], atol=1e-12)
+    parametrize.remove_parametrizations(model, "in_proj_weight")
+    gfsa.unplug(model)
+    gfsa.unplug(other)
+    assert type(model) is nn.MultiheadAttention
+    assert torch.allclose(model(x, x, x)[0], other(x, x, x)[0], atol=1e-12)
+    parametrize.register_parametrization(model, "in_proj_weight", Doubled())
+    with pytest.raises(ValueError, match="plug first, then parametrize"):
+        gfsa.plug(model)
 
 
 def encoder(batch_first: bool = True) -> nn.TransformerEncoder:

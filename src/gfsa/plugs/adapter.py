@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from gfsa.plugs.cross_attention import Owners
 from gfsa.plugs.renaming import Renaming
@@ -124,6 +125,11 @@ class SwapClass(Adapter):
         replaced = refusal_of_own_forward(module)
         if replaced is not None:
             return replaced
+        if is_parametrized(module):
+            return (
+                f"torch.nn.utils.parametrize made the class {type(module).__name__} for this "
+                "module: plug first, then parametrize"
+            )
         if not issubclass(self.filtered, type(module)):
             return self._refusal_of_subclass(type(module))
         return self._refuses(name, module) if self._refuses else None

@@ -486,7 +486,7 @@ class Trace(TorchFunctionMode):
         self.error = TraceError(
             f"cannot filter {self.name} ({self._kind()}) by tracing: {why}. "
             "gfsa.unplug(model), then plug(..., inputs=batch), which leaves out the layers that it "
-            "cannot filter, or plug(..., layers=...) without this one; or teach gfsa its class with "
-            "gfsa.register_adapter"
+            "cannot filter, or plug(..., layers=...) without this one; or teach gfsa its class "
+            "with gfsa.register_adapter"
         )
         raise self.error

@@ -50,6 +50,14 @@ _REPEATED = (
 )
 
 
+_NO_POWERS = (
+    "without the powers of attention that the filter needs: it was filled by prefix tuning, by an "
+    "unplugged model or while training, or was rebuilt from its keys and values alone, as "
+    "torch.export does. Start from a new cache (prefix tuning cannot be combined with a filter: "
+    "its prefix has keys but no queries)"
+)
+
+
 class Place(NamedTuple):
     """A layer of a cache, and the index of the module that attends to it."""
 
@@ -213,6 +221,7 @@ def _companions(place: Place, count: int, new: int) -> list[Any]:
     if count < 1:
         return []
     layer = place.layer
+    _refuse_export_of_static(layer)
     if not hasattr(layer, "gfsa_powers"):
         layer.gfsa_powers = {}
         for name in _REPEATED:
@@ -231,17 +240,29 @@ def _companions(place: Place, count: int, new: int) -> list[Any]:
 
 
 def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
-    # a static layer keeps its length on the device: reading it once before the first token is
-    # cheap, but a compiled graph cannot read it
-    if torch.compiler.is_compiling():
+    if isinstance(layer, StaticLayer) and torch.compiler.is_compiling():
+        # its length is on the device: a compiled graph cannot read it, but can check it there
+        length = layer.cumulative_length
+        if length.device.type in ("cpu", "cuda"):
+            torch._assert_async(length == new, f"the static cache holds tokens {_NO_POWERS}")
         return
-    past = int(layer.get_seq_length()) - new
+    past = layer.get_seq_length() - new
     if past > 0:
+        raise ValueError(f"the cache holds {int(past)} tokens {_NO_POWERS}")
+
+
+def _is_exporting() -> bool:
+    # torch.compiler.is_exporting is true in everything that dynamo traces; torch 2.6 has neither
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
+def _refuse_export_of_static(layer: Any) -> None:
+    """Raise where a graph is exported that would forget the powers after each call."""
+    if isinstance(layer, StaticLayer) and _is_exporting():
         raise ValueError(
-            f"the cache holds {past} tokens without the powers of attention that the filter "
-            "needs: it was filled by prefix tuning, by an unplugged model, or while training. "
-            "Start from a new cache (prefix tuning cannot be combined with a filter: its prefix "
-            "has keys but no queries)"
+            "torch.export cannot keep the powers of past tokens from call to call: a static cache "
+            "has buffers for keys and values only. Export with use_cache=False, or plug filters of "
+            "degree 1 (K=None), which need no powers of the past"
         )
 
 

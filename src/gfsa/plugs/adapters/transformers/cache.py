@@ -253,16 +253,16 @@ def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
 
 def _is_exporting() -> bool:
     # torch.compiler.is_exporting is true in everything that dynamo traces; torch 2.6 has neither
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+    return torch.jit.is_tracing() or bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def _refuse_export_of_static(layer: Any) -> None:
     """Raise where a graph is exported that would forget the powers after each call."""
     if isinstance(layer, StaticLayer) and _is_exporting():
         raise ValueError(
-            "torch.export cannot keep the powers of past tokens from call to call: a static cache "
-            "has buffers for keys and values only. Export with use_cache=False, or plug filters of "
-            "degree 1 (K=None), which need no powers of the past"
+            "torch.export and torch.jit.trace cannot keep the powers of past tokens from call to "
+            "call: a static cache has buffers for keys and values only. Export with "
+            "use_cache=False, or plug filters of degree 1 (K=None), which need no such powers"
         )
 
 

@@ -154,6 +154,13 @@ class SwapClass(Adapter):
 
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop("_gfsa_class")
+        module.__dict__.pop("_gfsa_name", None)
+
+    def mark(self, model: nn.Module) -> None:
+        # errors of a forward name the layer
+        for name, module in model.named_modules():
+            if isinstance(module, self.filtered) and "_gfsa_class" in module.__dict__:
+                module.__dict__["_gfsa_name"] = name
 
 
 def refusal_of_own_forward(module: nn.Module) -> str | None:

@@ -258,7 +258,8 @@ def _is_exporting() -> bool:
 
 def _refuse_export_of_static(layer: Any) -> None:
     """Raise where a graph is exported that would forget the powers after each call."""
-    if isinstance(layer, StaticLayer) and _is_exporting():
+    # isinstance is slow here, and every decoded token asks
+    if _is_exporting() and isinstance(layer, StaticLayer):
         raise ValueError(
             "torch.export and torch.jit.trace cannot keep the powers of past tokens from call to "
             "call: a static cache has buffers for keys and values only. Export with "

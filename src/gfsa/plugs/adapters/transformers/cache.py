@@ -240,13 +240,13 @@ def _companions(place: Place, count: int, new: int) -> list[Any]:
 
 
 def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
-    if isinstance(layer, StaticLayer) and torch.compiler.is_compiling():
-        # its length is on the device: a compiled graph cannot read it, but can check it there
-        length = layer.cumulative_length
-        if length.device.type in ("cpu", "cuda"):
-            torch._assert_async(length == new, f"the static cache holds tokens {_NO_POWERS}")
+    held = layer.get_seq_length()
+    if isinstance(held, Tensor) and torch.compiler.is_compiling():
+        # a compiled graph cannot read what is on the device, but can check it there
+        if held.device.type in ("cpu", "cuda"):
+            torch._assert_async(held == new, f"the static cache holds tokens {_NO_POWERS}")
         return
-    past = layer.get_seq_length() - new
+    past = held - new
     if past > 0:
         raise ValueError(f"the cache holds {int(past)} tokens {_NO_POWERS}")
 

@@ -141,6 +141,22 @@ def test_a_damaged_description_is_told(damage: bytes) -> None:
         read_description(torch.tensor(list(damage), dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_state_dicts_can_be_averaged_and_cast(dtype: torch.dtype) -> None:
+    first, second, mean = shift(GFSA(3)), shift(shift(GFSA(3))), GFSA(3)
+    a, b = first.state_dict(), second.state_dict()
+    mean.load_state_dict({key: ((a[key] + b[key]) / 2) for key in a})
+    expected = (first.coefficients() + second.coefficients()) / 2
+    assert torch.allclose(mean.coefficients(), expected)
+    mean.load_state_dict({key: value.to(dtype) for key, value in a.items()})
+    with pytest.raises(ValueError, match="take keys that end in _extra_state from one of them"):
+        GFSA(3).load_state_dict({key: value / 3 for key, value in a.items()})
+    # the description of another filter is no mean of both
+    other = GFSA(3, K=4).state_dict()
+    with pytest.raises(ValueError, match="damaged"):
+        GFSA(3).load_state_dict({key: (a[key] + other[key]) / 2 for key in a})
+
+
 class TestStructure:
     """What is not there costs nothing."""
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
-from gfsa.lens.command_inputs import load_source
+from gfsa.lens.command_inputs import load_batches, load_source
 from support.reports import example_trajectory
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
@@ -112,6 +112,21 @@ def test_random_and_tensors(bert: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     (reading,) = LensReport.from_json(json).models.values()
     assert (reading.samples, reading.tokens) == (3, 12)
+
+
+def test_inputs_end_where_the_model_s_positions_do(bert: Path, texts: Path, tmp_path: Path) -> None:
+    import transformers as hf
+
+    folder = shutil.copytree(bert, tmp_path / "short")
+    config = hf.AutoConfig.from_pretrained(bert, max_position_embeddings=6)
+    hf.BertForSequenceClassification(config).save_pretrained(folder)
+    source = load_source(str(folder), untrained=False)
+    for data in ("random", str(texts)):
+        (batch,) = load_batches(source, data, samples=3, batch=3, tokens=128)
+        assert batch["input_ids"].shape == (3, 6)
+        source.model(**batch)
+        (batch,) = load_batches(source, data, samples=3, batch=3, tokens=5)
+        assert batch["input_ids"].shape == (3, 5)
 
 
 def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:

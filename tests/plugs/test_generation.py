@@ -244,17 +244,81 @@ def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
         model(ids[:, :1], past_key_values=cache)
 
 
+# with a window, transformers knows the length of a static layer without reading the device
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_compiled_model_refuses_a_static_one(name: str) -> None:
+    model = plugged(name)
+    bare = copy.deepcopy(model)
+    gfsa.unplug(bare)
+    ids = prompt()["input_ids"]
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    cache = empty_cache(model, "static")
+    with torch.no_grad():
+        bare(ids, past_key_values=cache)
+        with pytest.raises(RuntimeError, match="filled by prefix tuning, by an unplugged model"):
+            step(ids, past_key_values=cache)
+        cache.reset()
+        logits = step(ids, past_key_values=cache).logits
+        expected = model(ids, use_cache=False).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def empty_cache(model: Any, kind: str) -> Any:
+    if kind == "dynamic":
+        return transformers.DynamicCache(config=model.config)
+    return transformers.StaticCache(config=model.config, max_cache_len=16)
+
+
+class Step(torch.nn.Module):
+    """One token at a position of a static cache in buffers, as transformers exports a decoder."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, config = model, model.config
+        self.cache = transformers.StaticCache(config=config, max_cache_len=16)
+        dim = config.hidden_size // config.num_attention_heads
+        self.cache.early_initialization(
+            1, config.num_key_value_heads, dim, torch.float32, torch.device("cpu")
+        )
+        for number, layer in enumerate(self.cache.layers):
+            for name in ("keys", "values", "cumulative_length"):
+                self.register_buffer(f"{name}_{number}", getattr(layer, name), persistent=False)
+
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        for layer in self.cache.layers:
+            layer.cumulative_length.copy_(position[0])
+        return self.model(token, past_key_values=self.cache, use_cache=True).logits
+
+
+def test_an_exported_step_of_degree_1_is_exact() -> None:
+    ids = prompt()["input_ids"][:1]
+    model = plugged("llama", K=None)
+    with torch.no_grad():
+        program = torch.export.export(Step(model), (ids[:, :1], torch.tensor([0])), strict=False)
+        run = program.module()
+        steps = [run(ids[:, n : n + 1], torch.tensor([n])) for n in range(ids.shape[1])]
+        expected = model(ids, use_cache=False).logits
+    assert (torch.cat(steps, 1) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_step_that_would_lose_its_powers_is_refused(strict: bool) -> None:
+    given = torch.tensor([[3]]), torch.tensor([0])
+    # dynamo, which traces a strict export, puts the reason into an error of its own
+    error = torch._dynamo.exc.Unsupported if strict else ValueError
+    with torch.no_grad(), pytest.raises(error, match="cannot keep the powers of past"):
+        torch.export.export(Step(plugged("llama")), given, strict=strict)
+    with torch.no_grad(), pytest.raises(ValueError, match="cannot keep the powers of past"):
+        torch.jit.trace(Step(plugged("llama")), given)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_cache_used_by_an_unplugged_model_in_between_is_refused(kind: str) -> None:
     model = plugged("gpt2")
     bare = copy.deepcopy(model)
     gfsa.unplug(bare)
     ids = prompt()["input_ids"]
-    cache = (
-        transformers.DynamicCache(config=model.config)
-        if kind == "dynamic"
-        else transformers.StaticCache(config=model.config, max_cache_len=16)
-    )
+    cache = empty_cache(model, kind)
     with torch.no_grad():
         model(ids[:, :3], past_key_values=cache)
         bare(ids[:, 3:5], past_key_values=cache)

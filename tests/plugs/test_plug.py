@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -321,6 +323,31 @@ def test_the_check_goes_away_after_the_first_forward() -> None:
     model(torch.zeros(1, 3, dtype=torch.long))
     assert not checks_of(model)
     assert not any(f._forward_hooks for f in gfsa.filters_of(model).values())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_layers_that_are_cut_off_before_the_first_forward_are_forgotten(copied: Any) -> None:
+    ids = torch.arange(6)[None]
+    model = bert(4)
+    gfsa.plug(model)
+    del model.encoder.layer[1:3]
+    again = copied(model)
+    assert torch.equal(again(ids)[0], model(ids)[0])
+    # a backbone without the model that was plugged; the check was of that model
+    encoder = ZOO["bert"].model("sdpa")
+    gfsa.plug(encoder)
+    part = encoder.bert
+    del encoder
+    assert len(gfsa.filters_of(copied(part))) == len(gfsa.filters_of(part)) > 0
+
+
+def test_an_attention_that_is_replaced_is_not_checked() -> None:
+    model, other = bert(2), bert(2)
+    gfsa.plug(model)
+    model.encoder.layer[1].attention.self = other.encoder.layer[1].attention.self
+    model(torch.arange(6)[None])
+    assert names(model) == [1]
+    assert not any(checks_of(m) for m in model.modules())
 
 
 class TwoTowers(nn.Module):

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import gfsa
 from gfsa.plugs.adapters.torch_mha import FilteredMultiheadAttention
@@ -215,11 +216,20 @@ def test_self_attention_by_views_and_equal_copies_but_not_other_tokens():
         torch.testing.assert_close(mha(x, key, key)[0], expected)
     # positions on queries and keys, none on values
     assert mha(x, x, torch.randn(N, B, E))[0].shape == x.shape
-    with pytest.raises(ValueError, match=r"other values than its query.*layers=") as error:
+    with pytest.raises(ValueError, match=r"^Multihead.*other values than its query.*layers="):
         mha(x, x + 1, x + 1)
-    assert "FilteredMultiheadAttention" in str(error.value)
     with pytest.raises(ValueError, match=r"query has shape \(7, 3, 16\) and key \(5, 3, 16\)"):
         mha(x, x[:5], x[:5])
+
+
+def test_the_error_names_the_layer():
+    blocks = nn.ModuleDict({name: nn.MultiheadAttention(E, H) for name in ("one", "two")})
+    gfsa.plug(blocks)
+    x = torch.randn(N, B, E)
+    with pytest.raises(ValueError, match=r"^two \(MultiheadAttention\) was plugged as self-att"):
+        blocks["two"](x, x + 1, x + 1)
+    gfsa.unplug(blocks)
+    assert not any(key.startswith("_gfsa") for m in blocks.modules() for key in vars(m))
 
 
 def test_masks_of_other_shapes_are_refused():
@@ -241,6 +251,36 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_taken_over():
 
     with pytest.raises(ValueError, match="register an adapter"):
         gfsa.plug(Other(E, H))
+
+
+class Doubled(nn.Module):
+    """A parametrisation: the weight that the layer uses is twice the one that is learned."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_a_layer_is_plugged_first_and_parametrised_then():
+    x = torch.randn(B, N, E, dtype=torch.float64)
+    model = nn.MultiheadAttention(E, H, batch_first=True).double()
+    gfsa.plug(model)
+    disturb(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.in_proj_weight *= 2
+    parametrize.register_parametrization(model, "in_proj_weight", Doubled())
+    assert torch.allclose(model(x, x, x)[0], other(x, x, x)[0], atol=1e-12)
+    with pytest.raises(ValueError, match="remove_parametrizations"):
+        gfsa.unplug(model)
+    assert torch.allclose(model(x, x, x)[0], other(x, x, x)[0], atol=1e-12)
+    parametrize.remove_parametrizations(model, "in_proj_weight")
+    gfsa.unplug(model)
+    gfsa.unplug(other)
+    assert type(model) is nn.MultiheadAttention
+    assert torch.allclose(model(x, x, x)[0], other(x, x, x)[0], atol=1e-12)
+    parametrize.register_parametrization(model, "in_proj_weight", Doubled())
+    with pytest.raises(ValueError, match="plug first, then parametrize"):
+        gfsa.plug(model)
 
 
 def encoder(batch_first: bool = True) -> nn.TransformerEncoder:

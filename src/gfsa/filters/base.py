@@ -320,10 +320,16 @@ def read_description(state: Tensor) -> dict[str, Any]:
             f"the description of a filter has {state.numel()} bytes; more than {_MOST_DESCRIPTION} "
             "are refused"
         )
+    # a checkpoint that was averaged with others, or cast, has the same bytes as whole floats
+    if state.is_floating_point() and bool((state == state.round()).all()):
+        state = state.to(torch.int64)
     try:
         description = json.loads(bytes(state.tolist()))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the description of a filter is damaged: {error}") from error
+        raise ValueError(
+            f"the description of a filter is damaged: {error}. It is the bytes of a text: where "
+            "checkpoints are averaged, take keys that end in _extra_state from one of them"
+        ) from error
     if not isinstance(description, dict):
         raise ValueError(f"the description of a filter is damaged: {description!r:.80}")
     return description

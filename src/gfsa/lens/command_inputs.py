@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,7 @@ def _transformers(where: str) -> Source:
     source = Source(where, model)
     main = getattr(model, "main_input_name", "input_ids")
     needs_target = bool(config.is_encoder_decoder)
+    longest = _positions_of(config)
 
     def finish(batch: dict[str, Any]) -> dict[str, Any]:
         known = {"input_ids", "attention_mask", "token_type_ids"}
@@ -161,7 +163,11 @@ def _transformers(where: str) -> Source:
 
     def texts(lines: list[str], most: int) -> dict[str, Any]:
         tokens = tokenizer()(
-            lines, padding=True, truncation=True, max_length=most, return_tensors="pt"
+            lines,
+            padding=True,
+            truncation=True,
+            max_length=min(most, longest),
+            return_tensors="pt",
         )
         return finish(dict(tokens))
 
@@ -173,7 +179,7 @@ def _transformers(where: str) -> Source:
             side = config.image_size
             side = side if isinstance(side, int) else side[0]
             return {"pixel_values": torch.randn(count, config.num_channels, side, side)}
-        ids = torch.randint(config.vocab_size, (count, length))
+        ids = torch.randint(config.vocab_size, (count, min(length, longest)))
         return finish({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     if main == "input_ids":
@@ -183,6 +189,12 @@ def _transformers(where: str) -> Source:
     elif main == "pixel_values":
         source.images, source.random = images, random
     return source
+
+
+def _positions_of(config: Any) -> int:
+    """The tokens that a model has positions for; a large number if its config does not say."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else sys.maxsize
 
 
 def is_empty(tokenizer: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from gfsa.plugs.cross_attention import Owners
 from gfsa.plugs.renaming import Renaming
@@ -124,6 +125,11 @@ class SwapClass(Adapter):
         replaced = refusal_of_own_forward(module)
         if replaced is not None:
             return replaced
+        if is_parametrized(module):
+            return (
+                f"torch.nn.utils.parametrize made the class {type(module).__name__} for this "
+                "module: plug first, then parametrize"
+            )
         if not issubclass(self.filtered, type(module)):
             return self._refusal_of_subclass(type(module))
         return self._refuses(name, module) if self._refuses else None
@@ -148,6 +154,13 @@ class SwapClass(Adapter):
 
     def remove(self, module: nn.Module) -> None:
         module.__class__ = module.__dict__.pop("_gfsa_class")
+        module.__dict__.pop("_gfsa_name", None)
+
+    def mark(self, model: nn.Module) -> None:
+        # errors of a forward name the layer
+        for name, module in model.named_modules():
+            if isinstance(module, self.filtered) and "_gfsa_class" in module.__dict__:
+                module.__dict__["_gfsa_name"] = name
 
 
 def refusal_of_own_forward(module: nn.Module) -> str | None:

@@ -32,7 +32,7 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:
     """Detach the filters of these sites of ``model``: all of them, or none if anything raises."""
-    refuse_replaced_forward(plugged)
+    refuse_changed_since(plugged)
     with all_or_nothing(model):
         for site in plugged:
             detach(site)
@@ -65,7 +65,13 @@ def detach(site: Site) -> None:
     forget_tokens(site.module)
 
 
-def refuse_replaced_forward(plugged: Iterable[Site]) -> None:
+def refuse_changed_since(plugged: Sequence[Site]) -> None:
+    """Raise if a module was changed after it was plugged in a way that unplugging would break."""
+    _refuse_replaced_forward(plugged)
+    _refuse_parametrised(plugged)
+
+
+def _refuse_replaced_forward(plugged: Iterable[Site]) -> None:
     """Raise if an instance has a forward that would call its filter after that is removed."""
     for site in plugged:
         module = site.module
@@ -78,6 +84,20 @@ def refuse_replaced_forward(plugged: Iterable[Site]) -> None:
                 f"the forward of {site.name} was wrapped after it was plugged (accelerate's hooks "
                 "do that), and would still call the filter. Remove the wrapper first (for "
                 "accelerate: remove_hook_from_module(model, recurse=True))"
+            )
+
+
+def _refuse_parametrised(plugged: Iterable[Site]) -> None:
+    """Raise if an instance would lose the class that torch's parametrisation gave it."""
+    for site in plugged:
+        module = site.module
+        tensors = getattr(module, "parametrizations", {})
+        # each parametrised tensor is a property of the class that is on top
+        if "_gfsa_class" in module.__dict__ and any(name in vars(type(module)) for name in tensors):
+            raise ValueError(
+                f"{site.name} was parametrised after it was plugged, which changed its class. Call "
+                "torch.nn.utils.parametrize.remove_parametrizations on it first, then "
+                "gfsa.unplug(model)"
             )
 
 

@@ -75,6 +75,16 @@ class CallCheck:
         """Go back to an earlier state; the hooks of the model are restored by the caller."""
         self.events, self.handles = state
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch cannot copy or unpickle a handle whose module is gone: a layer that the caller cut
+        # off, or the model around a backbone that was kept
+        gone = {n for n, handles in self.handles.items() if any(map(_lost_module, handles))}
+        return {
+            "events": {n: events for n, events in self.events.items() if n not in gone},
+            "handles": {n: handles for n, handles in self.handles.items() if n not in gone},
+            "around": [handle for handle in self.around if not _lost_module(handle)],
+        }
+
     def _end(self) -> None:
         for handle in self.around:
             handle.remove()
@@ -106,10 +116,17 @@ class CallCheck:
         events = self._take_events()
         missing = [name for name in events if "ran" in events[name] or proof in events[name]]
         if missing:
+            # the caller may have replaced layers since
+            present = {hook.name for hook in _call_hooks(model) if hook.check is self}
+            for name in set(missing) - present:
+                self.forget(name)
+            missing = [name for name in missing if name in present]
+        if missing:
             error = FilterNotCalledError(
                 f"the model ran without calling the filter of {', '.join(missing)}: its attention "
-                "took a code path that bypasses the filter. gfsa.unplug(model), or leave these "
-                "layers out with plug(..., layers=...)"
+                "took a code path that bypasses the filter. gfsa.unplug(model), then "
+                "plug(..., inputs=batch), which leaves out such layers, or plug(..., layers=...) "
+                "without them"
             )
             error.names = tuple(missing)
             raise error
@@ -165,9 +182,17 @@ def stop_checking(filter: GraphFilter) -> None:
 
 def checks_of(model: nn.Module) -> list[CallCheck]:
     """The checks that have not ended, of filters in this model."""
-    hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
-    found = {h.check for h in hooks if isinstance(h, _CallHook) and h.check is not None}
-    return list(found)
+    return list({hook.check for hook in _call_hooks(model) if hook.check is not None})
+
+
+def _call_hooks(model: nn.Module) -> list[_CallHook]:
+    """The hooks on filters of this model that note their calls."""
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    return [hook for hook in hooks if isinstance(hook, _CallHook)]
+
+
+def _lost_module(handle: RemovableHandle) -> bool:
+    return handle.hooks_dict_ref() is None
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

@@ -80,7 +80,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         if _GIVEN_COPIES in module.__dict__ or _same_whole_view(query, key):
             return
         raise ValueError(
-            f"{type(module).__name__} was plugged as self-attention, but its key is another tensor "
+            f"{_name_of(module)} was plugged as self-attention, but its key is another tensor "
             "than its query, and their values cannot be compared while a graph is compiled or "
             "captured, or under torch.func. Pass the same tensor for both, run one forward without "
             "these first, or, if this is cross-attention, leave this layer out with "
@@ -92,7 +92,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     else:
         got = "its key has other values than its query"
     raise ValueError(
-        f"{type(module).__name__} was plugged as self-attention, but {got}. Cross-attention and "
+        f"{_name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
         "gfsa.plug(model, layers=...)"
     )
@@ -105,6 +105,13 @@ def are_same_tokens(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape or first.device != second.device:
         return False
     return _same_memory(first, second) or _same_values(first, second)
+
+
+def _name_of(module: nn.Module) -> str:
+    """A plugged module in an error: its name in the model and the class that it had before."""
+    name = module.__dict__.get("_gfsa_name")
+    kind = module.__dict__.get("_gfsa_class", type(module)).__name__
+    return f"{name} ({kind})" if name else str(kind)
 
 
 def forget_tokens(module: nn.Module) -> None:

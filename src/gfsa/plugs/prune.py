@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_replaced_forward
+from gfsa.plugs.attach import attach, detach, notify_adapters, refuse_changed_since
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.rollback import all_or_nothing
@@ -110,7 +110,7 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
         raise ValueError(f"{type(model).__name__} has no filters to prune; gfsa.plug(model) first")
     refuse_wrapped(plugged)
     refuse_sharded(plugged, "prune")
-    refuse_replaced_forward(plugged.values())
+    refuse_changed_since(list(plugged.values()))
     # filters that are created in inference mode could never be trained
     with torch.inference_mode(False):
         pruned = {name: _pruned(site.filter, tolerance) for name, site in plugged.items()}

@@ -382,7 +382,8 @@ class Trace(TorchFunctionMode):
     def _refuse(self, why: str) -> NoReturn:
         self.error = TraceError(
             f"cannot filter {self.name} ({self._kind()}) by tracing: {why}. "
-            "gfsa.unplug(model), and leave the layer out with plug(..., layers=...), or teach "
-            "gfsa its class with gfsa.register_adapter"
+            "gfsa.unplug(model), then plug(..., inputs=batch), which leaves out the layers that it "
+            "cannot filter, or plug(..., layers=...) without this one; or teach gfsa its class "
+            "with gfsa.register_adapter"
         )
         raise self.error

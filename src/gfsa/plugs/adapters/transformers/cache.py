@@ -50,6 +50,14 @@ _REPEATED = (
 )
 
 
+_NO_POWERS = (
+    "without the powers of attention that the filter needs: it was filled by prefix tuning, by an "
+    "unplugged model or while training, or was rebuilt from its keys and values alone, as "
+    "torch.export does. Start from a new cache (prefix tuning cannot be combined with a filter: "
+    "its prefix has keys but no queries)"
+)
+
+
 class Place(NamedTuple):
     """A layer of a cache, and the index of the module that attends to it."""
 
@@ -213,6 +221,7 @@ def _companions(place: Place, count: int, new: int) -> list[Any]:
     if count < 1:
         return []
     layer = place.layer
+    _refuse_export_of_static(layer)
     if not hasattr(layer, "gfsa_powers"):
         layer.gfsa_powers = {}
         for name in _REPEATED:
@@ -231,17 +240,30 @@ def _companions(place: Place, count: int, new: int) -> list[Any]:
 
 
 def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
-    # a static layer keeps its length on the device: reading it once before the first token is
-    # cheap, but a compiled graph cannot read it
-    if torch.compiler.is_compiling():
+    held = layer.get_seq_length()
+    if isinstance(held, Tensor) and torch.compiler.is_compiling():
+        # a compiled graph cannot read what is on the device, but can check it there
+        if held.device.type in ("cpu", "cuda"):
+            torch._assert_async(held == new, f"the static cache holds tokens {_NO_POWERS}")
         return
-    past = int(layer.get_seq_length()) - new
+    past = held - new
     if past > 0:
+        raise ValueError(f"the cache holds {int(past)} tokens {_NO_POWERS}")
+
+
+def _is_exporting() -> bool:
+    # torch.compiler.is_exporting is true in everything that dynamo traces; torch 2.6 has neither
+    return torch.jit.is_tracing() or bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
+def _refuse_export_of_static(layer: Any) -> None:
+    """Raise where a graph is exported that would forget the powers after each call."""
+    # isinstance is slow here, and every decoded token asks
+    if _is_exporting() and isinstance(layer, StaticLayer):
         raise ValueError(
-            f"the cache holds {past} tokens without the powers of attention that the filter "
-            "needs: it was filled by prefix tuning, by an unplugged model, or while training. "
-            "Start from a new cache (prefix tuning cannot be combined with a filter: its prefix "
-            "has keys but no queries)"
+            "torch.export and torch.jit.trace cannot keep the powers of past tokens from call to "
+            "call: a static cache has buffers for keys and values only. Export with "
+            "use_cache=False, or plug filters of degree 1 (K=None), which need no such powers"
         )
 
 

@@ -69,7 +69,8 @@ def test_a_gain_is_confirmed(verdicts: Any) -> None:
     # the same loss as plain for GFSA's time: what is confirmed is said of nothing else
     confirmed, bounded = found.split("No difference is confirmed for")
     assert "GFSA − plain for GFSA's time" in bounded
-    assert confirmed.count("(Holm's p") == 4 and bounded.count("Holm's p") == 2
+    assert confirmed.count("(Holm's p") == 4
+    assert bounded.count("Holm's p") == 2
 
 
 def test_one_filter_alone_may_gain(verdicts: Any) -> None:

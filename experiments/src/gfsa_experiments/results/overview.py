@@ -100,13 +100,17 @@ def headline(table: ResultTable, method: str) -> Line | None:
 def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Block]:
     """What is confirmed, and the domains; ``every`` has the tables of the whole folder."""
     blocks: list[Block] = [Heading("Confirmatory comparisons")]
-    # what has a verdict comes first
-    for family, outcomes in sorted(judged, key=lambda found: not _is_complete(found[1])):
+    waiting = []
+    for family, outcomes in judged:
         lacks_runs = any(outcome.missing for outcome in outcomes)
         # why pairs do not count, the table says
         unusable = any(outcome.unusable for outcome in outcomes)
-        brief = lacks_runs and not unusable
-        blocks += [_sentence(family, outcomes)] if brief else family_blocks(family, outcomes)
+        if lacks_runs and not unusable:
+            waiting.append(_sentence(family, outcomes))
+        else:
+            blocks += family_blocks(family, outcomes)
+    # what has a verdict comes first
+    blocks += [Bullets(waiting)] if waiting else []
     if not any(_is_complete(outcomes) for _, outcomes in judged):
         blocks.insert(1, Text("No family is complete yet, so nothing is called better or worse."))
     found = domains(every)
@@ -127,7 +131,7 @@ def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Blo
 def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
     """The table of one family; a family without any row takes one sentence."""
     if all(outcome.missing == len(outcome.comparison.seeds) for outcome in outcomes):
-        return [_sentence(family, outcomes)]
+        return [Text(_sentence(family, outcomes))]
     rows = []
     for outcome in outcomes:
         spread = None if outcome.contrast is None else pd.Series(outcome.contrast.test.values).std()
@@ -148,7 +152,7 @@ def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
     return [Text(f"{_link(family)}: {family.title}, {_state(family)}."), grid]
 
 
-def _sentence(family: Family, outcomes: Sequence[Outcome]) -> Text:
+def _sentence(family: Family, outcomes: Sequence[Outcome]) -> str:
     """A family that lacks runs."""
     names = "; ".join(outcome.comparison.name for outcome in outcomes)
     count = f"{len(outcomes)} comparison{'s' if len(outcomes) > 1 else ''} ({names})"
@@ -156,9 +160,7 @@ def _sentence(family: Family, outcomes: Sequence[Outcome]) -> Text:
     missing = span(outcome.missing for outcome in outcomes)
     begun = any(outcome.missing < len(outcome.comparison.seeds) for outcome in outcomes)
     run = f"{missing} of {seeds} pairs missing: no verdict" if begun else "not run"
-    return Text(
-        f"{_link(family)}: {family.title}, {count}, {seeds} seeds, {_state(family)}, {run}."
-    )
+    return f"{_link(family)}: {family.title}, {count}, {seeds} seeds, {_state(family)}, {run}."
 
 
 def _is_complete(outcomes: Sequence[Outcome]) -> bool:

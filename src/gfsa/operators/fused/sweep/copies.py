@@ -12,6 +12,7 @@ from gfsa.operators.fused.sweep.order import (
     done_with,
     draw,
     first_missing,
+    first_tile,
     following,
     give,
     place,
@@ -35,8 +36,9 @@ def _load(tensor, b, h, row, barrier, room, slot, PARTS: gl.constexpr, D: gl.con
 
 @gluon.jit
 def load_tokens(
-    q_in, k_in, v_in, queries, keys, values, items, counter, total, heads, group, blocks, span,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    q_in, k_in, v_in, queries, keys, values, items, counter, mask,
+    total, heads, group, n, blocks, span, mask_b,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Draw items, and load their queries and the keys and values that they see."""
     qs, qfull, qempty = queries
@@ -59,14 +61,15 @@ def load_tokens(
             h = bh % heads
             mbarrier.wait(qempty.index(0), qphase)
             _load(q_in, b, h, block * ROWS, qfull.index(0), qs, 0, 1, D)
-            for tile in range((2 * block + 2) // PARTS):
+            begin = first_tile(mask, b, block * ROWS, n, mask_b, PARTS, MASK)
+            for tile in range(begin, (2 * block + 2) // PARTS):
                 row = tile * PARTS * HALF
                 mbarrier.wait(kempty.index(slot), phase)
                 _load(k_in, b, h // group, row, kfull.index(slot), ks, slot, PARTS, D)
                 mbarrier.wait(vempty.index(slot), phase)
                 _load(v_in, b, h // group, row, vfull.index(slot), vs, slot, PARTS, D)
                 slot, phase = following(slot, phase, STAGES)
-                if tile == 0:
+                if tile == begin:
                     # late: the first warpgroup begins while the second one ends its last item
                     mbarrier.wait(qempty.index(1), qphase)
                     _load(q_in, b, h, block * ROWS + HALF, qfull.index(1), qs, 1, 1, D)
@@ -75,8 +78,8 @@ def load_tokens(
 
 @gluon.jit
 def load_passes(
-    u_io, passes, vempty, flags, items, total, heads, blocks, span,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    u_io, passes, vempty, flags, items, mask, total, heads, n, blocks, span, mask_b,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Load the U of earlier blocks as soon as it is there, into slots beside the values."""
     us, ufull = passes
@@ -87,8 +90,9 @@ def load_passes(
     item = take(items, islot, iphase)
     while item < total * blocks:
         bh, block = place(item, total, blocks, span)
-        missing = 0
-        for tile in range((2 * block + 2) // PARTS):
+        begin = first_tile(mask, bh // heads, block * ROWS, n, mask_b, PARTS, MASK)
+        missing = begin * PARTS
+        for tile in range(begin, (2 * block + 2) // PARTS):
             mbarrier.wait(vempty.index(slot), phase)
             if tile < 2 * block // PARTS:
                 while missing < (tile + 1) * PARTS:

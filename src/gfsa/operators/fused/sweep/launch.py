@@ -11,7 +11,7 @@ from torch import Tensor
 from gfsa.operators.fused.launcher import Block, Kernel, Launch, multiprocessors
 from gfsa.operators.fused.layout import empty_like
 from gfsa.operators.fused.long import launch as long
-from gfsa.operators.fused.problem import Options, Problem, Saved, problem_of
+from gfsa.operators.fused.problem import SPANS, Options, Problem, Saved, pointers, problem_of
 
 # queries of a block, and of one of its two warpgroups, as in the kernel
 ROWS = 128
@@ -37,7 +37,7 @@ def forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.operators.fused.dispatch.Path.forward`; without mask and dropout."""
+    """As :meth:`gfsa.operators.fused.dispatch.Path.forward`; spans at most, and no dropout."""
     problem = problem_of(q, k, mask, options)
     out, u = empty_like(q), empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -46,7 +46,8 @@ def forward(
     flags = torch.zeros(
         heads * blocks * (ROWS // HALF) + LOOKED_AT, dtype=torch.int32, device=q.device
     )
-    _launch(problem, out.stride()[:3])((q, k, v, u), out, lse, coeffs, flags)
+    spans, _ = pointers(mask, None, unused=q)
+    _launch(problem, out.stride()[:3])((q, k, v, u), out, lse, coeffs, flags, spans)
     return out, u, lse
 
 
@@ -76,8 +77,9 @@ def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
             blocks,
             min(heads_at_a_time(problem.length), heads),
             *out_strides,
+            problem.mask_strides[0],
         ),
-        (problem.head_dim, PARTS[problem.head_dim], STAGES),
+        (problem.head_dim, PARTS[problem.head_dim], STAGES, problem.mask_kind),
         num_warps=4,
     )
 

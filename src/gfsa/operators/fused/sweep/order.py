@@ -1,7 +1,7 @@
 """Which program works on which rows, and how it learns that the U of earlier rows is there.
 
-An item is a block of ROWS queries of one head. Its program needs the U of all earlier blocks of the
-head, which other programs make. Programs draw items in the order of their numbers, so all lower
+An item is a block of ROWS queries of one head. Its program needs the U of the earlier blocks of the
+head that its queries see, which other programs make. Programs draw items in the order of their numbers, so all lower
 items are finished or belong to programs that run, and waiting for lower items alone never
 deadlocks, however few programs the GPU holds at a time.
 """
@@ -12,6 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from gfsa.operators.fused import problem
+
+SPANS = gl.constexpr(problem.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
@@ -29,6 +32,22 @@ def place(item, total, blocks, span):
     size = gl.minimum(span, total - group * span)
     block = rest // size
     return group * span + rest - block * size, block
+
+
+@gluon.jit
+def first_tile(
+    spans, b, row, n, mask_b, PARTS: gl.constexpr, MASK: gl.constexpr
+):  # fmt: skip
+    """The first tile of PARTS times HALF keys that a query from ``row`` on sees.
+
+    First keys do not decrease from query to query, so it is that of query ``row``.
+    """
+    tile = 0
+    if MASK == SPANS:
+        # a warpgroup beyond the last query sees what that one does
+        at = b.to(gl.int64) * mask_b + gl.minimum(row, n - 1)
+        tile = gl.load(spans + at) // (PARTS * HALF)
+    return tile
 
 
 @gluon.jit

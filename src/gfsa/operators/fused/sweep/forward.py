@@ -191,6 +191,12 @@ def _filter_half(
         c0 = gl.load(coeffs + h * 3)
         c1 = gl.load(coeffs + h * 3 + 1)
         c2 = gl.load(coeffs + h * 3 + 2)
+        if MASK == SPANS:
+            # of the last tile before the diagonal's, where there is one
+            late = gl.full([HALF, TILE], 0.0, dt, P)
+            late_factor = gl.full([HALF], 0.0, gl.float32, O_ROWS)
+            late_slot = 0
+            late_phase = 0
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         twice = gl.full([HALF, D], 0.0, gl.float32, O)
         mbarrier.wait(qfull.index(W), phase)
@@ -250,19 +256,29 @@ def _filter_half(
                 gl.convert_layout(norm, LAST_ROWS),
                 sc,
             )
-            if MORE == 0:
-                mbarrier.wait(ufull.index(vslot), vphase)
-                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+            if MASK == SPANS:
+                # the other product with this tile follows when this block's U is on its way: it may
+                # have to wait for U of the block before, and the block behind waits for this one's
+                once = warpgroup_mma_wait(0, deps=[once])
+                late = a
+                late_factor = gl.convert_layout(shrink, O_ROWS)
+                late_slot = vslot
+                late_phase = vphase
+                once = once * late_factor[:, None]
             else:
-                # from the chip
-                mbarrier.wait(ready.index(0), phase)
-                twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
-            once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
-            if MORE == 1:
-                mbarrier.arrive(free.index(0), count=1)
-            mbarrier.arrive(vempty.index(vslot), count=1)
+                if MORE == 0:
+                    mbarrier.wait(ufull.index(vslot), vphase)
+                    twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+                else:
+                    # from the chip
+                    mbarrier.wait(ready.index(0), phase)
+                    twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
+                once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+                if MORE == 1:
+                    mbarrier.arrive(free.index(0), count=1)
+                mbarrier.arrive(vempty.index(vslot), count=1)
+                once, twice = _shrunk(once, twice, shrink, O)
             vslot, vphase = following(vslot, vphase, STAGES)
-            once, twice = _shrunk(once, twice, shrink, O)
             last = gl.convert_layout(p.to(dt), P)
         else:
             s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST)])
@@ -286,6 +302,21 @@ def _filter_half(
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready.index(W), count=1)
+        if MASK == SPANS:
+            if MORE == 1:
+                # also if its U is not looked at: what is free is counted
+                mbarrier.wait(ready.index(0), phase)
+            if full > 0:
+                if MORE == 1:
+                    twice = warpgroup_mma(late, _tile(own, 0, HALF, D), twice, is_async=True)
+                else:
+                    mbarrier.wait(ufull.index(late_slot), late_phase)
+                    twice = warpgroup_mma(late, _tile(us, late_slot, TILE, D), twice, is_async=True)
+                twice, late = warpgroup_mma_wait(0, deps=[twice, late])
+                mbarrier.arrive(vempty.index(late_slot), count=1)
+                twice = twice * late_factor[:, None]
+            if MORE == 1:
+                mbarrier.arrive(free.index(0), count=1)
         if LAST == HALF:
             twice = warpgroup_mma(last, _tile(own, W, HALF, D), twice, is_async=True)
         else:
@@ -315,11 +346,6 @@ def _filter_half(
             kslot, kphase, vslot, vphase = _pass_over(
                 keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
             )
-        if MASK == SPANS and MORE == 1:
-            if full == 0:
-                # it has not seen the first one's U
-                mbarrier.wait(ready.index(0), phase)
-                mbarrier.arrive(free.index(0), count=1)
         phase = phase ^ 1
         done_with(items, islot)
         islot, iphase = following(islot, iphase, DRAWN)

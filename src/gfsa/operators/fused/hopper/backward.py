@@ -105,6 +105,22 @@ def _hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: g
 
 
 @gluon.jit
+def _place(MASK: gl.constexpr):
+    """``(block, blocks, head, heads)`` of a program, heads counted over all sequences.
+
+    With spans the grid is (heads of a group, blocks, groups): a block of many heads, then the next
+    one. Rows end with short loops, and so does the launch, where whole heads one after another
+    would end with documents of any length.
+    """
+    if MASK == SPANS:
+        span = gl.num_programs(0)
+        head = gl.program_id(2) * span + gl.program_id(0)
+        return gl.program_id(1), gl.num_programs(1), head, gl.num_programs(2) * span
+    else:
+        return gl.program_id(0), gl.num_programs(0), gl.program_id(1), gl.num_programs(1)
+
+
+@gluon.jit
 def _barriers(COUNT: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(COUNT):
@@ -149,9 +165,7 @@ def grad_first_pass(
     gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     bars = _barriers(3)
-    block = gl.program_id(0)
-    blocks = gl.num_programs(0)
-    bh = gl.program_id(1)
+    block, blocks, bh, total = _place(MASK)
     b = bh // heads
     h = bh % heads
     row = block * BM
@@ -235,7 +249,7 @@ def grad_first_pass(
     tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], ks)
     gl.store(delta_out + bh.to(gl.int64) * n + rows, go - c0 * gv + c2 * zu, mask=rows < n)
     # (H, 3, B·blocks): what is added up is contiguous
-    parts = gl.num_programs(1) // heads * blocks
+    parts = total // heads * blocks
     dc = dc_out + h * 3 * parts + b * blocks + block
     gl.store(dc, gl.sum(gv, 0))
     gl.store(dc + parts, gl.sum(gu, 0))
@@ -282,8 +296,7 @@ def grad_keys(
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
     bars = _barriers(3)
-    block = gl.program_id(0)
-    bh = gl.program_id(1)
+    block, _, bh, _ = _place(MASK)
     b = bh // heads
     h = bh % heads
     row = block * BM
@@ -399,11 +412,10 @@ def grad_queries(
     vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
     us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
     bars = _barriers(3)
-    block = gl.program_id(0)
+    block, blocks, bh, _ = _place(MASK)
     if CAUSAL:
         # the longest ones first
-        block = gl.num_programs(0) - 1 - block
-    bh = gl.program_id(1)
+        block = blocks - 1 - block
     b = bh // heads
     h = bh % heads
     row = block * BM

@@ -17,6 +17,8 @@ sees all keys or, if its document begins on the diagonal, none: what it has summ
 there.
 """
 
+# ruff: noqa: SIM102 - Gluon compiles a subset of Python
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -257,8 +259,8 @@ def _filter_half(
                 sc,
             )
             if MASK == SPANS:
-                # the other product with this tile follows when this block's U is on its way: it may
-                # have to wait for U of the block before, and the block behind waits for this one's
+                # the product with this tile's U follows when the block's own U is on its way: it
+                # may have to wait for the block before, and the block behind waits for this one
                 once = warpgroup_mma_wait(0, deps=[once])
                 late = a
                 late_factor = gl.convert_layout(shrink, O_ROWS)

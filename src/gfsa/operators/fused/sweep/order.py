@@ -1,9 +1,9 @@
 """Which program works on which rows, and how it learns that the U of earlier rows is there.
 
 An item is a block of ROWS queries of one head. Its program needs the U of the earlier blocks of the
-head that its queries see, which other programs make. Programs draw items in the order of their numbers, so all lower
-items are finished or belong to programs that run, and waiting for lower items alone never
-deadlocks, however few programs the GPU holds at a time.
+head that its queries see, which other programs make. Programs draw items in the order of their
+numbers, so all lower items are finished or belong to programs that run, and waiting for lower items
+alone never deadlocks, however few programs the GPU holds at a time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def place(item, total, blocks, span):
 
 
 @gluon.jit
-def first_tile(
-    spans, b, row, n, mask_b, PARTS: gl.constexpr, MASK: gl.constexpr
-):  # fmt: skip
+def first_tile(spans, b, row, n, mask_b, PARTS: gl.constexpr, MASK: gl.constexpr):
     """The first tile of PARTS times HALF keys that a query from ``row`` on sees.
 
     First keys do not decrease from query to query, so it is that of query ``row``.

@@ -166,3 +166,40 @@ def test_each_item_once() -> None:
     assert places[:5] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]
     # the three heads that are left
     assert places[12:16] == [(4, 0), (5, 0), (6, 0), (4, 1)]
+
+
+@pytest.mark.parametrize(
+    "visible",
+    [
+        packed([130, 62, 64, 128, 1, 127, 600, 68]),
+        packed([1] * 300 + [880]),
+        packed([1180]),
+        *(Visibility(causal=True, window=window) for window in (1, 64, 65, 66, 127, 128, 200)),
+        packed([150, 250, 780], window=64),
+    ],
+)
+def test_early_items(visible: Visibility) -> None:
+    """They are drawn where all U that later blocks see comes from a block's own keys."""
+    n, heads = 1180, 2
+    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)
+    blocks = -(-n // sweep.ROWS)
+    drawn = []
+    with gluon_on_cpu.on_cpu("gfsa.operators.fused.short.tiles", f"{ROOM}.order") as (_, order):
+        numbers = [Number(x) for x in (heads, heads, n, blocks, heads, 0)]
+        counter = Pointer(np.zeros(1, dtype=int))
+        while True:
+            item = order.draw_item(counter, Pointer(spans.reshape(-1)), *numbers, SPANS)
+            if item >= order.count(heads, blocks, SPANS):
+                break
+            drawn.append(order.place_of(item, Number(heads), Number(blocks), Number(heads), SPANS))
+    first = spans[0, 0]
+    expected = []
+    for block in range(blocks):
+        start, end = block * sweep.ROWS, (block + 1) * sweep.ROWS
+        # what a query behind the block may see, as its last query does
+        seen = [i for i in range(start, min(end, n)) if first[min(end, n) - 1] <= i]
+        early = end < n and first[start] < start and all(first[i] >= start for i in seen)
+        # the early items of all heads, then the others
+        expected += [(head, block, True) for head in range(heads) if early]
+        expected += [(head, block, False) for head in range(heads)]
+    assert drawn == expected

@@ -1,5 +1,7 @@
 """The warps that move tiles between memory and the chip, beside the warpgroups that compute."""
 
+# ruff: noqa: SIM102 - Gluon compiles a subset of Python
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -9,13 +11,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from gfsa.operators.fused.sweep.order import (
     HALF,
     ROWS,
+    SPANS,
+    count,
     done_with,
-    draw,
+    draw_item,
     first_missing,
     first_tile,
     following,
     give,
-    place,
+    has_early_item,
+    place_of,
     publish,
     take,
 )
@@ -50,18 +55,18 @@ def load_tokens(
     islot = 0
     iphase = 1
     item = 0
-    while item < total * blocks:
-        item = draw(counter)
+    while item < count(total, blocks, MASK):
+        item = draw_item(counter, mask, total, heads, n, blocks, span, mask_b, MASK)
         # a number that is too high ends the other warps' loops
         give(items, item, islot, iphase)
         islot, iphase = following(islot, iphase, DRAWN)
-        if item < total * blocks:
-            bh, block = place(item, total, blocks, span)
+        if item < count(total, blocks, MASK):
+            bh, block, early = place_of(item, total, blocks, span, MASK)
             b = bh // heads
             h = bh % heads
             mbarrier.wait(qempty.index(0), qphase)
             _load(q_in, b, h, block * ROWS, qfull.index(0), qs, 0, 1, D)
-            begin = first_tile(mask, b, block * ROWS, n, mask_b, PARTS, MASK)
+            begin = first_tile(mask, b, block * ROWS, n, block, early, mask_b, PARTS, MASK)
             for tile in range(begin, (2 * block + 2) // PARTS):
                 row = tile * PARTS * HALF
                 mbarrier.wait(kempty.index(slot), phase)
@@ -88,9 +93,10 @@ def load_passes(
     islot = 0
     iphase = 0
     item = take(items, islot, iphase)
-    while item < total * blocks:
-        bh, block = place(item, total, blocks, span)
-        begin = first_tile(mask, bh // heads, block * ROWS, n, mask_b, PARTS, MASK)
+    while item < count(total, blocks, MASK):
+        bh, block, early = place_of(item, total, blocks, span, MASK)
+        row = block * ROWS
+        begin = first_tile(mask, bh // heads, row, n, block, early, mask_b, PARTS, MASK)
         missing = begin * PARTS
         for tile in range(begin, (2 * block + 2) // PARTS):
             mbarrier.wait(vempty.index(slot), phase)
@@ -109,17 +115,27 @@ def load_passes(
 
 
 @gluon.jit
-def store_passes(u_io, made, flags, items, total, heads, blocks, span):
+def store_passes(
+    u_io, made, flags, items, mask, total, heads, n, blocks, span, mask_b, MASK: gl.constexpr
+):  # fmt: skip
     """Store each half block's U, then set its flag."""
     own, ready, free = made
     phase = 0
     islot = 0
     iphase = 0
     item = take(items, islot, iphase)
-    while item < total * blocks:
-        bh, block = place(item, total, blocks, span)
+    while item < count(total, blocks, MASK):
+        bh, block, early = place_of(item, total, blocks, span, MASK)
+        if MASK == SPANS:
+            waits = has_early_item(mask, bh // heads, block, n, blocks, mask_b) & (early == 0)
         for half in gl.static_range(2):
             mbarrier.wait(ready.index(half), phase)
+            if MASK == SPANS:
+                if waits:
+                    # not before the early item, whose other rows are not what they have to be
+                    at = 2 * block + half
+                    while first_missing(flags + bh * 2 * blocks, at) == at:
+                        pass
             row = block * ROWS + half * HALF
             tma.async_copy_shared_to_global(
                 u_io, [bh // heads, bh % heads, row, 0], own.index(half)

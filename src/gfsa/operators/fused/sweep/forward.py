@@ -36,10 +36,11 @@ from gfsa.operators.fused.sweep.order import (
     HALF,
     ROWS,
     SPANS,
+    count,
     done_with,
     first_tile,
     following,
-    place,
+    place_of,
     take,
 )
 
@@ -176,15 +177,15 @@ def _filter_half(
     islot = 0
     iphase = 0
     item = take(items, islot, iphase)
-    while item < total * blocks:
-        bh, block = place(item, total, blocks, span)
+    while item < count(total, blocks, MASK):
+        bh, block, early = place_of(item, total, blocks, span, MASK)
         b = bh // heads
         h = bh % heads
         row = block * ROWS + W * HALF
         # tiles before the diagonal's
         full = 2 * block // PARTS + MORE
         if MASK == SPANS:
-            begin = first_tile(mask, b, row, n, mask_b, PARTS, MASK)
+            begin = first_tile(mask, b, row, n, block, early, mask_b, PARTS, MASK)
             full -= begin
             spans = mask + b.to(gl.int64) * mask_b
             diagonal = row + HALF - LAST
@@ -204,7 +205,8 @@ def _filter_half(
         mbarrier.wait(qfull.index(W), phase)
         q = _tile(qs, W, HALF, D)
         if MASK == SPANS and W == 1:
-            for _ in range(first_tile(mask, b, block * ROWS, n, mask_b, PARTS, MASK), begin):
+            start = first_tile(mask, b, block * ROWS, n, block, early, mask_b, PARTS, MASK)
+            for _ in range(start, begin):
                 kslot, kphase, vslot, vphase = _pass_over(
                     keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
                 )
@@ -326,9 +328,12 @@ def _filter_half(
             mbarrier.wait(ready.index(0), phase)
             twice = warpgroup_mma(last, _tile(own, 0, LAST, D), twice, is_async=True)
         once = c1 * u.to(gl.float32) + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        stored = n
+        if MASK == SPANS:
+            stored = gl.where(early, 0, n)
         rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
         lse = (last_top + gl.log2(last_norm)) / LOG2E
-        gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < n)
+        gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < stored)
         twice, last = warpgroup_mma_wait(0, deps=[twice, last])
         if LAST > HALF:
             mbarrier.arrive(free.index(0), count=1)
@@ -336,7 +341,7 @@ def _filter_half(
         at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
         rows = row + gl.arange(0, HALF, layout=O_ROWS)
         d = gl.arange(0, D, layout=gl.SliceLayout(0, O))
-        gl.store(at + rows[:, None] * out_i + d[None, :], y.to(dt), mask=(rows < n)[:, None])
+        gl.store(at + rows[:, None] * out_i + d[None, :], y.to(dt), mask=(rows < stored)[:, None])
         if W == 0:
             # nothing was loaded, but the warp that loads U must not fall behind the slot's phases
             mbarrier.wait(ufull.index(vslot), vphase)
@@ -435,7 +440,9 @@ def filter_sweep(
                 u_io, passes, vempty, flags, items, mask, total, heads, n, blocks, span, mask_b,
                 PARTS, STAGES, D, MASK,
             )),
-            (store_passes, (u_io, made, flags, items, total, heads, blocks, span)),
+            (store_passes, (
+                u_io, made, flags, items, mask, total, heads, n, blocks, span, mask_b, MASK,
+            )),
         ],
         [4, 1, 1, 1],
         [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],

@@ -4,7 +4,14 @@ An item is a block of ROWS queries of one head. Its program needs the U of the e
 head that its queries see, which other programs make. Programs draw items in the order of their
 numbers, so all lower items are finished or belong to programs that run, and waiting for lower items
 alone never deadlocks, however few programs the GPU holds at a time.
+
+With spans, a block in which a document begins has two items. It ends a document, which may be long,
+and the blocks behind it need its U of the other document alone, which its own keys give. So an
+early item makes that U from the block's own keys, and the blocks behind do not wait for the other
+item, which makes the whole block.
 """
+
+# ruff: noqa: RET505 - Gluon compiles a subset of Python
 
 from __future__ import annotations
 
@@ -35,8 +42,29 @@ def place(item, total, blocks, span):
 
 
 @gluon.jit
-def first_tile(spans, b, row, n, mask_b, PARTS: gl.constexpr, MASK: gl.constexpr):
-    """The first tile of PARTS times HALF keys that a query from ``row`` on sees.
+def count(total, blocks, MASK: gl.constexpr):
+    """How many numbers items have; with spans, every block has one for an early item."""
+    if MASK == SPANS:
+        blocks = 2 * blocks
+    return total * blocks
+
+
+@gluon.jit
+def place_of(item, total, blocks, span, MASK: gl.constexpr):
+    """``(head of all sequences, block, whether it is an early item)``."""
+    if MASK == SPANS:
+        bh, column = place(item, total, 2 * blocks, span)
+        return bh, column // 2, column % 2 == 0
+    else:
+        bh, block = place(item, total, blocks, span)
+        return bh, block, False
+
+
+@gluon.jit
+def first_tile(
+    spans, b, row, n, block, early, mask_b, PARTS: gl.constexpr, MASK: gl.constexpr
+):  # fmt: skip
+    """The first tile of PARTS times HALF keys that a query from ``row`` of ``block`` on looks at.
 
     First keys do not decrease from query to query, so it is that of query ``row``.
     """
@@ -45,7 +73,40 @@ def first_tile(spans, b, row, n, mask_b, PARTS: gl.constexpr, MASK: gl.constexpr
         # a warpgroup beyond the last query sees what that one does
         at = b.to(gl.int64) * mask_b + gl.minimum(row, n - 1)
         tile = gl.load(spans + at) // (PARTS * HALF)
+        tile = gl.where(early, gl.maximum(tile, 2 * block // PARTS), tile)
     return tile
+
+
+@gluon.jit
+def has_early_item(spans, b, block, n, blocks, mask_b):
+    """Whether the blocks behind a block need no more of its U than its own keys give.
+
+    They see the first key of its last query and later ones alone. None of these queries may see a
+    key before the block; if none of the block does, or no block follows, an early item is useless.
+    """
+    spans += b.to(gl.int64) * mask_b
+    start = block * ROWS
+    seen = gl.load(spans + (gl.minimum(start + ROWS, n) - 1))
+    within = gl.load(spans + seen) >= start
+    return within & (gl.load(spans + start) < start) & (block + 1 < blocks)
+
+
+@gluon.jit
+def draw_item(counter, mask, total, heads, n, blocks, span, mask_b, MASK: gl.constexpr):
+    """The next item's number, beyond the last one if there is none; for one warp."""
+    item = draw(counter)
+    if MASK == SPANS:
+        while _is_in_vain(item, mask, total, heads, n, blocks, span, mask_b):
+            item = draw(counter)
+    return item
+
+
+@gluon.jit
+def _is_in_vain(item, mask, total, heads, n, blocks, span, mask_b):
+    last = count(total, blocks, SPANS) - 1
+    bh, block, early = place_of(gl.minimum(item, last), total, blocks, span, SPANS)
+    needed = has_early_item(mask, bh // heads, block, n, blocks, mask_b)
+    return early & (needed == 0) & (item <= last)
 
 
 @gluon.jit

@@ -102,6 +102,21 @@ def test_one_sweep_over_packed_documents(
         assert backward_path(q, q, q, spans, options) is hopper_backward
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "grid"),
+    [(4, 16, (32, 8, 2)), (1, 12, (12, 8, 1)), (3, 15, (15, 8, 3)), (1, 37, (1, 8, 37))],
+)
+def test_gradients_of_documents_go_block_by_block(
+    batch: int, heads: int, grid: tuple[int, int, int]
+) -> None:
+    """A block of as many heads as can be worked on together, then the next block."""
+    q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
+    spans = torch.empty(1, 2, 512, dtype=torch.int32, device="meta")
+    options = Options(0.1, True)
+    assert hopper_backward.grid_of(problem_of(q, q, spans, options), 64) == grid
+    assert hopper_backward.grid_of(problem_of(q, q, None, options), 64) == (8, batch * heads, 1)
+
+
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:
     q = torch.empty(1, 1, 300, 64, dtype=torch.bfloat16)
     assert backward_path(q, q, q, None, Options(0.1, dropout_p=0.1)) is long

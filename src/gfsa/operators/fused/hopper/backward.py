@@ -90,13 +90,13 @@ def _hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: g
     BM: gl.constexpr = p.shape[0]
     BN: gl.constexpr = p.shape[1]
     if MASK == SPANS:
-        if (col < row + BM) | (col + BN - 1 > earliest):
+        if col + BN - 1 > earliest:
             i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
             # loaded here, for few tiles: registers are short
             last = gl.load(spans + n + j, mask=j < n, other=-1)
-            p = gl.where((j[:, None] <= i[None, :]) & (i[None, :] <= last[:, None]), p, 0.0)
-    elif CAUSAL:
+            p = gl.where(i[None, :] <= last[:, None], p, 0.0)
+    if CAUSAL:
         if col < row + BM:
             i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
@@ -471,11 +471,10 @@ def grad_queries(
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if MASK == SPANS:
-            if (col + BN > row) | (col < latest):
+            if col < latest:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                keep = (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
-                p = gl.where(keep, p, 0.0)
-        elif CAUSAL:
+                p = gl.where(j[None, :] >= first[:, None], p, 0.0)
+        if CAUSAL:
             if col + BN > row:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where(j[None, :] <= i[:, None], p, 0.0)

@@ -168,38 +168,50 @@ def test_each_item_once() -> None:
     assert places[12:16] == [(4, 0), (5, 0), (6, 0), (4, 1)]
 
 
-@pytest.mark.parametrize(
-    "visible",
-    [
-        packed([130, 62, 64, 128, 1, 127, 600, 68]),
-        packed([1] * 300 + [880]),
-        packed([1180]),
-        *(Visibility(causal=True, window=window) for window in (1, 64, 65, 66, 127, 128, 200)),
-        packed([150, 250, 780], window=64),
-    ],
-)
-def test_early_items(visible: Visibility) -> None:
-    """They are drawn where all U that later blocks see comes from a block's own keys."""
-    n, heads = 1180, 2
+SEEN = [
+    packed([130, 62, 64, 128, 1, 127, 600, 68]),
+    packed([1] * 300 + [880]),
+    packed([1180]),
+    *(Visibility(causal=True, window=window) for window in (1, 64, 65, 66, 127, 128, 200)),
+    packed([150, 250, 780], window=64),
+]
+
+
+@pytest.mark.parametrize("visible", SEEN)
+def test_early_rounds(visible: Visibility) -> None:
+    """Blocks have one where all U that later blocks see comes from their own keys."""
+    n = 1180
     spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)
-    blocks = -(-n // sweep.ROWS)
-    drawn = []
+    first, blocks = spans[0, 0], -(-n // sweep.ROWS)
     with gluon_on_cpu.on_cpu("gfsa.operators.fused.short.tiles", f"{ROOM}.order") as (_, order):
-        numbers = [Number(x) for x in (heads, heads, n, blocks, heads, 0)]
-        counter = Pointer(np.zeros(1, dtype=int))
-        while True:
-            item = order.draw_item(counter, Pointer(spans.reshape(-1)), *numbers, SPANS)
-            if item >= order.count(heads, blocks, SPANS):
-                break
-            drawn.append(order.place_of(item, Number(heads), Number(blocks), Number(heads), SPANS))
-    first = spans[0, 0]
-    expected = []
+        memory = Pointer(spans.reshape(-1))
+        got = [
+            bool(order.has_early_round(memory, Number(block), Number(n), Number(blocks)))
+            for block in range(blocks)
+        ]
     for block in range(blocks):
-        start, end = block * sweep.ROWS, (block + 1) * sweep.ROWS
+        start, end = block * sweep.ROWS, min((block + 1) * sweep.ROWS, n)
         # what a query behind the block may see, as its last query does
-        seen = [i for i in range(start, min(end, n)) if first[min(end, n) - 1] <= i]
+        seen = [i for i in range(start, end) if first[end - 1] <= i]
         early = end < n and first[start] < start and all(first[i] >= start for i in seen)
-        # the early items of all heads, then the others
-        expected += [(head, block, True) for head in range(heads) if early]
-        expected += [(head, block, False) for head in range(heads)]
-    assert drawn == expected
+        assert got[block] == early, block
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("visible", SEEN)
+def test_key_ranges(visible: Visibility, parts: int) -> None:
+    """In tiles that are not masked, a query sees all keys or none before its diagonal's tile."""
+    n, tile = 1180, parts * sweep.HALF
+    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)
+    first = spans[0, 0]
+    with gluon_on_cpu.on_cpu("gfsa.operators.fused.short.tiles", f"{ROOM}.order") as (_, order):
+        for row in range(0, n, sweep.HALF):
+            block, half = divmod(row, sweep.ROWS)
+            numbers = (Pointer(spans.reshape(-1)), Number(block), Number(n), half // sweep.HALF)
+            begin, until = order.key_range(*numbers, parts)
+            rows = first[row : row + sweep.HALF]
+            assert begin == rows[0] // tile
+            diagonal = row // tile * tile
+            for col in range(begin * tile, diagonal, tile):
+                partly = ((rows > col) & (rows < diagonal)).any()
+                assert partly == (col < until)

@@ -431,6 +431,10 @@ def grad_queries(
         latest = gl.load(mask + end - 1)
         start = gl.load(mask + row) // BN * BN
     steps = gl.cdiv(end - start, BN)
+    STRIDE: gl.constexpr = -BN if MASK == SPANS else BN
+    if MASK == SPANS:
+        # backwards: the last keys can be loaded before it is known which are the first
+        start = (end - 1) // BN * BN
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), gs)
@@ -453,9 +457,9 @@ def grad_queries(
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
         now = step % 2
-        col = start + step * BN
+        col = start + step * STRIDE
         _load_queries_step(
-            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
+            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + STRIDE, step + 1,
             step + 1 < steps, D, BN,
         )  # fmt: skip
         k = _tile(ks.index(now), BN, D)

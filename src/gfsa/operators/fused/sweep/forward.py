@@ -31,17 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.operators.fused.short.tiles import LOG2E, product_layout
-from gfsa.operators.fused.sweep.copies import DRAWN, load_passes, load_tokens, store_passes
+from gfsa.operators.fused.sweep.copies import load_passes, load_tokens, store_passes
 from gfsa.operators.fused.sweep.order import (
+    DRAWN,
+    EARLY,
+    FIRST_TILE,
     HALF,
+    MASKED_UNTIL,
     ROWS,
     SPANS,
-    count,
+    TOLD,
     done_with,
-    first_tile,
     following,
-    place_of,
+    place,
     take,
+    told,
 )
 
 # registers a thread: the two warpgroups that compute, the warps that copy
@@ -84,19 +88,6 @@ def _first_keys(spans, row, n, KEYS: gl.constexpr):
     """The first key of each query of a warpgroup, for scores of KEYS keys."""
     i = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, product_layout(4, KEYS)))
     return gl.load(spans + i, mask=i < n, other=0)
-
-
-@gluon.jit
-def _masked_until(spans, row, diagonal, n):
-    """Tiles that begin before this key, and before the diagonal's keys, are to be masked.
-
-    It is the latest first key of the queries that see a key before ``diagonal``. The last of them
-    is the last query that sees the key before it.
-    """
-    before = gl.maximum(gl.minimum(diagonal, n) - 1, 0)
-    last = gl.minimum(gl.load(spans + (n + before)), gl.minimum(row + HALF, n) - 1)
-    latest = gl.load(spans + last)
-    return gl.where(last >= row, latest, 0)
 
 
 @gluon.jit
@@ -177,20 +168,19 @@ def _filter_half(
     islot = 0
     iphase = 0
     item = take(items, islot, iphase)
-    while item < count(total, blocks, MASK):
-        bh, block, early = place_of(item, total, blocks, span, MASK)
+    while item < total * blocks:
+        bh, block = place(item, total, blocks, span)
         b = bh // heads
         h = bh % heads
         row = block * ROWS + W * HALF
         # tiles before the diagonal's
         full = 2 * block // PARTS + MORE
         if MASK == SPANS:
-            begin = first_tile(mask, b, row, n, block, early, mask_b, PARTS, MASK)
-            full -= begin
-            spans = mask + b.to(gl.int64) * mask_b
+            first = _first_keys(mask + b.to(gl.int64) * mask_b, row, n, TILE)
             diagonal = row + HALF - LAST
-            first = _first_keys(spans, row, n, TILE)
-            masked_until = _masked_until(spans, row, diagonal, n)
+            begin = told(items, islot, FIRST_TILE + W)
+            masked_until = told(items, islot, MASKED_UNTIL + W)
+            full -= begin
         c0 = gl.load(coeffs + h * 3)
         c1 = gl.load(coeffs + h * 3 + 1)
         c2 = gl.load(coeffs + h * 3 + 2)
@@ -205,8 +195,7 @@ def _filter_half(
         mbarrier.wait(qfull.index(W), phase)
         q = _tile(qs, W, HALF, D)
         if MASK == SPANS and W == 1:
-            start = first_tile(mask, b, block * ROWS, n, block, early, mask_b, PARTS, MASK)
-            for _ in range(start, begin):
+            for _ in range(told(items, islot, FIRST_TILE), begin):
                 kslot, kphase, vslot, vphase = _pass_over(
                     keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
                 )
@@ -330,7 +319,7 @@ def _filter_half(
         once = c1 * u.to(gl.float32) + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
         stored = n
         if MASK == SPANS:
-            stored = gl.where(early, 0, n)
+            stored = gl.where(told(items, islot, EARLY) == 1, 0, n)
         rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
         lse = (last_top + gl.log2(last_norm)) / LOG2E
         gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < stored)
@@ -382,7 +371,8 @@ def filter_sweep(
     vs = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], v_in.layout)
     us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
     own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
-    numbers = gl.allocate_shared_memory(gl.int32, [DRAWN, 1], NUMBER)
+    NUMBERS: gl.constexpr = DRAWN * (TOLD if MASK == SPANS else 1)
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], NUMBER)
     qfull = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     qempty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     kfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -437,12 +427,10 @@ def filter_sweep(
                 total, heads, group, n, blocks, span, mask_b, PARTS, STAGES, D, MASK,
             )),
             (load_passes, (
-                u_io, passes, vempty, flags, items, mask, total, heads, n, blocks, span, mask_b,
+                u_io, passes, vempty, flags, items, total, heads, blocks, span,
                 PARTS, STAGES, D, MASK,
             )),
-            (store_passes, (
-                u_io, made, flags, items, mask, total, heads, n, blocks, span, mask_b, MASK,
-            )),
+            (store_passes, (u_io, made, flags, items, total, heads, blocks, span)),
         ],
         [4, 1, 1, 1],
         [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],

@@ -5,13 +5,11 @@ head that its queries see, which other programs make. Programs draw items in the
 numbers, so all lower items are finished or belong to programs that run, and waiting for lower items
 alone never deadlocks, however few programs the GPU holds at a time.
 
-With spans, a block in which a document begins has two items. It ends a document, which may be long,
-and the blocks behind it need its U of the other document alone, which its own keys give. So an
-early item makes that U from the block's own keys, and the blocks behind do not wait for the other
-item, which makes the whole block.
+With spans, the warp that draws items also reads where their keys begin, and tells the others. A
+block in which a document begins is gone through twice. It ends a document, which may be long, and
+the blocks behind it need its U of the other document alone, which its own keys give. So an early
+round makes that U from the block's own keys, and the next one makes the whole block.
 """
-
-# ruff: noqa: RET505 - Gluon compiles a subset of Python
 
 from __future__ import annotations
 
@@ -25,6 +23,15 @@ SPANS = gl.constexpr(problem.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
+
+# items that are drawn and not finished
+DRAWN = gl.constexpr(3)
+# what is told of an item with spans, after its number: whether this is its early round, and by
+# warpgroup its first tile and until where tiles are masked
+EARLY = gl.constexpr(1)
+FIRST_TILE = gl.constexpr(2)
+MASKED_UNTIL = gl.constexpr(4)
+TOLD = gl.constexpr(6)
 
 
 @gluon.jit
@@ -42,71 +49,35 @@ def place(item, total, blocks, span):
 
 
 @gluon.jit
-def count(total, blocks, MASK: gl.constexpr):
-    """How many numbers items have; with spans, every block has one for an early item."""
-    if MASK == SPANS:
-        blocks = 2 * blocks
-    return total * blocks
+def key_range(spans, block, n, W: gl.constexpr, PARTS: gl.constexpr):
+    """``(first tile, masked until)`` of PARTS times HALF keys for warpgroup W's queries.
 
-
-@gluon.jit
-def place_of(item, total, blocks, span, MASK: gl.constexpr):
-    """``(head of all sequences, block, whether it is an early item)``."""
-    if MASK == SPANS:
-        bh, column = place(item, total, 2 * blocks, span)
-        return bh, column // 2, column % 2 == 0
-    else:
-        bh, block = place(item, total, blocks, span)
-        return bh, block, False
-
-
-@gluon.jit
-def first_tile(
-    spans, b, row, n, block, early, mask_b, PARTS: gl.constexpr, MASK: gl.constexpr
-):  # fmt: skip
-    """The first tile of PARTS times HALF keys that a query from ``row`` of ``block`` on looks at.
-
-    First keys do not decrease from query to query, so it is that of query ``row``.
+    First keys do not decrease from query to query, so the first tile is that of the first query.
+    Tiles that begin before ``masked until`` are to be masked. It is the latest first key of the
+    queries that see a key before the tile on their diagonal; the last of them is the last query
+    that sees the key before that tile.
     """
-    tile = 0
-    if MASK == SPANS:
-        # a warpgroup beyond the last query sees what that one does
-        at = b.to(gl.int64) * mask_b + gl.minimum(row, n - 1)
-        tile = gl.load(spans + at) // (PARTS * HALF)
-        tile = gl.where(early, gl.maximum(tile, 2 * block // PARTS), tile)
-    return tile
+    row = block * ROWS + W * HALF
+    diagonal = row // (PARTS * HALF) * PARTS * HALF
+    # a warpgroup beyond the last query sees what that one does
+    tile = gl.load(spans + gl.minimum(row, n - 1)) // (PARTS * HALF)
+    before = gl.maximum(gl.minimum(diagonal, n) - 1, 0)
+    last = gl.minimum(gl.load(spans + (n + before)), gl.minimum(row + HALF, n) - 1)
+    latest = gl.load(spans + last)
+    return tile, gl.where(last >= row, latest, 0)
 
 
 @gluon.jit
-def has_early_item(spans, b, block, n, blocks, mask_b):
+def has_early_round(spans, block, n, blocks):
     """Whether the blocks behind a block need no more of its U than its own keys give.
 
     They see the first key of its last query and later ones alone. None of these queries may see a
-    key before the block; if none of the block does, or no block follows, an early item is useless.
+    key before the block; if none of the block does, or no block follows, an early round is useless.
     """
-    spans += b.to(gl.int64) * mask_b
     start = block * ROWS
     seen = gl.load(spans + (gl.minimum(start + ROWS, n) - 1))
     within = gl.load(spans + seen) >= start
     return within & (gl.load(spans + start) < start) & (block + 1 < blocks)
-
-
-@gluon.jit
-def draw_item(counter, mask, total, heads, n, blocks, span, mask_b, MASK: gl.constexpr):
-    """The next item's number, beyond the last one if there is none; for one warp."""
-    item = draw(counter)
-    if MASK == SPANS:
-        while _is_in_vain(item, mask, total, heads, n, blocks, span, mask_b):
-            item = draw(counter)
-    return item
-
-
-@gluon.jit
-def _is_in_vain(item, mask, total, heads, n, blocks, span, mask_b):
-    last = count(total, blocks, SPANS) - 1
-    bh, block, early = place_of(gl.minimum(item, last), total, blocks, span, SPANS)
-    needed = has_early_item(mask, bh // heads, block, n, blocks, mask_b)
-    return early & (needed == 0) & (item <= last)
 
 
 @gluon.jit
@@ -134,13 +105,35 @@ def draw(counter):
 
 
 @gluon.jit
+def wait_for_room(items, slot, phase):
+    _, _, empty = items
+    mbarrier.wait(empty.index(slot), phase)
+
+
+@gluon.jit
 def give(items, item, slot, phase):
     """Tell the other warps of the program the item that was drawn."""
-    numbers, full, empty = items
-    mbarrier.wait(empty.index(slot), phase)
+    numbers, full, _ = items
+    wait_for_room(items, slot, phase)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.index(slot).store(gl.full([1], item, gl.int32, layout))
     mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def tell(items, slot, WHICH: gl.constexpr, number):
+    """A number beside the item that is given next, where there is room: :func:`wait_for_room`."""
+    numbers, _, _ = items
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(WHICH * DRAWN + slot).store(gl.full([1], number, gl.int32, layout))
+
+
+@gluon.jit
+def told(items, slot, WHICH: gl.constexpr):
+    """The number that :func:`tell` left beside the item that was taken."""
+    numbers, _, _ = items
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.index(WHICH * DRAWN + slot).load(layout), 0)
 
 
 @gluon.jit

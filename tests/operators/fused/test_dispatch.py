@@ -113,8 +113,11 @@ def test_gradients_of_documents_go_block_by_block(
     q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
     spans = torch.empty(1, 2, 512, dtype=torch.int32, device="meta")
     options = Options(0.1, True)
-    assert hopper_backward.grid_of(problem_of(q, q, spans, options), 64) == grid
-    assert hopper_backward.grid_of(problem_of(q, q, None, options), 64) == (8, batch * heads, 1)
+    packed, plain = (problem_of(q, q, mask, options) for mask in (spans, None))
+    assert hopper_backward.grid_of(packed, 64, 64) == grid
+    # wide heads one after another
+    assert hopper_backward.grid_of(packed, 64, 128) == (1, 8, batch * heads)
+    assert hopper_backward.grid_of(plain, 64, 64) == (8, batch * heads, 1)
 
 
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:

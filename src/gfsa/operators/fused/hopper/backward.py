@@ -108,9 +108,9 @@ def _hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: g
 def _place(MASK: gl.constexpr):
     """``(block, blocks, head, heads)`` of a program, heads counted over all sequences.
 
-    With spans the grid is (heads of a group, blocks, groups): a block of many heads, then the next
-    one. Rows end with short loops, and so does the launch, where whole heads one after another
-    would end with documents of any length.
+    With spans the grid is (heads of a group, blocks, groups): a block of all heads of the group,
+    then the next one. Rows end with short loops, and so does the launch, where whole heads one
+    after another would end with documents of any length.
     """
     if MASK == SPANS:
         span = gl.num_programs(0)
@@ -431,10 +431,6 @@ def grad_queries(
         latest = gl.load(mask + end - 1)
         start = gl.load(mask + row) // BN * BN
     steps = gl.cdiv(end - start, BN)
-    STRIDE: gl.constexpr = -BN if MASK == SPANS else BN
-    if MASK == SPANS:
-        # backwards: the last keys can be loaded before it is known which are the first
-        start = (end - 1) // BN * BN
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), gs)
@@ -457,9 +453,9 @@ def grad_queries(
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
         now = step % 2
-        col = start + step * STRIDE
+        col = start + step * BN
         _load_queries_step(
-            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + STRIDE, step + 1,
+            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
             step + 1 < steps, D, BN,
         )  # fmt: skip
         k = _tile(ks.index(now), BN, D)

@@ -49,8 +49,9 @@ TILES: dict[str, dict[int, Tiles]] = {
 # with spans, where the compiler would take a few more: room for three programs of four warps
 REGISTERS = {("grad_keys", 64, SPANS): 168}
 
-# with spans, most heads that are worked on together: what they read stays in the GPU's cache
-HEADS_AT_A_TIME = 32
+# with spans, by the width of a head on chip: most heads that are worked on together; 16 and 64 are
+# as fast as 32, wide heads have not been measured
+HEADS_AT_A_TIME = {64: 32, 128: 1}
 
 forward = long.forward
 
@@ -135,7 +136,7 @@ def _launch(name: str, problem: Problem) -> Launch:
         launch_options["maxnreg"] = registers
     return Launch(
         kernel,
-        grid_of(problem, tiles.rows),
+        grid_of(problem, tiles.rows, width),
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
         (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
@@ -151,12 +152,12 @@ def _launch(name: str, problem: Problem) -> Launch:
     )
 
 
-def grid_of(problem: Problem, rows: int) -> Grid:
+def grid_of(problem: Problem, rows: int, width: int) -> Grid:
     """A program for each block of ``rows`` tokens of each head, in the order of the launch."""
     blocks, heads = -(-problem.length // rows), problem.batch * problem.heads
     if problem.mask_kind != SPANS:
         return blocks, heads, 1
-    together = max(x for x in range(1, HEADS_AT_A_TIME + 1) if heads % x == 0)
+    together = max(x for x in range(1, HEADS_AT_A_TIME[width] + 1) if heads % x == 0)
     return together, blocks, heads // together
 
 

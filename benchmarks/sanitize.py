@@ -68,11 +68,13 @@ def decoded(dim: int) -> None:
 
 
 def swept(dim: int) -> None:
-    """The causal forward in one sweep, where it was not timed as well."""
+    """The causal forward in one sweep, where it was not timed as well; and with documents."""
     q = torch.randn(2, 4, 300, dim, device="cuda", dtype=torch.bfloat16)
     k, v = torch.randn(2, 2, 2, 300, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
     coeffs = torch.randn(4, 3, device="cuda")
-    sweep.forward(q, k, v, coeffs, None, None, Options(dim**-0.5, True))
+    visible = Visibility.packed(torch.tensor([0, 150, 210], device="cuda"), 300)
+    for spans in (None, visible.spans(300, q.device)):
+        sweep.forward(q, k, v, coeffs, spans, None, Options(dim**-0.5, True))
     torch.cuda.synchronize()
     print(f"300 tokens of {dim} in one causal sweep")
 

@@ -240,6 +240,18 @@ def _reduced(function: Any) -> Callable[[Any, int], Any]:
     return reduce
 
 
+def _load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
+    if np.ndim(pointer.at) == 0:
+        value = pointer.memory[pointer.at]
+        return Number(value) if isinstance(value, np.integer) else value
+    at, mask = np.broadcast_arrays(pointer.at, mask)
+    return _tensor(np.where(mask, pointer.memory[np.where(mask, at, 0)], other))
+
+
+def _larger(x: Any, y: Any) -> Any:
+    return Number(max(x, y)) if np.ndim(x) == 0 else _tensor(np.maximum(x, y))
+
+
 def _store(pointer: Pointer, x: Any, mask: Any = True) -> None:
     at, x, mask = np.broadcast_arrays(pointer.at, x, mask)
     pointer.memory[at[mask]] = x[mask]
@@ -299,7 +311,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "num_warps": lambda: 4,
         "static_range": range,
         "minimum": lambda x, y: Number(min(x, y)),
-        "maximum": lambda x, y: _tensor(np.maximum(x, y)),
+        "maximum": _larger,
         "where": _where,
         "arange": lambda start, end, layout: _tensor(np.arange(start, end)),
         "full": lambda shape, value, dtype, layout: _tensor(np.full(shape, value)),
@@ -310,7 +322,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "sum": _reduced(np.sum),
         "convert_layout": lambda x, layout: x,
         "thread_barrier": _nothing,
-        "load": lambda pointer: pointer.memory[pointer.at],
+        "load": _load,
         "store": _store,
         "atomic_xchg": _exchange,
         "inline_asm_elementwise": _assembly,

@@ -153,13 +153,15 @@ class Visibility:
         return self._once("spans", length, device, lambda: self._spans(length, device))
 
     def _spans(self, length: int, device: torch.device) -> Tensor:
-        token = torch.arange(length, device=device, dtype=torch.int32)
-        first, last = torch.zeros_like(token)[None], torch.full_like(token, length - 1)[None]
         if self.documents is not None:
             numbers = self.documents.reshape(-1, length).contiguous()
             first = torch.searchsorted(numbers, numbers, out_int32=True)
             last = torch.searchsorted(numbers, numbers, out_int32=True, right=True) - 1
+        else:
+            first = torch.zeros(1, length, device=device, dtype=torch.int32)
+            last = torch.full_like(first, length - 1)
         if self.window is not None:
+            token = torch.arange(length, device=device, dtype=torch.int32)
             # a window may be larger than int32
             others = min(self.window, length) - 1
             first = torch.maximum(first, token - others)

@@ -296,9 +296,16 @@ def test_short(length: int, mask: int, most_stack: int) -> None:
     eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize(
-    ("dim", "most_stack"), [(64, 0), pytest.param(128, 32, marks=pytest.mark.slow)]
+    ("dim", "mask", "most_stack"),
+    [
+        (64, problem.NO_MASK, 0),
+        # with spans, offsets that are needed once a block
+        (64, problem.SPANS, 32),
+        pytest.param(128, problem.NO_MASK, 32, marks=pytest.mark.slow),
+        pytest.param(128, problem.SPANS, 48, marks=pytest.mark.slow),
+    ],
 )
-def test_one_causal_sweep(dim: int, most_stack: int) -> None:
+def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
     """A program fits on a multiprocessor, and products run beside the softmax."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -307,31 +314,33 @@ def test_one_causal_sweep(dim: int, most_stack: int) -> None:
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     tile = f"tensordesc<bf16[1, 1, {sweep.HALF}, {dim}],{layout!r}>"
     types = dict.fromkeys(("q_in", "k_in", "v_in", "u_io"), tile)
-    types |= {"out": "*bf16", "flags": "*i32"}
-    constants = {"D": dim, "PARTS": sweep.PARTS[dim], "STAGES": sweep.STAGES, "group": 1}
+    types |= {"out": "*bf16", "flags": "*i32", "mask": "*i32"}
+    constants = {
+        "D": dim, "PARTS": sweep.PARTS[dim], "STAGES": sweep.STAGES, "MASK": mask, "group": 1,
+    }  # fmt: skip
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
-    print(dim, usage)
+    print(dim, mask, usage)
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
     assert compiled.metadata.shared <= SHARED[90] * 1024
     # the next scores are waited for while two products are in flight, and the exponentials follow
     # before these are waited for
-    ptx = compiled.asm["ptx"]
-    loops = re.findall(r"wgmma\.wait_group\.sync\.aligned 2;(.*?)wgmma\.wait_group", ptx, re.DOTALL)
+    sass = disassembled(compiled.asm["cubin"])
+    wait = r"WARPGROUP\.DEPBAR"
+    loops = re.findall(rf"{wait}\.LE gsb0, 0x2 ;(.*?){wait}", sass, re.DOTALL)
     assert len(loops) == 2
-    assert all(loop.count("ex2.approx") == 32 * sweep.PARTS[dim] + 2 for loop in loops)
+    assert all(loop.count("MUFU.EX2") == 32 * sweep.PARTS[dim] + 2 for loop in loops)
     # the assembler runs products one by one where it cannot prove that their registers are free:
     # it then waits once for each of them
-    assert _waits_for_products(compiled.asm["cubin"]) <= 16
+    assert len(re.findall(wait, sass)) <= (16 if mask == problem.NO_MASK else 18)
 
 
-def _waits_for_products(cubin: bytes) -> int:
+def disassembled(cubin: bytes) -> str:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [tools / "cuobjdump", "-sass", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return sass.count("WARPGROUP.DEPBAR")
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.skipif(

@@ -78,6 +78,48 @@ def test_one_causal_sweep(shape: tuple[int, ...], options: Options, forward: obj
     assert forward_path(q, mask, options) is (short if forward is short else long)
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "forward"),
+    [
+        ((4, 16, 8192, 64), Options(0.1, True), sweep),
+        ((4, 16, 4096, 128), Options(0.1, True), sweep),
+        ((8, 12, 1024, 64), Options(-0.1, True), long),
+        ((8, 12, 1024, 64), Options(0.1, True, 0.1), long),
+        ((8, 12, 1024, 80), Options(0.1, True), long),
+        ((8, 12, 1000, 64), Options(0.1, True), long),
+        ((1, 95, 1024, 64), Options(0.1, True), long),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, None], ids=["one row of spans", "a row for each sequence"])
+def test_one_sweep_over_packed_documents(
+    shape: tuple[int, ...], options: Options, forward: object, rows: int | None
+) -> None:
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    spans = torch.empty(rows or shape[0], 2, shape[2], dtype=torch.int32, device="meta")
+    assert forward_path(q, spans, options) is forward
+    if forward is sweep:
+        assert backward_path(q, q, q, spans, options) is hopper_backward
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "grid"),
+    [(4, 16, (32, 8, 2)), (1, 12, (12, 8, 1)), (3, 15, (15, 8, 3)), (1, 37, (1, 8, 37))],
+)
+def test_gradients_of_documents_go_block_by_block(
+    batch: int, heads: int, grid: tuple[int, int, int]
+) -> None:
+    """A block of as many heads as can be worked on together, then the next block."""
+    q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
+    spans = torch.empty(1, 2, 512, dtype=torch.int32, device="meta")
+    options = Options(0.1, True)
+    packed, plain = (problem_of(q, q, mask, options) for mask in (spans, None))
+    assert hopper_backward.grid_of(packed, 64, 64) == grid
+    # wide heads one after another
+    assert hopper_backward.grid_of(packed, 64, 128) == (1, 8, batch * heads)
+    assert hopper_backward.grid_of(plain, 64, 64) == (8, batch * heads, 1)
+
+
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:
     q = torch.empty(1, 1, 300, 64, dtype=torch.bfloat16)
     assert backward_path(q, q, q, None, Options(0.1, dropout_p=0.1)) is long

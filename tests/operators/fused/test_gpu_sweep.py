@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -18,6 +19,8 @@ from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.sweep import launch as sweep
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
+from support.holding import hold_multiprocessors
+from support.packed_cases import Packed, assert_as_exact_as_attention
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -122,7 +125,7 @@ def test_no_deadlock(
     expected, *_ = sweep.forward(q, k, v, coeffs, None, None, options)
     sweep._launch.cache_clear()
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(sweep, "heads_at_a_time", lambda length: span)
+    monkeypatch.setattr(sweep, "heads_at_a_time", lambda length, mask_kind: span)
     got, *_ = sweep.forward(q, k, v, coeffs, None, None, options)
     assert torch.equal(got, expected)
 
@@ -170,3 +173,158 @@ def test_captured_and_compiled() -> None:
         assert torch.equal(captured, eager)
     compiled = torch.compile(graph_filter_attention, fullgraph=True)
     assert torch.equal(compiled(q, k, v, coeffs, is_causal=True, backend="fused"), eager)
+
+
+def packed(*rows: list[int], **options: object) -> Packed:
+    return Packed(rows, **{"head_dim": 64, "dtype": BF16, "device": "cuda", **options})  # type: ignore[arg-type]
+
+
+def spans_of(packed: Packed) -> Tensor:
+    return packed.visible().spans(packed.length, torch.device("cuda"))
+
+
+MIXED = [700, 300, 1, 1047]
+MANY = [1800, 64, 1, 2500, 77, 640, 1, 1, 1000, 128, 300, 1680]
+PACKED = [
+    packed(MIXED),
+    packed(MIXED, dtype=FP16, window=256, projected=True),
+    packed(MIXED, head_dim=128),
+    packed(MIXED, head_dim=128, dtype=FP16, heads=4, key_heads=2, window=300),
+    # shorter than a tile, a row for each sequence, and one as long as its row
+    packed([64, 128, 256, 64], [500, 12], [512], heads=4, key_heads=1, projected=True),
+    packed([1] * 100 + [63, 65, 127, 129, 16], head_dim=128),
+    packed([1] * 100 + [63, 65, 127, 129, 16], [500], dtype=FP16),
+    packed([513, 1, 487], window=100),
+    packed([513, 1, 487], head_dim=128, window=64),
+    packed([1024], window=1),
+    packed([1024], window=16, dtype=FP16, head_dim=128),
+    packed([600, 424], window=10**6, scale=0.5),
+    packed(MANY, heads=3, key_heads=1),
+    packed(MANY, head_dim=128),
+]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_documents_and_windows(case: Packed) -> None:
+    q, *_ = case.tensors()
+    assert dispatch.forward_path(q, spans_of(case), Options(0.1, True)) is sweep
+    assert_as_exact_as_attention(case)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_documents_are_documents_alone(head_dim: int) -> None:
+    """To the bit where they begin with blocks, and a document of a whole row as a causal row."""
+    lengths = [1024, 384, 128, 512]
+    case = packed(lengths, heads=4, head_dim=head_dim, key_heads=2)
+    q, k, v, coeffs, _ = case.tensors()
+    options = Options(0.1, True)
+    together = sweep.forward(q, k, v, coeffs, spans_of(case), None, options)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    for start, length in zip(starts, lengths, strict=True):
+        parts = [x.narrow(2, start, length).contiguous() for x in (q, k, v)]
+        alone = sweep.forward(*parts, coeffs, None, None, options)
+        for x, y in zip(together, alone, strict=True):
+            assert torch.equal(x.narrow(2, start, length), y)
+    whole = packed([2048], heads=4, head_dim=head_dim, key_heads=2)
+    one = sweep.forward(q, k, v, coeffs, spans_of(whole), None, options)
+    for x, y in zip(one, sweep.forward(q, k, v, coeffs, None, None, options), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        packed(MANY, MANY[::-1], MANY[5:] + MANY[:5], MANY[3:] + MANY[:3], heads=16),
+        packed(MANY, MANY[::-1], heads=16, head_dim=128, key_heads=4),
+        packed(MANY, heads=12, window=500),
+        packed(MANY, heads=12, window=200, head_dim=128),
+    ],
+    ids=str,
+)
+def test_many_documents_many_times(case: Packed) -> None:
+    """Each run gives the same bits, and every number is that of two passes to rounding."""
+    q, k, v, coeffs, _ = case.tensors()
+    options, spans = Options(case.head_dim**-0.5, True), spans_of(case)
+    expected = long.forward(q, k, v, coeffs, spans, None, options)
+    first = sweep.forward(q, k, v, coeffs, spans, None, options)
+    for x, y in zip(first, expected, strict=True):
+        assert (x.double() - y.double()).abs().max() <= 0.02 * y.abs().max()
+    for _ in range(10):
+        again = sweep.forward(q, k, v, coeffs, spans, None, options)
+        for x, y in zip(again, first, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("programs", "span"), [(1, 128), (2, 1), (7, 5), (1000, 128), (1000, 1), (1000, 2)]
+)
+def test_no_deadlock_with_documents(
+    programs: int, span: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = packed(
+        [300, 1, 1, 698, 100], [50] * 22, heads=6, key_heads=2, head_dim=head_dim, window=400
+    )
+    q, k, v, coeffs, _ = case.tensors()
+    options, spans = Options(0.1, True), spans_of(case)
+    expected, *_ = sweep.forward(q, k, v, coeffs, spans, None, options)
+    sweep._launch.cache_clear()
+    monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(sweep, "heads_at_a_time", lambda length, mask_kind: span)
+    got, *_ = sweep.forward(q, k, v, coeffs, spans, None, options)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_beside_a_kernel_that_holds_half_the_gpu(head_dim: int) -> None:
+    """Programs that find no room yet are waited for by none that runs."""
+    case = packed(MANY, MANY[::-1], heads=8, head_dim=head_dim)
+    q, k, v, coeffs, _ = case.tensors()
+    stream = torch.cuda.Stream()
+    for spans in (spans_of(case), None):
+        results = []
+
+        def run_aside(spans: Tensor | None = spans, results: list[Tensor] = results) -> None:
+            with torch.cuda.stream(stream):
+                results.append(
+                    sweep.forward(q, k, v, coeffs, spans, None, Options(0.1, True))[0].clone()
+                )
+            stream.synchronize()
+
+        torch.cuda.synchronize()
+        # memory and code are there from then on: neither waits for the kernel that holds on
+        run_aside()
+        run_aside()
+        with hold_multiprocessors(sweep.multiprocessors(q.device.index) // 2) as held:
+            run_aside()
+            assert held.still_runs()
+        assert torch.equal(results[2], results[0])
+
+
+def test_a_captured_sweep_sees_new_documents() -> None:
+    first, second = packed(MIXED, heads=4), packed([100, 900, 1000, 48], heads=4, window=300)
+    q, k, v, coeffs, _ = first.tensors()
+    spans, options = spans_of(first).clone(), Options(0.1, True)
+    filter_attention(q, k, v, coeffs, spans, None, options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = filter_attention(q, k, v, coeffs, spans, None, options)
+    for case in (first, second):
+        spans.copy_(spans_of(case))
+        graph.replay()
+        expected = filter_attention(q, k, v, coeffs, spans, None, options)
+        assert torch.equal(captured, expected)
+
+
+def test_documents_beside_nothing_but_their_own_memory() -> None:
+    for head_dim in (64, 128):
+        sea = torch.full((4, 2, 4, 1200, head_dim), float("nan"), device="cuda", dtype=BF16)
+        q, k, v = (x[:, :, :1100].copy_(torch.randn_like(x[:, :, :1100])) for x in sea[:3])
+        coeffs = torch.rand(4, 3, device="cuda")
+        spans = spans_of(packed([500, 1, 599], [1100]))
+        got, *_ = sweep.forward(q, k, v, coeffs, spans, None, Options(0.1, True))
+        clean = [x.contiguous() for x in (q, k, v)]
+        expected, *_ = sweep.forward(*clean, coeffs, spans, None, Options(0.1, True))
+        assert torch.isfinite(got).all()
+        assert torch.equal(got, expected)

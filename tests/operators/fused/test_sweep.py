@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from gfsa.operators import Visibility
+from gfsa.operators.fused.problem import NO_MASK, SPANS
 from gfsa.operators.fused.sweep import launch as sweep
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Pointer
@@ -26,9 +29,21 @@ def kernels() -> Iterator[list[Any]]:
 
 
 def run(
-    kernel: Any, batch: int, heads: int, group: int, n: int, span: int, programs: int, parts: int
+    kernel: Any,
+    batch: int,
+    heads: int,
+    group: int,
+    n: int,
+    span: int,
+    programs: int,
+    parts: int,
+    visible: Visibility | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What the kernel gives and what it should: the output, U and the logsumexps."""
+    """What the kernel gives and what it should: the output, U and the logsumexps.
+
+    Args:
+        visible: documents and windows; a causal mask alone by default.
+    """
     draw = np.random.default_rng(n)
     dim, scale = 16, 0.3
     q = draw.normal(size=(batch, heads, n, dim))
@@ -38,20 +53,27 @@ def run(
     lse = np.full(batch * heads * n, np.nan)
     total, blocks = batch * heads, -(-n // sweep.ROWS)
     flags = np.zeros(total * blocks * 2 + sweep.LOOKED_AT, dtype=int)
-    numbers = (total, heads, group, n, scale, blocks, span, heads * n * dim, n * dim, dim)
+    hidden, spans, kind = ~np.tri(n, dtype=bool), np.zeros(0, dtype=int), NO_MASK
+    if visible is not None:
+        device = torch.device("cpu")
+        hidden = ~visible.rows(0, n, n, device).numpy()
+        spans, kind = visible.spans(n, device).numpy().astype(int), SPANS
+    stride = 2 * n if len(spans) > 1 else 0
+    numbers = (total, heads, group, n, scale, blocks, span, heads * n * dim, n * dim, dim, stride)
     gluon_on_cpu.launch(
         kernel,
         programs,
         *(Descriptor(x, sweep.HALF) for x in (q, k, v, u)),
-        *(Pointer(x) for x in (out, lse, coeffs.reshape(-1), flags)),
+        *(Pointer(x) for x in (out, lse, coeffs.reshape(-1), flags, spans.reshape(-1))),
         *(Number(x) if isinstance(x, int) else x for x in numbers),
         dim,
         parts,
         2,
+        kind,
     )
     assert flags[: total * blocks * 2].all()
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
-    scores[..., ~np.tri(n, dtype=bool)] = -np.inf
+    scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
     expected_lse = np.logaddexp.reduce(scores, -1)
     a = np.exp(scores - expected_lse[..., None])
     values = v.repeat(group, 1)
@@ -89,6 +111,43 @@ def test_the_filter(kernels: list[Any], shape: tuple[int, ...], parts: int) -> N
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
+def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
+    """Documents of these lengths, row by row."""
+    numbers = [np.repeat(np.arange(len(row)), row) for row in rows]
+    documents = torch.from_numpy(np.stack(numbers))[:, None]
+    return Visibility(causal=True, window=window, documents=documents, in_order=True)
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
+@pytest.mark.parametrize(
+    # heads, group, tokens, heads at a time, programs; what they see
+    ("shape", "visible"),
+    [
+        # documents that begin on the diagonal, in a tile before it, and where tiles begin
+        ((2, 2, 512, 2, 2), packed([130, 62, 64, 128, 1, 127], [512])),
+        # shorter than a tile, and of one token; the last block is not full
+        ((3, 1, 300, 2, 3), packed([1] * 20 + [30, 1, 100, 1, 1, 50, 97])),
+        # the second warpgroup sees the diagonal alone, in a block whose first one sees four tiles
+        ((1, 1, 700, 1, 6), packed([580, 60, 60])),
+        # ... and has no queries
+        ((1, 1, 550, 1, 2), packed([300, 220, 30])),
+        # windows: in the diagonal, over several tiles, and as long as all tokens
+        ((2, 1, 400, 2, 4), Visibility(causal=True, window=1)),
+        ((2, 1, 640, 2, 3), Visibility(causal=True, window=70)),
+        ((2, 2, 640, 2, 4), Visibility(causal=True, window=200)),
+        ((1, 1, 300, 1, 2), Visibility(causal=True, window=300)),
+        ((1, 1, 600, 1, 3), packed([333, 150, 117], window=140)),
+    ],
+)
+def test_documents_and_windows(
+    kernels: list[Any], shape: tuple[int, ...], visible: Visibility, parts: int
+) -> None:
+    *_, forward = kernels
+    batch = 1 if visible.documents is None else len(visible.documents)
+    for got, expected in run(forward.filter_sweep, batch, *shape, parts, visible):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
 def test_it_waits_for_u(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without flags a block would load what no program has stored yet."""
     _, _, copies, forward = kernels
@@ -107,3 +166,52 @@ def test_each_item_once() -> None:
     assert places[:5] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]
     # the three heads that are left
     assert places[12:16] == [(4, 0), (5, 0), (6, 0), (4, 1)]
+
+
+SEEN = [
+    packed([130, 62, 64, 128, 1, 127, 600, 68]),
+    packed([1] * 300 + [880]),
+    packed([1180]),
+    *(Visibility(causal=True, window=window) for window in (1, 64, 65, 66, 127, 128, 200)),
+    packed([150, 250, 780], window=64),
+]
+
+
+@pytest.mark.parametrize("visible", SEEN)
+def test_early_rounds(visible: Visibility) -> None:
+    """Blocks have one where all U that later blocks see comes from their own keys."""
+    n = 1180
+    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)
+    first, blocks = spans[0, 0], -(-n // sweep.ROWS)
+    with gluon_on_cpu.on_cpu("gfsa.operators.fused.short.tiles", f"{ROOM}.order") as (_, order):
+        memory = Pointer(spans.reshape(-1))
+        got = [
+            bool(order.has_early_round(memory, Number(block), Number(n), Number(blocks)))
+            for block in range(blocks)
+        ]
+    for block in range(blocks):
+        start, end = block * sweep.ROWS, min((block + 1) * sweep.ROWS, n)
+        # what a query behind the block may see, as its last query does
+        seen = [i for i in range(start, end) if first[end - 1] <= i]
+        early = end < n and first[start] < start and all(first[i] >= start for i in seen)
+        assert got[block] == early, block
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("visible", SEEN)
+def test_key_ranges(visible: Visibility, parts: int) -> None:
+    """In tiles that are not masked, a query sees all keys or none before its diagonal's tile."""
+    n, tile = 1180, parts * sweep.HALF
+    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)
+    first = spans[0, 0]
+    with gluon_on_cpu.on_cpu("gfsa.operators.fused.short.tiles", f"{ROOM}.order") as (_, order):
+        for row in range(0, n, sweep.HALF):
+            block, half = divmod(row, sweep.ROWS)
+            numbers = (Pointer(spans.reshape(-1)), Number(block), Number(n), half // sweep.HALF)
+            begin, until = order.key_range(*numbers, parts)
+            rows = first[row : row + sweep.HALF]
+            assert begin == rows[0] // tile
+            diagonal = row // tile * tile
+            for col in range(begin * tile, diagonal, tile):
+                partly = ((rows > col) & (rows < diagonal)).any()
+                assert partly == (col < until)

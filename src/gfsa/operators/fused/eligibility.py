@@ -163,8 +163,8 @@ def refusal_by_sweep(
     The long kernels serve what it refuses: what it cannot do, and what was not measured.
     """
     batch, heads, length, head_dim = q.shape
-    if not is_causal or mask is not None:
-        return "it takes a causal mask and none beside it"
+    if not is_causal or (mask is not None and mask.dtype == torch.bool):
+        return "it takes a causal mask, with spans or alone"
     if dropout_p:
         return "it takes no dropout"
     if scale <= 0.0:

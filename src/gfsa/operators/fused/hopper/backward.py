@@ -90,18 +90,34 @@ def _hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: g
     BM: gl.constexpr = p.shape[0]
     BN: gl.constexpr = p.shape[1]
     if MASK == SPANS:
-        if (col < row + BM) | (col + BN - 1 > earliest):
+        if col + BN - 1 > earliest:
             i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
             # loaded here, for few tiles: registers are short
             last = gl.load(spans + n + j, mask=j < n, other=-1)
-            p = gl.where((j[:, None] <= i[None, :]) & (i[None, :] <= last[:, None]), p, 0.0)
-    elif CAUSAL:
+            p = gl.where(i[None, :] <= last[:, None], p, 0.0)
+    if CAUSAL:
         if col < row + BM:
             i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
             p = gl.where(j[:, None] <= i[None, :], p, 0.0)
     return p
+
+
+@gluon.jit
+def _place(MASK: gl.constexpr):
+    """``(block, blocks, head, heads)`` of a program, heads counted over all sequences.
+
+    With spans the grid is (heads of a group, blocks, groups): a block of all heads of the group,
+    then the next one. Rows end with short loops, and so does the launch, where whole heads one
+    after another would end with documents of any length.
+    """
+    if MASK == SPANS:
+        span = gl.num_programs(0)
+        head = gl.program_id(2) * span + gl.program_id(0)
+        return gl.program_id(1), gl.num_programs(1), head, gl.num_programs(2) * span
+    else:
+        return gl.program_id(0), gl.num_programs(0), gl.program_id(1), gl.num_programs(1)
 
 
 @gluon.jit
@@ -149,9 +165,7 @@ def grad_first_pass(
     gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     bars = _barriers(3)
-    block = gl.program_id(0)
-    blocks = gl.num_programs(0)
-    bh = gl.program_id(1)
+    block, blocks, bh, total = _place(MASK)
     b = bh // heads
     h = bh % heads
     row = block * BM
@@ -235,7 +249,7 @@ def grad_first_pass(
     tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], ks)
     gl.store(delta_out + bh.to(gl.int64) * n + rows, go - c0 * gv + c2 * zu, mask=rows < n)
     # (H, 3, B·blocks): what is added up is contiguous
-    parts = gl.num_programs(1) // heads * blocks
+    parts = total // heads * blocks
     dc = dc_out + h * 3 * parts + b * blocks + block
     gl.store(dc, gl.sum(gv, 0))
     gl.store(dc + parts, gl.sum(gu, 0))
@@ -282,8 +296,7 @@ def grad_keys(
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
     bars = _barriers(3)
-    block = gl.program_id(0)
-    bh = gl.program_id(1)
+    block, _, bh, _ = _place(MASK)
     b = bh // heads
     h = bh % heads
     row = block * BM
@@ -399,11 +412,10 @@ def grad_queries(
     vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
     us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
     bars = _barriers(3)
-    block = gl.program_id(0)
+    block, blocks, bh, _ = _place(MASK)
     if CAUSAL:
         # the longest ones first
-        block = gl.num_programs(0) - 1 - block
-    bh = gl.program_id(1)
+        block = blocks - 1 - block
     b = bh // heads
     h = bh % heads
     row = block * BM
@@ -459,11 +471,10 @@ def grad_queries(
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if MASK == SPANS:
-            if (col + BN > row) | (col < latest):
+            if col < latest:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                keep = (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
-                p = gl.where(keep, p, 0.0)
-        elif CAUSAL:
+                p = gl.where(j[None, :] >= first[:, None], p, 0.0)
+        if CAUSAL:
             if col + BN > row:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where(j[None, :] <= i[:, None], p, 0.0)

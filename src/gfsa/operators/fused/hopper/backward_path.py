@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gfsa.operators.fused.eligibility import refusal_by_hopper_backward
-from gfsa.operators.fused.launcher import Block, Kernel, Launch
+from gfsa.operators.fused.launcher import Block, Grid, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import (
@@ -48,6 +49,10 @@ TILES: dict[str, dict[int, Tiles]] = {
 # with spans, where the compiler would take a few more: room for three programs of four warps
 REGISTERS = {("grad_keys", 64, SPANS): 168}
 
+# with spans, by the width of a head on chip: most heads that are worked on together; 16 and 64 are
+# as fast as 32, wide heads have not been measured
+HEADS_AT_A_TIME = {64: 32, 128: 1}
+
 forward = long.forward
 
 
@@ -65,7 +70,7 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     du, delta = empty_like(q), torch.empty_like(lse)
     lses, deltas = as_tiles(lse), as_tiles(delta)
     grad_first = launches["grad_first_pass"]
-    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * grad_first.grid[0])
+    dc = lse.new_empty(q.shape[1], 3, math.prod(grad_first.grid) // q.shape[1])
     grad_first((q, g, lses, k, g, v, u, out, du), delta, dc, coeffs, mask)
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
@@ -131,7 +136,7 @@ def _launch(name: str, problem: Problem) -> Launch:
         launch_options["maxnreg"] = registers
     return Launch(
         kernel,
-        (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
+        grid_of(problem, tiles.rows, width),
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
         (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
@@ -145,6 +150,15 @@ def _launch(name: str, problem: Problem) -> Launch:
         ),
         **launch_options,
     )
+
+
+def grid_of(problem: Problem, rows: int, width: int) -> Grid:
+    """A program for each block of ``rows`` tokens of each head, in the order of the launch."""
+    blocks, heads = -(-problem.length // rows), problem.batch * problem.heads
+    if problem.mask_kind != SPANS:
+        return blocks, heads, 1
+    together = max(x for x in range(1, HEADS_AT_A_TIME[width] + 1) if heads % x == 0)
+    return together, blocks, heads // together
 
 
 def used(head_dim: int) -> int:

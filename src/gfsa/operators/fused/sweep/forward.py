@@ -10,7 +10,14 @@ Three products a tile, where two passes take four. Query block i needs U of the 
 alone, and its own at the end. A program has two warpgroups of 64 queries each; the products of one
 run while the other is at its softmax, and each begins the next tile's scores and this one's sums
 before its softmax. Three more warps move tiles.
+
+With spans (documents, windows) a block begins at the first tile that its first query sees. Of the
+tiles before the diagonal those are masked in which the keys of a query begin. In the others a query
+sees all keys or, if its document begins on the diagonal, none: what it has summed up is dropped
+there.
 """
+
+# ruff: noqa: SIM102 - Gluon compiles a subset of Python
 
 from __future__ import annotations
 
@@ -24,12 +31,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.operators.fused.short.tiles import LOG2E, product_layout
-from gfsa.operators.fused.sweep.copies import DRAWN, load_passes, load_tokens, store_passes
-from gfsa.operators.fused.sweep.order import HALF, ROWS, done_with, following, place, take
+from gfsa.operators.fused.sweep.copies import load_passes, load_tokens, store_passes
+from gfsa.operators.fused.sweep.order import (
+    DRAWN,
+    EARLY,
+    FIRST_TILE,
+    HALF,
+    MASKED_UNTIL,
+    ROWS,
+    SPANS,
+    TOLD,
+    done_with,
+    following,
+    place,
+    take,
+    told,
+)
 
 # registers a thread: the two warpgroups that compute, the warps that copy
 COMPUTE_REGISTERS = gl.constexpr(240)
 COPY_REGISTERS = gl.constexpr(24)
+# the running maximum of a query that has seen no key, below all others: finite, since −inf minus
+# −inf is NaN
+UNSEEN = gl.constexpr(-1e30)
 
 
 @gluon.jit
@@ -60,8 +84,40 @@ def _masked(s):
 
 
 @gluon.jit
-def _first_softmax(s, sc):
+def _first_keys(spans, row, n, KEYS: gl.constexpr):
+    """The first key of each query of a warpgroup, for scores of KEYS keys."""
+    i = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, product_layout(4, KEYS)))
+    return gl.load(spans + i, mask=i < n, other=0)
+
+
+@gluon.jit
+def _unhidden(s, first, col):
+    """Scores of the keys from ``col`` on, without those before a query's first key."""
+    LAYOUT: gl.constexpr = product_layout(4, s.shape[1])
+    j = col + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    return gl.where(j[None, :] >= first[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def _pass_over(keys, values, ufull, kslot, kphase, vslot, vphase, STAGES: gl.constexpr):
+    """Release a tile that the other warpgroup alone sees."""
+    _, kfull, kempty = keys
+    _, vfull, vempty = values
+    mbarrier.wait(kfull.index(kslot), kphase)
+    mbarrier.arrive(kempty.index(kslot), count=1)
+    kslot, kphase = following(kslot, kphase, STAGES)
+    mbarrier.wait(vfull.index(vslot), vphase)
+    mbarrier.wait(ufull.index(vslot), vphase)
+    mbarrier.arrive(vempty.index(vslot), count=1)
+    vslot, vphase = following(vslot, vphase, STAGES)
+    return kslot, kphase, vslot, vphase
+
+
+@gluon.jit
+def _first_softmax(s, sc, MASK: gl.constexpr):
     top = gl.max(s, 1) * sc
+    if MASK == SPANS:
+        top = gl.maximum(top, UNSEEN)
     p = gl.exp2(s * sc - top[:, None])
     return p, top, gl.sum(p, 1)
 
@@ -82,9 +138,10 @@ def _shrunk(once, twice, shrink, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _filter_half(
-    queries, keys, values, passes, made, items, out, lse_out, coeffs,
-    total, heads, n, scale, blocks, span, out_b, out_h, out_i,
+    queries, keys, values, passes, made, items, out, lse_out, coeffs, mask,
+    total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
     W: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    MASK: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W's queries of each item: the first or the second 64."""
     qs, qfull, qempty = queries
@@ -116,24 +173,44 @@ def _filter_half(
         b = bh // heads
         h = bh % heads
         row = block * ROWS + W * HALF
-        # tiles that every query sees whole
+        # tiles before the diagonal's
         full = 2 * block // PARTS + MORE
+        if MASK == SPANS:
+            first = _first_keys(mask + b.to(gl.int64) * mask_b, row, n, TILE)
+            diagonal = row + HALF - LAST
+            begin = told(items, islot, FIRST_TILE + W)
+            masked_until = told(items, islot, MASKED_UNTIL + W)
+            full -= begin
         c0 = gl.load(coeffs + h * 3)
         c1 = gl.load(coeffs + h * 3 + 1)
         c2 = gl.load(coeffs + h * 3 + 2)
+        if MASK == SPANS:
+            # of the last tile before the diagonal's, where there is one
+            late = gl.full([HALF, TILE], 0.0, dt, P)
+            late_factor = gl.full([HALF], 0.0, gl.float32, O_ROWS)
+            late_slot = 0
+            late_phase = 0
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         twice = gl.full([HALF, D], 0.0, gl.float32, O)
         mbarrier.wait(qfull.index(W), phase)
         q = _tile(qs, W, HALF, D)
+        if MASK == SPANS and W == 1:
+            for _ in range(told(items, islot, FIRST_TILE), begin):
+                kslot, kphase, vslot, vphase = _pass_over(
+                    keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
+                )
         mbarrier.wait(kfull.index(kslot), kphase)
         if full > 0:
             s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), TILE)])
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
-            p, top, norm = _first_softmax(s, sc)
+            if MASK == SPANS:
+                if begin * TILE < masked_until:
+                    s = _unhidden(s, first, begin * TILE)
+            p, top, norm = _first_softmax(s, sc, MASK)
             a = gl.convert_layout(p.to(dt), P)
             mbarrier.wait(kfull.index(kslot), kphase)
-            for _ in range(1, full):
+            for step in range(1, full):
                 s = _scores(q, _tile(ks, kslot, TILE, D), TILE)
                 mbarrier.wait(vfull.index(vslot), vphase)
                 once = warpgroup_mma(a, _tile(vs, vslot, TILE, D), once, is_async=True)
@@ -142,6 +219,9 @@ def _filter_half(
                 s = warpgroup_mma_wait(2, deps=[s])
                 mbarrier.arrive(kempty.index(kslot), count=1)
                 kslot, kphase = following(kslot, kphase, STAGES)
+                if MASK == SPANS:
+                    if (begin + step) * TILE < masked_until:
+                        s = _unhidden(s, first, (begin + step) * TILE)
                 p, shrink, top, norm = _softmax(s, top, norm, sc)
                 next_a = gl.convert_layout(p.to(dt), P)
                 # for the next tile; here, because the assembler moves no instructions over it,
@@ -158,31 +238,49 @@ def _filter_half(
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
+            s = _masked(s)
+            if MASK == SPANS:
+                s = _unhidden(s, gl.convert_layout(first, LAST_ROWS), diagonal)
+                # the sums of queries whose keys begin here are of others' keys: they shrink to zero
+                top = gl.where(first < diagonal, top, UNSEEN)
             p, shrink, last_top, last_norm = _softmax(
-                _masked(s),
+                s,
                 gl.convert_layout(top, LAST_ROWS),
                 gl.convert_layout(norm, LAST_ROWS),
                 sc,
             )
-            if MORE == 0:
-                mbarrier.wait(ufull.index(vslot), vphase)
-                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+            if MASK == SPANS:
+                # the product with this tile's U follows when the block's own U is on its way: it
+                # may have to wait for the block before, and the block behind waits for this one
+                once = warpgroup_mma_wait(0, deps=[once])
+                late = a
+                late_factor = gl.convert_layout(shrink, O_ROWS)
+                late_slot = vslot
+                late_phase = vphase
+                once = once * late_factor[:, None]
             else:
-                # from the chip
-                mbarrier.wait(ready.index(0), phase)
-                twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
-            once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
-            if MORE == 1:
-                mbarrier.arrive(free.index(0), count=1)
-            mbarrier.arrive(vempty.index(vslot), count=1)
+                if MORE == 0:
+                    mbarrier.wait(ufull.index(vslot), vphase)
+                    twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
+                else:
+                    # from the chip
+                    mbarrier.wait(ready.index(0), phase)
+                    twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
+                once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+                if MORE == 1:
+                    mbarrier.arrive(free.index(0), count=1)
+                mbarrier.arrive(vempty.index(vslot), count=1)
+                once, twice = _shrunk(once, twice, shrink, O)
             vslot, vphase = following(vslot, vphase, STAGES)
-            once, twice = _shrunk(once, twice, shrink, O)
             last = gl.convert_layout(p.to(dt), P)
         else:
             s = warpgroup_mma_wait(0, deps=[_scores(q, _tile(ks, kslot, TILE, D), LAST)])
             mbarrier.arrive(kempty.index(kslot), count=1)
             kslot, kphase = following(kslot, kphase, STAGES)
-            p, last_top, last_norm = _first_softmax(_masked(s), sc)
+            s = _masked(s)
+            if MASK == SPANS:
+                s = _unhidden(s, gl.convert_layout(first, LAST_ROWS), diagonal)
+            p, last_top, last_norm = _first_softmax(s, sc, MASK)
             last = gl.convert_layout(p.to(dt), P)
         mbarrier.arrive(qempty.index(W), count=1)
         mbarrier.wait(vfull.index(vslot), vphase)
@@ -197,6 +295,21 @@ def _filter_half(
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready.index(W), count=1)
+        if MASK == SPANS:
+            if MORE == 1:
+                # also if its U is not looked at: what is free is counted
+                mbarrier.wait(ready.index(0), phase)
+            if full > 0:
+                if MORE == 1:
+                    twice = warpgroup_mma(late, _tile(own, 0, HALF, D), twice, is_async=True)
+                else:
+                    mbarrier.wait(ufull.index(late_slot), late_phase)
+                    twice = warpgroup_mma(late, _tile(us, late_slot, TILE, D), twice, is_async=True)
+                twice, late = warpgroup_mma_wait(0, deps=[twice, late])
+                mbarrier.arrive(vempty.index(late_slot), count=1)
+                twice = twice * late_factor[:, None]
+            if MORE == 1:
+                mbarrier.arrive(free.index(0), count=1)
         if LAST == HALF:
             twice = warpgroup_mma(last, _tile(own, W, HALF, D), twice, is_async=True)
         else:
@@ -204,9 +317,12 @@ def _filter_half(
             mbarrier.wait(ready.index(0), phase)
             twice = warpgroup_mma(last, _tile(own, 0, LAST, D), twice, is_async=True)
         once = c1 * u.to(gl.float32) + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
+        stored = n
+        if MASK == SPANS:
+            stored = gl.where(told(items, islot, EARLY) == 1, 0, n)
         rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
         lse = (last_top + gl.log2(last_norm)) / LOG2E
-        gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < n)
+        gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < stored)
         twice, last = warpgroup_mma_wait(0, deps=[twice, last])
         if LAST > HALF:
             mbarrier.arrive(free.index(0), count=1)
@@ -214,7 +330,7 @@ def _filter_half(
         at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
         rows = row + gl.arange(0, HALF, layout=O_ROWS)
         d = gl.arange(0, D, layout=gl.SliceLayout(0, O))
-        gl.store(at + rows[:, None] * out_i + d[None, :], y.to(dt), mask=(rows < n)[:, None])
+        gl.store(at + rows[:, None] * out_i + d[None, :], y.to(dt), mask=(rows < stored)[:, None])
         if W == 0:
             # nothing was loaded, but the warp that loads U must not fall behind the slot's phases
             mbarrier.wait(ufull.index(vslot), vphase)
@@ -223,13 +339,9 @@ def _filter_half(
         vslot, vphase = following(vslot, vphase, STAGES)
         if W == 0 and PARTS == 1:
             # the tile that the second warpgroup alone sees
-            mbarrier.wait(kfull.index(kslot), kphase)
-            mbarrier.arrive(kempty.index(kslot), count=1)
-            kslot, kphase = following(kslot, kphase, STAGES)
-            mbarrier.wait(vfull.index(vslot), vphase)
-            mbarrier.wait(ufull.index(vslot), vphase)
-            mbarrier.arrive(vempty.index(vslot), count=1)
-            vslot, vphase = following(vslot, vphase, STAGES)
+            kslot, kphase, vslot, vphase = _pass_over(
+                keys, values, ufull, kslot, kphase, vslot, vphase, STAGES
+            )
         phase = phase ^ 1
         done_with(items, islot)
         islot, iphase = following(islot, iphase, DRAWN)
@@ -237,16 +349,17 @@ def _filter_half(
 
 
 @gluon.jit(
-    do_not_specialize=["total", "heads", "n", "blocks", "span"],
-    do_not_specialize_on_alignment=["coeffs"],
+    do_not_specialize=["total", "heads", "n", "blocks", "span", "mask_b"],
+    do_not_specialize_on_alignment=["coeffs", "mask"],
 )
 def filter_sweep(
-    q_in, k_in, v_in, u_io, out, lse_out, coeffs, flags,
-    total, heads, group, n, scale, blocks, span, out_b, out_h, out_i,
-    D: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    q_in, k_in, v_in, u_io, out, lse_out, coeffs, flags, mask,
+    total, heads, group, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+    D: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``total`` heads of ``blocks`` blocks; ``flags``, and the counter after them, are zero.
 
+    MASK: none, or ``mask`` are spans, see :func:`gfsa.operators.fused.problem.are_spans`.
     PARTS: 64 keys a tile or, with a head dim of 64, twice as many. STAGES: tiles of keys, values
     and U that are on the chip at a time.
     """
@@ -258,7 +371,8 @@ def filter_sweep(
     vs = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], v_in.layout)
     us = gl.allocate_shared_memory(dt, [PARTS * STAGES, 1, 1, HALF, D], u_io.layout)
     own = gl.allocate_shared_memory(dt, [2, 1, 1, HALF, D], u_io.layout)
-    numbers = gl.allocate_shared_memory(gl.int32, [DRAWN, 1], NUMBER)
+    NUMBERS: gl.constexpr = DRAWN * (TOLD if MASK == SPANS else 1)
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], NUMBER)
     qfull = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     qempty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     kfull = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -299,19 +413,22 @@ def filter_sweep(
     gl.warp_specialize(
         [
             (_filter_half, (
-                queries, keys, values, passes, made, items, out, lse_out, coeffs, total, heads, n,
-                scale, blocks, span, out_b, out_h, out_i, FIRST, PARTS, STAGES, D,
+                queries, keys, values, passes, made, items, out, lse_out, coeffs, mask, total,
+                heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+                FIRST, PARTS, STAGES, D, MASK,
             )),
             (_filter_half, (
-                queries, keys, values, passes, made, items, out, lse_out, coeffs, total, heads, n,
-                scale, blocks, span, out_b, out_h, out_i, SECOND, PARTS, STAGES, D,
+                queries, keys, values, passes, made, items, out, lse_out, coeffs, mask, total,
+                heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+                SECOND, PARTS, STAGES, D, MASK,
             )),
             (load_tokens, (
-                q_in, k_in, v_in, queries, keys, values, items, counter,
-                total, heads, group, blocks, span, PARTS, STAGES, D,
+                q_in, k_in, v_in, queries, keys, values, items, counter, mask,
+                total, heads, group, n, blocks, span, mask_b, PARTS, STAGES, D, MASK,
             )),
             (load_passes, (
-                u_io, passes, vempty, flags, items, total, heads, blocks, span, PARTS, STAGES, D,
+                u_io, passes, vempty, flags, items, total, heads, blocks, span,
+                PARTS, STAGES, D, MASK,
             )),
             (store_passes, (u_io, made, flags, items, total, heads, blocks, span)),
         ],

@@ -11,7 +11,7 @@ from torch import Tensor
 from gfsa.operators.fused.launcher import Block, Kernel, Launch, multiprocessors
 from gfsa.operators.fused.layout import empty_like
 from gfsa.operators.fused.long import launch as long
-from gfsa.operators.fused.problem import Options, Problem, Saved, problem_of
+from gfsa.operators.fused.problem import SPANS, Options, Problem, Saved, pointers, problem_of
 
 # queries of a block, and of one of its two warpgroups, as in the kernel
 ROWS = 128
@@ -23,6 +23,8 @@ PARTS = {64: 2, 128: 1}
 STAGES = 3
 # tokens, counted once for each head, that are worked on at a time: few stay in the GPU's cache
 TOKENS_AT_A_TIME = 2**18
+# documents that a row with spans is taken to have: a block reads the keys of its own
+DOCUMENTS = 4
 # bounds of the heads at a time: the fastest measured at 1,024 tokens, and what keeps programs busy
 MOST_HEADS = 128
 LEAST_HEADS = 16
@@ -37,7 +39,7 @@ def forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.operators.fused.dispatch.Path.forward`; without mask and dropout."""
+    """As :meth:`gfsa.operators.fused.dispatch.Path.forward`; spans at most, and no dropout."""
     problem = problem_of(q, k, mask, options)
     out, u = empty_like(q), empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -46,7 +48,8 @@ def forward(
     flags = torch.zeros(
         heads * blocks * (ROWS // HALF) + LOOKED_AT, dtype=torch.int32, device=q.device
     )
-    _launch(problem, out.stride()[:3])((q, k, v, u), out, lse, coeffs, flags)
+    spans, _ = pointers(mask, None, unused=q)
+    _launch(problem, out.stride()[:3])((q, k, v, u), out, lse, coeffs, flags, spans)
     return out, u, lse
 
 
@@ -55,8 +58,9 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     return long.backward(g, saved, options)
 
 
-def heads_at_a_time(length: int) -> int:
-    return max(LEAST_HEADS, min(MOST_HEADS, TOKENS_AT_A_TIME // length))
+def heads_at_a_time(length: int, mask_kind: int) -> int:
+    tokens = TOKENS_AT_A_TIME * (DOCUMENTS if mask_kind == SPANS else 1)
+    return max(LEAST_HEADS, min(MOST_HEADS, tokens // length))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,10 +78,11 @@ def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
             problem.length,
             problem.options.scale,
             blocks,
-            min(heads_at_a_time(problem.length), heads),
+            min(heads_at_a_time(problem.length, problem.mask_kind), heads),
             *out_strides,
+            problem.mask_strides[0],
         ),
-        (problem.head_dim, PARTS[problem.head_dim], STAGES),
+        (problem.head_dim, PARTS[problem.head_dim], STAGES, problem.mask_kind),
         num_warps=4,
     )
 

@@ -1,9 +1,14 @@
 """Which program works on which rows, and how it learns that the U of earlier rows is there.
 
-An item is a block of ROWS queries of one head. Its program needs the U of all earlier blocks of the
-head, which other programs make. Programs draw items in the order of their numbers, so all lower
-items are finished or belong to programs that run, and waiting for lower items alone never
-deadlocks, however few programs the GPU holds at a time.
+An item is a block of ROWS queries of one head. Its program needs the U of the earlier blocks of the
+head that its queries see, which other programs make. Programs draw items in the order of their
+numbers, so all lower items are finished or belong to programs that run, and waiting for lower items
+alone never deadlocks, however few programs the GPU holds at a time.
+
+With spans, the warp that draws items also reads where their keys begin, and tells the others. A
+block in which a document begins is gone through twice. It ends a document, which may be long, and
+the blocks behind it need its U of the other document alone, which its own keys give. So an early
+round makes that U from the block's own keys, and the next one makes the whole block.
 """
 
 from __future__ import annotations
@@ -12,9 +17,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from gfsa.operators.fused import problem
+
+SPANS = gl.constexpr(problem.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
+
+# items that are drawn and not finished
+DRAWN = gl.constexpr(3)
+# what is told of an item with spans, after its number: whether this is its early round, and by
+# warpgroup its first tile and until where tiles are masked
+EARLY = gl.constexpr(1)
+FIRST_TILE = gl.constexpr(2)
+MASKED_UNTIL = gl.constexpr(4)
+TOLD = gl.constexpr(6)
 
 
 @gluon.jit
@@ -29,6 +46,38 @@ def place(item, total, blocks, span):
     size = gl.minimum(span, total - group * span)
     block = rest // size
     return group * span + rest - block * size, block
+
+
+@gluon.jit
+def key_range(spans, block, n, W: gl.constexpr, PARTS: gl.constexpr):
+    """``(first tile, masked until)`` of PARTS times HALF keys for warpgroup W's queries.
+
+    First keys do not decrease from query to query, so the first tile is that of the first query.
+    Tiles that begin before ``masked until`` are to be masked. It is the latest first key of the
+    queries that see a key before the tile on their diagonal; the last of them is the last query
+    that sees the key before that tile.
+    """
+    row = block * ROWS + W * HALF
+    diagonal = row // (PARTS * HALF) * PARTS * HALF
+    # a warpgroup beyond the last query sees what that one does
+    tile = gl.load(spans + gl.minimum(row, n - 1)) // (PARTS * HALF)
+    before = gl.maximum(gl.minimum(diagonal, n) - 1, 0)
+    last = gl.minimum(gl.load(spans + (n + before)), gl.minimum(row + HALF, n) - 1)
+    latest = gl.load(spans + last)
+    return tile, gl.where(last >= row, latest, 0)
+
+
+@gluon.jit
+def has_early_round(spans, block, n, blocks):
+    """Whether the blocks behind a block need no more of its U than its own keys give.
+
+    They see the first key of its last query and later ones alone. None of these queries may see a
+    key before the block; if none of the block does, or no block follows, an early round is useless.
+    """
+    start = block * ROWS
+    seen = gl.load(spans + (gl.minimum(start + ROWS, n) - 1))
+    within = gl.load(spans + seen) >= start
+    return within & (gl.load(spans + start) < start) & (block + 1 < blocks)
 
 
 @gluon.jit
@@ -56,13 +105,35 @@ def draw(counter):
 
 
 @gluon.jit
+def wait_for_room(items, slot, phase):
+    _, _, empty = items
+    mbarrier.wait(empty.index(slot), phase)
+
+
+@gluon.jit
 def give(items, item, slot, phase):
     """Tell the other warps of the program the item that was drawn."""
-    numbers, full, empty = items
-    mbarrier.wait(empty.index(slot), phase)
+    numbers, full, _ = items
+    wait_for_room(items, slot, phase)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     numbers.index(slot).store(gl.full([1], item, gl.int32, layout))
     mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def tell(items, slot, WHICH: gl.constexpr, number):
+    """A number beside the item that is given next, where there is room: :func:`wait_for_room`."""
+    numbers, _, _ = items
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    numbers.index(WHICH * DRAWN + slot).store(gl.full([1], number, gl.int32, layout))
+
+
+@gluon.jit
+def told(items, slot, WHICH: gl.constexpr):
+    """The number that :func:`tell` left beside the item that was taken."""
+    numbers, _, _ = items
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.index(WHICH * DRAWN + slot).load(layout), 0)
 
 
 @gluon.jit

@@ -362,10 +362,8 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from gfsa.operators.fused.hopper import backward as kernels
-
     tiles = backward_path.TILES[name][width]
-    kernel = getattr(kernels, name)
+    kernel = backward_path._kernels().by_name[name].function
     described = {}
     for argument in kernel.arg_names:
         block = backward_path.block_of(argument, tiles, width)

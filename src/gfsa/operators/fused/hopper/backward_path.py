@@ -99,7 +99,9 @@ class _Kernels:
         from triton.experimental.gluon.language import NVMMASharedLayout
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        from gfsa.operators.fused.hopper import backward as kernels
+        from gfsa.operators.fused.hopper.first_pass import grad_first_pass
+        from gfsa.operators.fused.hopper.keys import grad_keys
+        from gfsa.operators.fused.hopper.queries import grad_queries
 
         tokens = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
         numbers = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
@@ -108,7 +110,12 @@ class _Kernels:
             layout = numbers if x.dtype == torch.float32 else tokens
             return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
-        self.by_name = {name: Kernel(getattr(kernels, name), describe) for name in TILES}
+        functions = {
+            "grad_first_pass": grad_first_pass,
+            "grad_keys": grad_keys,
+            "grad_queries": grad_queries,
+        }
+        self.by_name = {name: Kernel(function, describe) for name, function in functions.items()}
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Gluon kernels on a CPU: their source with numpy for tensors and a thread for each partition.
 
-For kernels whose warps hand tiles to each other, where a wrong phase or count deadlocks. Threads
+For kernels whose warps hand tiles to each other, or whose programs wait for each other, where a
+wrong phase, count or order deadlocks. Threads
 are delayed at random. A matrix product is computed as late as it may be, when its result is waited
 for, and a copy into shared memory as early, so a slot that is released too early gives wrong
 numbers. Layouts, rounding, registers and the order of memory accesses are not modelled.
@@ -68,6 +69,9 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.at + offset)
 
+    def to(self, _: Any) -> Pointer:
+        return self
+
 
 class Descriptor:
     """A tensor ``(B, H, N, D)`` for the copy engine, which moves ``rows`` of a head at a time."""
@@ -80,6 +84,22 @@ class Descriptor:
     def tile(self, where: Sequence[int]) -> np.ndarray:
         b, h, row, _ = where
         return self.memory[b, h, row : row + self.rows]
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.memory.shape[-1] * 2
+
+
+class NumberDescriptor(Descriptor):
+    """Numbers in float32 ``(B, H, 1, N)``, of which ``rows`` are moved at a time."""
+
+    def tile(self, where: Sequence[int]) -> np.ndarray:
+        b, h, _, first = where
+        return self.memory[b, h, 0, first : first + self.rows]
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * 4
 
 
 class Shared:
@@ -159,7 +179,8 @@ class _Product:
         a = self.a.memory if isinstance(self.a, Shared) else self.a
         self.value = _tensor(a @ self.b.memory)
         if self.use_acc:
-            self.value = self.value + self.total
+            total = self.total.value if isinstance(self.total, _Product) else self.total
+            self.value = self.value + total
 
 
 def _delay() -> None:
@@ -193,12 +214,14 @@ def _warpgroup_mma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
 def _copy_in(
     tensor: Descriptor, where: Sequence[int], barrier: Barrier, room: Shared, pred: bool = True
 ) -> None:
+    if not pred:
+        return
     _delay()
     tile = tensor.tile(where)
     assert not np.isnan(tile).any(), "loaded before it was stored"
     room.memory[...] = 0.0
-    room.memory.reshape(tensor.rows, -1)[: len(tile)] = tile
-    barrier.change(0, -tensor.rows * tensor.memory.shape[-1] * 2)
+    room.memory.reshape(tensor.rows, *tile.shape[1:])[: len(tile)] = tile
+    barrier.change(0, -tensor.bytes)
 
 
 def _copy_out(tensor: Descriptor, where: Sequence[int], room: Shared) -> None:
@@ -211,18 +234,75 @@ def _finish_stores() -> None:
         tile[...] = room.memory.reshape(tensor.rows, -1)[: len(tile)]
 
 
+def _draw(counter: Pointer, count: int = 1, sem: str = "relaxed") -> Number:
+    with _changed:
+        drawn = counter.memory[counter.at]
+        counter.memory[counter.at] += count
+    return Number(drawn)
+
+
+def _numbers_of_a_tile(places: Any, at: Pointer) -> Any:
+    """Where each number of a tile lies: the four of a thread follow their place."""
+    i, d = np.indices(places.shape)
+    return at.at + places + i // 8 % 2 * 2 + d % 2
+
+
+def _add_tile(x: Any, places: Any, at: Pointer) -> None:
+    _delay()
+    with _changed:
+        at.memory[_numbers_of_a_tile(places, at)] += x
+
+
+def _put_tile(x: Any, places: Any, at: Pointer) -> None:
+    _delay()
+    with _changed:
+        at.memory[_numbers_of_a_tile(places, at)] = x
+
+
+def _get_tile(places: Any, at: Pointer) -> Any:
+    _delay()
+    with _changed:
+        return _tensor(at.memory[_numbers_of_a_tile(places, at)])
+
+
+def _wait_for_flag(flag: Pointer, least: int) -> None:
+    _delay()
+    end = time.monotonic() + PATIENCE
+    while flag.memory[flag.at] < least:
+        if time.monotonic() > end:
+            raise DeadlockError(f"a program waits for {least} steps of another one")
+        time.sleep(1e-4)
+
+
+def _set_flag(flag: Pointer, x: int) -> None:
+    _delay()
+    flag.memory[flag.at] = x
+
+
+def _finish_stores_and_return(x: Any) -> Any:
+    _delay()
+    _finish_stores()
+    return x
+
+
+# by what only they contain
+_ASSEMBLY: dict[str, Callable[..., Any]] = {
+    "atom.": _draw,
+    "red.": _add_tile,
+    "st.relaxed.gpu.global.v4": _put_tile,
+    "ld.relaxed.gpu.global.v4": _get_tile,
+    "ld.acquire": _wait_for_flag,
+    "st.release": _set_flag,
+    "ld.relaxed.gpu.global.b32": lambda x: _tensor(x.memory[x.at]),
+    "wait_group": _finish_stores_and_return,
+}
+
+
 def _assembly(text: str, constraints: str, arguments: Sequence[Any], **_: Any) -> Any:
+    for part, function in _ASSEMBLY.items():
+        if part in text:
+            return function(*arguments)
     (x,) = arguments
-    if "atom." in text:
-        with _changed:
-            drawn = x.memory[x.at]
-            x.memory[x.at] += 1
-        return Number(drawn)
-    if text.startswith("ld."):
-        return _tensor(x.memory[x.at])
-    if "wait_group" in text:
-        _delay()
-        _finish_stores()
     return x
 
 
@@ -298,6 +378,9 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "static_assert": _nothing,
         "num_warps": lambda: 4,
         "static_range": range,
+        "program_id": lambda axis: _of_thread.program,
+        "num_programs": lambda axis: _of_thread.programs,
+        "cdiv": lambda x, y: Number(-(-x // y)),
         "minimum": lambda x, y: Number(min(x, y)),
         "maximum": lambda x, y: _tensor(np.maximum(x, y)),
         "where": _where,
@@ -312,11 +395,12 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "thread_barrier": _nothing,
         "load": lambda pointer: pointer.memory[pointer.at],
         "store": _store,
+        "atomic_add": _draw,
         "atomic_xchg": _exchange,
         "inline_asm_elementwise": _assembly,
         "allocate_shared_memory": _allocate,
         "warp_specialize": _specialise,
-        **{name: name for name in ("float32", "uint32", "int32", "int64")},
+        **{name: name for name in ("float32", "uint32", "int8", "int32", "int64")},
     }
     for name, value in functions.items():
         setattr(language, name, value)
@@ -327,12 +411,14 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     hopper.mbarrier = types.SimpleNamespace(  # type: ignore[attr-defined]
         MBarrierLayout=_nothing,
         init=lambda barrier, count: barrier.start(count),
-        expect=lambda barrier, count: barrier.change(1, count),
+        expect=lambda barrier, count, pred=True: barrier.change(1, count) if pred else None,
         arrive=lambda barrier, count: barrier.change(count, 0),
         wait=lambda barrier, phase: barrier.wait(phase),
     )
     hopper.tma = types.SimpleNamespace(  # type: ignore[attr-defined]
-        async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out
+        async_copy_global_to_shared=_copy_in,
+        async_copy_shared_to_global=_copy_out,
+        store_wait=lambda pendings: _finish_stores(),
     )
     gluon = types.ModuleType("gluon")
     gluon.jit = _decorator  # type: ignore[attr-defined]
@@ -368,14 +454,28 @@ def on_cpu(*names: str) -> Iterator[list[types.ModuleType]]:
                 sys.modules[name] = module
 
 
-def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
-    """Run all programs at once; raise the first error of any thread."""
+def launch(
+    kernel: Callable[..., None], programs: int, *arguments: Any, at_a_time: int | None = None
+) -> None:
+    """Run all programs, at once or ``at_a_time``; raise the first error of any thread."""
     failures: list[BaseException] = []
+    left = iter(range(programs))
+    draw = threading.Lock()
 
     def run() -> None:
-        _of_thread.failures = failures
-        kernel(*arguments)
+        _of_thread.failures, _of_thread.programs = failures, Number(programs)
+        while not failures:
+            with draw:
+                program = next(left, None)
+            if program is None:
+                return
+            _of_thread.program = Number(program)
+            try:
+                kernel(*arguments)
+            except BaseException as problem:
+                failures.append(problem)
 
-    _run_all([threading.Thread(target=run, daemon=True) for _ in range(programs)])
+    count = min(programs, at_a_time or programs)
+    _run_all([threading.Thread(target=run, daemon=True) for _ in range(count)])
     if failures:
         raise failures[0]

@@ -28,7 +28,7 @@ from gfsa.operators.fused import (  # noqa: E402
     eligibility,
     problem,
 )
-from gfsa.operators.fused.hopper import backward_path  # noqa: E402
+from gfsa.operators.fused.hopper import backward_path, tokens_path  # noqa: E402
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
 from gfsa.operators.fused.sweep import launch as sweep  # noqa: E402
@@ -354,7 +354,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     tiles = backward_path.TILES[name][width]
-    kernel = backward_path._kernels().by_name[name].function
+    kernel = backward_path.kernels()[name].function
     described = {}
     for argument in kernel.arg_names:
         block = backward_path.block_of(argument, tiles, width)
@@ -379,6 +379,36 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     assert width == 128 or int(re.search(r"REG:(\d+)", usage)[1]) <= 168
     assert compiled.metadata.shared <= SHARED[90] * 1024
     assert "serialized" not in remarks(compiled.asm["ptx"])
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("number", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_gradient_in_one_kernel(number: str) -> None:
+    """What spills does not change from step to step; four numbers are added at a time."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    kernel = tokens_path.kernel().function
+    described = {"sums": "*fp32", "flags": "*i32"}
+    tiles = backward_path.Tiles(tokens_path.ROWS, tokens_path.COLS)
+    for argument in kernel.arg_names:
+        block = backward_path.block_of(argument, tiles, tokens_path.WIDTH)
+        if block is not None:
+            kind, bits = ("fp32", 32) if block[2] == 1 else (number, 16)
+            layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
+            described[argument] = f"tensordesc<{kind}{list(block)},{layout!r}>"
+    constants = {"D": tokens_path.WIDTH, "BM": tiles.rows, "BN": tiles.cols, "group": 1}
+    compiled, usage = compile_for(
+        HOPPER, GluonASTSource, kernel, described, constants, tokens_path.WARPS
+    )
+    print(usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 176
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 8
+    assert "serialized" not in remarks(ptx)
 
 
 def remarks(ptx: str) -> str:

@@ -11,6 +11,7 @@ from gfsa.operators import AttentionCall, Visibility
 from gfsa.operators.fused import autograd, eligibility
 from gfsa.operators.fused.dispatch import backward_path, forward_path
 from gfsa.operators.fused.hopper import backward_path as hopper_backward
+from gfsa.operators.fused.hopper import tokens_path
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.operator import FusedOperator
@@ -76,6 +77,30 @@ def test_one_causal_sweep(shape: tuple[int, ...], options: Options, forward: obj
         assert backward_path(q, q, q, None, options) is hopper_backward
     mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool)
     assert forward_path(q, mask, options) is (short if forward is short else long)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "masked", "expected"),
+    [
+        ((4, 16, 4096, 128), Options(0.1, True), False, True),
+        ((1, 16, 32768, 128), Options(0.1, True), False, True),
+        ((4, 16, 4096, 128), Options(0.1), False, False),
+        ((4, 16, 4096, 128), Options(0.1, True), True, False),
+        ((4, 16, 4096, 96), Options(0.1, True), False, False),
+        ((4, 16, 4096, 64), Options(0.1, True), False, False),
+        ((16, 16, 2044, 128), Options(0.1, True), False, False),
+        ((1, 16, 32772, 128), Options(0.1, True), False, False),
+        ((1, 16, 4096, 128), Options(0.1, True), False, False),
+    ],
+    ids=str,
+)
+def test_gradient_in_one_kernel(
+    shape: tuple[int, ...], options: Options, masked: bool, expected: bool
+) -> None:
+    """Where it was measured: long causal sequences of wide heads, enough of them, no mask."""
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool) if masked else None
+    assert tokens_path.serves(problem_of(q, q, mask, options)) is expected
 
 
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:

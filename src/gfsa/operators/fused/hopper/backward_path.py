@@ -1,4 +1,7 @@
-"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ."""
+"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ.
+
+Long causal sequences of wide heads have dQ, dK and dV from one launch (``tokens_path.py``).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused.eligibility import refusal_by_hopper_backward
+from gfsa.operators.fused.hopper import tokens_path
+from gfsa.operators.fused.hopper.descriptors import as_tiles, describe
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
@@ -59,7 +64,8 @@ def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
-    launches = _launches(problem_of(q, k, mask, options))
+    problem = problem_of(q, k, mask, options)
+    launches = _launches(problem)
     mask, _ = pointers(mask, None, unused=q)
     lse = copyable_by_row(lse)
     du, delta = empty_like(q), torch.empty_like(lse)
@@ -70,9 +76,13 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask)
     dq = empty_like(q)
-    launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
+    if tokens_path.serves(problem):
+        tensors = (q, g, du, dq, lses, deltas, k, v, u, g, dk, dv)
+        tokens_path.grad_tokens(tensors, coeffs, problem)
+    else:
+        launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask)
+        launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
@@ -82,40 +92,18 @@ def copyable_by_row(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def as_tiles(x: Tensor) -> Tensor:
-    """Numbers ``(B, H, N)`` in the four dimensions that launches describe."""
-    return x.view(*x.shape[:2], 1, x.shape[2])
-
-
-class _Kernels:
-    """The kernels by name; Gluon is imported when they are first used."""
-
-    def __init__(self) -> None:
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        from gfsa.operators.fused.hopper.first_pass import grad_first_pass
-        from gfsa.operators.fused.hopper.keys import grad_keys
-        from gfsa.operators.fused.hopper.queries import grad_queries
-
-        tokens = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        numbers = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
-
-        def describe(x: Tensor, block: Block) -> Any:
-            layout = numbers if x.dtype == torch.float32 else tokens
-            return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
-
-        functions = {
-            "grad_first_pass": grad_first_pass,
-            "grad_keys": grad_keys,
-            "grad_queries": grad_queries,
-        }
-        self.by_name = {name: Kernel(function, describe) for name, function in functions.items()}
-
-
 @functools.cache
-def _kernels() -> _Kernels:
-    return _Kernels()
+def kernels() -> dict[str, Kernel]:
+    """The kernels by name; Gluon is imported when they are first used."""
+    from gfsa.operators.fused.hopper.first_pass import grad_first_pass
+    from gfsa.operators.fused.hopper.keys import grad_keys
+    from gfsa.operators.fused.hopper.queries import grad_queries
+
+    return {
+        "grad_first_pass": Kernel(grad_first_pass, describe),
+        "grad_keys": Kernel(grad_keys, describe),
+        "grad_queries": Kernel(grad_queries, describe),
+    }
 
 
 @functools.lru_cache(maxsize=1024)
@@ -125,7 +113,7 @@ def _launches(problem: Problem) -> dict[str, Launch]:
 
 
 def _launch(name: str, problem: Problem) -> Launch:
-    kernel = _kernels().by_name[name]
+    kernel = kernels()[name]
     scale, is_causal, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
     # no narrower: a row of a tile has 128 bytes, as the swizzle does

@@ -28,7 +28,7 @@ from gfsa.operators.fused.short.tiles import product_layout
 
 
 @gluon.jit
-def _load_step(
+def load_step(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, col, step,
     pred, D: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def grad_keys(
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
     tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
-    _load_step(
+    load_step(
         q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h, start, 0,
         True, D, BN,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def grad_keys(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        _load_step(
+        load_step(
             q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
             col + BN, step + 1, step + 1 < steps, D, BN,
         )  # fmt: skip

@@ -1,0 +1,184 @@
+"""dQ, dK and dV from one kernel on a GPU: as exact as torch's, in any order of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+from gfsa.operators.fused import eligibility
+from gfsa.operators.fused.dispatch import backward_path, run_backward, run_forward
+from gfsa.operators.fused.hopper import backward_path as hopper
+from gfsa.operators.fused.hopper import tokens_path
+from gfsa.operators.fused.long import launch as long
+from gfsa.operators.fused.problem import Options, Saved, problem_of
+from support.fused_cases import NAMES, Problem, attention_errors, error, run
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+if eligibility.refusal_by_hopper_backward(torch.empty(1, 1, 64, 128, device="cuda"), None, 0.0):
+    pytest.skip("needs a Hopper GPU and Triton 3.6", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _for_any_shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shapes that the kernel can serve, not the measured ones alone; launches are not kept."""
+    monkeypatch.setattr(tokens_path, "LENGTHS", (1, 10**6))
+    monkeypatch.setattr(tokens_path, "TOKENS", 1)
+    tokens_path._launch.cache_clear()
+    yield
+    tokens_path._launch.cache_clear()
+
+
+def causal(*shape: int, **options: object) -> Problem:
+    return Problem(*shape, **{"dtype": BF16, "is_causal": True, "device": "cuda", **options})  # type: ignore[arg-type]
+
+
+def saved_by(problem: Problem) -> tuple[Tensor, Saved, Options]:
+    """The output's gradient and what the forward pass saves."""
+    q, k, v, coeffs, g = problem.tensors()
+    options = Options(problem.head_dim**-0.5, True)
+    assert backward_path(q, k, v, None, options) is hopper
+    assert tokens_path.serves(problem_of(q, k, None, options))
+    out, u, lse = run_forward(long, q, k, v, coeffs, None, None, options)
+    return g, Saved(q, k, v, u, out, lse, coeffs), options
+
+
+def by_separate_kernels(
+    g: Tensor, saved: Saved, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, ...]:
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens_path, "serves", lambda problem: False)
+        return run_backward(hopper, g, saved, options)
+
+
+CASES = [
+    causal(2, 4, 1024, 128),
+    causal(2, 4, 1024, 128, 2, dtype=FP16, projected=True),
+    causal(1, 6, 1100, 128, 1, dtype=FP16),
+    causal(3, 3, 300, 128, projected=True, scale=-0.2),
+    causal(3, 2, 324, 128, scale=0.3),
+    causal(2, 3, 64, 128),
+    causal(2, 3, 132, 128, dtype=FP16),
+    causal(1, 2, 4100, 128),
+]
+
+
+@pytest.mark.parametrize("problem", CASES, ids=str)
+def test_as_exact_as_attention(problem: Problem) -> None:
+    torch.manual_seed(1)
+    got, expected = run(problem)
+    plain = attention_errors(problem)
+    floor = 0.2 * torch.finfo(problem.dtype).eps
+    allowed = dict(zip(NAMES, [2 * e + floor for e in plain], strict=False), dc=5e-3)
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert torch.isfinite(x).all(), name
+        assert error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+
+
+# all heads of the measured shapes: what goes wrong once in a thousand tiles shows here
+LARGE = [
+    causal(4, 16, 4096, 128),
+    causal(8, 32, 2048, 128, 8, projected=True),
+    # few heads, most of whose blocks are worked on at a time
+    causal(1, 3, 32768, 128, 1, dtype=FP16),
+]
+
+
+@pytest.mark.parametrize("problem", LARGE, ids=str)
+def test_many_heads_many_times(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run gives the same bits, and every number is that of separate kernels to rounding."""
+    g, saved, options = saved_by(problem)
+    expected = by_separate_kernels(g, saved, options, monkeypatch)
+    first = run_backward(hopper, g, saved, options)
+    for name, x, y in zip(("dq", "dk", "dv"), first, expected, strict=False):
+        assert (x.double() - y.double()).abs().max() <= 0.02 * y.abs().max(), name
+        assert error(x, y) <= torch.finfo(problem.dtype).eps, name
+    for _ in range(10):
+        again = run_backward(hopper, g, saved, options)
+        for x, y in zip(again, first, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("span", "room"), [(1, 1), (1, 2), (2, 2), (3, 4), (12, 12), (5, 7)])
+def test_no_deadlock(span: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads wait for the room of others, and blocks for blocks; ten times as many as fit."""
+    g, saved, options = saved_by(causal(8, 12, 1804, 128, 4))
+    expected = run_backward(hopper, g, saved, options)
+    tokens_path._launch.cache_clear()
+    monkeypatch.setattr(tokens_path, "SPAN", span)
+    monkeypatch.setattr(tokens_path, "heads_with_room", lambda problem: room)
+    got = run_backward(hopper, g, saved, options)
+    for x, y in zip(got, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_beside_other_kernels() -> None:
+    """Two gradients at a time keep their flags apart, and share the GPU with products."""
+    g, saved, options = saved_by(causal(4, 12, 1024, 128))
+    expected = run_backward(hopper, g, saved, options)
+    x = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for _ in range(20):
+        for stream in streams[:2]:
+            with torch.cuda.stream(stream):
+                results.append(run_backward(hopper, g, saved, options))
+        with torch.cuda.stream(streams[2]):
+            for _ in range(4):
+                x @ x
+    torch.cuda.synchronize()
+    for got in results:
+        for y, z in zip(got, expected, strict=True):
+            assert torch.equal(y, z)
+
+
+def test_beside_nothing_but_its_own_memory() -> None:
+    """Tokens in a sea of NaN, sums in memory full of NaN."""
+    torch.cuda.empty_cache()
+    torch.full((64 << 20,), float("nan"), device="cuda")
+    g, saved, options = saved_by(causal(2, 4, 1100, 128))
+    expected = run_backward(hopper, g, saved, options)
+    inside = []
+    for x in (g, *saved[:5]):
+        sea = torch.full((2, 4, 1300, 128), float("nan"), device="cuda", dtype=BF16)
+        inside.append(sea[:, :, :1100].copy_(x))
+    got = run_backward(hopper, inside[0], Saved(*inside[1:], *saved[5:]), options)
+    for x, y in zip(got, expected, strict=True):
+        assert torch.isfinite(x).all()
+        assert torch.equal(x, y)
+
+
+def test_captured() -> None:
+    g, saved, options = saved_by(causal(2, 16, 1024, 128))
+    expected = run_backward(hopper, g, saved, options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_backward(hopper, g, saved, options)
+    for _ in range(3):
+        for x in captured:
+            x.zero_()
+        graph.replay()
+        for x, y in zip(captured, expected, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_memory() -> None:
+    """Sums take less than a tensor of V's size, for each head of queries."""
+    g, saved, options = saved_by(causal(4, 16, 4096, 128))
+    run_backward(hopper, g, saved, options)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = run_backward(hopper, g, saved, options)
+    peak = torch.cuda.max_memory_allocated() - before
+    # dU beside the results
+    kept = sum(x.numel() * x.element_size() for x in results)
+    assert peak - kept <= 2 * saved.v.numel() * 2 + (1 << 20)

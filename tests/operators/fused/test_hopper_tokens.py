@@ -1,0 +1,96 @@
+"""dQ, dK and dV from one kernel without a GPU: its arithmetic and how its programs wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from support import gluon_on_cpu
+from support.gluon_on_cpu import Descriptor, Number, NumberDescriptor, Pointer
+
+FUSED = "gfsa.operators.fused"
+# keys of a block, queries of a tile, features
+BM, BN, D = 32, 16, 32
+
+
+@pytest.fixture
+def kernels() -> Iterator[Any]:
+    """The kernel's module, last of those that it imports."""
+    names = ("short.tiles", "sweep.order", *(f"hopper.{x}" for x in ("tiles", "keys", "sums")))
+    with gluon_on_cpu.on_cpu(*(f"{FUSED}.{x}" for x in (*names, "hopper.tokens"))) as modules:
+        yield modules[-1]
+
+
+def run(
+    kernels: Any, heads: int, group: int, n: int, span: int, slots: int, at_a_time: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What the kernel gives and what it should: dQ, dK and dV of each query head."""
+    draw = np.random.default_rng(n)
+    scale, shape = 0.3, (2, heads, n, D)
+    q, g = draw.normal(size=(2, *shape))
+    k, v = draw.normal(size=(2, 2, heads // group, n, D))
+    coeffs = draw.normal(size=(heads, 3))
+    keys, values = k.repeat(group, 1), v.repeat(group, 1)
+    scores = scale * q @ keys.swapaxes(-1, -2)
+    scores[..., ~np.tri(n, dtype=bool)] = -np.inf
+    lse = np.logaddexp.reduce(scores, -1)
+    a = np.exp(scores - lse[..., None])
+    c0, c1, c2 = coeffs.T[:, None, :, None, None]
+    u = a @ values
+    du = c1 * g + c2 * (a.swapaxes(-1, -2) @ g)
+    da = c2 * g @ u.swapaxes(-1, -2) + du @ values.swapaxes(-1, -2)
+    delta = (a * da).sum(-1)
+    ds = a * (da - delta[..., None])
+    expected = ds @ keys * scale, ds.swapaxes(-1, -2) @ q * scale, c0 * g + a.swapaxes(-1, -2) @ du
+    dq, dk, dv = np.full((3, *shape), np.nan)
+    blocks, total = -(-n // BM), 2 * heads
+    sums = np.full(slots * -(-n // BN) * BN * D, np.nan)
+    flags = np.zeros(total * blocks + 1, dtype=int)
+    gluon_on_cpu.launch(
+        kernels.grad_tokens,
+        total * blocks,
+        *(Descriptor(x, BN) for x in (q, g, du, dq)),
+        *(NumberDescriptor(x[:, :, None], BN) for x in (lse, delta)),
+        *(Descriptor(x, BM) for x in (k, v, u, g, dk, dv)),
+        *(Pointer(x) for x in (sums, flags, coeffs.reshape(-1))),
+        *(Number(x) for x in (heads, group, n)),
+        scale,
+        *(Number(x) for x in (slots, span)),
+        *(D, BM, BN),
+        at_a_time=at_a_time,
+    )
+    return list(zip((dq, dk, dv), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    # heads, group, tokens, heads at a time, heads that have room for their sums, programs
+    "shape",
+    [
+        # all programs at once
+        (2, 1, 160, 1, 4, 100),
+        # one program at a time: none may wait for one that has not begun
+        (2, 2, 160, 1, 2, 1),
+        (3, 1, 100, 2, 2, 1),
+        # heads wait for the room of others; the last block and the last tile are not full
+        (3, 1, 90, 1, 1, 7),
+        (4, 2, 130, 3, 3, 5),
+        # a single tile
+        (1, 1, 5, 1, 1, 2),
+    ],
+)
+def test_the_gradient(kernels: Any, shape: tuple[int, ...]) -> None:
+    for got, expected in run(kernels, *shape):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-11)
+
+
+def test_parts_are_added_in_order(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flags a block would add to what no other has written yet."""
+    monkeypatch.setattr(kernels, "wait_for", lambda flag, least: None)
+    with np.errstate(invalid="ignore"):
+        (dq, expected), *_ = run(kernels, 4, 1, 200, 1, 2, 8)
+    assert not np.allclose(dq, expected)

@@ -4,7 +4,8 @@
 
 ``32/8`` are 32 query heads and 8 heads of keys and values. All times are replays of CUDA graphs;
 whole calls are forward and backward, by turns: torch's attention, the filter with the gradient by
-the Hopper kernels, by the long kernels, and by cuDNN's where that serves. The fastest tiles go into
+the Hopper kernels (dQ, dK and dV from one kernel where that serves, and from two), by the long
+kernels, and by cuDNN's where that serves. The fastest tiles go into
 ``operators/fused/hopper/backward_path.py``.
 """
 
@@ -20,7 +21,9 @@ from torch.nn import functional as F
 
 from gfsa.operators.fused.dispatch import Path
 from gfsa.operators.fused.hopper import backward_path as hopper
+from gfsa.operators.fused.hopper import tokens_path
 from gfsa.operators.fused.hopper.backward_path import Tiles
+from gfsa.operators.fused.hopper.descriptors import as_tiles
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import Options, Saved, problem_of
@@ -75,7 +78,7 @@ class Call:
         q, k, v, u, out, lse, coeffs, *_ = self.saved
         g, du, delta = self.g, torch.randn_like(q), torch.randn_like(lse)
         dq, dk, dv = (torch.empty_like(q) for _ in range(3))
-        rows, deltas = hopper.as_tiles(lse), hopper.as_tiles(delta)
+        rows, deltas = as_tiles(lse), as_tiles(delta)
         if name == "grad_first_pass":
             parts = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.grid[0])
             return lambda: launch((q, g, rows, k, g, v, u, out, du), delta, parts, coeffs, q)
@@ -114,9 +117,13 @@ def measure(text: str) -> None:
             now = " now" if tiles == hopper.TILES[name][call.width] else ""
             cut = f"{tiles.rows}x{tiles.cols}, {tiles.warps} warps"
             print(f"{text} {name} {cut}: {time.median:.4f} ms{now}", flush=True)
-    works = [captured(call.plain), *(captured(call.whole(p)) for p in call.paths().values())]
-    plain, *times = interleaved(works, ROUNDS, torch.device("cuda"))
-    ratios = zip(call.paths(), [time.median / plain.median for time in times], strict=True)
+    works = {label: captured(call.whole(path)) for label, path in call.paths().items()}
+    if tokens_path.serves(call.problem):
+        with mock.patch.object(tokens_path, "serves", return_value=False):
+            works["dQ by a kernel of its own"] = captured(call.whole(hopper))
+    timed = [captured(call.plain), *works.values()]
+    plain, *times = interleaved(timed, ROUNDS, torch.device("cuda"))
+    ratios = zip(works, [time.median / plain.median for time in times], strict=True)
     line = [f"{label} {ratio:.3f}" for label, ratio in ratios]
     print(f"{text} whole calls: plain {plain.median:.4f} ms, {', '.join(line)}", flush=True)
 

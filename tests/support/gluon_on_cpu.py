@@ -1,7 +1,6 @@
 """Gluon kernels on a CPU: their source with numpy for tensors and a thread for each partition.
 
-For kernels whose warps hand tiles to each other, or whose programs wait for each other, where a
-wrong phase, count or order deadlocks. Threads
+For kernels whose warps hand tiles to each other, where a wrong phase or count deadlocks. Threads
 are delayed at random. A matrix product is computed as late as it may be, when its result is waited
 for, and a copy into shared memory as early, so a slot that is released too early gives wrong
 numbers. Layouts, rounding, registers and the order of memory accesses are not modelled.
@@ -234,10 +233,10 @@ def _finish_stores() -> None:
         tile[...] = room.memory.reshape(tensor.rows, -1)[: len(tile)]
 
 
-def _draw(counter: Pointer, count: int = 1, sem: str = "relaxed") -> Number:
+def _draw(counter: Pointer) -> Number:
     with _changed:
         drawn = counter.memory[counter.at]
-        counter.memory[counter.at] += count
+        counter.memory[counter.at] += 1
     return Number(drawn)
 
 
@@ -253,30 +252,10 @@ def _add_tile(x: Any, places: Any, at: Pointer) -> None:
         at.memory[_numbers_of_a_tile(places, at)] += x
 
 
-def _put_tile(x: Any, places: Any, at: Pointer) -> None:
-    _delay()
-    with _changed:
-        at.memory[_numbers_of_a_tile(places, at)] = x
-
-
 def _get_tile(places: Any, at: Pointer) -> Any:
     _delay()
     with _changed:
         return _tensor(at.memory[_numbers_of_a_tile(places, at)])
-
-
-def _wait_for_flag(flag: Pointer, least: int) -> None:
-    _delay()
-    end = time.monotonic() + PATIENCE
-    while flag.memory[flag.at] < least:
-        if time.monotonic() > end:
-            raise DeadlockError(f"a program waits for {least} steps of another one")
-        time.sleep(1e-4)
-
-
-def _set_flag(flag: Pointer, x: int) -> None:
-    _delay()
-    flag.memory[flag.at] = x
 
 
 def _finish_stores_and_return(x: Any) -> Any:
@@ -289,10 +268,7 @@ def _finish_stores_and_return(x: Any) -> Any:
 _ASSEMBLY: dict[str, Callable[..., Any]] = {
     "atom.": _draw,
     "red.": _add_tile,
-    "st.relaxed.gpu.global.v4": _put_tile,
     "ld.relaxed.gpu.global.v4": _get_tile,
-    "ld.acquire": _wait_for_flag,
-    "st.release": _set_flag,
     "ld.relaxed.gpu.global.b32": lambda x: _tensor(x.memory[x.at]),
     "wait_group": _finish_stores_and_return,
 }
@@ -378,8 +354,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "static_assert": _nothing,
         "num_warps": lambda: 4,
         "static_range": range,
-        "program_id": lambda axis: _of_thread.program,
-        "num_programs": lambda axis: _of_thread.programs,
+        "program_id": lambda axis: Number(_of_thread.program[axis]),
+        "num_programs": lambda axis: Number(_of_thread.grid[axis]),
         "cdiv": lambda x, y: Number(-(-x // y)),
         "minimum": lambda x, y: Number(min(x, y)),
         "maximum": lambda x, y: _tensor(np.maximum(x, y)),
@@ -395,7 +371,6 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "thread_barrier": _nothing,
         "load": lambda pointer: pointer.memory[pointer.at],
         "store": _store,
-        "atomic_add": _draw,
         "atomic_xchg": _exchange,
         "inline_asm_elementwise": _assembly,
         "allocate_shared_memory": _allocate,
@@ -454,28 +429,19 @@ def on_cpu(*names: str) -> Iterator[list[types.ModuleType]]:
                 sys.modules[name] = module
 
 
-def launch(
-    kernel: Callable[..., None], programs: int, *arguments: Any, at_a_time: int | None = None
-) -> None:
-    """Run all programs, at once or ``at_a_time``; raise the first error of any thread."""
+def launch(kernel: Callable[..., None], programs: int | tuple[int, int], *arguments: Any) -> None:
+    """Run all programs of a grid at once; raise the first error of any thread."""
     failures: list[BaseException] = []
-    left = iter(range(programs))
-    draw = threading.Lock()
+    grid = programs if isinstance(programs, tuple) else (programs, 1)
 
-    def run() -> None:
-        _of_thread.failures, _of_thread.programs = failures, Number(programs)
-        while not failures:
-            with draw:
-                program = next(left, None)
-            if program is None:
-                return
-            _of_thread.program = Number(program)
-            try:
-                kernel(*arguments)
-            except BaseException as problem:
-                failures.append(problem)
+    def run(*program: int) -> None:
+        _of_thread.failures = failures
+        _of_thread.program, _of_thread.grid = program, grid
+        try:
+            kernel(*arguments)
+        except BaseException as problem:
+            failures.append(problem)
 
-    count = min(programs, at_a_time or programs)
-    _run_all([threading.Thread(target=run, daemon=True) for _ in range(count)])
+    _run_all([threading.Thread(target=run, args=x, daemon=True) for x in np.ndindex(*grid)])
     if failures:
         raise failures[0]

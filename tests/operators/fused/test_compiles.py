@@ -386,12 +386,12 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
 )
 @pytest.mark.parametrize("number", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_gradient_in_one_kernel(number: str) -> None:
-    """What spills does not change from step to step; four numbers are added at a time."""
+    """Little spills, and four numbers are added at a time."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    kernel = tokens_path.kernel().function
-    described = {"sums": "*fp32", "flags": "*i32"}
+    kernel = tokens_path.kernels()[0].function
+    described = {"sums": "*fp32"}
     tiles = backward_path.Tiles(tokens_path.ROWS, tokens_path.COLS)
     for argument in kernel.arg_names:
         block = backward_path.block_of(argument, tiles, tokens_path.WIDTH)
@@ -404,7 +404,7 @@ def test_gradient_in_one_kernel(number: str) -> None:
         HOPPER, GluonASTSource, kernel, described, constants, tokens_path.WARPS
     )
     print(usage)
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 176
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 144
     assert compiled.metadata.shared <= SHARED[90] * 1024
     ptx = compiled.asm["ptx"]
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 8

@@ -100,7 +100,24 @@ def test_gradient_in_one_kernel(
     """Where it was measured: long causal sequences of wide heads, enough of them, no mask."""
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool) if masked else None
-    assert tokens_path.serves(problem_of(q, q, mask, options)) is expected
+    problem = problem_of(q, q, mask, options)
+    assert tokens_path.serves(problem) is expected
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not tokens_path.serves(problem)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_heads_in_pieces() -> None:
+    """All heads once, no more at a time than sums have room for."""
+    for shape in [(4, 16, 4096), (8, 32, 2048), (1, 16, 32768), (3, 7, 5000), (1, 1, 2**20)]:
+        q = torch.empty(*shape, 128, dtype=torch.bfloat16, device="meta")
+        found = list(tokens_path.pieces(problem_of(q, q, None, Options(0.1, True))))
+        heads = [first + i for first, count in found for i in range(count)]
+        assert heads == list(range(shape[0] * shape[1]))
+        most = max(count for _, count in found)
+        assert most == 1 or most * shape[2] <= tokens_path.TOKENS_AT_A_TIME
 
 
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:

@@ -1,6 +1,6 @@
 """The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ.
 
-Long causal sequences of wide heads have dQ, dK and dV from one launch (``tokens_path.py``).
+Long causal sequences of wide heads have dQ, dK and dV from one kernel (``tokens_path.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from gfsa.operators.fused.eligibility import refusal_by_hopper_backward
 from gfsa.operators.fused.hopper import tokens_path
 from gfsa.operators.fused.hopper.descriptors import as_tiles, describe
+from gfsa.operators.fused.hopper.turns import heads_by_turns
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
@@ -50,6 +51,13 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
 }
 
+# by kernel, then by width: how many programs share a multiprocessor
+RESIDENT: dict[str, dict[int, int]] = {
+    "grad_first_pass": {64: 4, 128: 2},
+    "grad_keys": {64: 3, 128: 1},
+    "grad_queries": {64: 3, 128: 1},
+}
+
 # with spans, where the compiler would take a few more: room for three programs of four warps
 REGISTERS = {("grad_keys", 64, SPANS): 168}
 
@@ -78,8 +86,8 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
     dq = empty_like(q)
     if tokens_path.serves(problem):
-        tensors = (q, g, du, dq, lses, deltas, k, v, u, g, dk, dv)
-        tokens_path.grad_tokens(tensors, coeffs, problem)
+        tensors = (q, g, du, lses, deltas, k, v, u, g, dk, dv)
+        tokens_path.grad_tokens(tensors, dq, coeffs, problem)
     else:
         launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask)
         launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
@@ -124,12 +132,13 @@ def _launch(name: str, problem: Problem) -> Launch:
     registers = REGISTERS.get((name, width, problem.mask_kind))
     if registers is not None:
         launch_options["maxnreg"] = registers
+    span = heads_by_turns(problem, tiles.rows, RESIDENT[name][width])
     return Launch(
         kernel,
         (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
-        (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
+        (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j, span),
         (
             width,
             tiles.rows,

@@ -20,6 +20,7 @@ from gfsa.operators.fused.hopper.tiles import (
     LOG2E,
     SPANS,
     barriers,
+    place_of_program,
     scores,
     shown_keys,
     tile_of,
@@ -46,7 +47,7 @@ def _load_step(
 def grad_queries(
     k_cols, v_cols, u_cols, q_rows, g_rows, du_rows, dq_rows,
     delta_in, lse_in, coeffs, mask,
-    heads, group, n, scale, mask_b, mask_h, mask_j,
+    heads, group, n, scale, mask_b, mask_h, mask_j, span,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -64,11 +65,10 @@ def grad_queries(
     vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
     us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
     bars = barriers(3)
-    block = gl.program_id(0)
+    bh, block = place_of_program(span, CAUSAL and MASK != SPANS)
     if CAUSAL:
         # the longest ones first
         block = gl.num_programs(0) - 1 - block
-    bh = gl.program_id(1)
     b = bh // heads
     h = bh % heads
     row = block * BM
@@ -107,10 +107,6 @@ def grad_queries(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        _load_step(
-            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
-            step + 1 < steps, D, BN,
-        )  # fmt: skip
         k = tile_of(ks.index(now), BN, D)
         v = tile_of(vs.index(now), BN, D)
         u = tile_of(us.index(now), BN, D)
@@ -121,6 +117,13 @@ def grad_queries(
         s = scores(q, k, zero, False, D, USED)
         da = scores(g, u, zero, False, D, USED)
         da = scores(du, v, da, True, D, USED)
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_step(
+            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
+            step + 1 < steps, D, BN,
+        )  # fmt: skip
+        gl.thread_barrier()
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if MASK == SPANS:
@@ -143,7 +146,7 @@ def grad_queries(
         ds = p * (da - delta[:, None])
         dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        gl.thread_barrier()
+    gl.thread_barrier()
     q.store((dq * scale).to(dt))
     fence_async_shared()
     gl.thread_barrier()

@@ -1,10 +1,4 @@
-"""dQ as a sum of the parts of many programs: where its numbers lie, and who adds when.
-
-A tile of dQ gets parts from every block of keys that its queries see. Blocks add in a fixed order,
-so repeated runs give the same bits: from the block beside the queries down to block 0. A program
-takes its queries upwards from the first that sees its keys, so the block after it is ahead of it
-by itself, and seldom waited for.
-"""
+"""dQ as a sum of the parts of many programs: where its numbers lie, and how parts are added."""
 
 from __future__ import annotations
 
@@ -19,33 +13,11 @@ add.u64 at, at, $9;
 red.relaxed.gpu.global.add.v4.f32 [at], {$1, $2, $3, $4};
 mov.u32 $0, 0;
 }""")
-_PUT = gl.constexpr("""{
-.reg .u64 at;
-mul.wide.u32 at, $5, 4;
-add.u64 at, at, $9;
-st.relaxed.gpu.global.v4.f32 [at], {$1, $2, $3, $4};
-mov.u32 $0, 0;
-}""")
 _GET = gl.constexpr("""{
 .reg .u64 at;
 mul.wide.u32 at, $4, 4;
 add.u64 at, at, $8;
 ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [at];
-}""")
-_WAIT = gl.constexpr("""{
-.reg .pred less;
-AGAIN:
-ld.acquire.gpu.global.s32 $0, [$1];
-setp.lt.s32 less, $0, $2;
-@less bra AGAIN;
-}""")
-_TELL = gl.constexpr("""{
-.reg .pred first;
-.reg .u32 thread;
-mov.u32 thread, %tid.x;
-setp.eq.u32 first, thread, 0;
-@first st.release.gpu.global.u32 [$1], $2;
-mov.u32 $0, 0;
 }""")
 
 
@@ -71,23 +43,12 @@ def places(ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _send(x, at, INSTRUCTION: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, L: gl.constexpr):
-    gl.inline_asm_elementwise(
-        INSTRUCTION, "=r,f,f,f,f,r,r,r,r,l,l,l,l", [x, places(ROWS, D, L), at.to(gl.int64)],
-        dtype=gl.int8, is_pure=False, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
 def add(x, at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Add a tile to the one that begins at ``at``."""
-    _send(x, at, _ADD, ROWS, D, LAYOUT)
-
-
-@gluon.jit
-def put(x, at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Write the first part of a tile."""
-    _send(x, at, _PUT, ROWS, D, LAYOUT)
+    gl.inline_asm_elementwise(
+        _ADD, "=r,f,f,f,f,r,r,r,r,l,l,l,l", [x, places(ROWS, D, LAYOUT), at.to(gl.int64)],
+        dtype=gl.int8, is_pure=False, pack=4,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -97,17 +58,3 @@ def get(at, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
         _GET, "=f,=f,=f,=f,r,r,r,r,l,l,l,l", [places(ROWS, D, LAYOUT), at.to(gl.int64)],
         dtype=gl.float32, is_pure=False, pack=4,
     )  # fmt: skip
-
-
-@gluon.jit
-def wait_for(flag, least):
-    """Wait until a program has told that ``least`` of its steps are done."""
-    gl.inline_asm_elementwise(
-        _WAIT, "=&r,l,r", [flag, least], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def tell(flag, steps):
-    """Tell that so many steps are done: all that warps did before the last barrier."""
-    gl.inline_asm_elementwise(_TELL, "=r,l,r", [flag, steps], dtype=gl.int32, is_pure=False, pack=1)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.operators.fused import problem
+from gfsa.operators.fused.sweep.order import place
 
 LOG2E = gl.constexpr(1.4426950408889634)
 KEY_MASK = gl.constexpr(problem.KEY_MASK)
@@ -23,7 +24,7 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
-    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
+    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j", "span"],
     "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask"],
 }
 
@@ -64,6 +65,21 @@ def barriers(COUNT: gl.constexpr):
     fence_async_shared()
     gl.thread_barrier()
     return bars
+
+
+@gluon.jit
+def place_of_program(span, BY_TURNS: gl.constexpr):
+    """``(head of all sequences, block)``; by turns, one block of each of ``span`` heads.
+
+    Under a causal mask the first blocks are the longest. With a few heads by turns the programs
+    that begin last are short ones, and the GPU is busy until the end.
+    """
+    bh = gl.program_id(1)
+    block = gl.program_id(0)
+    if BY_TURNS:
+        blocks = gl.num_programs(0)
+        bh, block = place(bh * blocks + block, gl.num_programs(1), blocks, span)
+    return bh, block
 
 
 @gluon.jit

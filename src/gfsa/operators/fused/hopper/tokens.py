@@ -1,13 +1,9 @@
 """dQ, dK and dV of wide heads under a causal mask from one kernel: six products a tile, not nine.
 
 A program owns BM keys and takes the queries that see them, BN at a time. Scores, dA and dS are
-computed once for the three: dK and dV stay in registers, and the part of ``dQ = dS·K·scale`` goes
-to a sum in float32 (``sums.py``).
-
-Programs draw blocks of keys in a fixed order, and one waits for blocks alone that were drawn before
-its own, so none waits for a program that has not begun. The last block that adds to a tile of dQ
-writes it in 16 bits, and its room is another head's: sums take the memory of a few heads, and stay
-in the GPU's cache.
+computed once for the three: dK and dV stay in registers, and the part of ``dQ = dS·K·scale`` is
+added to a sum in float32 in memory. Programs add in any order, so the last bits of dQ differ from
+run to run, as those of cuDNN's attention gradient do.
 """
 
 from __future__ import annotations
@@ -23,28 +19,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gfsa.operators.fused.hopper.keys import load_step
-from gfsa.operators.fused.hopper.sums import add, get, put, query_layout, tell, wait_for
-from gfsa.operators.fused.hopper.tiles import FLAT, LOG2E, barriers, scores, tile_of, vector_of
+from gfsa.operators.fused.hopper.sums import add, get, query_layout
+from gfsa.operators.fused.hopper.tiles import (
+    FLAT,
+    LOG2E,
+    barriers,
+    place_of_program,
+    scores,
+    tile_of,
+    vector_of,
+)
 from gfsa.operators.fused.short.tiles import product_layout
-from gfsa.operators.fused.sweep.order import place
+
+JIT_OPTIONS = {
+    "do_not_specialize": ["first", "heads", "span"],
+    "do_not_specialize_on_alignment": ["coeffs"],
+}
 
 
-@gluon.jit(
-    do_not_specialize=["heads", "slots", "span"], do_not_specialize_on_alignment=["coeffs"]
-)  # fmt: skip
+@gluon.jit(**JIT_OPTIONS)
 def grad_tokens(
-    q_cols, g_cols, du_cols, dq_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows,
-    dk_rows, dv_rows, sums, flags, coeffs,
-    heads, group, n, scale, slots, span,
+    q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
+    dv_rows, sums, coeffs,
+    first, heads, group, n, scale, span,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV for BM keys of one query head, and their part of dQ.
 
     Args:
-        sums: room for dQ of ``slots`` heads, uninitialised.
-        flags: how many steps each block of each head has done, then the number of the next block
-            to draw; all zero.
-        span: heads whose blocks are drawn by turns, at most ``slots``.
+        sums: dQ of the heads from number ``first`` on, zero before the launch.
+        span: heads whose blocks are taken by turns.
     """
     W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
@@ -52,8 +56,6 @@ def grad_tokens(
     AL: gl.constexpr = product_layout(W, D)
     PL: gl.constexpr = gl.DotOperandLayout(0, AL, 2)
     QL: gl.constexpr = query_layout(W, D)
-    # the first steps of a block have the queries beside its keys, which no earlier block has seen
-    OWN: gl.constexpr = BM // BN
     ks = gl.allocate_shared_memory(dt, [1, 1, BM, D], k_rows.layout)
     vs = gl.allocate_shared_memory(dt, [1, 1, BM, D], v_rows.layout)
     us = gl.allocate_shared_memory(dt, [1, 1, BM, D], u_rows.layout)
@@ -64,17 +66,13 @@ def grad_tokens(
     dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
     dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
     bars = barriers(3)
-    # block 0 last: the others' sums of a tile are there when it comes to it
-    blocks = gl.cdiv(n, BM)
-    drawn = gl.atomic_add(flags + gl.num_programs(0), 1, sem="relaxed")
-    bh, block = place(drawn, gl.num_programs(0) // blocks, blocks, span)
-    block = blocks - 1 - block
+    number, block = place_of_program(span, True)
+    bh = first + number
     b = bh // heads
     h = bh % heads
     row = block * BM
     steps = gl.cdiv(n - row, BN)
-    own_flag = flags + bh * blocks + block
-    sums += (bh % slots).to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
+    sums += number.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
@@ -115,7 +113,7 @@ def grad_tokens(
         s = warpgroup_mma_wait(2, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-        if step < OWN:
+        if col < row + BM:
             i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
             j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
             p = gl.where(j[:, None] <= i[None, :], p, 0.0)
@@ -127,37 +125,10 @@ def grad_tokens(
         gl.thread_barrier()
         dq = warpgroup_mma(dss.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, PL), q, dk, is_async=True)
-        # what the step before has sent is there by now, and waiting for that costs little
-        if step > 0:
-            tell(own_flag, step)
-        flag = own_flag + 1
-        least = step + 1 - OWN
-        if step < OWN:
-            # block 0 of the head whose room this was
-            flag = flags + (bh - slots) * blocks
-            least = gl.where(bh >= slots, col // BN + 1, 0)
-        if least > 0:
-            wait_for(flag, least)
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-        at = sums + col // BN * (BN * D)
-        if block == 0:
-            if step >= OWN:
-                dq += get(at, BN, D, QL)
-            # both warpgroups have read dS, whose room this is
-            gl.thread_barrier()
-            stage = dss._reinterpret(dt, [1, 1, BN, D], dq_cols.layout)
-            tile_of(stage, BN, D).store((dq * scale).to(dt))
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(dq_cols, [b, h, col, 0], stage)
-            tma.store_wait(0)
-        elif step < OWN:
-            put(dq, at, BN, D, QL)
-        else:
-            add(dq, at, BN, D, QL)
+        add(dq, sums + col // BN * (BN * D), BN, D, QL)
         dk = warpgroup_mma_wait(0, deps=[dk])
     gl.thread_barrier()
-    tell(own_flag, steps)
     # keys, values and U have been used: their room takes g and the results
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
@@ -171,4 +142,20 @@ def grad_tokens(
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["first", "heads"])
+def finish_queries(dq_cols, sums, first, heads, scale, D: gl.constexpr, BN: gl.constexpr):
+    """``dQ = sum·scale`` in 16 bits, for BN queries of one of the heads from ``first`` on."""
+    LAYOUT: gl.constexpr = query_layout(gl.num_warps(), D)
+    tile = gl.program_id(0)
+    bh = first + gl.program_id(1)
+    at = sums + (gl.program_id(1).to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
+    dq = get(at, BN, D, LAYOUT) * scale
+    stage = gl.allocate_shared_memory(dq_cols.dtype, [1, 1, BN, D], dq_cols.layout)
+    tile_of(stage, BN, D).store(dq.to(dq_cols.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(dq_cols, [bh // heads, bh % heads, tile * BN, 0], stage)
     tma.store_wait(0)

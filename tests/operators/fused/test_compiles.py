@@ -353,6 +353,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
+    late = width == 128 and mask == problem.NO_MASK
     tiles = backward_path.TILES[name][width]
     kernel = backward_path.kernels()[name].function
     described = {}
@@ -365,6 +366,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     constants = {
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
         "USED": used, "MASK": mask, "group": 1,
+        "LATE": late, "SPAN": backward_path.SPAN if late else 1,
     }  # fmt: skip
     if mask == problem.SPANS:
         described["mask"] = "*i32"
@@ -399,7 +401,8 @@ def test_gradient_in_one_kernel(number: str) -> None:
             kind, bits = ("fp32", 32) if block[2] == 1 else (number, 16)
             layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
             described[argument] = f"tensordesc<{kind}{list(block)},{layout!r}>"
-    constants = {"D": tokens_path.WIDTH, "BM": tiles.rows, "BN": tiles.cols, "group": 1}
+    sizes = {"D": tokens_path.WIDTH, "BM": tiles.rows, "BN": tiles.cols}
+    constants = {**sizes, "SPAN": tokens_path.SPAN, "group": 1}
     compiled, usage = compile_for(
         HOPPER, GluonASTSource, kernel, described, constants, tokens_path.WARPS
     )

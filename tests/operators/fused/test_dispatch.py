@@ -88,7 +88,7 @@ def test_one_causal_sweep(shape: tuple[int, ...], options: Options, forward: obj
         ((4, 16, 4096, 128), Options(0.1, True), True, False),
         ((4, 16, 4096, 96), Options(0.1, True), False, False),
         ((4, 16, 4096, 64), Options(0.1, True), False, False),
-        ((16, 16, 2044, 128), Options(0.1, True), False, False),
+        ((16, 16, 4092, 128), Options(0.1, True), False, False),
         ((1, 16, 32772, 128), Options(0.1, True), False, False),
         ((1, 16, 4096, 128), Options(0.1, True), False, False),
     ],
@@ -109,15 +109,22 @@ def test_gradient_in_one_kernel(
         torch.use_deterministic_algorithms(False)
 
 
-def test_heads_in_pieces() -> None:
-    """All heads once, no more at a time than sums have room for."""
-    for shape in [(4, 16, 4096), (8, 32, 2048), (1, 16, 32768), (3, 7, 5000), (1, 1, 2**20)]:
-        q = torch.empty(*shape, 128, dtype=torch.bfloat16, device="meta")
-        found = list(tokens_path.pieces(problem_of(q, q, None, Options(0.1, True))))
-        heads = [first + i for first, count in found for i in range(count)]
-        assert heads == list(range(shape[0] * shape[1]))
-        most = max(count for _, count in found)
-        assert most == 1 or most * shape[2] <= tokens_path.TOKENS_AT_A_TIME
+@pytest.mark.parametrize(
+    ("shape", "options", "masked", "expected"),
+    [
+        ((8, 32, 2048, 128), Options(0.1, True), False, True),
+        ((8, 32, 2044, 128), Options(0.1, True), False, False),
+        ((8, 32, 2048, 128), Options(0.1), False, False),
+        ((8, 32, 2048, 128), Options(0.1, True), True, False),
+        ((8, 32, 2048, 96), Options(0.1, True), False, False),
+        ((8, 32, 2048, 64), Options(0.1, True), False, False),
+    ],
+    ids=str,
+)
+def test_late_loads(shape: tuple[int, ...], options: Options, masked: bool, expected: bool) -> None:
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool) if masked else None
+    assert hopper_backward.loads_late(problem_of(q, q, mask, options)) is expected
 
 
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:

@@ -154,6 +154,35 @@ def test_gradient_by_hopper_kernels(problem: Problem) -> None:
         assert error(x, z.double()) <= torch.finfo(problem.dtype).eps, name
 
 
+@pytest.mark.skipif(
+    torch.cuda.get_device_capability() != (9, 0)
+    or eligibility.TRITON not in eligibility.SHORT_TRITON,
+    reason="written for Hopper GPUs, in the Gluon of certain versions of Triton",
+)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(8, 16, 2048, 128, 4, dtype=BF16, device="cuda", is_causal=True, projected=True),
+        Problem(3, 5, 2100, 128, dtype=FP16, device="cuda", is_causal=True),
+    ],
+    ids=str,
+)
+def test_late_loads(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When loads begin, and which heads take turns, changes no bit, run after run."""
+    q, k, v, coeffs, g = problem.tensors()
+    options = Options(problem.head_dim**-0.5, True)
+    out, u, lse = run_forward(long, q, k, v, coeffs, None, None, options)
+    saved = Saved(q, k, v, u, out, lse, coeffs)
+    late = [run_backward(hopper_backward, g, saved, options) for _ in range(10)]
+    hopper_backward._launches.cache_clear()
+    monkeypatch.setattr(hopper_backward, "loads_late", lambda problem: False)
+    expected = run_backward(hopper_backward, g, saved, options)
+    hopper_backward._launches.cache_clear()
+    for got in late:
+        for name, x, y in zip(("dq", "dk", "dv", "dc"), got, expected, strict=True):
+            assert torch.equal(x, y), name
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_mask_whose_keys_lie_far_apart(is_causal: bool) -> None:
     """The place of its last key does not fit into 32 bits."""

@@ -113,15 +113,13 @@ def test_the_same_bits_where_they_are_asked_for() -> None:
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 5, 1000])
-@pytest.mark.parametrize("span", [1, 2, 64])
-def test_heads_at_a_time(heads: int, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is added up at a time, and in whatever order programs begin."""
+@pytest.mark.parametrize("span", [1, 3, 64])
+def test_heads_by_turns(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order programs begin."""
     g, saved, options = saved_by(causal(2, 6, 1100, 128, 3, projected=True))
     expected = run_backward(hopper, g, saved, options)
     tokens_path._launches.cache_clear()
-    monkeypatch.setattr(tokens_path, "TOKENS_AT_A_TIME", heads * 1100)
-    monkeypatch.setattr(tokens_path, "heads_by_turns", lambda *_: span)
+    monkeypatch.setattr(tokens_path, "SPAN", span)
     got = run_backward(hopper, g, saved, options)
     for name, x, y in zip(("dq", "dk", "dv", "dc"), got, expected, strict=True):
         assert error(x, y) <= 0.5 * torch.finfo(BF16).eps if name == "dq" else torch.equal(x, y)
@@ -155,16 +153,3 @@ def test_captured() -> None:
         graph.replay()
         for x, y in zip(captured, expected, strict=True):
             assert error(x, y) <= 0.5 * torch.finfo(BF16).eps
-
-
-def test_memory() -> None:
-    """Beside the results there is dU, and sums no larger than the values."""
-    g, saved, options = saved_by(causal(4, 16, 4096, 128))
-    run_backward(hopper, g, saved, options)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = run_backward(hopper, g, saved, options)
-    peak = torch.cuda.max_memory_allocated() - before
-    kept = sum(x.numel() * x.element_size() for x in results)
-    assert peak - kept <= 2 * saved.v.numel() * saved.v.element_size() + (2 << 20)

@@ -1,4 +1,4 @@
-"""dQ, dK and dV from one kernel without a GPU: its arithmetic, and which heads it takes."""
+"""dQ, dK and dV from one kernel without a GPU: its arithmetic, and that it takes every block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kernels() -> Iterator[Any]:
 
 
 def run(
-    kernels: Any, heads: int, group: int, n: int, span: int, at_a_time: int
+    kernels: Any, heads: int, group: int, n: int, span: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """What the kernel gives and what it should: dQ, dK and dV of each query head."""
     draw = np.random.default_rng(n)
@@ -48,38 +48,35 @@ def run(
     ds = a * (da - delta[..., None])
     expected = ds @ keys * scale, ds.swapaxes(-1, -2) @ q * scale, c0 * g + a.swapaxes(-1, -2) @ du
     dq, dk, dv = np.full((3, *shape), np.nan)
-    coefficients = Pointer(coeffs.reshape(-1))
-    for first in range(0, 2 * heads, at_a_time):
-        count, tiles = min(at_a_time, 2 * heads - first), -(-n // BN)
-        sums = Pointer(np.zeros(count * tiles * BN * D))
-        gluon_on_cpu.launch(
-            kernels.grad_tokens,
-            (-(-n // BM), count),
-            *(Descriptor(x, BN) for x in (q, g, du)),
-            *(NumberDescriptor(x[:, :, None], BN) for x in (lse, delta)),
-            *(Descriptor(x, BM) for x in (k, v, u, g, dk, dv)),
-            *(sums, coefficients),
-            *(Number(x) for x in (first, heads, group, n)),
-            *(scale, Number(span)),
-            *(D, BM, BN),
-        )
-        numbers = Number(first), Number(heads), scale
-        gluon_on_cpu.launch(
-            kernels.finish_queries, (tiles, count), Descriptor(dq, BN), sums, *numbers, D, BN
-        )
+    tiles, total = -(-n // BN), 2 * heads
+    sums = Pointer(np.zeros(total * tiles * BN * D))
+    gluon_on_cpu.launch(
+        kernels.grad_tokens,
+        (-(-n // BM), total),
+        *(Descriptor(x, BN) for x in (q, g, du)),
+        *(NumberDescriptor(x[:, :, None], BN) for x in (lse, delta)),
+        *(Descriptor(x, BM) for x in (k, v, u, g, dk, dv)),
+        *(sums, Pointer(coeffs.reshape(-1))),
+        *(Number(x) for x in (heads, group, n)),
+        *(scale, D, BM, BN, span),
+    )
+    numbers = Number(heads), scale
+    gluon_on_cpu.launch(
+        kernels.finish_queries, (tiles, total), Descriptor(dq, BN), sums, *numbers, D, BN
+    )
     return list(zip((dq, dk, dv), expected, strict=True))
 
 
 @pytest.mark.parametrize(
-    # heads, group, tokens, heads by turns, heads at a time
+    # heads, group, tokens, heads by turns
     "shape",
     [
-        (2, 1, 160, 1, 4),
+        (2, 1, 160, 1),
         # heads that share keys; the last block and the last tile are not full
-        (4, 2, 90, 2, 8),
-        # heads do not divide by what is added up at a time, nor by turns
-        (3, 1, 100, 4, 4),
-        (1, 1, 5, 1, 1),
+        (4, 2, 90, 2),
+        # heads do not divide by those that take turns
+        (3, 1, 100, 4),
+        (1, 1, 5, 4),
     ],
 )
 def test_the_gradient(kernels: Any, shape: tuple[int, ...]) -> None:

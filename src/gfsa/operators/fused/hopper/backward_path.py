@@ -15,11 +15,11 @@ from torch import Tensor
 from gfsa.operators.fused.eligibility import refusal_by_hopper_backward
 from gfsa.operators.fused.hopper import tokens_path
 from gfsa.operators.fused.hopper.descriptors import as_tiles, describe
-from gfsa.operators.fused.hopper.turns import heads_by_turns
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import (
+    NO_MASK,
     SPANS,
     Options,
     Problem,
@@ -51,12 +51,10 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
 }
 
-# by kernel, then by width: how many programs share a multiprocessor
-RESIDENT: dict[str, dict[int, int]] = {
-    "grad_first_pass": {64: 4, 128: 2},
-    "grad_keys": {64: 3, 128: 1},
-    "grad_queries": {64: 3, 128: 1},
-}
+# under a causal mask alone, wide heads from this length on: loads of the next tile begin while
+# products run, and so many heads take turns with their blocks
+LATE_LENGTH = 2048
+SPAN = 4
 
 # with spans, where the compiler would take a few more: room for three programs of four warps
 REGISTERS = {("grad_keys", 64, SPANS): 168}
@@ -132,13 +130,13 @@ def _launch(name: str, problem: Problem) -> Launch:
     registers = REGISTERS.get((name, width, problem.mask_kind))
     if registers is not None:
         launch_options["maxnreg"] = registers
-    span = heads_by_turns(problem, tiles.rows, RESIDENT[name][width])
+    late = loads_late(problem)
     return Launch(
         kernel,
         (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
-        (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j, span),
+        (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
         (
             width,
             tiles.rows,
@@ -146,9 +144,17 @@ def _launch(name: str, problem: Problem) -> Launch:
             is_causal,
             used(problem.head_dim),
             problem.mask_kind,
+            late,
+            SPAN if late else 1,
         ),
         **launch_options,
     )
+
+
+def loads_late(problem: Problem) -> bool:
+    """Whether loads begin while products run: measured where a multiprocessor has few programs."""
+    causal = problem.options.is_causal and problem.mask_kind == NO_MASK
+    return causal and problem.head_dim == 128 and problem.length >= LATE_LENGTH
 
 
 def used(head_dim: int) -> int:

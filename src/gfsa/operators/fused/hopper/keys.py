@@ -16,7 +16,6 @@ from gfsa.operators.fused.hopper.tiles import (
     JIT_OPTIONS,
     KEY_MASK,
     LOG2E,
-    SPANS,
     barriers,
     hide_queries,
     place_of_program,
@@ -49,9 +48,9 @@ def load_step(
 def grad_keys(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
     dv_rows, coeffs, mask,
-    heads, group, n, scale, mask_b, mask_h, mask_j, span,
+    heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    USED: gl.constexpr, MASK: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr, LATE: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
     W: gl.constexpr = gl.num_warps()
@@ -68,7 +67,7 @@ def grad_keys(
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
     bars = barriers(3)
-    bh, block = place_of_program(span, CAUSAL and MASK != SPANS)
+    bh, block = place_of_program(SPAN)
     b = bh // heads
     h = bh % heads
     row = block * BM
@@ -95,6 +94,11 @@ def grad_keys(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
+        if not LATE:
+            load_step(
+                q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
+                col + BN, step + 1, step + 1 < steps, D, BN,
+            )  # fmt: skip
         q = tile_of(qs.index(now), BN, D)
         g = tile_of(gs.index(now), BN, D)
         du = tile_of(dus.index(now), BN, D)
@@ -102,13 +106,15 @@ def grad_keys(
         s = scores(k, q, zero, False, D, USED)
         da = scores(u, g, zero, False, D, USED)
         da = scores(v, du, da, True, D, USED)
-        # all warps are done with the step before; loads begin while products run
-        gl.thread_barrier()
-        load_step(
-            q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
-            col + BN, step + 1, step + 1 < steps, D, BN,
-        )  # fmt: skip
-        gl.thread_barrier()
+        if LATE:
+            # all warps are done with the step before
+            gl.thread_barrier()
+            load_step(
+                q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
+                col + BN, step + 1, step + 1 < steps, D, BN,
+            )  # fmt: skip
+            # here, or the compiler puts one at the next step's start, where nothing runs beside it
+            gl.thread_barrier()
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -119,7 +125,10 @@ def grad_keys(
         ds = p * (da - vector_of(dls.index(now), BN, SL)[None, :])
         dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-    gl.thread_barrier()
+        if not LATE:
+            gl.thread_barrier()
+    if LATE:
+        gl.thread_barrier()
     if MASK == KEY_MASK:
         rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
         shown = shown_keys(mask, b, h, rows, n, mask_b, mask_h, mask_j)

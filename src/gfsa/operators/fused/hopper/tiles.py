@@ -24,7 +24,7 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
-    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j", "span"],
+    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
     "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask"],
 }
 
@@ -68,17 +68,17 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def place_of_program(span, BY_TURNS: gl.constexpr):
-    """``(head of all sequences, block)``; by turns, one block of each of ``span`` heads.
+def place_of_program(SPAN: gl.constexpr):
+    """``(head of all sequences, block)``; SPAN heads take turns with their blocks.
 
-    Under a causal mask the first blocks are the longest. With a few heads by turns the programs
-    that begin last are short ones, and the GPU is busy until the end.
+    Under a causal mask the first blocks are the longest. Where heads take turns, the programs that
+    begin last are short ones, and the GPU is busy until the end.
     """
-    bh = gl.program_id(1)
     block = gl.program_id(0)
-    if BY_TURNS:
+    bh = gl.program_id(1)
+    if SPAN > 1:
         blocks = gl.num_programs(0)
-        bh, block = place(bh * blocks + block, gl.num_programs(1), blocks, span)
+        bh, block = place(bh * blocks + block, gl.num_programs(1), blocks, SPAN)
     return bh, block
 
 

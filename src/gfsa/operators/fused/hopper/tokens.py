@@ -31,24 +31,19 @@ from gfsa.operators.fused.hopper.tiles import (
 )
 from gfsa.operators.fused.short.tiles import product_layout
 
-JIT_OPTIONS = {
-    "do_not_specialize": ["first", "heads", "span"],
-    "do_not_specialize_on_alignment": ["coeffs"],
-}
 
-
-@gluon.jit(**JIT_OPTIONS)
+@gluon.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["coeffs"])
 def grad_tokens(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
     dv_rows, sums, coeffs,
-    first, heads, group, n, scale, span,
-    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    heads, group, n, scale,
+    D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """dK and dV for BM keys of one query head, and their part of dQ.
 
     Args:
-        sums: dQ of the heads from number ``first`` on, zero before the launch.
-        span: heads whose blocks are taken by turns.
+        sums: dQ, zero before the launch.
+        SPAN: heads that take turns with their blocks.
     """
     W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
@@ -66,13 +61,12 @@ def grad_tokens(
     dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
     dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
     bars = barriers(3)
-    number, block = place_of_program(span, True)
-    bh = first + number
+    bh, block = place_of_program(SPAN)
     b = bh // heads
     h = bh % heads
     row = block * BM
     steps = gl.cdiv(n - row, BN)
-    sums += number.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
+    sums += bh.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
@@ -109,6 +103,7 @@ def grad_tokens(
             q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
             col + BN, step + 1, step + 1 < steps, D, BN,
         )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
         gl.thread_barrier()
         s = warpgroup_mma_wait(2, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
@@ -145,13 +140,13 @@ def grad_tokens(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["first", "heads"])
-def finish_queries(dq_cols, sums, first, heads, scale, D: gl.constexpr, BN: gl.constexpr):
-    """``dQ = sum·scale`` in 16 bits, for BN queries of one of the heads from ``first`` on."""
+@gluon.jit(do_not_specialize=["heads"])
+def finish_queries(dq_cols, sums, heads, scale, D: gl.constexpr, BN: gl.constexpr):
+    """``dQ = sum·scale`` in 16 bits, for BN queries of one head."""
     LAYOUT: gl.constexpr = query_layout(gl.num_warps(), D)
     tile = gl.program_id(0)
-    bh = first + gl.program_id(1)
-    at = sums + (gl.program_id(1).to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
+    bh = gl.program_id(1)
+    at = sums + (bh.to(gl.int64) * gl.num_programs(0) + tile) * (BN * D)
     dq = get(at, BN, D, LAYOUT) * scale
     stage = gl.allocate_shared_memory(dq_cols.dtype, [1, 1, BN, D], dq_cols.layout)
     tile_of(stage, BN, D).store(dq.to(dq_cols.dtype))

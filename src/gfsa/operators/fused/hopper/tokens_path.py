@@ -7,13 +7,12 @@ that give the same bits in every run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gfsa.operators.fused.hopper.descriptors import describe
-from gfsa.operators.fused.hopper.turns import heads_by_turns
 from gfsa.operators.fused.launcher import Kernel, Launch
 from gfsa.operators.fused.problem import NO_MASK, Problem
 
@@ -22,11 +21,12 @@ ROWS = 128
 COLS = 64
 WIDTH = 128
 WARPS = 8
-# lengths, and tokens counted once for each head, between which it was measured
-LENGTHS = 2048, 32768
+# lengths, and least tokens counted once for each head, at which it was measured: at 2,048 it gains
+# half as much, too little to give up equal bits
+LENGTHS = 4096, 32768
 TOKENS = 2**18
-# tokens, counted once for each head, whose dQ is added up at a time: 64 MiB in float32
-TOKENS_AT_A_TIME = 2**17
+# heads that take turns with their blocks
+SPAN = 4
 
 
 def serves(problem: Problem) -> bool:
@@ -43,40 +43,31 @@ def serves(problem: Problem) -> bool:
 
 
 def grad_tokens(tensors: Sequence[Tensor], dq: Tensor, coeffs: Tensor, problem: Problem) -> None:
-    """dQ, dK and dV; ``tensors`` are the kernel's tiles in the order of its arguments."""
-    for first, count in pieces(problem):
-        tokens = -(-problem.length // COLS) * COLS
-        sums = torch.zeros(count, tokens, WIDTH, dtype=torch.float32, device=dq.device)
-        add, finish = _launches(problem, count)
-        add(tensors, sums, coeffs, numbers=(first, *add.numbers[1:]))
-        finish((dq,), sums, numbers=(first, *finish.numbers[1:]))
-        # the next piece takes the same memory
-        del sums
+    """dQ, dK and dV; ``tensors`` are the kernel's tiles in the order of its arguments.
 
-
-def pieces(problem: Problem) -> Iterator[tuple[int, int]]:
-    """``(first head, number of heads)`` of all sequences' heads, some at a time."""
-    total = problem.batch * problem.heads
-    most = max(1, TOKENS_AT_A_TIME // problem.length)
-    for first in range(0, total, most):
-        yield first, min(most, total - first)
+    Sums of dQ take twice the memory of dQ, until it is rounded.
+    """
+    tokens = -(-problem.length // COLS) * COLS
+    heads = problem.batch * problem.heads
+    sums = torch.zeros(heads, tokens, WIDTH, dtype=torch.float32, device=dq.device)
+    add, finish = _launches(problem)
+    add(tensors, sums, coeffs)
+    finish((dq,), sums)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(problem: Problem, heads: int) -> tuple[Launch, Launch]:
-    """Both kernels for so many heads; their first number is that of the first head."""
+def _launches(problem: Problem) -> tuple[Launch, Launch]:
     cols, rows = (1, 1, COLS, WIDTH), (1, 1, ROWS, WIDTH)
-    scale = problem.options.scale
+    heads, scale = problem.batch * problem.heads, problem.options.scale
     add, finish = kernels()
-    span = heads_by_turns(problem, ROWS, 1)
     return (
         Launch(
             add,
             (-(-problem.length // ROWS), heads, 1),
             problem.variant,
             [*[cols] * 3, *[(1, 1, 1, COLS)] * 2, *[rows] * 6],
-            (0, problem.heads, problem.group, problem.length, scale, span),
-            (WIDTH, ROWS, COLS),
+            (problem.heads, problem.group, problem.length, scale),
+            (WIDTH, ROWS, COLS, SPAN),
             num_warps=WARPS,
         ),
         Launch(
@@ -84,7 +75,7 @@ def _launches(problem: Problem, heads: int) -> tuple[Launch, Launch]:
             (-(-problem.length // COLS), heads, 1),
             problem.variant,
             [cols],
-            (0, problem.heads, scale),
+            (problem.heads, scale),
             (WIDTH, COLS),
             num_warps=WARPS,
         ),

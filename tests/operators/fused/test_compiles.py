@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -412,6 +413,32 @@ def test_gradient_in_one_kernel(number: str) -> None:
     ptx = compiled.asm["ptx"]
     assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 8
     assert "serialized" not in remarks(ptx)
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+def test_launches_for_hopper_have_every_argument() -> None:
+    """Tiles by the names of arguments; then pointers, numbers and constants, as many as follow."""
+    q = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    call = problem.problem_of(q, q, None, problem.Options(0.1, True))
+    tiles = backward_path.Tiles(tokens_path.ROWS, tokens_path.COLS)
+    # pointers: sums, and coefficients of the first
+    for launch, pointers in zip(tokens_path._launches(call), (2, 1), strict=True):
+        names = launch.kernel.function.arg_names
+        found = [backward_path.block_of(name, tiles, tokens_path.WIDTH) for name in names]
+        assert list(launch.blocks) == [block for block in found if block is not None]
+        rest = names[len(launch.blocks) + pointers :]
+        assert len(launch.numbers) + len(launch.constants) == len(rest)
+        named = dict(zip(rest, (*launch.numbers, *launch.constants), strict=True))
+        assert (named["heads"], named["scale"], named["D"]) == (16, 0.1, 128)
+        assert named["BN"] == tiles.cols
+        assert named.get("BM", tiles.rows) == tiles.rows
+        assert named.get("n", 4096) == 4096
+    for name, launch in backward_path._launches(call).items():
+        rest = launch.kernel.function.arg_names[-len(launch.constants) :]
+        named = dict(zip(rest, launch.constants, strict=True))
+        assert (named["D"], named["LATE"], named["SPAN"]) == (128, True, backward_path.SPAN), name
 
 
 def remarks(ptx: str) -> str:

@@ -59,7 +59,8 @@ class GrowingPowers(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self._rows, self._is_writable, self.length = key_states[:, :, :0], False, 0
-        self.values = value_states[:, :, :0]
+        # no view of the tokens, which would keep their memory
+        self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
         self.is_initialized = True
 
     def get_seq_length(self) -> int:

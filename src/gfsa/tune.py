@@ -68,7 +68,8 @@ def measure(
             on_row(shape, refusal)
             continue
         try:
-            row = Row(shape, *subject.times(shape), *subject.errors(shape))
+            errors = subject.errors(shape)
+            row = Row(shape, *subject.times(shape), *errors)
         except Exception as error:
             # whatever a compiler or a driver raises on a GPU that nobody has tried: the other
             # shapes may be served

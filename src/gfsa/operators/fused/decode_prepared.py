@@ -52,27 +52,26 @@ class PreparedToken:
             return decode(q, k, v, u, coeffs, mask, length, held, scale, counters)
         direct, (_, numbers, count) = found
         theta, base, basis, _ = coeffs
-        at = q.data_ptr()
-        of_k, of_v, of_u = k.data_ptr(), v.data_ptr(), u.data_ptr()
-        if (at | of_k | of_v | of_u) % 16:
+        q_at, k_at, v_at, u_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), u.data_ptr()
+        if (q_at | k_at | v_at | u_at) % 16:
             # which copies what the kernel cannot load 16 bytes at a time
             given = (q, k, v, u, theta, base, basis, mask, length, held, counters)
             copied: Tensor = registered(*given, scale)
             return copied
         y = q.new_empty(q.shape)
         stream = direct.stream(self.device.index)
-        sums = arrived = at
+        sums = arrived = q_at
         if count:
             room, zeros = kept_room(count, self.heads, self.device, stream)
             sums = room.data_ptr()
             arrived = (zeros if counters is None else counters).data_ptr()
         addresses = (
-            *(at, of_k, of_v, of_u, theta.data_ptr(), base.data_ptr(), basis.data_ptr()),
-            # the kernel reads an address alone that its constants name
+            *(q_at, k_at, v_at, u_at, theta.data_ptr(), base.data_ptr(), basis.data_ptr()),
+            # an address that the kernel does not read may be any
             *(
-                at if mask is None else mask.data_ptr(),
-                at if length is None else length.data_ptr(),
-                at if held is None else held.data_ptr(),
+                q_at if mask is None else mask.data_ptr(),
+                q_at if length is None else length.data_ptr(),
+                q_at if held is None else held.data_ptr(),
             ),
             *(y.data_ptr(), sums, arrived),
         )

@@ -85,8 +85,9 @@ class GrowingPowers(DynamicLayer):
             self.lazy_initialization(tokens, tokens[..., :0])
         assert self._rows is not None
         if not _can_be_written(tokens) or tokens.dtype != self._rows.dtype:
-            # not by the property's setter, which a compiler does not know
-            self._rows = torch.cat([self.keys, tokens], dim=2)
+            # not by the property's setter, which a compiler does not know; the first tokens need no
+            # copy, since nothing is written into them
+            self._rows = torch.cat([self.keys, tokens], dim=2) if self.length else tokens
             self._is_writable = False
             self.length = self._rows.shape[2]
             return self._rows

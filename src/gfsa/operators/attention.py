@@ -85,22 +85,6 @@ class AttentionOperator(Operator):
         with no_autocast(v.device):
             return self._operator(choice).polynomial(in_full_precision(value_of(coeffs)), v)
 
-    def polynomial_with_power(
-        self, coeffs: Tensor | Coefficients, v: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """:meth:`polynomial` and ``A·v``, where kernels compute both at once; None elsewhere.
-
-        For callers that keep ``A·v``, as a cache does; without a gradient.
-        """
-        like = coeffs.base if isinstance(coeffs, Coefficients) else coeffs
-        (v,) = autocast(v)
-        if self._choice(like, v).backend != "fused":
-            return None
-        # triton is imported where its kernels run
-        from gfsa.operators.fused.operator import FusedOperator
-
-        return FusedOperator(self.call.with_key_mask()).polynomial_with_power(coeffs, v)
-
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         call = self.call
         # under dropout further passes drop the entries that the first one dropped, in every head

@@ -18,9 +18,6 @@ from torch.nn import functional as F
 import gfsa
 from gfsa.operators import Coefficients, DenseOperator
 from gfsa.operators.fused import decode as kernels
-from gfsa.operators.fused import eligibility
-from gfsa.operators.fused import operator as fused_operator
-from gfsa.operators.fused.long import launch as long
 from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
@@ -417,52 +414,3 @@ def test_layers_share_the_decision_about_a_token(
         gfsa.plug(subject, K=3)
         with pytest.raises(ValueError, match="but the powers of"):
             subject(ids[:1, :1], past_key_values=past)
-
-
-@pytest.mark.parametrize(
-    ("kind", "static", "padded"),
-    [("gpt2", False, False), ("llama", False, True), ("llama", True, False)],
-)
-def test_a_prompt_by_the_kernels_of_whole_sequences(
-    kind: str, static: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They compute A·v on the way, which the cache keeps: one call instead of two passes."""
-    subject = model(kind, layers=2).half()
-    ids = torch.randint(1, 32, (2, 20))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, :7] = 0
-
-    def prompted() -> tuple[Tensor, Any]:
-        cache: Any = transformers.DynamicCache(config=subject.config)
-        if static:
-            cache = transformers.StaticCache(config=subject.config, max_cache_len=24)
-        with torch.no_grad():
-            logits = subject(ids, attention_mask=mask, past_key_values=cache).logits
-        return logits, cache
-
-    wanted, kept = prompted()
-    calls: list[Any] = []
-    both = fused_operator.filter_with_power
-
-    def counted(*given: Any) -> Any:
-        calls.append(given)
-        return both(*given)
-
-    monkeypatch.setattr(fused_operator, "filter_with_power", counted)
-    monkeypatch.setattr(eligibility, "_refusal_of_device", lambda q: None)
-    monkeypatch.setattr(eligibility, "_is_measured", lambda device: True)
-    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: "no GPU")
-    monkeypatch.setattr(long, "cudnn_would_run", lambda *_: False)
-    logits, cache = prompted()
-    assert len(calls) == 2
-    seen = mask.bool()
-    torch.testing.assert_close(logits[seen], wanted[seen], atol=2e-3, rtol=2e-2)
-    for layer, other in zip(cache.layers, kept.layers, strict=True):
-        (found,), (expected,) = layer.gfsa_powers.values(), other.gfsa_powers.values()
-        assert int(found[0].get_seq_length()) == 20
-        rows = [x[0].keys[:, :, :20].transpose(1, 2)[seen] for x in (found, expected)]
-        torch.testing.assert_close(*rows, atol=2e-3, rtol=2e-2)
-    # with a gradient, the passes are torch's
-    subject(ids, past_key_values=transformers.DynamicCache(config=subject.config))
-    assert len(calls) == 2

@@ -52,23 +52,6 @@ def filter_attention(
     return _run(q, k, v, values, mask, seed, options)[0]
 
 
-def filter_with_power(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
-    """:func:`filter_attention` without a gradient and without dropout, together with ``A·V``."""
-    if needs_registered_operator(q):
-        scale, is_causal, dropout_p = options
-        out, u, _ = forward(q, k, v, coeffs, mask, None, dropout_p, is_causal, scale)
-        return out, u
-    out, u, _ = _run(q, k, v, coeffs, mask, None, options)
-    return out, u
-
-
 def needs_registered_operator(q: Tensor) -> bool:
     """Whether a compiler, a tensor subclass or a dispatch mode has to see the operator."""
     return torch.compiler.is_compiling() or type(q) not in PLAIN or is_in_torch_dispatch_mode()

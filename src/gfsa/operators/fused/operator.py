@@ -7,14 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from gfsa.operators.base import Coefficients, Operator, value_of
+from gfsa.operators.base import Coefficients, Operator
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import coefficients
-from gfsa.operators.fused.autograd import (
-    filter_attention,
-    filter_with_power,
-    needs_registered_operator,
-)
+from gfsa.operators.fused.autograd import filter_attention, needs_registered_operator
 from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.degree_one_attention import filter_once
 from gfsa.operators.fused.eligibility import (
@@ -89,31 +85,6 @@ class FusedOperator(Operator):
             # drawn on the device, so that each replay of a captured graph draws a new one
             seed = torch.randint(2**32, (1,), device=q.device)
         return filter_attention(q, k, v, coeffs, self.mask, seed, self.options)
-
-    def polynomial_with_power(
-        self, coeffs: Tensor | Coefficients, v: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """:meth:`polynomial` of degree 2, and the ``A·v`` that the kernels compute on the way.
-
-        None where the caller has to make the passes: other degrees, gradients, dropout.
-        """
-        q, k = self.call.q, self.call.k
-        learned, numbers = (
-            (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
-        )
-        if numbers.shape[-1] != 3 or self.options.dropout_p:
-            return None
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):
-            return None
-        if (
-            isinstance(coeffs, Coefficients)
-            and not needs_registered_operator(q)
-            and coefficients.takes(coeffs)
-        ):
-            value = coefficients.evaluate(coeffs)
-        else:
-            value = value_of(coeffs).float().expand(q.shape[1], -1)
-        return filter_with_power(q, k, v, value, self.mask, self.options)
 
     def visibility(self) -> Visibility:
         return Visibility.from_call(self.call)

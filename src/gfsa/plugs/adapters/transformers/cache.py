@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
+from gfsa.operators import Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
 from gfsa.plugs.adapters.transformers.companions import append, empty_like
 from gfsa.plugs.adapters.transformers.one_launch import (
@@ -76,11 +76,6 @@ class CachedOperator(Operator):
                 y = decode_in_one_launch(self.rows.given, self.layer, companion, coeffs, v)
                 if y is not None:
                     return y
-        if self.new > 1 and self.new == self.keys and type(self.rows) is AttentionOperator:
-            both = self.rows.polynomial_with_power(coeffs, v)
-            if both is not None:
-                self._keep(both[1])
-                return both[0]
         coeffs = value_of(coeffs)
         powers = self.powers(v, coeffs.shape[-1] - 1)
         # for one token the cost is in kernel launches, not in arithmetic
@@ -101,12 +96,6 @@ class CachedOperator(Operator):
                 all_tokens = append(companion, tokens[-1], self.keys)
                 tokens.append(self.rows.apply(all_tokens))
         return tokens
-
-    def _keep(self, power: Tensor) -> None:
-        """Keep ``A·v`` of a prompt, all of whose tokens are new."""
-        companion = _companions(self.layer, self.owner, 1, self.new)[0]
-        refuse_another_past(self.layer, companion, self.new)
-        append(companion, power, self.keys)
 
     def visibility(self) -> Visibility | None:
         return self.rows.visibility()

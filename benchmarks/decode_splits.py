@@ -11,9 +11,8 @@ because a model reads its weights in between. Times are those of one call: by to
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -23,10 +22,9 @@ from gfsa.operators import Coefficients
 from gfsa.operators.fused import decode
 from gfsa.operators.fused.decode import Tile
 from gfsa_benchmarks.case import Shape
-from gfsa_benchmarks.timing import captured, interleaved
+from gfsa_benchmarks.tiles import Candidate, compiled, report, run, times
+from gfsa_benchmarks.timing import Work
 
-WORKERS = 10
-ROUNDS = 5
 CACHES = 12
 # keys, warps, stages; a thread's registers for sums: keys·dim / (16·warps)
 TILES = [
@@ -36,7 +34,6 @@ TILES = [
 SPLITS = (1, 2, 4, 8, 16, 32)
 # fewer leave processors of the GPU without any
 FEWEST_PROGRAMS = 96
-Work = Callable[[], object]
 
 
 class Bench:
@@ -92,50 +89,42 @@ class Bench:
                 if splits * tile.keys <= shape.tokens and programs >= FEWEST_PROGRAMS:
                     yield tile, splits
 
-
-def compile_all(case: tuple[str, Tile]) -> None:
-    """Fill Triton's cache on disk with the candidates of one tile."""
-    text, tile = case
-    bench = Bench(Shape.parse(text), "cuda", caches=1)
-    for other, splits in bench.candidates():
-        if other == tile:
-            try:
-                bench.kernel(tile, splits, static=True)()
-            except Exception as error:
-                # measure() meets it again and says which candidate is left out
-                print(f"{text} {tuple(tile)} {splits} does not run: {error!r}"[:300], flush=True)
+    def ways(self, tiles: Sequence[Tile] = TILES) -> list[Candidate]:
+        """The kernel with each of the candidates that have one of these tiles."""
+        return [
+            Candidate(
+                f"{tuple(tile)} x{splits}{' now' if (tile, splits) == self.present() else ''}",
+                functools.partial(self.kernel, tile, splits, static=True),
+            )
+            for tile, splits in self.candidates()
+            if tile in tiles
+        ]
 
 
-def measure(text: str) -> None:
-    bench = Bench(Shape.parse(text), "cuda")
+def cases(shape: Shape) -> list[tuple[Shape, Tile]]:
+    return [(shape, tile) for tile in TILES]
+
+
+def compile_case(case: tuple[Shape, Tile]) -> None:
+    shape, tile = case
+    compiled(Bench(shape, "cuda", caches=1).ways([tile]), str(shape))
+
+
+def measure(shape: Shape, rounds: int) -> None:
+    bench = Bench(shape, "cuda")
     tile, splits = bench.present()
-    labels = ["plain, growing", "plain, static", f"{tuple(tile)} x{splits} now, growing"]
-    works = [bench.plain(False), bench.plain(True), bench.kernel(tile, splits, static=False)]
-    for other in bench.candidates():
-        now = " now" if other == (tile, splits) else ""
-        labels.append(f"{tuple(other[0])} x{other[1]}{now}")
-        works.append(bench.kernel(*other, static=True))
-    graphs, kept = [], []
-    for label, work in zip(labels, works, strict=True):
-        try:
-            graphs.append(captured(work))
-            kept.append(label)
-        except Exception as error:
-            # most often too large for the GPU's shared memory
-            print(f"{text} {label:32} left out: {type(error).__name__}", flush=True)
-    times = interleaved(graphs, ROUNDS, torch.device("cuda"))
-    rows = [(time.median / CACHES * 1e3, label) for time, label in zip(times, kept, strict=True)]
-    for time, label in [*rows[:3], *sorted(rows[3:])]:
-        print(f"{text} {label:32} {time:7.2f} µs {time / rows[1][0]:5.2f}", flush=True)
-
-
-def main(texts: list[str]) -> None:
-    cases = [(text, tile) for text in texts for tile in TILES]
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        pool.map(compile_all, cases, chunksize=1)
-    for text in texts:
-        measure(text)
+    first = [
+        Candidate("plain, growing", functools.partial(bench.plain, False)),
+        Candidate("plain, static", functools.partial(bench.plain, True)),
+        Candidate(
+            f"{tuple(tile)} x{splits} now, growing",
+            functools.partial(bench.kernel, tile, splits, static=False),
+        ),
+    ]
+    rows = times([*first, *bench.ways()], str(shape), rounds, calls=CACHES)
+    ranked = sorted(rows[len(first) :], key=lambda row: row[1])
+    report([*rows[: len(first)], *ranked], str(shape), reference=rows[1][1])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(__doc__, cases, compile_case, measure)

@@ -33,6 +33,8 @@ check() {
 }
 
 sanitize() {
+  # compiled first: under the tool that takes minutes
+  python benchmarks/sanitize.py || return 1
   # racecheck also reports hazards within cuDNN's kernels
   for options in "memcheck" "racecheck --kernel-name-exclude kernel_substring=cudnn"; do
     # shellcheck disable=SC2086

@@ -10,8 +10,7 @@ the Hopper kernels, by the long kernels, and by cuDNN's where that serves. The f
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import functools
 from unittest import mock
 
 import torch
@@ -25,9 +24,9 @@ from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import Options, Saved, problem_of
 from gfsa_benchmarks.case import Shape
-from gfsa_benchmarks.timing import captured, interleaved
+from gfsa_benchmarks.tiles import Candidate, compiled, report, run, times
+from gfsa_benchmarks.timing import Work
 
-ROUNDS = 5
 CANDIDATES = {
     64: {
         "grad_first_pass": (Tiles(64, 64), Tiles(128, 64)),
@@ -40,30 +39,33 @@ CANDIDATES = {
         "grad_queries": (Tiles(128, 64), Tiles(64, 32)),
     },
 }
-Work = Callable[[], object]
 
 
 class Call:
     """The tensors of one call, and what can be timed on them."""
 
-    def __init__(self, text: str) -> None:
-        shape = Shape.parse(text)
-        if shape.padded:
-            raise ValueError(f"expected a shape without padding, got {text!r}")
+    def __init__(self, shape: Shape, device: str = "cuda") -> None:
+        if shape.padded or shape.tokens % 4 or shape.dim > 128:
+            raise ValueError(
+                "expected a shape without padding, of tokens that are a multiple of 4 and a head "
+                f"dim up to 128, got {shape}"
+            )
         batch, heads, length, dim = shape.batch, shape.heads, shape.tokens, shape.dim
         key_heads = shape.key_heads or heads
         self.options = Options(dim**-0.5, shape.causal)
+        self.device = device
         self.q, self.g = (self._randn(batch, heads, length, dim) for _ in range(2))
         self.k, self.v = (self._randn(batch, key_heads, length, dim) for _ in range(2))
-        self.coeffs = torch.randn(heads, 3, device="cuda")
+        self.coeffs = torch.randn(heads, 3, device=device)
         self.problem = problem_of(self.q, self.k, None, self.options)
         self.width = max(64, 1 << (dim - 1).bit_length())
         out, u, lse = self._forward()
+        # as the gradient takes them
+        lse = hopper.copyable_by_row(lse)
         self.saved = Saved(self.q, self.k, self.v, u, out, lse, self.coeffs)
 
-    @staticmethod
-    def _randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    def _randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
     def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
         return long.forward(self.q, self.k, self.v, self.coeffs, None, None, self.options)
@@ -104,23 +106,46 @@ class Call:
             paths["cuDNN"] = cudnn_backward
         return paths
 
+    def candidates(self, name: str) -> list[Candidate]:
+        present = hopper.TILES[name][self.width]
+        return [
+            Candidate(
+                f"{tiles.rows}x{tiles.cols}, {tiles.warps} warps{' now' * (tiles == present)}",
+                functools.partial(self.kernel, name, tiles),
+            )
+            for tiles in CANDIDATES[self.width][name]
+        ]
 
-def measure(text: str) -> None:
-    call = Call(text)
-    for name, candidates in CANDIDATES[call.width].items():
-        works = [captured(call.kernel(name, tiles)) for tiles in candidates]
-        times = interleaved(works, ROUNDS, torch.device("cuda"))
-        for tiles, time in zip(candidates, times, strict=True):
-            now = " now" if tiles == hopper.TILES[name][call.width] else ""
-            cut = f"{tiles.rows}x{tiles.cols}, {tiles.warps} warps"
-            print(f"{text} {name} {cut}: {time.median:.4f} ms{now}", flush=True)
-    works = [captured(call.plain), *(captured(call.whole(p)) for p in call.paths().values())]
-    plain, *times = interleaved(works, ROUNDS, torch.device("cuda"))
-    ratios = zip(call.paths(), [time.median / plain.median for time in times], strict=True)
-    line = [f"{label} {ratio:.3f}" for label, ratio in ratios]
-    print(f"{text} whole calls: plain {plain.median:.4f} ms, {', '.join(line)}", flush=True)
+    def whole_calls(self) -> list[Candidate]:
+        paths = self.paths().items()
+        by_path = [Candidate(label, functools.partial(self.whole, path)) for label, path in paths]
+        return [Candidate("plain", lambda: self.plain), *by_path]
+
+
+WHOLE = "whole calls"
+
+
+def cases(shape: Shape) -> list[tuple[Shape, str]]:
+    return [(shape, name) for name in (*hopper.TILES, WHOLE)]
+
+
+def compile_case(case: tuple[Shape, str]) -> None:
+    shape, name = case
+    call = Call(shape)
+    compiled(call.whole_calls() if name == WHOLE else call.candidates(name), f"{shape} {name}")
+
+
+def measure(shape: Shape, rounds: int) -> None:
+    call = Call(shape)
+    for name in hopper.TILES:
+        heading = f"{shape} {name}"
+        rows = times(call.candidates(name), heading, rounds)
+        now = next((taken for label, taken in rows if label.endswith(" now")), rows[0][1])
+        report(rows, heading, reference=now)
+    heading = f"{shape} {WHOLE}"
+    rows = times(call.whole_calls(), heading, rounds)
+    report(rows, heading, reference=rows[0][1])
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        measure(each)
+    run(__doc__, cases, compile_case, measure)

@@ -10,8 +10,6 @@ it takes on causal rows of equal work with the present sizes. The fastest ones g
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import sys
 from collections.abc import Callable
 from unittest import mock
 
@@ -24,10 +22,8 @@ from gfsa.operators.fused.long.tile_sizes import Tiles, tiles
 from gfsa.operators.fused.problem import SPANS, Options, pointers, problem_of
 from gfsa_benchmarks.case import Shape
 from gfsa_benchmarks.packed import document_lengths, equal_rows
-from gfsa_benchmarks.timing import interleaved
+from gfsa_benchmarks.tiles import Candidate, compiled, report, run, times
 
-WORKERS = 10
-ROUNDS = 5
 # rows, columns, warps, stages
 FORWARD = [(64, 64, 4, 3), (64, 32, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)]
 BACKWARD = [(64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2)]
@@ -43,14 +39,16 @@ CANDIDATES = {
 class Bench:
     """The tensors of one call, and each kernel on them."""
 
-    def __init__(self, batch: int, shape: Shape, length: int, spans: Tensor | None) -> None:
+    def __init__(
+        self, batch: int, shape: Shape, length: int, spans: Tensor | None, device: str = "cuda"
+    ) -> None:
         size = (batch, shape.heads, length, shape.dim)
         q, k, v, g, u, out, du, dq, dk, dv = (
-            torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(10)
+            torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(10)
         )
-        lse, delta = (torch.zeros(size[:3], device="cuda") for _ in range(2))
-        coeffs = torch.full((shape.heads, 3), 0.3, device="cuda")
-        dc = torch.empty(shape.heads * 3 * batch * (length // 16 + 1), device="cuda")
+        lse, delta = (torch.zeros(size[:3], device=device) for _ in range(2))
+        coeffs = torch.full((shape.heads, 3), 0.3, device=device)
+        dc = torch.empty(shape.heads * 3 * batch * (length // 16 + 1), device=device)
         extra = pointers(spans, None, unused=q)
         self.problem = problem_of(q, k, spans, Options(shape.dim**-0.5, True))
         self.arguments = {
@@ -74,60 +72,47 @@ class Bench:
         return functools.partial(ready, *self.arguments[name])  # type: ignore[arg-type]
 
 
-def packed_bench(shape: Shape) -> tuple[Bench, list[list[int]]]:
+def packed_bench(shape: Shape, device: str = "cuda") -> tuple[Bench, list[list[int]]]:
     documents = [document_lengths(shape.tokens, row) for row in range(shape.batch)]
     rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in documents]
-    visible = Visibility(causal=True, documents=torch.stack(rows)[:, None].cuda(), in_order=True)
-    spans = visible.spans(shape.tokens, torch.device("cuda"))
-    return Bench(shape.batch, shape, shape.tokens, spans), documents
+    visible = Visibility(
+        causal=True, documents=torch.stack(rows)[:, None].to(device), in_order=True
+    )
+    spans = visible.spans(shape.tokens, torch.device(device))
+    return Bench(shape.batch, shape, shape.tokens, spans, device), documents
 
 
-def compile_all(case: tuple[str, str]) -> None:
-    """Fill Triton's cache on disk with one kernel's candidates."""
-    text, name = case
-    bench, _ = packed_bench(Shape.parse(text))
-    for cut in CANDIDATES[name]:
-        try:
-            bench.work(name, Tiles(*cut))()
-        except Exception as error:
-            # measure() meets it again and says which candidate is left out
-            print(f"{text} {name} {cut} does not run: {error!r}"[:300], flush=True)
+def candidates(bench: Bench, name: str) -> list[Candidate]:
+    """A kernel with each of its cuts."""
+    return [
+        Candidate(
+            f"{cut}{' now' if Tiles(*cut) == bench.present(name) else ''}",
+            functools.partial(bench.work, name, Tiles(*cut)),
+        )
+        for cut in CANDIDATES[name]
+    ]
 
 
-def measure(text: str) -> None:
-    shape = Shape.parse(text)
+def cases(shape: Shape) -> list[tuple[Shape, str]]:
+    return [(shape, name) for name in CANDIDATES]
+
+
+def compile_case(case: tuple[Shape, str]) -> None:
+    shape, name = case
+    bench, _ = packed_bench(shape)
+    compiled(candidates(bench, name), f"{shape} {name}")
+
+
+def measure(shape: Shape, rounds: int) -> None:
     bench, documents = packed_bench(shape)
-    causal = Bench(*_equal(documents, shape))
-    for name, cuts in CANDIDATES.items():
-        works, labels = [causal.work(name, causal.present(name))], ["causal rows"]
-        for cut in cuts:
-            work = bench.work(name, Tiles(*cut))
-            try:
-                work()
-            except Exception as error:
-                # most often too large for the GPU's shared memory
-                print(f"{text} {name:16} {cut!s:22} left out: {type(error).__name__}", flush=True)
-                continue
-            works.append(work)
-            labels.append(f"{cut}{' now' if Tiles(*cut) == bench.present(name) else ''}")
-        times = interleaved(works, ROUNDS, torch.device("cuda"))
-        for label, time in zip(labels, times, strict=True):
-            against = time.median / times[0].median
-            print(f"{text} {name:16} {label:22} {time.median:8.4f} ms {against:5.2f}", flush=True)
-
-
-def _equal(documents: list[list[int]], shape: Shape) -> tuple[int, Shape, int, None]:
     batch, length = equal_rows(documents)
-    return batch, shape, length, None
-
-
-def main(texts: list[str]) -> None:
-    cases = [(text, name) for text in texts for name in CANDIDATES]
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        pool.map(compile_all, cases, chunksize=1)
-    for text in texts:
-        measure(text)
+    causal = Bench(batch, shape, length, None)
+    for name in CANDIDATES:
+        heading = f"{shape} {name:16}"
+        present = functools.partial(causal.work, name, causal.present(name))
+        rows = times([Candidate("causal rows", present), *candidates(bench, name)], heading, rounds)
+        report(rows, heading, reference=rows[0][1])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(__doc__, cases, compile_case, measure)

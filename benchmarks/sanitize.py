@@ -1,97 +1,156 @@
 """Runs every kind of fused kernel once, forward and backward, on small tensors.
 
-compute-sanitizer --tool memcheck python benchmarks/sanitize.py
+    compute-sanitizer --tool memcheck python benchmarks/sanitize.py [PART …]
 
-``--tool racecheck`` checks shared memory in the same way. The tool comes with CUDA and in the
-package nvidia-cuda-sanitizer-api.
+Parts are ``short``, ``long``, ``hopper``, ``one-pass``, ``around``, ``packed``, ``decode`` and
+``sweep``; all of them unless some are named. A line says which kernels ran. ``--tool racecheck``
+checks shared memory in the same way. The tool comes with CUDA and in the package
+nvidia-cuda-sanitizer-api. It takes minutes to check kernels that are compiled in the same run: run
+the script without it first, which fills Triton's cache on disk.
 """
 
 from __future__ import annotations
 
-import torch
+import argparse
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
-from gfsa.functional import graph_filter_attention, which_backend
-from gfsa.operators import AttentionOperator, Visibility
+import torch
+from torch import Tensor
+
+from gfsa.functional import graph_filter_attention
+from gfsa.operators import AttentionOperator, Coefficients, Visibility
 from gfsa.operators.fused import eligibility
-from gfsa.operators.fused.decode import decode
+from gfsa.operators.fused.decode import decode, new_counters
+from gfsa.operators.fused.dispatch import backward_path, forward_path
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.sweep import launch as sweep
 
-# tokens, head dim, degree, causal, whether some keys are padding, dropout
-CASES = (
-    (100, 64, 2, False, True, 0.0),
-    (128, 64, 2, True, False, 0.1),
-    (197, 40, 2, False, False, 0.0),
-    (64, 64, 1, False, True, 0.0),
-    (300, 64, 2, True, False, 0.0),
-    (290, 32, 2, False, True, 0.1),
-    (2048, 128, 2, True, False, 0.0),
-    (300, 64, 1, True, False, 0.0),
-    (300, 40, 1, False, True, 0.0),
-    (1100, 64, 1, True, False, 0.0),
-)
+
+class Call(NamedTuple):
+    """A call on two sequences of two heads."""
+
+    tokens: int
+    dim: int
+    degree: int = 2
+    causal: bool = False
+    padded: bool = False
+    dropout_p: float = 0.0
 
 
-def main() -> None:
-    # one pass also where it was not timed
-    eligibility.ONE_PASS_NARROWEST, eligibility.ONE_PASS_MASKS_ARE_MEASURED = 33, True
-    for tokens, dim, degree, is_causal, padded, dropout_p in CASES:
-        q, k, v = (
-            torch.randn(2, 2, tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for _ in range(3)
-        )
-        coeffs = torch.randn(2, degree + 1, device="cuda", requires_grad=True)
-        mask = None
-        if padded:
-            mask = torch.ones(2, 1, 1, tokens, dtype=torch.bool, device="cuda")
-            mask[1, ..., tokens // 2 :] = False
-        arguments = (q, k, v, coeffs, mask, dropout_p, is_causal)
-        y = graph_filter_attention(*arguments)
-        y.backward(torch.randn_like(y))
-        torch.cuda.synchronize()
-        ran = which_backend(*arguments).backend
-        print(f"{tokens} tokens of {dim}, degree {degree}, {is_causal=}: {ran}")
-    for dim in (64, 128):
-        packed(dim)
-        decoded(dim)
-        swept(dim)
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def called(call: Call) -> None:
+    """Forward and backward of one call by the fused kernels."""
+    tokens, dim, degree, causal, padded, dropout_p = call
+    q, k, v = (randn(2, 2, tokens, dim).requires_grad_() for _ in range(3))
+    coeffs = torch.randn(2, degree + 1, device="cuda", requires_grad=True)
+    mask = None
+    if padded:
+        mask = torch.ones(2, 1, 1, tokens, dtype=torch.bool, device="cuda")
+        mask[1, ..., tokens // 2 :] = False
+    y = graph_filter_attention(q, k, v, coeffs, mask, dropout_p, causal, backend="fused")
+    y.backward(torch.randn_like(y))
+    ran = "degree 1"
+    if degree == 2:
+        options = Options(dim**-0.5, causal, dropout_p)
+        paths = forward_path(q, mask, options), backward_path(q, k, v, mask, options)
+        ran = " and ".join(path.__name__.split("fused.")[-1] for path in paths)  # type: ignore[attr-defined]
+    finish(f"{call}: {ran}")
+
+
+def packed(dim: int) -> None:
+    """Documents of 100, 1 and 187 tokens in a window."""
+    q, k, v = (randn(1, 2, 288, dim).requires_grad_() for _ in range(3))
+    visible = Visibility.packed(torch.tensor([0, 100, 101], device="cuda"), 288, window=90)
+    coeffs = torch.randn(2, 3, device="cuda", requires_grad=True)
+    y = AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
+    y.backward(torch.randn_like(y))
+    finish(f"288 tokens of {dim}, packed")
 
 
 def decoded(dim: int) -> None:
-    """One token after 299, whose keys several programs share."""
-    q, k, v, u = torch.randn(4, 2, 2, 300, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
-    coeffs = torch.randn(2, 3, device="cuda")
+    """One token after 298, whose keys several programs share; growing, then by a static cache."""
+    k, v, u = (randn(2, 2, 300, dim) for _ in range(3))
+    q = randn(2, 4, 1, dim)
+    u = u.repeat_interleave(2, 1)
+    coeffs = Coefficients(
+        *(torch.randn(shape, device="cuda") for shape in ((4, 3), (4, 3), (3, 3)))
+    )
+    mask = torch.ones(2, 1, 1, 300, dtype=torch.bool, device="cuda")
+    mask[0, ..., :70] = False
+    length = torch.tensor(299, device="cuda")
+    held, counters = torch.zeros_like(length), new_counters(8, q.device)
     for _ in range(2):
-        decode(q[:, :, -1:], k, v, u, coeffs, None, None, None, dim**-0.5)
-    torch.cuda.synchronize()
-    print(f"one token of {dim} after 299")
+        decode(q, k, v, u, coeffs, None, None, None, dim**-0.5)
+        decode(q, k, v, u, coeffs, mask, length, held, dim**-0.5, counters)
+    finish(f"one token of {dim} after 299 and 298")
 
 
 def swept(dim: int) -> None:
     """The causal forward in one sweep, where it was not timed as well; and with documents."""
-    q = torch.randn(2, 4, 300, dim, device="cuda", dtype=torch.bfloat16)
-    k, v = torch.randn(2, 2, 2, 300, dim, device="cuda", dtype=torch.bfloat16).unbind(0)
+    q, k, v = randn(2, 4, 300, dim), randn(2, 2, 300, dim), randn(2, 2, 300, dim)
     coeffs = torch.randn(4, 3, device="cuda")
     visible = Visibility.packed(torch.tensor([0, 150, 210], device="cuda"), 300)
     for spans in (None, visible.spans(300, q.device)):
         sweep.forward(q, k, v, coeffs, spans, None, Options(dim**-0.5, True))
-    torch.cuda.synchronize()
-    print(f"300 tokens of {dim} in one causal sweep")
+    finish(f"300 tokens of {dim} in one causal sweep")
 
 
-def packed(dim: int) -> None:
-    """Documents of 100, 1 and 189 tokens in a window."""
-    q, k, v = (
-        torch.randn(1, 2, 290, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    )
-    visible = Visibility.packed(torch.tensor([0, 100, 101], device="cuda"), 290, window=90)
-    coeffs = torch.randn(2, 3, device="cuda", requires_grad=True)
-    y = AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
-    y.backward(torch.randn_like(y))
+def finish(ran: str) -> None:
+    """Wait for the kernels, so that an error is theirs."""
     torch.cuda.synchronize()
-    print(f"290 tokens of {dim}, packed: fused")
+    print(ran, flush=True)
+
+
+def of_calls(*calls: Call) -> list[Callable[[], None]]:
+    return [functools.partial(called, call) for call in calls]
+
+
+def by_dim(run: Callable[[int], None]) -> list[Callable[[], None]]:
+    return [functools.partial(run, dim) for dim in (64, 128)]
+
+
+PARTS = {
+    "decode": by_dim(decoded),
+    "sweep": by_dim(swept),
+    # lengths that are multiples of 4, beyond the short kernels' or with wider heads
+    "hopper": of_calls(
+        Call(260, 64, causal=True), Call(260, 64, padded=True), Call(132, 128, causal=True)
+    ),
+    "packed": by_dim(packed),
+    "short": of_calls(
+        Call(100, 64, padded=True), Call(128, 64, causal=True, dropout_p=0.1), Call(197, 40)
+    ),
+    # what the Hopper kernels do not take: dropout, other lengths; cuDNN's gradient from 2048 on
+    "long": of_calls(
+        Call(290, 32, padded=True, dropout_p=0.1),
+        Call(301, 64, causal=True),
+        Call(2049, 128, causal=True),
+    ),
+    "one-pass": of_calls(
+        Call(300, 64, degree=1, causal=True), Call(300, 40, degree=1, padded=True)
+    ),
+    "around": of_calls(Call(64, 64, degree=1, padded=True), Call(1100, 64, degree=1, causal=True)),
+}
+
+
+def main(parts: list[str]) -> None:
+    # one pass also where it was not timed
+    eligibility.ONE_PASS_NARROWEST, eligibility.ONE_PASS_MASKS_ARE_MEASURED = 33, True
+    for part in parts or PARTS:
+        for run in PARTS[part]:
+            run()
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    chosen = parser.parse_args().parts
+    unknown = [part for part in chosen if part not in PARTS]
+    if unknown:
+        parser.error(f"expected parts of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    main(chosen)

@@ -72,6 +72,7 @@ FRAMEWORK_MODULES = {
     "gfsa.plugs.adapters.transformers.function_lookup": {"transformers"},
     "gfsa.plugs.adapters.transformers.mask_hooks": {"transformers"},
     "gfsa.plugs.adapters.transformers.masks": {"transformers"},
+    "gfsa.plugs.adapters.transformers.one_launch": {"transformers"},
     "gfsa.plugs.adapters.transformers.operators": {"transformers"},
     "gfsa.plugs.adapters.transformers.paged": {"transformers"},
     "gfsa.plugs.adapters.transformers.paged_groups": {"transformers"},

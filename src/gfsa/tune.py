@@ -68,7 +68,8 @@ def measure(
             on_row(shape, refusal)
             continue
         try:
-            row = Row(shape, *subject.times(shape), *subject.errors(shape))
+            errors = subject.errors(shape)
+            row = Row(shape, *subject.times(shape), *errors)
         except Exception as error:
             # a compiler or a driver may raise anything on a GPU that was never measured; the other
             # shapes may still run

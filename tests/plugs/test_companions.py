@@ -50,6 +50,16 @@ def test_tokens_one_by_one() -> None:
 
 
 @torch.no_grad()
+def test_only_its_rows_are_kept() -> None:
+    """Of the tokens that were appended first, nothing is: they are those of the whole prompt."""
+    companion, first = empty_like(DynamicLayer()), tokens(40)
+    append(companion, first, 40)
+    held = [x.untyped_storage() for x in vars(companion).values() if isinstance(x, Tensor)]
+    assert first.untyped_storage().data_ptr() not in {storage.data_ptr() for storage in held}
+    assert sum(storage.nbytes() for storage in held) <= 24 * 4 * (40 + 16)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("left", [-3, 6])
 def test_cropped_tokens_are_written_again(left: int) -> None:
     """By a negative number of tokens to remove, or by the length that is left."""

@@ -12,8 +12,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="ops, lengths, models, pretrain-step, linear, decode, decode-static, packed or "
-            "deploy."
+            help="ops, lengths, models, pretrain-step, linear, decode, decode-static, prefill, "
+            "packed or deploy."
         ),
     ] = "ops",
     device: Annotated[
@@ -34,7 +34,9 @@ def bench(
     ] = False,
     compiled: Annotated[
         bool,
-        typer.Option("--compile", help="The suites models and pretrain-step: compile each model."),
+        typer.Option(
+            "--compile", help="Suites models, pretrain-step, decode-static: compile each model."
+        ),
     ] = False,
     blocks: Annotated[
         bool, typer.Option("--compile-blocks", help="Likewise, its blocks one by one.")

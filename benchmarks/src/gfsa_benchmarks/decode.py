@@ -1,14 +1,15 @@
-"""The suites ``decode`` and ``decode-static``: one new token of a GPT-2-shaped model.
+"""The suites ``decode``, ``decode-static`` and ``prefill``: a GPT-2-shaped model and its cache.
 
-The cache is filled, and grows or is static. On a GPU the filter is measured by torch's attention
-calls and by the kernel that does the whole token in one launch, whichever of them is chosen.
+One new token with a filled cache, which grows or is static: on a GPU the filter is measured by
+torch's attention calls and by the kernel that does the whole token in one launch, whichever of them
+is chosen. Or the prompt that fills an empty cache, and the memory that the cache holds.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from gfsa.operators.fused import eligibility
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
+from gfsa_benchmarks.memory import MIB
+from gfsa_benchmarks.training import backend_of
 
 LAYERS = 12
 VOCABULARY = 50257
@@ -28,20 +31,78 @@ def decode(shape: Shape, setting: Setting) -> Case:
 
 
 def decode_static(shape: Shape, setting: Setting) -> Case:
-    """The same with a static cache, whose steps ``--graphs`` captures."""
+    """The same with a static cache, whose steps ``--graphs`` captures.
+
+    ``--compile`` compiles the step with ``mode="reduce-overhead"``, as one that decodes would.
+    """
+    if setting.compiled == "blocks":
+        raise ValueError("decode-static compiles the whole step: --compile, not --compile-blocks")
     return _case(shape, setting, static=True)
 
 
-def _case(shape: Shape, setting: Setting, static: bool) -> Case:
+def prefill(shape: Shape, setting: Setting) -> Case:
+    """A prompt of the shape's tokens through the model into an empty cache, which is returned."""
+    variants = []
+    for name, model in _models(shape, setting).items():
+        forward = _prompted(model, shape, setting)
+        ran = "torch" if name == "plain" else backend_of(forward)
+        variants.append(Variant(name, ran, forward, step=None))
+    return Case(f"{shape}", variants)
+
+
+def memory_of_caches(case: Case) -> str:
+    """What the cache of each variant of :func:`prefill` holds, in a sentence."""
+    held = {variant.name: held_mib(variant.forward()) for variant in case.variants}
+    first = next(iter(held.values()))
+    sizes = [f"{name} {size:.2f} MiB, {size / first:.3f}×" for name, size in held.items()]
+    return f"{case.shape}: the cache of {'; '.join(sizes)}"
+
+
+def held_mib(cache: Any) -> float:
+    """The memory of all tensors of a cache, free rows included, in MiB."""
+    storages: dict[int, int] = {}
+    for layer in cache.layers:
+        for held in (layer, *itertools.chain(*getattr(layer, "gfsa_powers", {}).values())):
+            for tensor in vars(held).values():
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) / MIB
+
+
+def _models(shape: Shape, setting: Setting) -> dict[str, Any]:
+    """A model without filters, and with filters of degree 1 and 2."""
     if shape.padded:
-        raise ValueError(f"the decode suites take no padded shapes, got the shape {shape}")
-    plain = _gpt2(shape, setting)
-    variants = [_variant("plain", plain, shape, setting, static, kernel=False)]
+        raise ValueError(f"the suites of a cache take no padded shapes, got the shape {shape}")
+    models = {"plain": _gpt2(shape, setting)}
     for name, K in (("gfsa degree 1", None), ("gfsa", 3)):
-        model = copy.deepcopy(plain)
-        plug(model, K=K, w0=0.1, w1=0.8)
-        variants.append(_variant(name, model, shape, setting, static, kernel=False))
+        models[name] = copy.deepcopy(models["plain"])
+        plug(models[name], K=K, w0=0.1, w1=0.8)
+    return models
+
+
+def _prompted(model: Any, shape: Shape, setting: Setting) -> Callable[[], Any]:
+    from transformers import DynamicCache
+
+    prompt = torch.randint(VOCABULARY, (shape.batch, shape.tokens), device=setting.device)
+
+    def forward() -> Any:
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    return forward
+
+
+def _case(shape: Shape, setting: Setting, static: bool) -> Case:
+    models = _models(shape, setting)
+    variants = [
+        _variant(name, model, shape, setting, static, kernel=False)
+        for name, model in models.items()
+    ]
     if setting.device.type == "cuda":
+        model = models["gfsa"]
         variants.append(_variant("gfsa kernel", model, shape, setting, static, kernel=True))
     return Case(f"{shape}", variants)
 
@@ -87,9 +148,16 @@ def _variant(
     with torch.no_grad():
         model(prompt, past_key_values=cache, logits_to_keep=1)
 
+    called = model
+    if setting.compiled:
+        called = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+
     def forward() -> object:
+        if setting.compiled:
+            # the graphs of this step may write where those of the last one did
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad(), _measured(kernel):
-            logits = model(prompt[:, :1], past_key_values=cache, position_ids=position).logits
+            logits = called(prompt[:, :1], past_key_values=cache, position_ids=position).logits
         _rewind(cache, static)
         return logits
 

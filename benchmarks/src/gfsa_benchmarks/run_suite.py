@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gfsa_benchmarks import profiling, report
 from gfsa_benchmarks.case import Case, Compiled, Setting, Shape, only
+from gfsa_benchmarks.decode import memory_of_caches
 from gfsa_benchmarks.harness import COLUMNS, Row, append, measure
 from gfsa_benchmarks.suites import suite_called
 from gfsa_experiments.runs.csv_table import check_table
@@ -47,7 +48,8 @@ def run_suite(
     suite = suite_called(name)
     if compiled and not suite.compiles:
         raise ValueError(
-            f"the suite {name} has nothing to compile; --compile is for models and pretrain-step"
+            f"the suite {name} has nothing to compile; --compile is for models, pretrain-step and "
+            "decode-static"
         )
     if csv is not None:
         # a wrong file is refused before minutes of measuring
@@ -88,6 +90,8 @@ def run_suite(
                 console.print(report.table(rows))
                 if csv is not None:
                     append(rows, csv)
+                if name == "prefill":
+                    console.print(memory_of_caches(case))
                 if profile:
                     _print_profiles(case, setting, console)
     for rows in cases:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
 from gfsa.operators.choice import Backend
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, variant
-from gfsa_benchmarks.decode import decode, decode_static
+from gfsa_benchmarks.decode import decode, decode_static, prefill
 from gfsa_benchmarks.deploy import deploy
 from gfsa_benchmarks.packed import packed
 from gfsa_benchmarks.pretraining import pretraining_step
@@ -202,6 +202,13 @@ SUITES: dict[str, Suite] = {
         decode_static,
         cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
         cuda_shapes=("1x12x1023x64", "16x12x1023x64"),
+        compiles=True,
+    ),
+    "prefill": Suite(
+        "a prompt through the same model into an empty cache, and the memory of the cache",
+        prefill,
+        cpu_shapes=("1x12x128x64",),
+        cuda_shapes=("1x12x1024x64", "16x12x1024x64"),
     ),
     "packed": Suite(
         "rows of packed documents against causal rows of equal work, and document by document",

@@ -151,16 +151,17 @@ class GraphFilter(nn.Module):
 
     def polynomial_coefficients(self) -> Tensor | Coefficients:
         """The coefficients as an operator takes them: with θ, so that a kernel can compute them."""
-        theta = self._learned()
+        theta, base = self.theta, self.base
         if theta is None:
-            return self.base
-        return Coefficients(theta, self.base, self.basis, self.basis_is_diagonal)
+            return base
+        # a plain parameter first: a module's attributes are slow, and a decoded token reads them in
+        # each layer
+        if type(theta) is not nn.Parameter or base.is_meta:
+            theta, base = self._learned(theta), self.base
+        return Coefficients(theta, base, self.basis, self.basis_is_diagonal)
 
-    def _learned(self) -> Tensor | None:
+    def _learned(self, theta: Any) -> Any:
         """θ as this process uses it."""
-        theta: Any = self.theta
-        if theta is None:
-            return None
         if self.base.is_meta and not theta.is_meta:
             # built on the meta device, then loaded by load_state_dict(assign=True)
             self._place_constants(theta.device, torch.promote_types(theta.dtype, torch.float32))

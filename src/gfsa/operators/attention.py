@@ -126,7 +126,7 @@ class AttentionOperator(Operator):
     def _choice(self, coeffs: Tensor, v: Tensor) -> Choice:
         """The choice for such coefficients, all arguments checked."""
         call = self.call
-        if not _host_time_counts(call.q, call.k, v):
+        if not host_time_counts(call.q, call.k, v):
             return self._check_and_choose(coeffs, v)
         # beside kernels of a few microseconds, checking the same arguments again takes the time
         signature = self._signature(coeffs, v)
@@ -174,7 +174,7 @@ class AttentionOperator(Operator):
 _CHOICES: DecisionCache[Choice] = DecisionCache()
 
 
-def _host_time_counts(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def host_time_counts(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether to save host time: on a GPU, outside of compilers, which ask only once."""
     if not q.is_cuda or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False

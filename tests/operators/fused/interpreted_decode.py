@@ -22,7 +22,7 @@ from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
 
-from gfsa.plugs.adapters.transformers import cache as caches  # noqa: E402
+from gfsa.plugs.adapters.transformers import one_launch  # noqa: E402
 
 assert support.triton_interpreter
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "decode_splits.py"
@@ -246,7 +246,7 @@ def test_compiled_decoding_calls_one_operator_a_layer(monkeypatch: pytest.Monkey
     ids = torch.randint(1, 32, (2, 9))
     with torch.no_grad():
         wanted = subject(ids, use_cache=False).logits[:, 5:]
-    monkeypatch.setattr(caches, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
     graphs: list[Any] = []
 
     def keep(graph: Any, inputs: Any) -> Any:
@@ -271,17 +271,19 @@ def test_compiled_decoding_calls_one_operator_a_layer(monkeypatch: pytest.Monkey
     assert not any("attention" in name for name in called)
 
 
-def model(kind: str) -> Any:
+def model(kind: str, layers: int = 1) -> Any:
     torch.manual_seed(0)
     common = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     if kind == "gpt2":
-        config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=64, **common)
+        config = transformers.GPT2Config(
+            n_layer=layers, n_head=2, n_embd=16, n_positions=64, **common
+        )
         built = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.MistralConfig(
             hidden_size=16,
             intermediate_size=16,
-            num_hidden_layers=1,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             num_key_value_heads=1,
             sliding_window=4 if kind == "mistral" else None,
@@ -333,7 +335,7 @@ def test_generation_by_one_launch_a_layer_and_token(
         return counted
 
     monkeypatch.setattr(kernels, "_run", count("kernel", run))
-    monkeypatch.setattr(caches, "refusal_of_decoding", lambda *_: None)
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
     by_kernel = subject.generate(ids, **options)
     assert torch.equal(by_kernel.sequences, by_torch.sequences)
     for got, wanted in zip(by_kernel.scores, by_torch.scores, strict=True):
@@ -344,7 +346,7 @@ def test_generation_by_one_launch_a_layer_and_token(
         return
     # one layer; the first of three tokens is that of the prompt
     assert counts["kernel"] == 2
-    monkeypatch.setattr(caches, "reason_for_sdpa_alone", lambda *_: None)
+    monkeypatch.setattr(one_launch, "reason_for_sdpa_alone", lambda *_: None)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count("torch", attend))
     past = transformers.DynamicCache(config=subject.config)
     with torch.no_grad():
@@ -352,3 +354,63 @@ def test_generation_by_one_launch_a_layer_and_token(
         counts["torch"] = 0
         subject(ids[:, :1], past_key_values=past)
     assert counts["torch"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache"), [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "dynamic")]
+)
+def test_layers_share_the_decision_about_a_token(
+    kind: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU in eager mode; a decision holds for calls that are alike, and for no others."""
+    subject = model(kind, layers=2)
+    ids = torch.randint(1, 32, (2, 6))
+    options = {
+        "max_new_tokens": 3,
+        "min_new_tokens": 3,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
+    wanted = subject.generate(ids, **options)
+    counts = {"decided": 0, "launched": 0}
+    serves, run = one_launch._serves, kernels._run
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(one_launch, "_serves", counted("decided", serves))
+    monkeypatch.setattr(kernels, "_run", counted("launched", run))
+    monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
+    monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+    # torch's calls serve on a CPU, and that is remembered as well
+    assert torch.equal(subject.generate(ids, **options), wanted)
+    # two tokens beside the prompt's; a static cache and a full window have one length
+    lengths = 2 if kind == "gpt2" else 1
+    assert counts == {"decided": lengths, "launched": 0}
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    assert torch.equal(subject.generate(ids, **options), wanted)
+    assert counts == {"decided": lengths, "launched": 0}
+    one_launch._PREPARED.clear()
+    assert torch.equal(subject.generate(ids, **options), wanted)
+    assert counts == {"decided": 2 * lengths, "launched": 2 * 2}
+    # sequences, dtypes and switches are part of what was decided
+    monkeypatch.setattr(one_launch.eligibility, "DECODES_BY_KERNEL", False)
+    subject.generate(ids, **options)
+    monkeypatch.setattr(one_launch.eligibility, "DECODES_BY_KERNEL", True)
+    assert counts["decided"] == 3 * lengths
+    past = transformers.DynamicCache(config=subject.config)
+    with torch.no_grad():
+        subject(ids[:1], past_key_values=past)
+        subject(ids[:1, :1], past_key_values=past)
+        assert counts["decided"] == 3 * lengths + 1
+        # another user of the cache is noticed all the same
+        gfsa.unplug(subject)
+        subject(ids[:1, :1], past_key_values=past)
+        gfsa.plug(subject, K=3)
+        with pytest.raises(ValueError, match="but the powers of"):
+            subject(ids[:1, :1], past_key_values=past)

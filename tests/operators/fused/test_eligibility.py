@@ -345,10 +345,10 @@ def test_a_traced_graph_has_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     q, v = asked[0].q, asked[1]
     coeffs = torch.ones(4, 3)
     assert choice.choose("auto", *asked).backend == "fused"
-    assert attention._host_time_counts(q, q, v)
+    assert attention.host_time_counts(q, q, v)
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
     assert "torch.jit.trace" in choice.choose("auto", *asked).reason
     assert "torch.jit.trace" in eligibility.refusal_of_decoding(asked[0], v, coeffs)
-    assert not attention._host_time_counts(q, q, v)
+    assert not attention.host_time_counts(q, q, v)
     with pytest.raises(ValueError, match=r"torch\.jit\.trace does not record"):
         choice.choose("fused", *asked)

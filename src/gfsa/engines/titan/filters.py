@@ -57,8 +57,7 @@ class TitanFilter(Module):
         finally:
             self._buffers.update(buffers)
 
-    def _learned(self) -> Tensor | None:
-        theta = self.theta
+    def _learned(self, theta: Any) -> Any:
         if not isinstance(theta, DTensor):
             return theta
         # every process has its own part of the batch (or of the sequence), so its gradient of θ is

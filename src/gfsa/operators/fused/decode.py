@@ -19,7 +19,7 @@ from triton.runtime import driver
 from gfsa.operators.base import PLAIN, Coefficients, value_of
 from gfsa.operators.fused.autograd import needs_registered_operator
 from gfsa.operators.fused.decode_kernel import STEP, decode_token
-from gfsa.operators.fused.launcher import Kernel, Launch, multiprocessors
+from gfsa.operators.fused.launcher import Kernel, Launch, multiprocessors, on_device_of
 from gfsa.operators.fused.problem import padded
 
 _STEP: int = STEP.value
@@ -92,14 +92,14 @@ def decode(
     """
     if (length is None) is not (held is None):
         raise ValueError("length and held are given together, or neither of them")
-    theta, base, basis = _numbers(coeffs, q.shape[1])
+    theta, base, basis = numbers_of(coeffs, q.shape[1])
     if needs_registered_operator(q):
         y: Tensor = registered(q, k, v, u, theta, base, basis, mask, length, held, counters, scale)
         return y
     return _run(q, k, v, u, theta, base, basis, mask, length, held, counters, scale)
 
 
-def _numbers(
+def numbers_of(
     coeffs: Tensor | Coefficients, heads: int
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """θ, base and basis as the kernel reads them; or the coefficients, as a base alone."""
@@ -118,7 +118,16 @@ def _numbers(
     return None, value_of(coeffs).float().expand(heads, -1).contiguous(), None
 
 
-def _run(
+class Ready(NamedTuple):
+    """The kernel for tensors of one shape and layout: all but addresses."""
+
+    launch: Launch
+    numbers: tuple[Any, ...]
+    sums: int
+    """Numbers by which the programs that share a head exchange their sums; 0 for one program."""
+
+
+def ready_for(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -127,20 +136,16 @@ def _run(
     base: Tensor,
     basis: Tensor | None,
     mask: Tensor | None,
-    length: Tensor | None,
-    held: Tensor | None,
-    counters: Tensor | None,
+    on_device: bool,
     scale: float,
-    keep_room: bool = True,
-) -> Tensor:
+) -> Ready:
+    """How to launch the kernel on such tensors; ``on_device``: whether the length is there."""
     batch, heads, _, head_dim = q.shape
     _, groups, rows, _ = k.shape
-    y = q.new_empty((batch, heads, 1, head_dim))
     seen = (0, 0, 0)
     if mask is not None:
-        mask = mask.expand(batch, heads, 1, rows)
-        seen = (mask.stride(0), mask.stride(1), mask.stride(3))
-        mask = mask.view(torch.uint8)
+        expanded = mask.expand(batch, heads, 1, rows)
+        seen = (expanded.stride(0), expanded.stride(1), expanded.stride(3))
     learned, by_head = (0, False)
     if theta is not None and basis is not None:
         learned, by_head = theta.shape[1], basis.dim() == 3
@@ -158,29 +163,47 @@ def _run(
         *(u_b // _STEP, u_h // _STEP, u_n // _STEP, *seen),
     )
     launch = _launch(
-        *(batch * heads, head_dim, tile, learned, by_head, mask is not None, length is not None),
+        *(batch * heads, head_dim, tile, learned, by_head, mask is not None, on_device),
         *(splits, q.dtype, base.dtype if theta is None else theta.dtype, q.device),
         wide_numbers(numbers),
     )
+    return Ready(launch, numbers, batch * heads * splits * (2 * width + 3) if splits > 1 else 0)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor,
+    theta: Tensor | None,
+    base: Tensor,
+    basis: Tensor | None,
+    mask: Tensor | None,
+    length: Tensor | None,
+    held: Tensor | None,
+    counters: Tensor | None,
+    scale: float,
+    keep_room: bool = True,
+) -> Tensor:
+    launch, numbers, count = ready_for(
+        *(q, k, v, u, theta, base, basis, mask, length is not None, scale)
+    )
+    y = q.new_empty(q.shape)
     sums, arrived = q, q
-    if splits > 1:
-        count = batch * heads * splits * (2 * width + 3)
-        sums, arrived = _room(count, batch * heads, counters, q.device, keep_room)
+    if count:
+        sums, arrived = _room(count, q.shape[0] * q.shape[1], counters, q.device, keep_room)
     # a pointer that the kernel does not read may be any
     pointers = (
         *(q, k, v, u, base if theta is None else theta, base, base if basis is None else basis),
         *(
-            q if mask is None else mask,
+            q if mask is None else mask.view(torch.uint8),
             q if length is None else length,
             q if held is None else held,
         ),
         *(y, sums, arrived),
     )
-    if not q.is_cuda or q.device.index == torch.cuda.current_device():
+    with on_device_of(q):
         launch((), *pointers, numbers=numbers)
-    else:
-        with torch.cuda.device_of(q):
-            launch((), *pointers, numbers=numbers)
     return y
 
 
@@ -213,7 +236,7 @@ def _room(
     """
     if keep_room and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         stream = driver.active.get_current_stream(device.index)
-        sums, zeros = _kept_room(count, heads, device, stream)
+        sums, zeros = kept_room(count, heads, device, stream)
         return sums, zeros if counters is None else counters
     sums = torch.empty(count, dtype=torch.float32, device=device)
     if counters is None:
@@ -223,7 +246,7 @@ def _room(
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_room(count: int, heads: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+def kept_room(count: int, heads: int, device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Every launch leaves the counters as zeros; launches of other streams have their own room."""
     # never as inference tensors, which could not be used outside of inference mode
     with torch.inference_mode(False):

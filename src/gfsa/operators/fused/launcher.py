@@ -107,7 +107,7 @@ class Launch:
     def _launcher(self, compiled: Any, tensors: Sequence[Tensor]) -> Callable[..., None]:
         """Launches compiled code again, on tensors of this layout."""
         try:
-            return _Direct(compiled, self, tensors)
+            return Direct(compiled, self, tensors)
         except (AttributeError, KeyError, TypeError):
             # another version of Triton, or a GPU without a copy engine: launch as it documents
             return lambda tensors, pointers, numbers=None: compiled[self.grid](
@@ -118,7 +118,7 @@ class Launch:
             )
 
 
-class _Direct:
+class Direct:
     """Calls Triton's C launcher for compiled code, bypassing its Python wrapper."""
 
     def __init__(self, compiled: Any, launch: Launch, tensors: Sequence[Tensor]) -> None:
@@ -179,6 +179,12 @@ class _Direct:
             arguments[index] = descriptor
         fixed = self.fixed if numbers is None else (*numbers, *self.constants)
         self.c_launcher(*arguments, *[x.data_ptr() for x in pointers], *fixed)
+
+    def at(self, stream: int, addresses: tuple[int, ...], numbers: tuple[Any, ...]) -> None:
+        """Launch a kernel without tiles on the addresses of its pointers."""
+        arguments = self.arguments.copy()
+        arguments[3] = stream
+        self.c_launcher(*arguments, *addresses, *numbers, *self.constants)
 
 
 def _describe(x: Tensor, block: Block) -> TensorDescriptor:

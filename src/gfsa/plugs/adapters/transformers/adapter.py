@@ -21,7 +21,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from gfsa.operators import DenseOperator, Operator
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
-from gfsa.plugs.adapters.transformers.cache import CachedOperator, place_in
+from gfsa.plugs.adapters.transformers.cache import CachedOperator, layer_in
 from gfsa.plugs.adapters.transformers.config_view import ConfigView
 from gfsa.plugs.adapters.transformers.continuous_batching import enter_where_plugged
 from gfsa.plugs.adapters.transformers.function_lookup import (
@@ -280,8 +280,8 @@ def _with_past(
             "with a filter: it has keys but no queries). Call model.eval(), or pass use_cache=False"
         )
     held, index = cache
-    place = place_in(held, index, module)
-    return CachedOperator(operator, place, new, query.shape[1], keys)
+    layer = layer_in(held, index, module)
+    return CachedOperator(operator, layer, index, new, query.shape[1], keys)
 
 
 def _wants_maps(module: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -291,7 +291,14 @@ def _wants_maps(module: Any, kwargs: Mapping[str, Any]) -> bool:
     config = getattr(module, "config", None)
     config = getattr(config, "real", config)
     compiling = torch.compiler.is_compiling()
-    if _output_attentions(config, compiling):
+    known: dict[str, Any] = {}
+    if not compiling and isinstance(config, PreTrainedConfig):
+        # without the config's own lookup, which is slow: the attribute behind the property
+        known = object.__getattribute__(config, "__dict__")
+    if "_output_attentions" in known:
+        if known["_output_attentions"]:
+            return True
+    elif getattr(config, "output_attentions", False):
         return True
     if compiling:
         # the collector cannot be read while a graph is traced; transformers' recording hooks are
@@ -300,15 +307,6 @@ def _wants_maps(module: Any, kwargs: Mapping[str, Any]) -> bool:
         return any(hook.__module__ == _active_collector.__module__ for hook in hooks)
     recorded = _active_collector.get()
     return bool(recorded) and any("attentions" in name for name in recorded)
-
-
-def _output_attentions(config: Any, compiling: bool) -> bool:
-    if isinstance(config, PreTrainedConfig) and not compiling:
-        # without the config's own lookup, which is slow: the attribute behind the property
-        known = object.__getattribute__(config, "__dict__")
-        if "_output_attentions" in known:
-            return bool(known["_output_attentions"])
-    return bool(getattr(config, "output_attentions", False))
 
 
 def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:

@@ -13,27 +13,25 @@ them has its own map and its own powers: the one cache layer has companions for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
-    DynamicLayer,
+    DynamicCache,
     EncoderDecoderCache,
+    StaticCache,
     StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 from gfsa.operators import Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
-from gfsa.operators.choice import reason_for_sdpa_alone
-from gfsa.operators.fused import refusal_of_decoding
-from gfsa.plugs.adapters.transformers.companions import (
-    append,
-    empty_like,
-    has_rows_like,
-    room_for_one,
+from gfsa.plugs.adapters.transformers.companions import append, empty_like
+from gfsa.plugs.adapters.transformers.one_launch import (
+    decode_in_one_launch,
+    fills_from_the_front,
+    refuse_another_past,
 )
 from gfsa.plugs.adapters.transformers.product_check import name_of
 
@@ -58,13 +56,6 @@ _NO_POWERS = (
 )
 
 
-class Place(NamedTuple):
-    """A layer of a cache, and the index of the module that attends to it."""
-
-    layer: Any
-    owner: int
-
-
 class CachedOperator(Operator):
     r"""The rows of A for the newest tokens, with the cached powers of all earlier tokens.
 
@@ -72,15 +63,19 @@ class CachedOperator(Operator):
 
     Args:
         rows: an operator whose ``apply`` takes all tokens and returns the new ones.
-        place: the layer of the cache, after the new keys and values were added to it.
+        layer: of the cache, after the new keys and values were added to it.
+        owner: the index of the module that attends to it.
         new: how many tokens are new.
         heads: query heads.
         keys: how many rows of the cache ``rows`` attends to.
     """
 
-    def __init__(self, rows: Operator, place: Place, new: int, heads: int, keys: int) -> None:
+    def __init__(
+        self, rows: Operator, layer: Any, owner: int, new: int, heads: int, keys: int
+    ) -> None:
         self.rows = rows
-        self.place = place
+        self.layer = layer
+        self.owner = owner
         self.new = new
         self.heads = heads
         self.keys = keys
@@ -89,55 +84,29 @@ class CachedOperator(Operator):
         return self.rows.apply(x)
 
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
-        if self.new == 1:
-            y = self._in_one_launch(coeffs, v)
-            if y is not None:
-                return y
+        if self.new == 1 and type(self.rows) is SDPAOperator:
+            companion = _first_companion(self.layer, self.owner)
+            if companion is not None:
+                y = decode_in_one_launch(self.rows.given, self.layer, companion, coeffs, v)
+                if y is not None:
+                    return y
         coeffs = value_of(coeffs)
         powers = self.powers(v, coeffs.shape[-1] - 1)
         # for one token the cost is in kernel launches, not in arithmetic
         plain = type(v) is Tensor and not torch.is_grad_enabled()
         return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())
 
-    def _in_one_launch(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor | None:
-        """The filtered new token by one kernel that reads keys, values and powers once.
-
-        None where that kernel does not serve; the passes are then torch's, one after another.
-        """
-        layer, rows = self.place.layer, self.rows
-        # the rows of a full static window move when a token is added, those of its companion later
-        if type(rows) is not SDPAOperator or _is_static_window(layer):
-            return None
-        call = rows.given
-        if refusal_of_decoding(call, v, coeffs) or reason_for_sdpa_alone(call):
-            return None
-        companion = _companions(self.place, 1, self.new)[0]
-        if not companion.is_initialized or not has_rows_like(companion, call.q):
-            return None
-        _refuse_another_past(layer, companion, self.new)
-        # triton is imported where its kernels run
-        from gfsa.operators.fused.decode import decode, takes_layout
-
-        q, k, mask = call.q, call.k, call.attn_mask
-        if not takes_layout(q, k, v):
-            return None
-        u = room_for_one(companion, q)
-        scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
-        if not _fills_from_the_front(layer):
-            return decode(q, k, v, u, coeffs, mask, None, None, scale)
-        counts = (layer.cumulative_length, companion.cumulative_length)
-        return decode(q, k, v, u, coeffs, mask, *counts, scale, companion.counters)
-
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
-        newest = _newest(self.place.layer, v, self.new)
+        newest = _newest(self.layer, v, self.new)
         if newest.shape[1] != self.heads:
             newest = newest.repeat_interleave(self.heads // newest.shape[1], dim=1)
         if degree == 0:
             return [newest]
         tokens = [newest, self.rows.apply(v)]
         if degree > 1:
-            for companion in _companions(self.place, degree - 1, self.new)[: degree - 1]:
-                _refuse_another_past(self.place.layer, companion, self.new)
+            companions = _companions(self.layer, self.owner, degree - 1, self.new)
+            for companion in companions[: degree - 1]:
+                refuse_another_past(self.layer, companion, self.new)
                 all_tokens = append(companion, tokens[-1], self.keys)
                 tokens.append(self.rows.apply(all_tokens))
         return tokens
@@ -162,14 +131,15 @@ class _FurtherPowers(Operator):
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         tokens = [v]
-        companions = _companions(self.first.place, degree, self.first.new)
+        first = self.first
+        companions = _companions(first.layer, first.owner, degree, first.new)
         for companion in companions[:degree]:
-            all_tokens = append(companion, tokens[-1], self.first.keys)
+            all_tokens = append(companion, tokens[-1], first.keys)
             tokens.append(self.rows.apply(all_tokens))
         return tokens
 
 
-def place_in(cache: Any, index: int | None, module: Any) -> Place:
+def layer_in(cache: Any, index: int | None, module: Any) -> Any:
     """The cache layer that a module attends to; raises for caches that cannot hold powers.
 
     Args:
@@ -177,13 +147,9 @@ def place_in(cache: Any, index: int | None, module: Any) -> Place:
         index: the layer of the cache that the module fills.
         module: the attention module.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    if not isinstance(cache, Cache):
-        raise TypeError(
-            f"a plugged model decodes with a transformers Cache, got {type(cache).__name__}; "
-            "pass use_cache=False, or a DynamicCache or StaticCache"
-        )
+    # the most common classes first, because isinstance is slow here
+    if type(cache) is not DynamicCache and type(cache) is not StaticCache:
+        cache = _of_self_attention(cache)
     if index is None:
         raise ValueError(
             f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
@@ -199,7 +165,18 @@ def place_in(cache: Any, index: int | None, module: Any) -> Place:
             f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
             "keys and values of another layer. Pass use_cache=False"
         )
-    return Place(cache.layers[source], index)
+    return cache.layers[source]
+
+
+def _of_self_attention(cache: Any) -> Any:
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"a plugged model decodes with a transformers Cache, got {type(cache).__name__}; "
+            "pass use_cache=False, or a DynamicCache or StaticCache"
+        )
+    return cache
 
 
 def _source_of(module: Any) -> int | None:
@@ -217,20 +194,25 @@ def _source_of(module: Any) -> int | None:
     return alike[-1] if alike else None
 
 
-def _companions(place: Place, count: int, new: int) -> list[Any]:
+def _first_companion(layer: Any, owner: int) -> Any:
+    """The companion for ``A·v`` of the tokens before; None if nothing was kept of them."""
+    companions = getattr(layer, "gfsa_powers", {}).get(owner)
+    return companions[0] if companions and companions[0].is_initialized else None
+
+
+def _companions(layer: Any, owner: int, count: int, new: int) -> list[Any]:
     if count < 1:
         return []
-    layer = place.layer
     _refuse_export_of_static(layer)
     if not hasattr(layer, "gfsa_powers"):
         layer.gfsa_powers = {}
         for name in _REPEATED:
             if hasattr(layer, name):
                 setattr(layer, name, _RepeatedMethod(layer, name))
-    companions: list[Any] | None = layer.gfsa_powers.get(place.owner)
+    companions: list[Any] | None = layer.gfsa_powers.get(owner)
     if companions is None:
         _refuse_a_past_without_powers(layer, new)
-        companions = layer.gfsa_powers[place.owner] = [empty_like(layer) for _ in range(count)]
+        companions = layer.gfsa_powers[owner] = [empty_like(layer) for _ in range(count)]
     elif len(companions) < count:
         raise ValueError(
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
@@ -267,54 +249,15 @@ def _refuse_export_of_static(layer: Any) -> None:
         )
 
 
-def _refuse_another_past(layer: Any, companion: Any, new: int) -> None:
-    """Raise unless the cached powers belong to the tokens whose keys and values the layer holds."""
-    held = layer.get_seq_length()
-    # reading a length from a GPU would synchronise
-    if isinstance(held, Tensor) and held.device.type != "cpu":
-        return
-    known = companion.get_seq_length()
-    # a compiled graph has no length of a static layer to read
-    if (type(held) is int and known + new == held) or torch.compiler.is_compiling():
-        return
-    if known + new != held:
-        raise ValueError(
-            f"the cache holds {int(held) - new} earlier tokens, but the powers of {int(known)}: an "
-            "unplugged model has used it in between, or the layer attends more than once per "
-            "forward. Start from a new cache, or pass use_cache=False"
-        )
-
-
 def _newest(layer: Any, values: Tensor, new: int) -> Tensor:
     """The rows of ``values`` that belong to the newest tokens."""
-    if _fills_from_the_front(layer):
+    if fills_from_the_front(layer):
         # the current length is known on the device only
         rows = (layer.cumulative_length - new).view(1)
         if new > 1:
             rows = rows + torch.arange(new, device=values.device)
         return values.index_select(2, rows)
     return values.narrow(2, values.shape[2] - new, new)
-
-
-def _fills_from_the_front(layer: Any) -> bool:
-    """Whether a layer has free rows after its newest tokens, as a static one has."""
-    # the most common classes first, because isinstance is slow here
-    kind = type(layer)
-    if kind is DynamicLayer or kind is StaticLayer:
-        return kind is StaticLayer
-    if not isinstance(layer, StaticLayer):
-        return False
-    if isinstance(layer, StaticSlidingWindowLayer):
-        # once the window is full it slides, and the newest tokens are the last rows
-        return bool(layer.cumulative_length_int <= layer.max_cache_len)
-    return True
-
-
-def _is_static_window(layer: Any) -> bool:
-    kind = type(layer)
-    if kind is DynamicLayer or kind is StaticLayer:
-        return False
-    return isinstance(layer, StaticSlidingWindowLayer)
 
 
 class _RepeatedMethod:

@@ -39,7 +39,7 @@ class GrowingPowers(DynamicLayer):
         self._rows: Tensor | None = None
         # whether this layer allocated the rows to write into them, so that no graph holds them
         self._is_writable = False
-        self._length = 0
+        self.length = 0
         self.values: Tensor | None = None
         self.is_initialized = False
 
@@ -47,28 +47,29 @@ class GrowingPowers(DynamicLayer):
     @property
     def keys(self) -> Any:
         rows = self._rows
-        if rows is None or rows.shape[2] == self._length:
+        if rows is None or rows.shape[2] == self.length:
             return rows
-        return rows.narrow(2, 0, self._length)
+        return rows.narrow(2, 0, self.length)
 
     @keys.setter
     def keys(self, rows: Tensor | None) -> None:
         self._rows, self._is_writable = rows, False
-        self._length = 0 if rows is None else rows.shape[2]
+        self.length = 0 if rows is None else rows.shape[2]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._rows, self._is_writable, self._length = key_states[:, :, :0], False, 0
-        self.values = value_states[:, :, :0]
+        self._rows, self._is_writable, self.length = key_states[:, :, :0], False, 0
+        # no view of the tokens, which would keep their memory
+        self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        return self._length
+        return self.length
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         rows, is_writable = self._rows, self._is_writable
         if len(args) == 1 and not kwargs and args[0] < 0:
-            self._length = max(0, self._length + args[0])
+            self.length = max(0, self.length + args[0])
             return
         super().crop(*args, **kwargs)
         # the tokens that are left have the first rows
@@ -84,15 +85,16 @@ class GrowingPowers(DynamicLayer):
             self.lazy_initialization(tokens, tokens[..., :0])
         assert self._rows is not None
         if not _can_be_written(tokens) or tokens.dtype != self._rows.dtype:
-            # not by the property's setter, which a compiler does not know
-            self._rows = torch.cat([self.keys, tokens], dim=2)
+            # not by the property's setter, which a compiler does not know; the first tokens need no
+            # copy, since nothing is written into them
+            self._rows = torch.cat([self.keys, tokens], dim=2) if self.length else tokens
             self._is_writable = False
-            self._length = self._rows.shape[2]
+            self.length = self._rows.shape[2]
             return self._rows
-        new, length = tokens.shape[2], self._length
+        new, length = tokens.shape[2], self.length
         rows = self._with_room(new, tokens)
         rows.narrow(2, length, new).copy_(tokens)
-        self._length = length + new
+        self.length = length + new
         return rows.narrow(2, 0, length + new)
 
     def room_for_one(self, like: Tensor) -> Tensor:
@@ -105,11 +107,11 @@ class GrowingPowers(DynamicLayer):
         if type(like) is not Tensor or torch.compiler.is_compiling():
             return self.add(torch.empty_like(like))
         rows = self._with_room(1, like)
-        self._length += 1
+        self.length += 1
         return rows
 
     def _with_room(self, new: int, like: Tensor) -> Tensor:
-        rows, length = self._rows, self._length
+        rows, length = self._rows, self.length
         assert rows is not None
         needed = length + new
         if (
@@ -233,6 +235,24 @@ def room_for_one(companion: Any, like: Tensor) -> Tensor:
     else:
         row = like.new_empty(like.shape)
         rows = companion.update(row, row[..., :0])[0]
+    return rows
+
+
+def next_row(companion: Any, length: int, device: torch.device) -> Tensor | None:
+    """As :func:`room_for_one`, for a caller in eager mode whose token is number ``length``.
+
+    None unless a growing companion has a free row for that token: it asks little, because a token
+    needs it in each layer.
+    """
+    if type(companion) is not GrowingPowers or companion.length + 1 != length:
+        return None
+    rows = companion._rows
+    assert rows is not None
+    if not companion._is_writable or rows.device != device:
+        return None
+    if not length <= rows.shape[2] <= 2 * length + _LEAST_FREE:
+        return None
+    companion.length = length
     return rows
 
 

@@ -132,7 +132,7 @@ def _sdpa_operator(
     new = query.shape[2]
     # without dropout its place does not matter
     after: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
-    if isinstance(attention_mask, DescribedMask):
+    if attention_mask is not None and isinstance(attention_mask, DescribedMask):
         if position_bias is None and new == key.shape[2] == attention_mask.shape[-1]:
             return AttentionOperator(
                 *(query, key, None, dropout, False, scaling, _grouped(query, key)),
@@ -140,8 +140,9 @@ def _sdpa_operator(
                 visible=attention_mask.visible,
             ), value
         attention_mask = attention_mask.tensor()
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(new > 1 and attention_mask is None and causal)
+    causal = False
+    if new > 1 and attention_mask is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal and key.shape[2] > new:
         # the prefill of a static cache: the rows after the prompt are empty
         key, value = key[:, :, :new], value[:, :, :new]

@@ -1,0 +1,157 @@
+"""The newest token of a cached sequence by one kernel, which reads keys, values and powers once.
+
+Whether the kernel serves a call is decided once for calls that are alike, as those of a model's
+layers are for one token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
+
+from gfsa.operators import Coefficients, attention
+from gfsa.operators.call import AttentionCall, DecisionCache, Signature
+from gfsa.operators.choice import reason_for_sdpa_alone
+from gfsa.operators.fused import eligibility, refusal_of_decoding
+from gfsa.plugs.adapters.transformers.companions import (
+    GrowingPowers,
+    has_rows_like,
+    next_row,
+    room_for_one,
+)
+
+# of the signature of a call: a PreparedToken, or False where torch's calls serve
+_PREPARED: DecisionCache[Any] = DecisionCache()
+
+
+def decode_in_one_launch(
+    call: AttentionCall, layer: Any, companion: Any, coeffs: Tensor | Coefficients, v: Tensor
+) -> Tensor | None:
+    """The filtered new token, ``(B, H, 1, D)``; its power is written into the companion.
+
+    None where the kernel does not serve; the passes are then torch's, one after another.
+
+    Args:
+        call: of the new token's query and all keys.
+        layer: of the cache, after the new keys and values were added to it.
+        companion: the powers ``A·v`` of the tokens before.
+        v: all values.
+    """
+    q, k = call.q, call.k
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    signature = _signature(call, layer, companion, coeffs, v)
+    prepared = None if signature is None else _PREPARED.get(signature)
+    if prepared is False:
+        return None
+    y: Tensor
+    if prepared is not None and type(layer) is DynamicLayer:
+        u = next_row(companion, layer.keys.shape[2], q.device)
+        if u is not None:
+            y = prepared(q, k, v, u, coeffs, call.attn_mask, None, None, scale)
+            return y
+    if prepared is None:
+        if not _serves(call, layer, companion, coeffs, v):
+            if signature is not None:
+                _PREPARED.remember(signature, False)
+            return None
+        prepared = _decoder(q, coeffs, signature)
+    refuse_another_past(layer, companion, 1)
+    u = room_for_one(companion, q)
+    if not fills_from_the_front(layer):
+        y = prepared(q, k, v, u, coeffs, call.attn_mask, None, None, scale)
+        return y
+    counts = (layer.cumulative_length, companion.cumulative_length)
+    y = prepared(q, k, v, u, coeffs, call.attn_mask, *counts, scale, companion.counters)
+    return y
+
+
+def _decoder(q: Tensor, coeffs: Tensor | Coefficients, signature: Signature | None) -> Any:
+    """What launches the kernel; for a signature it is prepared, and kept."""
+    # triton is imported where its kernels run
+    from gfsa.operators.fused.decode import decode, numbers_of
+
+    if signature is None or numbers_of(coeffs, q.shape[1])[0] is None:
+        return decode
+    from gfsa.operators.fused.decode_prepared import PreparedToken
+
+    prepared = PreparedToken(q)
+    _PREPARED.remember(signature, prepared)
+    return prepared
+
+
+def _signature(
+    call: AttentionCall, layer: Any, companion: Any, coeffs: Any, v: Tensor
+) -> Signature | None:
+    """All that :func:`_serves` and a launch depend on; None where no decision is kept."""
+    q, k, mask, dropout_p, _, scale, _, _, _ = call
+    if not attention.host_time_counts(q, k, v) or is_in_torch_dispatch_mode():
+        return None
+    if type(coeffs) is not Coefficients:
+        return None
+    # without calls, as in all of this: every token comes here in each layer
+    rows: Any = companion._rows if type(companion) is GrowingPowers else companion.keys
+    theta, base, basis, _ = coeffs
+    return (
+        *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype),
+        *(v.shape, v.stride(), v.dtype, rows.shape, rows.dtype, rows.device, type(layer)),
+        *(type(theta), theta.shape, theta.stride(), theta.dtype, theta.device),
+        *(base.stride(), base.dtype, base.device, basis.shape, basis.stride(), basis.dtype),
+        None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
+        *(dropout_p, scale, eligibility.DECODES_BY_KERNEL, F.scaled_dot_product_attention),
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad or theta.requires_grad),
+    )
+
+
+def _serves(
+    call: AttentionCall, layer: Any, companion: Any, coeffs: Tensor | Coefficients, v: Tensor
+) -> bool:
+    """Whether the kernel for a decoded token serves the call."""
+    # the rows of a full static window move when a token is added, those of its companion later
+    if isinstance(layer, StaticSlidingWindowLayer):
+        return False
+    if refusal_of_decoding(call, v, coeffs) or reason_for_sdpa_alone(call):
+        return False
+    if not has_rows_like(companion, call.q):
+        return False
+    # triton is imported where its kernels run
+    from gfsa.operators.fused.decode import takes_layout
+
+    return takes_layout(call.q, call.k, v)
+
+
+def refuse_another_past(layer: Any, companion: Any, new: int) -> None:
+    """Raise unless the cached powers belong to the tokens whose keys and values the layer holds."""
+    held = layer.get_seq_length()
+    # reading a length from a GPU would synchronise
+    if isinstance(held, Tensor) and held.device.type != "cpu":
+        return
+    known = companion.get_seq_length()
+    # a compiled graph has no length of a static layer to read
+    if (type(held) is int and known + new == held) or torch.compiler.is_compiling():
+        return
+    if known + new != held:
+        raise ValueError(
+            f"the cache holds {int(held) - new} earlier tokens, but the powers of {int(known)}: an "
+            "unplugged model has used it in between, or the layer attends more than once per "
+            "forward. Start from a new cache, or pass use_cache=False"
+        )
+
+
+def fills_from_the_front(layer: Any) -> bool:
+    """Whether a layer has free rows after its newest tokens, as a static one has."""
+    # the most common classes first, because isinstance is slow here
+    kind = type(layer)
+    if kind is DynamicLayer or kind is StaticLayer:
+        return kind is StaticLayer
+    if not isinstance(layer, StaticLayer):
+        return False
+    if isinstance(layer, StaticSlidingWindowLayer):
+        # once the window is full it slides, and the newest tokens are the last rows
+        return bool(layer.cumulative_length_int <= layer.max_cache_len)
+    return True

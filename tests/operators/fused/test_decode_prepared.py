@@ -1,0 +1,139 @@
+"""A decoded token by a prepared launch: what the kernel is given, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gfsa.operators import Coefficients
+from gfsa.operators.fused import decode as kernels
+from gfsa.operators.fused import decode_prepared
+from gfsa.operators.fused.decode_prepared import PreparedToken
+from gfsa.operators.fused.launcher import Direct, Launch
+
+STREAM = 7
+# where the C launcher's arguments begin: 13 of the launch, then the kernel's own
+POINTERS = 13
+RESULT = POINTERS + 10
+NUMBERS = POINTERS + 13
+
+
+def direct_that_keeps(launched: list[tuple[Any, ...]], constants: tuple[Any, ...]) -> Direct:
+    """A launch whose C launcher keeps its arguments."""
+    direct: Any = Direct.__new__(Direct)
+    direct.c_launcher = lambda *arguments: launched.append(arguments)
+    direct.stream = lambda index: STREAM
+    direct.arguments, direct.tiles = [None] * 13, []
+    direct.constants = direct.fixed = constants
+    found: Direct = direct
+    return found
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The C launcher's arguments, launch by launch; all code counts as compiled."""
+    arguments: list[tuple[Any, ...]] = []
+    made = kernels._launch.__wrapped__
+
+    def compiled(*given: Any) -> Launch:
+        launch = made(*given)
+        launch.direct[()] = direct_that_keeps(arguments, launch.constants)
+        return launch
+
+    monkeypatch.setattr(kernels, "_launch", compiled)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return arguments
+
+
+def token(masked: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Coefficients, Tensor | None]:
+    q, u = torch.randn(2, 2, 4, 20, 8).unbind(0)
+    k, v = torch.randn(2, 2, 2, 20, 8).unbind(0)
+    coeffs = Coefficients(torch.randn(4, 2), torch.randn(4, 3), torch.randn(2, 3))
+    mask = torch.ones(2, 1, 1, 20, dtype=torch.bool) if masked else None
+    return q[:, :, -1:], k, v, u, coeffs, mask
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_kernel_gets_what_decode_gives_it(
+    masked: bool,
+    static: bool,
+    splits: int,
+    launched: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    given = token(masked)
+    count: tuple[Any, ...] = (None, None, 0.3, None)
+    if static:
+        counters = kernels.new_counters(8, torch.device("cpu"))
+        count = (torch.tensor(9), torch.tensor(8), 0.3, counters)
+    room = kernels.kept_room(8 * splits * (2 * 16 + 3), 8, given[0].device, STREAM)
+
+    def same_room(count: int, heads: int, counters: Tensor | None, *others: Any) -> Any:
+        return room[0], room[1] if counters is None else counters
+
+    monkeypatch.setattr(kernels, "_room", same_room)
+    results = [kernels.decode(*given, *count), PreparedToken(given[0])(*given, *count)]
+    wanted, found = ([*arguments] for arguments in launched)
+    for arguments, y in zip((wanted, found), results, strict=True):
+        # each result has an address of its own
+        assert arguments[RESULT] == y.data_ptr()
+        del arguments[RESULT]
+    assert found == wanted
+    assert found[3] == STREAM
+    assert results[0].shape == results[1].shape == (2, 4, 1, 8)
+
+
+def test_the_launch_of_each_layout_of_powers(launched: list[tuple[Any, ...]]) -> None:
+    """The cache of powers has free rows now and then; nothing else of a signature changes."""
+    q, k, v, u, *others = token(False)
+    prepared = PreparedToken(q)
+    larger = torch.randn(2, 4, 36, 8)
+    for rows in (u, larger, u):
+        prepared(q, k, v, rows, *others, None, None, 0.3)
+    steps = [arguments[NUMBERS + 12 : NUMBERS + 15] for arguments in launched]
+    assert steps == [tuple(s // kernels._STEP for s in x.stride()[:3]) for x in (u, larger, u)]
+
+
+def test_tensors_may_begin_anywhere(
+    launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel loads 16 bytes at a time: what begins elsewhere is copied."""
+    q, k, v, u, *others = token(False)
+    off = torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape)
+    assert off.data_ptr() % 16
+    PreparedToken(q)(q, off, v, u, *others, None, None, 0.3)
+    (arguments,) = launched
+    assert arguments[POINTERS + 1] != off.data_ptr()
+    assert not any(address % 16 for address in arguments[POINTERS : POINTERS + 4])
+
+
+def test_a_captured_graph_has_room_of_its_own(
+    launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(kernels, "_splits", lambda *_: 4)
+    asked: list[Any] = []
+    room = kernels._room
+    monkeypatch.setattr(kernels, "_room", lambda *given: asked.append(given) or room(*given))
+    given = token(False)
+    PreparedToken(given[0])(*given, None, None, 0.3)
+    assert len(asked) == len(launched) == 1
+
+
+def test_code_that_is_not_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles it in a call of :func:`decode`."""
+    asked: list[Any] = []
+    monkeypatch.setattr(decode_prepared, "decode", lambda *given: asked.append(given))
+    given = token(True)
+    prepared = PreparedToken(given[0])
+    prepared(*given, None, None, 0.3)
+    assert len(asked) == 1
+    assert not prepared.ready

@@ -28,7 +28,7 @@ from gfsa.operators.fused import (  # noqa: E402
     eligibility,
     problem,
 )
-from gfsa.operators.fused.hopper import backward_path  # noqa: E402
+from gfsa.operators.fused.hopper import backward_path, degree_one_path  # noqa: E402
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
 from gfsa.operators.fused.sweep import launch as sweep  # noqa: E402
@@ -188,7 +188,7 @@ def test_degree_one_in_one_pass(name: str, capability: int) -> None:
 def test_around_attention_on_older_gpus(capability: int) -> None:
     kernel = elementwise.combine_degree_one
     described = {name: address() for name in kernel.arg_names if name.endswith("_rows")}
-    constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 2}
+    constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 2, "GROUP": 4}
     target = GPUTarget("cuda", capability, 32)
     compiled, usage = compile_for(target, ASTSource, kernel, described, constants, 4)
     print(capability, usage)
@@ -240,7 +240,7 @@ def test_steps_around_attention(module: Any) -> None:
         assert len(described) == tensors
         constants = {"BM": module.ROWS, "D": 128}
         if "POWERS" in names:
-            constants["POWERS"] = 3
+            constants |= {"POWERS": 3, "GROUP": 4}
         usage = compile_for_hopper(ASTSource, kernel.function, described, constants, 4)
         print(name, usage)
         assert "STACK:0 " in usage
@@ -380,6 +380,41 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     # three programs share a multiprocessor's 64 Ki registers where heads are narrow
     assert width == 128 or int(re.search(r"REG:(\d+)", usage)[1]) <= 168
     assert compiled.metadata.shared <= SHARED[90] * 1024
+    assert "serialized" not in remarks(compiled.asm["ptx"])
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("name", degree_one_path.TILES)
+def test_degree_one_for_hopper(name: str) -> None:
+    """Nothing spills, three programs share a multiprocessor, and products run beside the rest."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from gfsa.operators.fused.hopper import degree_one as kernels
+
+    tiles = degree_one_path.TILES[name]
+    kernel = getattr(kernels, name)
+    described = {}
+    for argument in kernel.arg_names:
+        block = backward_path.block_of(argument, tiles, degree_one_path.WIDTH)
+        if block is not None:
+            number, bits = ("fp32", 32) if block[2] == 1 else ("bf16", 16)
+            layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
+            described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
+    constants = {
+        "D": degree_one_path.WIDTH, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
+        "POWERS": 3, "group": 1,
+    }  # fmt: skip
+    compiled, usage = compile_for(
+        HOPPER, GluonASTSource, kernel, described, constants, tiles.warps
+    )
+    print(name, usage)
+    assert "STACK:0 " in usage
+    programs = 3 * tiles.warps // 4
+    assert programs * int(re.search(r"REG:(\d+)", usage)[1]) * 128 <= 64 * 1024
+    assert 3 * compiled.metadata.shared <= SHARED[90] * 1024
     assert "serialized" not in remarks(compiled.asm["ptx"])
 
 

@@ -82,7 +82,6 @@ KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
         (call(2, 4, 300, 64, attn_mask=torch.zeros(300, 300)), "bool masks, not additive"),
         (call(2, 4, 100, 64, dropout_p=1.0), "dropout_p below 1, got 1.0"),
         (call(1, 1, 70000, 64, dropout_p=0.1), "65536 tokens at most with dropout"),
-        (call(2, 4, 300, 64, degree=1, key_heads=2), "as many heads of keys"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -217,6 +216,8 @@ def test_wide_heads_need_shared_memory(
         call(32, 12, 128, 64, degree=1),
         call(8, 12, 1024, 64, is_causal=True, degree=1),
         call(2, 16, 8192, 128, degree=1),
+        call(8, 32, 2048, 128, is_causal=True, key_heads=8, degree=1),
+        call(8, 32, 2048, 64, is_causal=True, key_heads=8, degree=1),
         call(2, 4, 300, 128, dropout_p=0.1, degree=1),
         call(2, 4, 300, 64, attn_mask=torch.ones(300, 300).bool(), degree=1),
     ],
@@ -322,7 +323,8 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (300, 64, None, "fused"),
         (1024, 64, 0.1, "fused"),
-        (1025, 64, None, "sdpa"),
+        (1025, 64, None, "fused"),
+        (40000, 64, None, "sdpa"),
         (1024, 56, None, "sdpa"),
         (1024, 128, None, "sdpa"),
         (1024, 64, -0.1, "sdpa"),
@@ -336,6 +338,31 @@ def test_degree_one_compiled_is_one_pass_where_that_was_measured(
     assert choice.choose("auto", *asked).backend == "fused"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choice.choose("auto", *asked).backend == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "device", "reason"),
+    [
+        (64, None, (9, 0), None),
+        (56, None, (9, 0), "head dim of 64, got 56"),
+        (64, KEYS, (9, 0), "no mask but causality"),
+        (64, None, (8, 0), "Hopper"),
+    ],
+)
+def test_the_hopper_gradient_of_degree_one(
+    head_dim: int,
+    mask: torch.Tensor | None,
+    device: tuple[int, int],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows beyond 1,024 tokens are served in one pass where the Hopper kernels take them alone."""
+    monkeypatch.setattr(eligibility, "capability", lambda _: device)
+    monkeypatch.setattr(eligibility, "TRITON", eligibility.SHORT_TRITON[0])
+    q = OnHopper(2, 4, 2048, head_dim)
+    found = eligibility.refusal_by_hopper_degree_one(q, mask)
+    assert found is None if reason is None else reason in found
+    assert eligibility.one_pass_is_fastest(q, mask, None, 0.0) is (reason is None)
 
 
 def test_a_traced_graph_has_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,10 @@ ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
 # padded batches beyond the short kernels, which were measured with masks
 ONE_PASS_MASKS_ARE_MEASURED = False
 
+# the head dim of their gradient's Hopper kernels, which are the fastest for longer rows too
+HOPPER_DEGREE_ONE_HEAD_DIM = 64
+HOPPER_DEGREE_ONE_LONGEST = 32768
+
 # the kernel of one causal sweep: head dims, least and most tokens of a sequence
 SWEEP_HEAD_DIMS = (64, 128)
 SWEEP_LENGTHS = (1024, 32768)
@@ -211,7 +215,11 @@ def one_pass_is_fastest(
     q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
 ) -> bool:
     """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements."""
-    if not ONE_PASS_SHORTEST <= q.shape[2] <= ONE_PASS_LONGEST or q.shape[3] < ONE_PASS_NARROWEST:
+    if q.shape[2] < ONE_PASS_SHORTEST or q.shape[3] < ONE_PASS_NARROWEST:
+        return False
+    if q.shape[2] > ONE_PASS_LONGEST and (
+        q.shape[2] > HOPPER_DEGREE_ONE_LONGEST or refusal_by_hopper_degree_one(q, mask) is not None
+    ):
         return False
     if mask is not None and (not ONE_PASS_MASKS_ARE_MEASURED or q.shape[2] <= SHORT_LENGTH):
         return False
@@ -231,6 +239,18 @@ def refusal_by_one_pass(
     if q.shape[3] > ONE_PASS_WIDEST:
         return f"they take a head dim of {ONE_PASS_WIDEST} at most"
     return None
+
+
+def refusal_by_hopper_degree_one(q: Tensor, mask: Tensor | None) -> str | None:
+    """Why the Hopper kernels cannot serve the gradient of a call that one pass serves.
+
+    They are written in Gluon, as the short kernels are; Triton's serve what they refuse.
+    """
+    if mask is not None:
+        return "they take no mask but causality"
+    if q.shape[3] != HOPPER_DEGREE_ONE_HEAD_DIM:
+        return f"they take a head dim of {HOPPER_DEGREE_ONE_HEAD_DIM}, got {q.shape[3]}"
+    return _refusal_of_device_by_gluon(q)
 
 
 def refusal_of_decoding(
@@ -365,8 +385,6 @@ def _refusal_of_wide_heads(q: Tensor, degree: int) -> str | None:
 
 
 def _refusal_of_options(call: AttentionCall, degree: int) -> str | None:
-    if degree == 1 and call.k.shape[1] != call.q.shape[1]:
-        return "the fused kernels of degree 1 take as many heads of keys as of queries"
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return "the fused kernels take bool masks, not additive ones"
     if call.visible is not None:

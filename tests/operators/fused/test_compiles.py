@@ -407,9 +407,7 @@ def test_degree_one_for_hopper(name: str) -> None:
         "D": degree_one_path.WIDTH, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
         "POWERS": 3, "group": 1,
     }  # fmt: skip
-    compiled, usage = compile_for(
-        HOPPER, GluonASTSource, kernel, described, constants, tiles.warps
-    )
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
     print(name, usage)
     assert "STACK:0 " in usage
     programs = 3 * tiles.warps // 4

@@ -317,6 +317,17 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (compiled(q, KEYS, 1) == -1).all()
     assert (compiled(q[:, :, :100], KEYS[..., :100], 1) == 1).all()
 
+    def causal(q: torch.Tensor) -> torch.Tensor:
+        picked = choice.choose("auto", AttentionCall(q, q, is_causal=True), q, 1)
+        return q + 1 if picked.backend == "fused" else q - 1
+
+    wide = torch.zeros(1, 1, 1024, 128, dtype=torch.bfloat16)
+    # these kernels need a GPU, and there is none: the compiler's own
+    assert (torch.compile(causal, fullgraph=True, backend="eager")(wide) == -1).all()
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
+    torch._dynamo.reset()
+    assert (torch.compile(causal, fullgraph=True, backend="eager")(wide) == 1).all()
+
 
 @pytest.mark.parametrize(
     ("length", "head_dim", "scale", "expected"),
@@ -326,7 +337,8 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         (1025, 64, None, "fused"),
         (40000, 64, None, "sdpa"),
         (1024, 56, None, "sdpa"),
-        (1024, 128, None, "sdpa"),
+        (1024, 128, None, "fused"),
+        (1023, 128, None, "sdpa"),
         (1024, 64, -0.1, "sdpa"),
     ],
 )
@@ -363,6 +375,44 @@ def test_the_hopper_gradient_of_degree_one(
     found = eligibility.refusal_by_hopper_degree_one(q, mask)
     assert found is None if reason is None else reason in found
     assert eligibility.one_pass_is_fastest(q, mask, None, 0.0) is (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "options", "reason"),
+    [
+        (2048, 128, {"is_causal": True}, None),
+        (2048, 128, {}, "causal mask"),
+        (2048, 128, {"is_causal": True, "dropout_p": 0.1}, "no dropout"),
+        (2048, 128, {"is_causal": True, "scale": -0.1}, "positive scales"),
+        (2048, 96, {"is_causal": True}, "head dim of 128, got 96"),
+        (1000, 128, {"is_causal": True}, "1024 to 32768 tokens"),
+    ],
+)
+def test_wide_heads_of_degree_one(
+    length: int, head_dim: int, options: dict[str, Any], reason: str | None
+) -> None:
+    """What is refused is served around torch's attention."""
+    q = OnHopper(2, 4, length, head_dim)
+    asked = {"scale": None, "dropout_p": 0.0, "is_causal": False, **options}
+    found = eligibility.refusal_by_wide(q, None, **asked)
+    assert found is None if reason is None else reason in found
+    assert eligibility.one_pass_is_fastest(q, None, **asked) is (reason is None)
+    assert choice.choose("auto", *call(2, 4, length, head_dim, degree=1)).backend == "fused"
+
+
+@pytest.mark.parametrize("setting", ["off", "deterministic"])
+def test_wide_heads_need_cudnns_gradient(setting: str) -> None:
+    asked = (OnHopper(2, 4, 2048, 128), None, None, 0.0, True)
+    assert eligibility.refusal_by_wide(*asked) is None
+    if setting == "off":
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            assert "turned off" in eligibility.refusal_by_wide(*asked)
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "turned off" in eligibility.refusal_by_wide(*asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_traced_graph_has_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from gfsa.operators.fused.problem import padded
 from gfsa.operators.fused.tile_access import describe
 
 ROWS = 64
+# the gradient of heads that share V keeps tiles of V and dV in registers
+GROUPED_ROWS = 32
 
 
 def combine_degree_one(v: Tensor, u: Tensor, coeffs: Tensor | Coefficients) -> Tensor:
@@ -61,12 +63,21 @@ def _run_backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tens
     """Gradients of v and u, and partial sums of the coefficients' ``(H, 2, any number)``."""
     # hooks on saved tensors may return them in another layout
     g, v, u, coeffs = *(copyable_by_tile(x) for x in (g, v, u)), coeffs.contiguous()
-    launch = _launch("grad_degree_one", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device)
+    launch = gradient_launch(u, v, coeffs.shape[1])
     dv, du = empty_like(v), empty_like(u)
     parts = coeffs.new_empty(u.shape[1], 2, u.shape[0] * launch.grid[0])
     with on_device_of(u):
         launch((g, v, u, dv, du), coeffs, parts)
     return dv, du, parts
+
+
+def gradient_launch(u: Tensor, v: Tensor, powers: int) -> Launch:
+    """The launch of the gradient, on ``(g, v, u, dv, du), coeffs, parts``.
+
+    Args:
+        powers: columns of ``coeffs``.
+    """
+    return _launch("grad_degree_one", u.shape, v.shape[1], powers, u.dtype, u.device)
 
 
 class _Combine(torch.autograd.Function):
@@ -144,13 +155,15 @@ def _launch(
 ) -> Launch:
     kernel, tensors = _KERNELS[name]
     batch, heads, length, head_dim = shape
-    width = padded(head_dim)
+    width, group = padded(head_dim), heads // key_heads
+    is_gradient = name == "grad_degree_one"
+    rows = GROUPED_ROWS if is_gradient and group > 1 else ROWS
     return Launch(
         kernel,
-        (-(-length // ROWS), batch * (key_heads if name == "grad_degree_one" else heads), 1),
+        (-(-length // rows), batch * (key_heads if is_gradient else heads), 1),
         (device, dtype),
-        [(1, 1, ROWS, width)] * tensors,
+        [(1, 1, rows, width)] * tensors,
         (heads,),
-        (ROWS, width, powers, heads // key_heads),
+        (rows, width, powers, group),
         num_warps=4,
     )

@@ -65,6 +65,11 @@ ONE_PASS_MASKS_ARE_MEASURED = False
 HOPPER_DEGREE_ONE_HEAD_DIM = 64
 HOPPER_DEGREE_ONE_LONGEST = 32768
 
+# degree 1 in one causal sweep: least tokens of narrow heads; wide heads, whose gradient is cuDNN's
+SWEEP_ONCE_FROM = 1025
+WIDE_HEAD_DIM = 128
+WIDE_LENGTHS = (1024, 32768)
+
 # the kernel of one causal sweep: head dims, least and most tokens of a sequence
 SWEEP_HEAD_DIMS = (64, 128)
 SWEEP_LENGTHS = (1024, 32768)
@@ -110,7 +115,7 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
         # what one pass does not serve is torch's attention, and a kernel around it
         if torch.compiler.is_compiling() and not one_pass_is_fastest(
-            call.q, mask, call.scale, call.dropout_p
+            call.q, mask, call.scale, call.dropout_p, call.is_causal
         ):
             return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
         return None
@@ -212,9 +217,11 @@ def _refusal_of_device_by_gluon(q: Tensor) -> str | None:
 
 
 def one_pass_is_fastest(
-    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool = False
 ) -> bool:
     """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements."""
+    if is_wide(q):
+        return refusal_by_wide(q, mask, scale, dropout_p, is_causal) is None
     if q.shape[2] < ONE_PASS_SHORTEST or q.shape[3] < ONE_PASS_NARROWEST:
         return False
     if q.shape[2] > ONE_PASS_LONGEST and (
@@ -239,6 +246,48 @@ def refusal_by_one_pass(
     if q.shape[3] > ONE_PASS_WIDEST:
         return f"they take a head dim of {ONE_PASS_WIDEST} at most"
     return None
+
+
+def is_wide(q: Tensor) -> bool:
+    """Whether one pass leaves the gradient of such heads to cuDNN."""
+    return q.shape[3] > ONE_PASS_WIDEST
+
+
+def refusal_by_wide(
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool
+) -> str | None:
+    """Why one causal sweep and cuDNN's gradient cannot serve a call of degree 1, or None."""
+    if not is_causal or mask is not None or dropout_p:
+        return "they take a causal mask and none beside it, and no dropout"
+    if scale is not None and scale <= 0.0:
+        return "they take positive scales only"
+    if q.shape[3] != WIDE_HEAD_DIM:
+        return f"they take a head dim of {WIDE_HEAD_DIM}, got {q.shape[3]}"
+    least, most = WIDE_LENGTHS
+    if not least <= q.shape[2] <= most:
+        return f"they take {least} to {most} tokens, got {q.shape[2]}"
+    if not cudnn_attention_is_on():
+        return "cuDNN's attention is turned off"
+    return _refusal_of_device_by_gluon(q)
+
+
+def refusal_by_sweep_once(q: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
+    """Why one causal sweep does not serve the forward of a call that one pass serves, or None."""
+    if not is_causal:
+        return "it takes causal calls only"
+    if q.shape[2] < SWEEP_ONCE_FROM:
+        return f"it takes {SWEEP_ONCE_FROM} tokens or more, got {q.shape[2]}"
+    return refusal_by_hopper_degree_one(q, mask)
+
+
+def cudnn_attention_is_on() -> bool:
+    """Whether torch may take cuDNN's attention, whose gradient adds up in any order.
+
+    A constant to the compiler.
+    """
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def refusal_by_hopper_degree_one(q: Tensor, mask: Tensor | None) -> str | None:
@@ -315,6 +364,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+cudnn_attention_is_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_measured(device: torch.device) -> bool:

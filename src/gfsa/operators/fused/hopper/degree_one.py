@@ -7,6 +7,8 @@ Logsumexps are to base 2, infinite beyond the last query, and have a multiple of
 as those of the forward pass in ``degree_one_kernels.py``. Rows beyond the last token read as zeros.
 """
 
+# ruff: noqa: SIM102, SIM108 - Gluon compiles a subset of Python
+
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -1,11 +1,12 @@
 """Times the one-pass kernels of degree 1 with different tiles, on the GPU of this machine.
 
-    python benchmarks/degree_one_tiles.py [--shapes 32x12x512x64,8x12x1024x64:causal]
+    python benchmarks/degree_one_tiles.py [--shapes 32x12x512x64,8x32/8x1024x64:causal]
 
-For each shape: every kernel alone with each candidate, then whole calls, forward and backward in
-a CUDA graph, by turns: torch's attention, the filter around it (``degree_one.py``), and the filter
-in one pass with the tiles of the library and with the best ones. The best tiles go into
-``degree_one_launch.py``.
+For each shape: every kernel alone with each candidate, those for Hopper (``hopper/degree_one.py``)
+and those for any GPU; the ways to the forward pass, whole; then whole calls, forward and backward
+in a CUDA graph, by turns: torch's attention, the filter around it (``degree_one.py``), and the
+filter in one pass as the library runs it, with the Hopper gradient and without. The best tiles go
+into ``hopper/degree_one_path.py`` and ``degree_one_launch.py``.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.operators.fused import degree_one_launch as one_pass
+from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.degree_one_attention import filter_once
 from gfsa.operators.fused.degree_one_launch import Tiles
+from gfsa.operators.fused.hopper import degree_one_path as hopper
+from gfsa.operators.fused.hopper.backward_path import Tiles as HopperTiles
 from gfsa.operators.fused.problem import Options
 
 SHAPES = (
@@ -52,7 +56,13 @@ CANDIDATES = {
 }
 
 
+# of the Hopper gradient; a program has a warp for 16 rows
+HOPPER_CANDIDATES = (HopperTiles(64, 64), HopperTiles(128, 64))
+# ways to the forward pass: from which length on it is one sweep, and cuDNN's attention
+FORWARDS = {"triton": (10**9, 10**9), "cudnn": (10**9, 1), "sweep": (1, 1)}
 CHOSEN = one_pass.tiles
+CHOSEN_FROM = (eligibility.SWEEP_ONCE_FROM, one_pass.CUDNN_FROM)
+HOPPER_CHOSEN = dict(hopper.TILES)
 
 
 class Call:
@@ -60,16 +70,22 @@ class Call:
 
     def __init__(self, shape: str) -> None:
         sizes, _, kind = shape.partition(":")
-        batch, heads, length, head_dim = map(int, sizes.split("x"))
-        self.options = Options(head_dim**-0.5, kind == "causal")
+        batch, both, length, head_dim = sizes.split("x")
+        heads, _, key_heads = both.partition("/")
+        self.options = Options(int(head_dim) ** -0.5, kind == "causal")
         self.q, self.k, self.v, self.g = (
-            torch.randn(batch, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
-            for _ in range(4)
+            torch.randn(
+                *(int(batch), int(number or heads), int(length), int(head_dim)),
+                device="cuda",
+                dtype=torch.bfloat16,
+            )
+            for number in (heads, key_heads, key_heads, heads)
         )
-        self.coeffs = torch.tensor([0.1, 0.9], device="cuda").repeat(heads, 1)
-        self.out, _, self.lse = one_pass.forward(
-            self.q, self.k, self.v, self.coeffs, None, self.options
-        )
+        self.coeffs = torch.tensor([0.1, 0.9], device="cuda").repeat(int(heads), 1)
+        self.out, _, self.lse = self.forward()
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        return one_pass.forward(self.q, self.k, self.v, self.coeffs, None, self.options)
 
     def kernel(self, name: str, cut: Tiles) -> Callable[[], None]:
         use(lambda *_: cut)
@@ -87,6 +103,19 @@ class Call:
         parts = coeffs.new_empty(problem.heads, 2, launch.grid[0] // problem.heads)
         return lambda: launch((q, g, lse, delta, room, more), *read, parts, coeffs, q)
 
+    def hopper_kernel(self, name: str, cut: HopperTiles) -> Callable[[], None]:
+        use_hopper({name: cut})
+        q, k, v, g, out, lse, coeffs = (
+            *(self.q, self.k, self.v, self.g, self.out, self.lse, self.coeffs),
+        )
+        problem = one_pass.problem_of(q, k, None, self.options)
+        launch = hopper._launch(name, problem, 2)
+        room, more, delta = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(lse)
+        if name == "grad_queries_one":
+            return lambda: launch((k, v, q, g, v, out, room), delta, lse, coeffs)
+        parts = coeffs.new_empty(problem.heads, 2, problem.batch * launch.grid[0])
+        return lambda: launch((q, g, lse, delta, k, v, g, room, more), parts, coeffs)
+
     def step(self, attend: Callable[..., Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         inputs = [x.clone().requires_grad_() for x in (self.q, self.k, self.v, self.coeffs)]
 
@@ -100,7 +129,9 @@ class Call:
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
         scale, is_causal, _ = self.options
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
     def around(self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
         return combine_degree_one(v, self.plain(q, k, v, coeffs), coeffs)
@@ -113,6 +144,17 @@ def use(choose: Callable[[str, int, bool], Tiles]) -> None:
     """Make the library take these tiles from now on."""
     one_pass.tiles = choose
     one_pass._launch.cache_clear()
+
+
+def use_hopper(tiles: dict[str, HopperTiles]) -> None:
+    """Likewise for the Hopper gradient."""
+    hopper.TILES.update(tiles)
+    hopper._launch.cache_clear()
+
+
+def use_forward(lengths: tuple[int, int]) -> None:
+    """Make the library's forward pass one sweep, or cuDNN's attention, from these lengths on."""
+    eligibility.SWEEP_ONCE_FROM, one_pass.CUDNN_FROM = lengths
 
 
 def captured(work: Callable[[], object], repeats: int) -> torch.cuda.CUDAGraph:
@@ -143,12 +185,13 @@ def times(works: list[Callable[[], object]], repeats: int, rounds: int) -> list[
     return [sorted(taken[1:])[rounds // 2] for taken in samples]
 
 
-def compile_one(job: tuple[str, Tiles, bool]) -> str | None:
+def compile_one(job: tuple[str, Tiles | HopperTiles, bool]) -> str | None:
     """Compile one candidate into Triton's cache on disk; returns what failed."""
     name, cut, causal = job
     try:
         call = Call("1x1x256x64" + (":causal" if causal else ""))
-        call.kernel(name, cut)()
+        work = call.kernel if isinstance(cut, Tiles) else call.hopper_kernel
+        work(name, cut)()
         torch.cuda.synchronize()
     except Exception as failure:
         return f"{name} {tuple(cut)}: {failure!r}"[:300]
@@ -157,27 +200,37 @@ def compile_one(job: tuple[str, Tiles, bool]) -> str | None:
 
 def measure(shape: str) -> None:
     call = Call(shape)
-    best: dict[str, Tiles] = {}
     for name, cuts in CANDIDATES.items():
         taken = times([call.kernel(name, cut) for cut in cuts], 10, 5)
-        ranked = sorted(zip(taken, cuts, strict=True))
-        best[name] = ranked[0][1]
-        print(shape, name, *(f"{us:.1f}:{'.'.join(map(str, map(int, cut)))}" for us, cut in ranked))
+        show(shape, name, zip(taken, cuts, strict=True))
+    for name in HOPPER_CHOSEN:
+        taken = times([call.hopper_kernel(name, cut) for cut in HOPPER_CANDIDATES], 10, 5)
+        show(shape, name, zip(taken, HOPPER_CANDIDATES, strict=True))
     use(CHOSEN)
+    use_hopper(HOPPER_CHOSEN)
+    for name, lengths in FORWARDS.items():
+        if name != "sweep" or call.options.is_causal:
+            use_forward(lengths)
+            print(f"{shape} forward by {name} {times([call.forward], 10, 5)[0]:.1f} us")
+    use_forward(CHOSEN_FROM)
     works = [call.step(attend) for attend in (call.plain, call.around, call.once)]
     plain, around, once = times(works, 5, 9)
-    use(lambda name, *_: best[name])
-    works[2] = call.step(call.once)
-    again, tuned = times([works[0], works[2]], 5, 9)
+    serves, hopper.serves = hopper.serves, lambda *_: False
+    again, without = times([works[0], works[2]], 5, 9)
+    hopper.serves = serves
     pairs = zip(works[2](), works[1](), strict=True)
     off = max(((x - y).float().norm() / y.float().norm()).item() for x, y in pairs)
     print(
         f"{shape} WHOLE plain {plain:.1f} us, around {around / plain:.3f}, "
-        f"one pass {once / plain:.3f}, with the best tiles {tuned / again:.3f}; "
+        f"one pass {once / plain:.3f}, without the Hopper gradient {without / again:.3f}; "
         f"gradients differ by {off:.4f}",
         flush=True,
     )
-    use(CHOSEN)
+
+
+def show(shape: str, name: str, measured: Iterable[tuple[float, tuple[int, ...]]]) -> None:
+    """One kernel's candidates, the fastest first."""
+    print(shape, name, *(f"{us:.1f}:{'.'.join(map(str, cut))}" for us, cut in sorted(measured)))
 
 
 def main() -> None:
@@ -186,9 +239,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12)
     arguments = parser.parse_args()
     start = time.perf_counter()
+    candidates = {**CANDIDATES, **dict.fromkeys(HOPPER_CHOSEN, HOPPER_CANDIDATES)}
     jobs = [
         (name, cut, causal)
-        for name, cuts in CANDIDATES.items()
+        for name, cuts in candidates.items()
         for cut in cuts
         for causal in (False, True)
     ]

@@ -29,6 +29,8 @@ CASES = (
     (300, 64, 1, True, False, 0.0),
     (300, 40, 1, False, True, 0.0),
     (1100, 64, 1, True, False, 0.0),
+    (1100, 64, 1, False, False, 0.0),
+    (1100, 128, 1, True, False, 0.0),
 )
 
 

@@ -31,6 +31,7 @@ from gfsa.operators.fused import (  # noqa: E402
 from gfsa.operators.fused.hopper import backward_path, degree_one_path  # noqa: E402
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
+from gfsa.operators.fused.sweep import degree_one_path as sweep_once  # noqa: E402
 from gfsa.operators.fused.sweep import launch as sweep  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -322,6 +323,43 @@ def test_one_causal_sweep(dim: int, most_stack: int) -> None:
     # the assembler runs products one by one where it cannot prove that their registers are free:
     # it then waits once for each of them
     assert _waits_for_products(compiled.asm["cubin"]) <= 16
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_degree_one_in_one_causal_sweep(dim: int) -> None:
+    """Nothing spills, and the softmax runs beside a product."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    kernel, tiles = sweep_once.kernel().function, sweep_once.TILES[dim]
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    types = {
+        name: f"tensordesc<bf16[1, 1, {rows}, {dim}],{layout!r}>"
+        for name, rows in {
+            **dict.fromkeys(("q_in", "u_io", "out_io"), sweep_once.HALF),
+            **dict.fromkeys(("k_in", "v_in"), tiles.keys),
+        }.items()
+    }
+    types["counter"] = "*i32"
+    constants = {
+        "D": dim, "TILE": tiles.keys, "STAGES": tiles.stages, "POWERS": 3, "KEEPS": dim == 128,
+        "group": 1,
+    }  # fmt: skip
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
+    print(dim, usage)
+    assert "STACK:0 " in usage
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    # the next scores are waited for while a product is in flight, and the exponentials follow
+    # before that is waited for: in each warpgroup's loop, and in what follows it
+    ptx = compiled.asm["ptx"]
+    loops = re.findall(r"wgmma\.wait_group\.sync\.aligned 1;(.*?)wgmma\.wait_group", ptx, re.DOTALL)
+    assert len(loops) == 4
+    assert sum(loop.count("ex2.approx") == tiles.keys // 2 + 2 for loop in loops) == 2
+    # as above
+    assert _waits_for_products(compiled.asm["cubin"]) <= 14
 
 
 def _waits_for_products(cubin: bytes) -> int:

@@ -62,7 +62,7 @@ HOPPER_CANDIDATES = (HopperTiles(64, 64), HopperTiles(128, 64))
 FORWARDS = {"triton": (10**9, 10**9), "cudnn": (10**9, 1), "sweep": (1, 1)}
 CHOSEN = one_pass.tiles
 CHOSEN_FROM = (eligibility.SWEEP_ONCE_FROM, one_pass.CUDNN_FROM)
-HOPPER_CHOSEN = dict(hopper.TILES)
+HOPPER_CHOSEN = {name: dict(tiles) for name, tiles in hopper.TILES.items()}
 
 
 class Call:
@@ -104,7 +104,7 @@ class Call:
         return lambda: launch((q, g, lse, delta, room, more), *read, parts, coeffs, q)
 
     def hopper_kernel(self, name: str, cut: HopperTiles) -> Callable[[], None]:
-        use_hopper({name: cut})
+        use_hopper({name: {self.q.shape[3]: cut}})
         q, k, v, g, out, lse, coeffs = (
             *(self.q, self.k, self.v, self.g, self.out, self.lse, self.coeffs),
         )
@@ -146,9 +146,10 @@ def use(choose: Callable[[str, int, bool], Tiles]) -> None:
     one_pass._launch.cache_clear()
 
 
-def use_hopper(tiles: dict[str, HopperTiles]) -> None:
+def use_hopper(tiles: dict[str, dict[int, HopperTiles]]) -> None:
     """Likewise for the Hopper gradient."""
-    hopper.TILES.update(tiles)
+    for name, by_head_dim in tiles.items():
+        hopper.TILES[name].update(by_head_dim)
     hopper._launch.cache_clear()
 
 

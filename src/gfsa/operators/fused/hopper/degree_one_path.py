@@ -15,9 +15,11 @@ from gfsa.operators.fused.launcher import Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.problem import Options, Problem, problem_of
 
-WIDTH = 64
-# the fastest measured on an H200 (benchmarks/degree_one_tiles.py)
-TILES = {"grad_queries_one": Tiles(64, 64), "grad_keys_one": Tiles(64, 64)}
+# by kernel, then by head dim: the fastest measured on an H200 (benchmarks/degree_one_tiles.py)
+TILES: dict[str, dict[int, Tiles]] = {
+    "grad_queries_one": {64: Tiles(64, 64), 128: Tiles(128, 64)},
+    "grad_keys_one": {64: Tiles(64, 64), 128: Tiles(128, 64)},
+}
 
 
 def serves(q: Tensor, mask: Tensor | None) -> bool:
@@ -58,15 +60,15 @@ def _kernel(name: str) -> Kernel:
 
 @functools.lru_cache(maxsize=1024)
 def _launch(name: str, problem: Problem, powers: int) -> Launch:
-    kernel, tiles = _kernel(name), TILES[name]
+    kernel, tiles = _kernel(name), TILES[name][problem.head_dim]
     scale, is_causal, _ = problem.options
     arguments: Any = inspect.signature(kernel.function.fn).parameters
     return Launch(
         kernel,
         (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
         problem.variant,
-        [block for argument in arguments if (block := block_of(argument, tiles, WIDTH))],
+        [block for argument in arguments if (block := block_of(argument, tiles, problem.head_dim))],
         (problem.heads, problem.group, problem.length, scale),
-        (WIDTH, tiles.rows, tiles.cols, is_causal, powers),
+        (problem.head_dim, tiles.rows, tiles.cols, is_causal, powers),
         num_warps=tiles.warps,
     )

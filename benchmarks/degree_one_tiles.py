@@ -2,11 +2,10 @@
 
     python benchmarks/degree_one_tiles.py [--shapes 32x12x512x64,8x32/8x1024x64:causal]
 
-For each shape: every kernel alone with each candidate, those for Hopper (``hopper/degree_one.py``)
-and those for any GPU; the ways to the forward pass, whole; then whole calls, forward and backward
-in a CUDA graph, by turns: torch's attention, the filter around it (``degree_one.py``), and the
-filter in one pass as the library runs it, with the Hopper gradient and without. The best tiles go
-into ``hopper/degree_one_path.py`` and ``degree_one_launch.py``.
+For each shape: every kernel alone, those for any GPU with each candidate; both ways to a causal
+forward pass; then whole calls, forward and backward in a CUDA graph, by turns: torch's attention,
+the filter around it (``degree_one.py``), and the filter in one pass as the library runs it. The
+best tiles go into ``degree_one_launch.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.degree_one_attention import filter_once
 from gfsa.operators.fused.degree_one_launch import Tiles
 from gfsa.operators.fused.hopper import degree_one_path as hopper
-from gfsa.operators.fused.hopper.backward_path import Tiles as HopperTiles
 from gfsa.operators.fused.problem import Options
 
 SHAPES = (
@@ -56,13 +54,10 @@ CANDIDATES = {
 }
 
 
-# of the Hopper gradient; a program has a warp for 16 rows
-HOPPER_CANDIDATES = (HopperTiles(64, 64), HopperTiles(128, 64))
-# ways to the forward pass: from which length on it is one sweep, and cuDNN's attention
-FORWARDS = {"triton": (10**9, 10**9), "cudnn": (10**9, 1), "sweep": (1, 1)}
+# ways to a causal forward pass: the length from which on it is one sweep
+FORWARDS = {"triton": 10**9, "sweep": 1}
 CHOSEN = one_pass.tiles
-CHOSEN_FROM = (eligibility.SWEEP_ONCE_FROM, one_pass.CUDNN_FROM)
-HOPPER_CHOSEN = {name: dict(tiles) for name, tiles in hopper.TILES.items()}
+SWEEP_CHOSEN = eligibility.SWEEP_ONCE_FROM
 
 
 class Call:
@@ -103,8 +98,7 @@ class Call:
         parts = coeffs.new_empty(problem.heads, 2, launch.grid[0] // problem.heads)
         return lambda: launch((q, g, lse, delta, room, more), *read, parts, coeffs, q)
 
-    def hopper_kernel(self, name: str, cut: HopperTiles) -> Callable[[], None]:
-        use_hopper({name: {self.q.shape[3]: cut}})
+    def hopper_kernel(self, name: str) -> Callable[[], None]:
         q, k, v, g, out, lse, coeffs = (
             *(self.q, self.k, self.v, self.g, self.out, self.lse, self.coeffs),
         )
@@ -146,18 +140,6 @@ def use(choose: Callable[[str, int, bool], Tiles]) -> None:
     one_pass._launch.cache_clear()
 
 
-def use_hopper(tiles: dict[str, dict[int, HopperTiles]]) -> None:
-    """Likewise for the Hopper gradient."""
-    for name, by_head_dim in tiles.items():
-        hopper.TILES[name].update(by_head_dim)
-    hopper._launch.cache_clear()
-
-
-def use_forward(lengths: tuple[int, int]) -> None:
-    """Make the library's forward pass one sweep, or cuDNN's attention, from these lengths on."""
-    eligibility.SWEEP_ONCE_FROM, one_pass.CUDNN_FROM = lengths
-
-
 def captured(work: Callable[[], object], repeats: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -186,13 +168,12 @@ def times(works: list[Callable[[], object]], repeats: int, rounds: int) -> list[
     return [sorted(taken[1:])[rounds // 2] for taken in samples]
 
 
-def compile_one(job: tuple[str, Tiles | HopperTiles, bool]) -> str | None:
+def compile_one(job: tuple[str, Tiles, bool]) -> str | None:
     """Compile one candidate into Triton's cache on disk; returns what failed."""
     name, cut, causal = job
     try:
         call = Call("1x1x256x64" + (":causal" if causal else ""))
-        work = call.kernel if isinstance(cut, Tiles) else call.hopper_kernel
-        work(name, cut)()
+        call.kernel(name, cut)()
         torch.cuda.synchronize()
     except Exception as failure:
         return f"{name} {tuple(cut)}: {failure!r}"[:300]
@@ -201,37 +182,27 @@ def compile_one(job: tuple[str, Tiles | HopperTiles, bool]) -> str | None:
 
 def measure(shape: str) -> None:
     call = Call(shape)
-    for name, cuts in CANDIDATES.items():
-        taken = times([call.kernel(name, cut) for cut in cuts], 10, 5)
-        show(shape, name, zip(taken, cuts, strict=True))
-    for name in HOPPER_CHOSEN:
-        taken = times([call.hopper_kernel(name, cut) for cut in HOPPER_CANDIDATES], 10, 5)
-        show(shape, name, zip(taken, HOPPER_CANDIDATES, strict=True))
-    use(CHOSEN)
-    use_hopper(HOPPER_CHOSEN)
-    for name, lengths in FORWARDS.items():
-        if name != "sweep" or call.options.is_causal:
-            use_forward(lengths)
-            print(f"{shape} forward by {name} {times([call.forward], 10, 5)[0]:.1f} us")
-    use_forward(CHOSEN_FROM)
+    if call.q.shape[3] <= eligibility.ONE_PASS_WIDEST:
+        for name, cuts in CANDIDATES.items():
+            taken = times([call.kernel(name, cut) for cut in cuts], 10, 5)
+            ranked = sorted(zip(taken, cuts, strict=True))
+            print(shape, name, *(f"{us:.1f}:{'.'.join(map(str, cut))}" for us, cut in ranked))
+        use(CHOSEN)
+        for name, eligibility.SWEEP_ONCE_FROM in FORWARDS.items():
+            if call.options.is_causal:
+                print(f"{shape} forward by {name} {times([call.forward], 10, 5)[0]:.1f} us")
+        eligibility.SWEEP_ONCE_FROM = SWEEP_CHOSEN
+    for name in hopper.KERNELS:
+        print(f"{shape} {name} {times([call.hopper_kernel(name)], 10, 5)[0]:.1f} us")
     works = [call.step(attend) for attend in (call.plain, call.around, call.once)]
     plain, around, once = times(works, 5, 9)
-    serves, hopper.serves = hopper.serves, lambda *_: False
-    again, without = times([works[0], works[2]], 5, 9)
-    hopper.serves = serves
     pairs = zip(works[2](), works[1](), strict=True)
     off = max(((x - y).float().norm() / y.float().norm()).item() for x, y in pairs)
     print(
         f"{shape} WHOLE plain {plain:.1f} us, around {around / plain:.3f}, "
-        f"one pass {once / plain:.3f}, without the Hopper gradient {without / again:.3f}; "
-        f"gradients differ by {off:.4f}",
+        f"one pass {once / plain:.3f}; gradients differ by {off:.4f}",
         flush=True,
     )
-
-
-def show(shape: str, name: str, measured: Iterable[tuple[float, tuple[int, ...]]]) -> None:
-    """One kernel's candidates, the fastest first."""
-    print(shape, name, *(f"{us:.1f}:{'.'.join(map(str, cut))}" for us, cut in sorted(measured)))
 
 
 def main() -> None:
@@ -240,10 +211,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12)
     arguments = parser.parse_args()
     start = time.perf_counter()
-    candidates = {**CANDIDATES, **dict.fromkeys(HOPPER_CHOSEN, HOPPER_CANDIDATES)}
     jobs = [
         (name, cut, causal)
-        for name, cuts in candidates.items()
+        for name, cuts in CANDIDATES.items()
         for cut in cuts
         for causal in (False, True)
     ]

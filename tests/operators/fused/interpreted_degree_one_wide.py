@@ -1,4 +1,4 @@
-"""Degree 1 with cuDNN's attention, a stand-in for cuDNN on the CPU and ours in the interpreter.
+"""The gradient of degree 1 by cuDNN's, a stand-in for cuDNN on the CPU and ours in the interpreter.
 
 Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
 """
@@ -12,9 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import support.cudnn_on_cpu
 from gfsa.operators import DenseOperator
-from gfsa.operators.fused import degree_one_attention, degree_one_launch, degree_one_wide
-from gfsa.operators.fused.degree_one_attention import filter_once
-from gfsa.operators.fused.long.launch import cudnn_attention
+from gfsa.operators.fused import degree_one_attention, degree_one_wide
 from gfsa.operators.fused.problem import Options
 from support.fused_cases import NAMES, Problem
 
@@ -32,6 +30,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """``A·V`` and natural logsumexps, as the sweep saves them."""
+    u, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale
+    )
+    return u, lse.view(q.shape[:3])
+
+
 def exact(problem: Problem, tensors: list[Tensor], g: Tensor) -> list[Tensor]:
     """The filter and its gradients by the specification in float64, as NAMES."""
     inputs = [x.detach().double().requires_grad_() for x in tensors]
@@ -46,7 +52,7 @@ def test_the_gradient(problem: Problem, powers: int) -> None:
     q, k, v, coeffs, g = problem.tensors()
     options = Options(problem.scale or problem.head_dim**-0.5, problem.is_causal)
     expected = exact(problem, [q, k, v, coeffs[:, :2]], g)
-    u, lse = cudnn_attention(q, k, v, options)
+    u, lse = attend(q, k, v, options)
     numbers = coeffs[:, :powers].contiguous()
     *got, parts = degree_one_wide.backward(g, q, k, v, u, lse, numbers, options)
     for name, x, y in zip(NAMES[1:], [*got, parts.sum(2)], expected[1:], strict=True):
@@ -59,7 +65,7 @@ def test_gradients_lie_as_the_compiler_expects(projected: bool) -> None:
     """Also those that torch's gradient gives."""
     problem = Problem(1, 4, 20, 128, key_heads=2, projected=projected, is_causal=True)
     q, k, v, coeffs, g = problem.tensors()
-    u, lse = cudnn_attention(q, k, v, Options(0.1, True))
+    u, lse = attend(q, k, v, Options(0.1, True))
     saved = (q, k, v, g, u, lse, coeffs[:, :2].contiguous(), None, True, 0.1)
 
     def work() -> list[tuple[int, ...]]:
@@ -68,26 +74,3 @@ def test_gradients_lie_as_the_compiler_expects(projected: bool) -> None:
     found = work()
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert work() == found
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("key_heads", [0, 2])
-def test_the_forward_after_cudnn(
-    key_heads: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Long rows: what is saved for the gradient is what one pass saves."""
-    problem = Problem(2, 4, 75, 64, key_heads=key_heads, is_causal=is_causal, projected=True)
-    q, k, v, coeffs, g = problem.tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2].contiguous())]
-    options = Options(0.125, is_causal)
-    _, _, expected_lse = degree_one_launch.forward(*(x.detach() for x in inputs), None, options)
-    monkeypatch.setattr(degree_one_launch, "cudnn_would_run", lambda *call: True)
-    monkeypatch.setattr(degree_one_launch, "CUDNN_FROM", 1)
-    out, u, lse = degree_one_launch.forward(*(x.detach() for x in inputs), None, options)
-    torch.testing.assert_close(lse, expected_lse)
-    assert u.numel() == 0
-    y = filter_once(*inputs, None, options)
-    assert torch.equal(y, out)
-    got = [y, *torch.autograd.grad(y, inputs, g)]
-    for name, x, other in zip(NAMES, got, exact(problem, inputs, g), strict=True):
-        assert (x.double() - other).norm() <= 2e-6 * other.norm(), name

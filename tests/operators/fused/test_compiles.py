@@ -334,7 +334,7 @@ def test_degree_one_in_one_causal_sweep(dim: int) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    kernel, tiles = sweep_once.kernel().function, sweep_once.TILES[dim]
+    kernel, tiles = sweep_once.kernel().function, sweep_once.TILES
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     types = {
         name: f"tensordesc<bf16[1, 1, {rows}, {dim}],{layout!r}>"
@@ -425,7 +425,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", degree_one_path.TILES)
+@pytest.mark.parametrize("name", degree_one_path.KERNELS)
 def test_degree_one_for_hopper(name: str, dim: int) -> None:
     """Nothing spills, narrow programs share a multiprocessor, and products run beside the rest."""
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -433,7 +433,7 @@ def test_degree_one_for_hopper(name: str, dim: int) -> None:
 
     from gfsa.operators.fused.hopper import degree_one as kernels
 
-    tiles = degree_one_path.TILES[name][dim]
+    tiles = degree_one_path.TILES
     kernel = getattr(kernels, name)
     described = {}
     for argument in kernel.arg_names:
@@ -449,7 +449,7 @@ def test_degree_one_for_hopper(name: str, dim: int) -> None:
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
     print(name, usage)
     assert "STACK:0 " in usage
-    together = 3 if dim == 64 else 1
+    together = 3 if dim == 64 else 2
     registers = int(re.search(r"REG:(\d+)", usage)[1]) * tiles.warps * 32
     assert together * registers <= 64 * 1024
     assert together * compiled.metadata.shared <= SHARED[90] * 1024

@@ -37,7 +37,7 @@ def filter_once(
         learned, numbers = coeffs, coeffs.theta
     else:
         numbers = coeffs
-    keeps = eligibility.is_wide(q)
+    keeps = eligibility.leaves_gradient_to_cudnn(q)
     if learned is None and needs_registered_operator(q):
         return forward(q, k, v, numbers, mask, options.is_causal, options.scale, keeps)[0]
     if torch.is_grad_enabled():

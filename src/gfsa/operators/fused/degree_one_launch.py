@@ -11,11 +11,10 @@ from torch import Tensor
 
 from gfsa.operators.fused import degree_one_kernels as kernels
 from gfsa.operators.fused import degree_one_wide as wide
-from gfsa.operators.fused import elementwise, eligibility
+from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.hopper import degree_one_path as hopper
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
-from gfsa.operators.fused.layout import copyable_by_tile, empty_like, sum_groups
-from gfsa.operators.fused.long.launch import cudnn_attention, cudnn_would_run
+from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.problem import Options, Problem, padded, pointers, problem_of
 from gfsa.operators.fused.sweep import degree_one_path as sweep
 from gfsa.operators.fused.tile_access import describe
@@ -45,11 +44,6 @@ TILES = {
 # wider steps where every query sees every key, from this length on
 WIDE = {"attend_once": Tiles(64, 128, 4, 2)}
 WIDE_FROM = 512
-
-
-# from this length on cuDNN's attention and a kernel after it are faster than one pass
-CUDNN_FROM = 1025
-COMBINED_ROWS = 64
 
 
 def tiles(name: str, length: int, is_causal: bool) -> Tiles:
@@ -85,10 +79,6 @@ def forward(
         return out, u, lse
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     out = empty_like(q)
-    if problem.length >= CUDNN_FROM and cudnn_would_run(q, k, v, mask, options, problem.group > 1):
-        first, natural = cudnn_attention(q, k, v, options)
-        _combine(problem, powers)((v, copyable_by_tile(first), out), natural, lse, coeffs)
-        return out, u, lse
     launch = _launch("attend_once", problem, powers, _strides(q, v))
     mask_bytes, _ = pointers(mask, None, unused=q)
     launch((k, v, out), q, v, lse, coeffs, mask_bytes)
@@ -133,7 +123,6 @@ def statistics_shape(q: Tensor, keeps: bool = False) -> tuple[int, ...]:
     return batch, heads, 1, (length + 15) // 16 * 16
 
 
-_COMBINE = Kernel(elementwise.combine_statistics, describe)
 _KERNELS = {
     function.fn.__name__: Kernel(function, describe)
     for function in (kernels.attend_once, kernels.grad_queries_once, kernels.grad_keys_once)
@@ -144,21 +133,6 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     """Strides over sequences, heads and rows, in 16 bytes, of what a kernel reads by itself."""
     size = tensors[0].element_size()
     return tuple([stride * size // 16 for x in tensors for stride in x.stride()[:3]])
-
-
-@functools.lru_cache(maxsize=1024)
-def _combine(problem: Problem, powers: int) -> Launch:
-    """What follows cuDNN's attention."""
-    width = padded(problem.head_dim)
-    return Launch(
-        _COMBINE,
-        (-(-problem.length // COMBINED_ROWS), problem.batch * problem.heads, 1),
-        problem.variant,
-        [(1, 1, COMBINED_ROWS, width)] * 3,
-        (problem.heads, problem.length),
-        (COMBINED_ROWS, width, powers, problem.group),
-        num_warps=4,
-    )
 
 
 @functools.lru_cache(maxsize=1024)

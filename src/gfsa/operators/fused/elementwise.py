@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gfsa.operators.fused.long.tiles import JIT_OPTIONS, LOG2E
+from gfsa.operators.fused.long.tiles import JIT_OPTIONS
 from gfsa.operators.fused.tile_access import load_tile, store_tile
 
 # a second pass of a smaller weight is below the rounding of an output of the first one's size
@@ -80,25 +80,6 @@ def combine_degree_one(
     """``c0·V + c1·U``; GROUP heads of U share one of V."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.program_id(0) * BM
-    v = load_tile(v_rows, b, h // GROUP, row, BM, D).to(tl.float32)
-    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
-    out = tl.load(coeffs + h * POWERS) * v + tl.load(coeffs + h * POWERS + 1) * u
-    store_tile(out_rows, out, b, h, row, BM, D)
-
-
-@triton.jit(**JIT_OPTIONS)
-def combine_statistics(
-    v_rows, u_rows, out_rows, lse_in, lse_out, coeffs, heads, n,
-    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """``c0·V + c1·U``, and natural logsumexps to base 2 as the one-pass kernels store them."""
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    row = tl.program_id(0) * BM
-    i = row + tl.arange(0, BM)
-    head = tl.program_id(1).to(tl.int64)
-    lse = tl.load(lse_in + head * n + i, mask=i < n, other=float("inf")) * LOG2E
-    length = (n + 15) // 16 * 16
-    tl.store(lse_out + head * length + i, lse, mask=i < length)
     v = load_tile(v_rows, b, h // GROUP, row, BM, D).to(tl.float32)
     u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
     out = tl.load(coeffs + h * POWERS) * v + tl.load(coeffs + h * POWERS + 1) * u

@@ -61,14 +61,14 @@ ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
 # padded batches beyond the short kernels, which were measured with masks
 ONE_PASS_MASKS_ARE_MEASURED = False
 
-# the head dim of their gradient's Hopper kernels, which are the fastest for longer rows too
-HOPPER_DEGREE_ONE_HEAD_DIM = 64
-HOPPER_DEGREE_ONE_LONGEST = 32768
+# their gradient's Hopper kernels: head dims, and most tokens
+HOPPER_ONCE_HEAD_DIMS = (64, 128)
+HOPPER_ONCE_LONGEST = 32768
 
-# degree 1 in one causal sweep: least tokens of narrow heads; wide heads, whose gradient is cuDNN's
-SWEEP_ONCE_FROM = 1025
-WIDE_HEAD_DIM = 128
-WIDE_LENGTHS = (1024, 32768)
+# degree 1 in one causal sweep: least tokens
+SWEEP_ONCE_FROM = 512
+# more tokens of wider heads than one pass takes otherwise leave the gradient to cuDNN
+CUDNN_ONCE_FROM = 4097
 
 # the kernel of one causal sweep: head dims, least and most tokens of a sequence
 SWEEP_HEAD_DIMS = (64, 128)
@@ -220,21 +220,20 @@ def one_pass_is_fastest(
     q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool = False
 ) -> bool:
     """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements."""
-    if is_wide(q):
-        return refusal_by_wide(q, mask, scale, dropout_p, is_causal) is None
-    if q.shape[2] < ONE_PASS_SHORTEST or q.shape[3] < ONE_PASS_NARROWEST:
+    length, head_dim = q.shape[2:]
+    if length < ONE_PASS_SHORTEST or head_dim < ONE_PASS_NARROWEST:
         return False
-    if q.shape[2] > ONE_PASS_LONGEST and (
-        q.shape[2] > HOPPER_DEGREE_ONE_LONGEST or refusal_by_hopper_degree_one(q, mask) is not None
+    if length > ONE_PASS_LONGEST and (
+        length > HOPPER_ONCE_LONGEST or refusal_by_hopper_once(q, mask) is not None
     ):
         return False
-    if mask is not None and (not ONE_PASS_MASKS_ARE_MEASURED or q.shape[2] <= SHORT_LENGTH):
+    if mask is not None and (not ONE_PASS_MASKS_ARE_MEASURED or length <= SHORT_LENGTH):
         return False
-    return refusal_by_one_pass(q, mask, scale, dropout_p) is None
+    return refusal_by_one_pass(q, mask, scale, dropout_p, is_causal) is None
 
 
 def refusal_by_one_pass(
-    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool = False
 ) -> str | None:
     """Why the one-pass kernels cannot serve a call that the fused kernels take, or None."""
     if dropout_p:
@@ -244,31 +243,20 @@ def refusal_by_one_pass(
     if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
         return "they take bool masks of keys only"
     if q.shape[3] > ONE_PASS_WIDEST:
-        return f"they take a head dim of {ONE_PASS_WIDEST} at most"
+        refusal = refusal_by_sweep_once(q, mask, is_causal)
+        if refusal is not None:
+            return f"they take a head dim of {ONE_PASS_WIDEST} at most, or one sweep: {refusal}"
     return None
 
 
-def is_wide(q: Tensor) -> bool:
-    """Whether one pass leaves the gradient of such heads to cuDNN."""
-    return q.shape[3] > ONE_PASS_WIDEST
+def leaves_gradient_to_cudnn(q: Tensor) -> bool:
+    """Whether one pass saves ``A·V`` for cuDNN's gradient, the fastest of long rows of wide heads.
 
-
-def refusal_by_wide(
-    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool
-) -> str | None:
-    """Why one causal sweep and cuDNN's gradient cannot serve a call of degree 1, or None."""
-    if not is_causal or mask is not None or dropout_p:
-        return "they take a causal mask and none beside it, and no dropout"
-    if scale is not None and scale <= 0.0:
-        return "they take positive scales only"
-    if q.shape[3] != WIDE_HEAD_DIM:
-        return f"they take a head dim of {WIDE_HEAD_DIM}, got {q.shape[3]}"
-    least, most = WIDE_LENGTHS
-    if not least <= q.shape[2] <= most:
-        return f"they take {least} to {most} tokens, got {q.shape[2]}"
-    if not cudnn_attention_is_on():
-        return "cuDNN's attention is turned off"
-    return _refusal_of_device_by_gluon(q)
+    Its five products outweigh what is done around it there; own kernels take seven.
+    """
+    if q.shape[3] <= ONE_PASS_WIDEST or q.shape[2] < CUDNN_ONCE_FROM:
+        return False
+    return cudnn_attention_is_on()
 
 
 def refusal_by_sweep_once(q: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
@@ -277,7 +265,7 @@ def refusal_by_sweep_once(q: Tensor, mask: Tensor | None, is_causal: bool) -> st
         return "it takes causal calls only"
     if q.shape[2] < SWEEP_ONCE_FROM:
         return f"it takes {SWEEP_ONCE_FROM} tokens or more, got {q.shape[2]}"
-    return refusal_by_hopper_degree_one(q, mask)
+    return refusal_by_hopper_once(q, mask)
 
 
 def cudnn_attention_is_on() -> bool:
@@ -290,15 +278,15 @@ def cudnn_attention_is_on() -> bool:
     )
 
 
-def refusal_by_hopper_degree_one(q: Tensor, mask: Tensor | None) -> str | None:
+def refusal_by_hopper_once(q: Tensor, mask: Tensor | None) -> str | None:
     """Why the Hopper kernels cannot serve the gradient of a call that one pass serves.
 
     They are written in Gluon, as the short kernels are; Triton's serve what they refuse.
     """
     if mask is not None:
         return "they take no mask but causality"
-    if q.shape[3] != HOPPER_DEGREE_ONE_HEAD_DIM:
-        return f"they take a head dim of {HOPPER_DEGREE_ONE_HEAD_DIM}, got {q.shape[3]}"
+    if q.shape[3] not in HOPPER_ONCE_HEAD_DIMS:
+        return f"they take head dims of {HOPPER_ONCE_HEAD_DIMS}, got {q.shape[3]}"
     return _refusal_of_device_by_gluon(q)
 
 

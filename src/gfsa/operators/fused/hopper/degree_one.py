@@ -1,13 +1,14 @@
 r"""Backward kernels of degree 1 for Hopper, with the formulas of ``degree_one_kernels.py``.
 
 As those of degree 2 (``backward.py``) they compute exponentials while the next products run, with
-three programs or more on a multiprocessor. Seven products: three for dQ, four for dK and dV.
+three programs or more on a multiprocessor, two at a head dim of 128. Seven products: three for dQ,
+four for dK and dV.
 
 Logsumexps are to base 2, infinite beyond the last query, and have a multiple of 16 numbers a head,
 as those of the forward pass in ``degree_one_kernels.py``. Rows beyond the last token read as zeros.
 """
 
-# ruff: noqa: SIM102, SIM108 - Gluon compiles a subset of Python
+# ruff: noqa: SIM102 - Gluon compiles a subset of Python
 
 from __future__ import annotations
 
@@ -77,20 +78,15 @@ def grad_queries_one(
         end = gl.minimum(row + BM, n)
     steps = gl.cdiv(end, BN)
     # the output and V of these rows go where the keys and values of the second step will be
-    if BM == BN:
-        outs = ks.index(1)
-        own = vs.index(1)
-    else:
-        gl.static_assert(BM == 2 * BN)
-        outs = ks._reinterpret(dt, [1, 1, BM, D], out_rows.layout)
-        own = vs._reinterpret(dt, [1, 1, BM, D], v_rows.layout)
+    gl.static_assert(BM == BN)
+    outs = ks.index(1)
+    own = vs.index(1)
     mbarrier.expect(bars.index(2), 4 * BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), gs)
     tma.async_copy_global_to_shared(out_rows, [b, h, row, 0], bars.index(2), outs)
     tma.async_copy_global_to_shared(v_rows, [b, key_head, row, 0], bars.index(2), own)
     tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
-    if BM == BN:
-        _load_keys(k_cols, v_cols, ks, vs, bars, b, key_head, 0, 0, True, D, BN)
+    _load_keys(k_cols, v_cols, ks, vs, bars, b, key_head, 0, 0, True, D, BN)
     c0 = gl.load(coeffs + h * POWERS)
     c1 = gl.load(coeffs + h * POWERS + 1)
     i = row + gl.arange(0, BM, layout=ROWS)
@@ -107,8 +103,6 @@ def grad_queries_one(
     # all have read their rows
     fence_async_shared()
     gl.thread_barrier()
-    if BM != BN:
-        _load_keys(k_cols, v_cols, ks, vs, bars, b, key_head, 0, 0, True, D, BN)
     dq = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
@@ -231,10 +225,8 @@ def grad_keys_one(
         z, dk = warpgroup_mma_wait(0, deps=[z, dk])
         gl.thread_barrier()
     # the queries' room takes g of these rows, the keys' and values' the results
-    if BM == BN:
-        own = qs.index(0)
-    else:
-        own = qs._reinterpret(dt, [1, 1, BM, D], g_rows.layout)
+    gl.static_assert(BM == BN)
+    own = qs.index(0)
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), own)
     k.store((dk * scale).to(dt))

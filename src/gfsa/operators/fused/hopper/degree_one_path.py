@@ -9,22 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.operators.fused.eligibility import refusal_by_hopper_degree_one
+from gfsa.operators.fused.eligibility import refusal_by_hopper_once
 from gfsa.operators.fused.hopper.backward_path import Tiles, block_of, describe_tiles
 from gfsa.operators.fused.launcher import Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.problem import Options, Problem, problem_of
 
-# by kernel, then by head dim: the fastest measured on an H200 (benchmarks/degree_one_tiles.py)
-TILES: dict[str, dict[int, Tiles]] = {
-    "grad_queries_one": {64: Tiles(64, 64), 128: Tiles(128, 64)},
-    "grad_keys_one": {64: Tiles(64, 64), 128: Tiles(128, 64)},
-}
+KERNELS = ("grad_queries_one", "grad_keys_one")
+# at every head dim: with twice as many rows both kernels take longer (results/kernels.md)
+TILES = Tiles(64, 64)
 
 
 def serves(q: Tensor, mask: Tensor | None) -> bool:
     """Whether these kernels take the gradient of a call that one pass serves."""
-    return refusal_by_hopper_degree_one(q, mask) is None
+    return refusal_by_hopper_once(q, mask) is None
 
 
 def backward(
@@ -60,15 +58,15 @@ def _kernel(name: str) -> Kernel:
 
 @functools.lru_cache(maxsize=1024)
 def _launch(name: str, problem: Problem, powers: int) -> Launch:
-    kernel, tiles = _kernel(name), TILES[name][problem.head_dim]
+    kernel = _kernel(name)
     scale, is_causal, _ = problem.options
     arguments: Any = inspect.signature(kernel.function.fn).parameters
     return Launch(
         kernel,
-        (-(-problem.length // tiles.rows), problem.batch * problem.heads, 1),
+        (-(-problem.length // TILES.rows), problem.batch * problem.heads, 1),
         problem.variant,
-        [block for argument in arguments if (block := block_of(argument, tiles, problem.head_dim))],
+        [block for argument in arguments if (block := block_of(argument, TILES, problem.head_dim))],
         (problem.heads, problem.group, problem.length, scale),
-        (problem.head_dim, tiles.rows, tiles.cols, is_causal, powers),
-        num_warps=tiles.warps,
+        (problem.head_dim, TILES.rows, TILES.cols, is_causal, powers),
+        num_warps=TILES.warps,
     )

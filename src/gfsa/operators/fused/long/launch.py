@@ -68,45 +68,24 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
 
 
 def _cudnn_first_pass(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    u, lse = cudnn_attention(q, k, v, options)
-    room = empty_like(q)
-    u = u if u.stride() == room.stride() else room.copy_(u)
-    return u, lse
-
-
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """``U`` and ``LSE`` by the same kernel as torch's attention, so with the same bits.
-
-    The layout of U is cuDNN's choice.
-    """
+    """``U`` and ``LSE`` by the same kernel as torch's attention, so with the same bits."""
     u, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, options.is_causal, False, scale=options.scale
     )
+    room = empty_like(q)
+    u = u if u.stride() == room.stride() else room.copy_(u)
     return u, lse.view(q.shape[:3])
 
 
-def cudnn_would_run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    options: Options,
-    enable_gqa: bool = False,
-) -> bool:
-    """Whether torch's attention would take cuDNN for the first pass.
-
-    Args:
-        enable_gqa: ask for calls whose k and v have fewer heads than q too.
-    """
-    if not q.is_cuda or mask is not None or options.dropout_p:
-        return False
-    if q.shape[1] != k.shape[1] and not enable_gqa:
+def cudnn_would_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options) -> bool:
+    """Whether torch's attention would take cuDNN for the first pass."""
+    if not q.is_cuda or mask is not None or options.dropout_p or q.shape != k.shape:
         return False
     if options.scale <= 0.0:
         # cuDNN gives NaN for it
         return False
     choice = torch._fused_sdp_choice(
-        q, k, v, None, 0.0, options.is_causal, scale=options.scale, enable_gqa=enable_gqa
+        q, k, v, None, 0.0, options.is_causal, scale=options.scale, enable_gqa=False
     )
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 

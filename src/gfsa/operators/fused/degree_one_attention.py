@@ -149,7 +149,7 @@ def backward(
 @forward.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     keeps = rest[-1]
-    u = torch.empty_like(q) if keeps else q.new_empty(0)
+    u = empty_like(q) if keeps else q.new_empty(0)
     lse = q.new_empty(one_pass.statistics_shape(q, keeps), dtype=torch.float32)
     return empty_like(q), u, lse
 

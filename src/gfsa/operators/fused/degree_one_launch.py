@@ -72,7 +72,7 @@ def forward(
         keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
             it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
     """
-    u = torch.empty_like(q) if keeps else q.new_empty(0)
+    u = empty_like(q) if keeps else q.new_empty(0)
     lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
     if keeps or eligibility.refusal_by_sweep_once(q, mask, options.is_causal) is None:
         out = sweep.forward(q, k, v, coeffs, options, lse, u if keeps else None)

@@ -1,11 +1,11 @@
 """Times the one-pass kernels of degree 1 with different tiles, on the GPU of this machine.
 
-    python benchmarks/degree_one_tiles.py [--shapes 32x12x512x64,8x12x1024x64:causal]
+    python benchmarks/degree_one_tiles.py [--shapes 32x12x512x64,8x32/8x1024x64:causal]
 
-For each shape: every kernel alone with each candidate, then whole calls, forward and backward in
-a CUDA graph, by turns: torch's attention, the filter around it (``degree_one.py``), and the filter
-in one pass with the tiles of the library and with the best ones. The best tiles go into
-``degree_one_launch.py``.
+For each shape: every kernel alone, those for any GPU with each candidate; both ways to a causal
+forward pass; then whole calls, forward and backward in a CUDA graph, by turns: torch's attention,
+the filter around it (``degree_one.py``), and the filter in one pass as the library runs it. The
+best tiles go into ``degree_one_launch.py``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.operators.fused import degree_one_launch as one_pass
+from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.degree_one_attention import filter_once
 from gfsa.operators.fused.degree_one_launch import Tiles
+from gfsa.operators.fused.hopper import degree_one_path as hopper
 from gfsa.operators.fused.problem import Options
 
 SHAPES = (
@@ -52,7 +54,10 @@ CANDIDATES = {
 }
 
 
+# ways to a causal forward pass: the length from which on it is one sweep
+FORWARDS = {"triton": 10**9, "sweep": 1}
 CHOSEN = one_pass.tiles
+SWEEP_CHOSEN = eligibility.SWEEP_ONCE_FROM
 
 
 class Call:
@@ -60,16 +65,22 @@ class Call:
 
     def __init__(self, shape: str) -> None:
         sizes, _, kind = shape.partition(":")
-        batch, heads, length, head_dim = map(int, sizes.split("x"))
-        self.options = Options(head_dim**-0.5, kind == "causal")
+        batch, both, length, head_dim = sizes.split("x")
+        heads, _, key_heads = both.partition("/")
+        self.options = Options(int(head_dim) ** -0.5, kind == "causal")
         self.q, self.k, self.v, self.g = (
-            torch.randn(batch, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
-            for _ in range(4)
+            torch.randn(
+                *(int(batch), int(number or heads), int(length), int(head_dim)),
+                device="cuda",
+                dtype=torch.bfloat16,
+            )
+            for number in (heads, key_heads, key_heads, heads)
         )
-        self.coeffs = torch.tensor([0.1, 0.9], device="cuda").repeat(heads, 1)
-        self.out, self.lse = one_pass.forward(
-            self.q, self.k, self.v, self.coeffs, None, self.options
-        )
+        self.coeffs = torch.tensor([0.1, 0.9], device="cuda").repeat(int(heads), 1)
+        self.out, _, self.lse = self.forward()
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        return one_pass.forward(self.q, self.k, self.v, self.coeffs, None, self.options)
 
     def kernel(self, name: str, cut: Tiles) -> Callable[[], None]:
         use(lambda *_: cut)
@@ -87,6 +98,18 @@ class Call:
         parts = coeffs.new_empty(problem.heads, 2, launch.grid[0] // problem.heads)
         return lambda: launch((q, g, lse, delta, room, more), *read, parts, coeffs, q)
 
+    def hopper_kernel(self, name: str) -> Callable[[], None]:
+        q, k, v, g, out, lse, coeffs = (
+            *(self.q, self.k, self.v, self.g, self.out, self.lse, self.coeffs),
+        )
+        problem = one_pass.problem_of(q, k, None, self.options)
+        launch = hopper._launch(name, problem, 2)
+        room, more, delta = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(lse)
+        if name == "grad_queries_one":
+            return lambda: launch((k, v, q, g, v, out, room), delta, lse, coeffs)
+        parts = coeffs.new_empty(problem.heads, 2, problem.batch * launch.grid[0])
+        return lambda: launch((q, g, lse, delta, k, v, g, room, more), parts, coeffs)
+
     def step(self, attend: Callable[..., Tensor]) -> Callable[[], tuple[Tensor, ...]]:
         inputs = [x.clone().requires_grad_() for x in (self.q, self.k, self.v, self.coeffs)]
 
@@ -100,7 +123,9 @@ class Call:
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
         scale, is_causal, _ = self.options
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
     def around(self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
         return combine_degree_one(v, self.plain(q, k, v, coeffs), coeffs)
@@ -157,27 +182,27 @@ def compile_one(job: tuple[str, Tiles, bool]) -> str | None:
 
 def measure(shape: str) -> None:
     call = Call(shape)
-    best: dict[str, Tiles] = {}
-    for name, cuts in CANDIDATES.items():
-        taken = times([call.kernel(name, cut) for cut in cuts], 10, 5)
-        ranked = sorted(zip(taken, cuts, strict=True))
-        best[name] = ranked[0][1]
-        print(shape, name, *(f"{us:.1f}:{'.'.join(map(str, map(int, cut)))}" for us, cut in ranked))
-    use(CHOSEN)
+    if call.q.shape[3] <= eligibility.ONE_PASS_WIDEST:
+        for name, cuts in CANDIDATES.items():
+            taken = times([call.kernel(name, cut) for cut in cuts], 10, 5)
+            ranked = sorted(zip(taken, cuts, strict=True))
+            print(shape, name, *(f"{us:.1f}:{'.'.join(map(str, cut))}" for us, cut in ranked))
+        use(CHOSEN)
+        for name, eligibility.SWEEP_ONCE_FROM in FORWARDS.items():
+            if call.options.is_causal:
+                print(f"{shape} forward by {name} {times([call.forward], 10, 5)[0]:.1f} us")
+        eligibility.SWEEP_ONCE_FROM = SWEEP_CHOSEN
+    for name in hopper.KERNELS:
+        print(f"{shape} {name} {times([call.hopper_kernel(name)], 10, 5)[0]:.1f} us")
     works = [call.step(attend) for attend in (call.plain, call.around, call.once)]
     plain, around, once = times(works, 5, 9)
-    use(lambda name, *_: best[name])
-    works[2] = call.step(call.once)
-    again, tuned = times([works[0], works[2]], 5, 9)
     pairs = zip(works[2](), works[1](), strict=True)
     off = max(((x - y).float().norm() / y.float().norm()).item() for x, y in pairs)
     print(
         f"{shape} WHOLE plain {plain:.1f} us, around {around / plain:.3f}, "
-        f"one pass {once / plain:.3f}, with the best tiles {tuned / again:.3f}; "
-        f"gradients differ by {off:.4f}",
+        f"one pass {once / plain:.3f}; gradients differ by {off:.4f}",
         flush=True,
     )
-    use(CHOSEN)
 
 
 def main() -> None:

@@ -134,7 +134,13 @@ PARTS = {
     "one-pass": of_calls(
         Call(300, 64, degree=1, causal=True), Call(300, 40, degree=1, padded=True)
     ),
-    "around": of_calls(Call(64, 64, degree=1, padded=True), Call(1100, 64, degree=1, causal=True)),
+    # degree 1 in one causal sweep, and its gradient in Gluon
+    "one-sweep": of_calls(
+        Call(1100, 64, degree=1, causal=True),
+        Call(1100, 64, degree=1),
+        Call(1100, 128, degree=1, causal=True),
+    ),
+    "around": of_calls(Call(64, 64, degree=1, padded=True)),
 }
 
 

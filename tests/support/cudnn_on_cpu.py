@@ -19,6 +19,10 @@ def _layout(x: Tensor) -> tuple[int, ...]:
     return tuple(s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
 
 
+def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
     s = q.double() @ k.double().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -40,6 +44,7 @@ def _attend(
 ) -> tuple[Any, ...]:
     assert attn_bias is None
     assert dropout_p == 0.0
+    k, v = _for_each_query_head(k, q), _for_each_query_head(v, q)
     s = _scores(q, k, is_causal, scale)
     unused = torch.zeros((), dtype=torch.int64)
     out = torch.empty_like(q).copy_(s.softmax(-1) @ v.double())
@@ -76,11 +81,18 @@ def _differentiate(
     # torch keeps cuDNN's plans by the layouts of q, k and v alone, so these have to follow from q's
     assert _layout(out) == _layout(g) == _layout(torch.empty_like(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    given = (q, k, v)
+    k, v = _for_each_query_head(k, q), _for_each_query_head(v, q)
     a = (_scores(q, k, is_causal, scale) - lse.double()).exp()
     delta = (g.double() * out.double()).sum(-1, keepdim=True)
     ds = a * (g.double() @ v.double().mT - delta) * scale
-    results = (ds @ k.double(), ds.mT @ q.double(), a.mT @ g.double())
-    dq, dk, dv = (torch.empty_like(x).copy_(y) for x, y in zip((q, k, v), results, strict=True))
+    results = (
+        x.unflatten(1, (like.shape[1], -1)).sum(2)
+        for x, like in zip(
+            (ds @ k.double(), ds.mT @ q.double(), a.mT @ g.double()), given, strict=True
+        )
+    )
+    dq, dk, dv = (torch.empty_like(x).copy_(y) for x, y in zip(given, results, strict=True))
     return dq, dk, dv
 
 

@@ -81,6 +81,23 @@ class Descriptor:
         b, h, row, _ = where
         return self.memory[b, h, row : row + self.rows]
 
+    @property
+    def tile_bytes(self) -> int:
+        """What a copy adds to its barrier: tokens have 16 bits."""
+        return self.rows * self.memory.shape[-1] * 2
+
+
+class Numbers(Descriptor):
+    """Numbers in float32, ``(B, H, 1, N)``, of which ``rows`` are moved at a time."""
+
+    def tile(self, where: Sequence[int]) -> np.ndarray:
+        b, h, _, start = where
+        return self.memory[b, h, 0, start : start + self.rows, None]
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.rows * 4
+
 
 class Shared:
     """Shared memory; undefined, NaN, until something is written."""
@@ -193,19 +210,21 @@ def _warpgroup_mma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
 def _copy_in(
     tensor: Descriptor, where: Sequence[int], barrier: Barrier, room: Shared, pred: bool = True
 ) -> None:
+    if not pred:
+        return
     _delay()
     tile = tensor.tile(where)
     assert not np.isnan(tile).any(), "loaded before it was stored"
     room.memory[...] = 0.0
     room.memory.reshape(tensor.rows, -1)[: len(tile)] = tile
-    barrier.change(0, -tensor.rows * tensor.memory.shape[-1] * 2)
+    barrier.change(0, -tensor.tile_bytes)
 
 
 def _copy_out(tensor: Descriptor, where: Sequence[int], room: Shared) -> None:
     _of_thread.__dict__.setdefault("stores", []).append((tensor, where, room))
 
 
-def _finish_stores() -> None:
+def _finish_stores(_: int = 0) -> None:
     for tensor, where, room in _of_thread.__dict__.pop("stores", []):
         tile = tensor.tile(where)
         tile[...] = room.memory.reshape(tensor.rows, -1)[: len(tile)]
@@ -235,7 +254,9 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
 def _reduced(function: Any) -> Callable[[Any, int], Any]:
     def reduce(x: Any, axis: int) -> Any:
         value = function(np.asarray(x), axis=axis)
-        return Number(value) if np.ndim(x) == 1 else _tensor(value)
+        if np.ndim(x) > 1:
+            return _tensor(value)
+        return value if np.issubdtype(value.dtype, np.floating) else Number(value)
 
     return reduce
 
@@ -250,6 +271,11 @@ def _load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
 
 def _larger(x: Any, y: Any) -> Any:
     return Number(max(x, y)) if np.ndim(x) == 0 else _tensor(np.maximum(x, y))
+
+
+def _expect(barrier: Barrier, count: int, pred: bool = True) -> None:
+    if pred:
+        barrier.change(1, count)
 
 
 def _store(pointer: Pointer, x: Any, mask: Any = True) -> None:
@@ -323,6 +349,9 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "convert_layout": lambda x, layout: x,
         "thread_barrier": _nothing,
         "load": _load,
+        "cdiv": lambda x, y: Number(-(-x // y)),
+        "program_id": lambda axis: Number(_of_thread.program[axis]),
+        "num_programs": lambda axis: Number(_of_thread.grid[axis]),
         "store": _store,
         "atomic_xchg": _exchange,
         "inline_asm_elementwise": _assembly,
@@ -339,12 +368,14 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     hopper.mbarrier = types.SimpleNamespace(  # type: ignore[attr-defined]
         MBarrierLayout=_nothing,
         init=lambda barrier, count: barrier.start(count),
-        expect=lambda barrier, count: barrier.change(1, count),
+        expect=_expect,
         arrive=lambda barrier, count: barrier.change(count, 0),
         wait=lambda barrier, phase: barrier.wait(phase),
     )
     hopper.tma = types.SimpleNamespace(  # type: ignore[attr-defined]
-        async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out
+        async_copy_global_to_shared=_copy_in,
+        async_copy_shared_to_global=_copy_out,
+        store_wait=_finish_stores,
     )
     gluon = types.ModuleType("gluon")
     gluon.jit = _decorator  # type: ignore[attr-defined]
@@ -380,14 +411,19 @@ def on_cpu(*names: str) -> Iterator[list[types.ModuleType]]:
                 sys.modules[name] = module
 
 
-def launch(kernel: Callable[..., None], programs: int, *arguments: Any) -> None:
-    """Run all programs at once; raise the first error of any thread."""
+def launch(kernel: Callable[..., None], programs: int | tuple[int, int], *arguments: Any) -> None:
+    """Run all programs, of a grid or of a line, at once; raise the first error of any thread."""
     failures: list[BaseException] = []
+    grid = (programs, 1) if isinstance(programs, int) else programs
 
-    def run() -> None:
-        _of_thread.failures = failures
-        kernel(*arguments)
+    def run(program: tuple[int, int]) -> None:
+        _of_thread.failures, _of_thread.grid, _of_thread.program = failures, grid, program
+        try:
+            kernel(*arguments)
+        except BaseException as problem:
+            failures.append(problem)
 
-    _run_all([threading.Thread(target=run, daemon=True) for _ in range(programs)])
+    places = [(x, y) for y in range(grid[1]) for x in range(grid[0])]
+    _run_all([threading.Thread(target=run, args=(place,), daemon=True) for place in places])
     if failures:
         raise failures[0]

@@ -160,7 +160,7 @@ def test_a_second_pass_of_weight_zero_says_nothing(dtype: torch.dtype) -> None:
     options = Options(72**-0.5)
     dq, dk, dv, parts = cudnn_backward.backward(given[0], Saved(*given[1:]), options)
     du = (coeffs[:, 1, None, None] * g.float()).to(dtype)
-    first = cudnn_backward._attention_gradient(du, q, k, v, u, lse, options)
+    first = cudnn_backward.attention_gradient(du, q, k, v, u, lse, options)
     assert torch.equal(dq, first[0])
     assert torch.equal(dk, first[1])
     assert error(dv, first[2].double() + coeffs[:, 0, None, None] * g.double()) <= 5e-3

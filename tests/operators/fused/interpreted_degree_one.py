@@ -26,6 +26,8 @@ PROBLEMS = [
     Problem(3, 2, 64, 72, mask="keys"),
     Problem(1, 2, 65, 16, mask="full"),
     Problem(1, 1, 1, 8, scale=-0.3),
+    Problem(2, 6, 70, 16, key_heads=2, is_causal=True, projected=True),
+    Problem(3, 4, 40, 72, key_heads=1, mask="keys"),
 ]
 
 
@@ -41,7 +43,8 @@ def test_agrees_with_the_specification(problem: Problem, per_head: bool) -> None
     coeffs = coeffs[:, :2] if per_head else torch.tensor([0.3, 0.8])
     mask, options = problem.bool_mask(), {"is_causal": problem.is_causal, "scale": problem.scale}
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
-    out = FusedOperator(AttentionCall(q, k, mask, **options)).polynomial(coeffs, v)
+    call = AttentionCall(q, k, mask, enable_gqa=problem.key_heads > 0, **options)
+    out = FusedOperator(call).polynomial(coeffs, v)
     got = [out, *torch.autograd.grad(out, inputs, g)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     out = DenseOperator.from_qk(*exact[:2], mask, **options).polynomial(exact[3], exact[2])

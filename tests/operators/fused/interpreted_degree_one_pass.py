@@ -220,8 +220,8 @@ def test_results_lie_as_the_compiler_expects(row: int) -> None:
     coeffs = torch.randn(2, 2)
 
     def work() -> tuple[Tensor, ...]:
-        out, lse = degree_one_attention.forward(q, k, v, coeffs, None, True, 0.25)
-        saved = (q, k, v, out, lse, coeffs, None, True, 0.25)
+        out, u, lse = degree_one_attention.forward(q, k, v, coeffs, None, True, 0.25, False)
+        saved = (q, k, v, out, u, lse, coeffs, None, True, 0.25)
         return out, lse, *degree_one_attention.backward(out, *saved)
 
     found = [x.stride() for x in work()]
@@ -235,7 +235,7 @@ def test_operator_registration() -> None:
     mask = torch.ones(1, 1, 1, 20, dtype=torch.bool)
     # all that is quick here; the compiler's part is in interpreted_degree_one.py, and on the GPU
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (*inputs, mask, True, 0.25)
+    arguments = (*inputs, mask, True, 0.25, False)
     torch.library.opcheck(degree_one_attention.forward, arguments, test_utils=checks)
 
 

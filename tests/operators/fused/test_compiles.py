@@ -28,9 +28,10 @@ from gfsa.operators.fused import (  # noqa: E402
     eligibility,
     problem,
 )
-from gfsa.operators.fused.hopper import backward_path  # noqa: E402
+from gfsa.operators.fused.hopper import backward_path, degree_one_path  # noqa: E402
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
+from gfsa.operators.fused.sweep import degree_one_path as sweep_once  # noqa: E402
 from gfsa.operators.fused.sweep import launch as sweep  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -188,7 +189,7 @@ def test_degree_one_in_one_pass(name: str, capability: int) -> None:
 def test_around_attention_on_older_gpus(capability: int) -> None:
     kernel = elementwise.combine_degree_one
     described = {name: address() for name in kernel.arg_names if name.endswith("_rows")}
-    constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 2}
+    constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 2, "GROUP": 4}
     target = GPUTarget("cuda", capability, 32)
     compiled, usage = compile_for(target, ASTSource, kernel, described, constants, 4)
     print(capability, usage)
@@ -240,7 +241,7 @@ def test_steps_around_attention(module: Any) -> None:
         assert len(described) == tensors
         constants = {"BM": module.ROWS, "D": 128}
         if "POWERS" in names:
-            constants["POWERS"] = 3
+            constants |= {"POWERS": 3, "GROUP": 4}
         usage = compile_for_hopper(ASTSource, kernel.function, described, constants, 4)
         print(name, usage)
         assert "STACK:0 " in usage
@@ -334,6 +335,43 @@ def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
     assert len(re.findall(wait, sass)) <= (16 if mask == problem.NO_MASK else 18)
 
 
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_degree_one_in_one_causal_sweep(dim: int) -> None:
+    """Nothing spills, and the softmax runs beside a product."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    kernel, tiles = sweep_once.kernel().function, sweep_once.TILES
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    types = {
+        name: f"tensordesc<bf16[1, 1, {rows}, {dim}],{layout!r}>"
+        for name, rows in {
+            **dict.fromkeys(("q_in", "u_io", "out_io"), sweep_once.HALF),
+            **dict.fromkeys(("k_in", "v_in"), tiles.keys),
+        }.items()
+    }
+    types["counter"] = "*i32"
+    constants = {
+        "D": dim, "TILE": tiles.keys, "STAGES": tiles.stages, "POWERS": 3, "KEEPS": dim == 128,
+        "group": 1,
+    }  # fmt: skip
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
+    print(dim, usage)
+    assert "STACK:0 " in usage
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    # the next scores are waited for while a product is in flight, and the exponentials follow
+    # before that is waited for: in each warpgroup's loop, and in what follows it
+    ptx = compiled.asm["ptx"]
+    loops = re.findall(r"wgmma\.wait_group\.sync\.aligned 1;(.*?)wgmma\.wait_group", ptx, re.DOTALL)
+    assert len(loops) == 4
+    assert sum(loop.count("ex2.approx") == tiles.keys // 2 + 2 for loop in loops) == 2
+    # as above
+    assert disassembled(compiled.asm["cubin"]).count("WARPGROUP.DEPBAR") <= 14
+
+
 def disassembled(cubin: bytes) -> str:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -387,6 +425,41 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     # three programs share a multiprocessor's 64 Ki registers where heads are narrow
     assert width == 128 or int(re.search(r"REG:(\d+)", usage)[1]) <= 168
     assert compiled.metadata.shared <= SHARED[90] * 1024
+    assert "serialized" not in remarks(compiled.asm["ptx"])
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", degree_one_path.KERNELS)
+def test_degree_one_for_hopper(name: str, dim: int) -> None:
+    """Nothing spills, narrow programs share a multiprocessor, and products run beside the rest."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from gfsa.operators.fused.hopper import degree_one as kernels
+
+    tiles = degree_one_path.TILES
+    kernel = getattr(kernels, name)
+    described = {}
+    for argument in kernel.arg_names:
+        block = backward_path.block_of(argument, tiles, dim)
+        if block is not None:
+            number, bits = ("fp32", 32) if block[2] == 1 else ("bf16", 16)
+            layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
+            described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
+    constants = {
+        "D": dim, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
+        "POWERS": 3, "group": 1,
+    }  # fmt: skip
+    compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
+    print(name, usage)
+    assert "STACK:0 " in usage
+    together = 3 if dim == 64 else 2
+    registers = int(re.search(r"REG:(\d+)", usage)[1]) * tiles.warps * 32
+    assert together * registers <= 64 * 1024
+    assert together * compiled.metadata.shared <= SHARED[90] * 1024
     assert "serialized" not in remarks(compiled.asm["ptx"])
 
 

@@ -82,7 +82,6 @@ KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
         (call(2, 4, 300, 64, attn_mask=torch.zeros(300, 300)), "bool masks, not additive"),
         (call(2, 4, 100, 64, dropout_p=1.0), "dropout_p below 1, got 1.0"),
         (call(1, 1, 70000, 64, dropout_p=0.1), "65536 tokens at most with dropout"),
-        (call(2, 4, 300, 64, degree=1, key_heads=2), "as many heads of keys"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -217,6 +216,8 @@ def test_wide_heads_need_shared_memory(
         call(32, 12, 128, 64, degree=1),
         call(8, 12, 1024, 64, is_causal=True, degree=1),
         call(2, 16, 8192, 128, degree=1),
+        call(8, 32, 2048, 128, is_causal=True, key_heads=8, degree=1),
+        call(8, 32, 2048, 64, is_causal=True, key_heads=8, degree=1),
         call(2, 4, 300, 128, dropout_p=0.1, degree=1),
         call(2, 4, 300, 64, attn_mask=torch.ones(300, 300).bool(), degree=1),
     ],
@@ -316,15 +317,28 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (compiled(q, KEYS, 1) == -1).all()
     assert (compiled(q[:, :, :100], KEYS[..., :100], 1) == 1).all()
 
+    def causal(q: torch.Tensor) -> torch.Tensor:
+        picked = choice.choose("auto", AttentionCall(q, q, is_causal=True), q, 1)
+        return q + 1 if picked.backend == "fused" else q - 1
+
+    wide = torch.zeros(1, 1, 1024, 128, dtype=torch.bfloat16)
+    # these kernels need a GPU, and there is none: the compiler's own
+    assert (torch.compile(causal, fullgraph=True, backend="eager")(wide) == -1).all()
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
+    torch._dynamo.reset()
+    assert (torch.compile(causal, fullgraph=True, backend="eager")(wide) == 1).all()
+
 
 @pytest.mark.parametrize(
     ("length", "head_dim", "scale", "expected"),
     [
         (300, 64, None, "fused"),
         (1024, 64, 0.1, "fused"),
-        (1025, 64, None, "sdpa"),
+        (1025, 64, None, "fused"),
+        (40000, 64, None, "sdpa"),
         (1024, 56, None, "sdpa"),
-        (1024, 128, None, "sdpa"),
+        (1024, 128, None, "fused"),
+        (511, 128, None, "sdpa"),
         (1024, 64, -0.1, "sdpa"),
     ],
 )
@@ -336,6 +350,71 @@ def test_degree_one_compiled_is_one_pass_where_that_was_measured(
     assert choice.choose("auto", *asked).backend == "fused"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choice.choose("auto", *asked).backend == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "device", "reason"),
+    [
+        (64, None, (9, 0), None),
+        (128, None, (9, 0), None),
+        (96, None, (9, 0), "head dims of (64, 128), got 96"),
+        (64, KEYS, (9, 0), "no mask but causality"),
+        (64, None, (8, 0), "Hopper"),
+    ],
+)
+def test_the_hopper_gradient_of_degree_one(
+    head_dim: int,
+    mask: torch.Tensor | None,
+    device: tuple[int, int],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows beyond 1,024 tokens are served in one pass where the Hopper kernels take them alone."""
+    monkeypatch.setattr(eligibility, "capability", lambda _: device)
+    monkeypatch.setattr(eligibility, "TRITON", eligibility.SHORT_TRITON[0])
+    q = OnHopper(2, 4, 2048, head_dim)
+    found = eligibility.refusal_by_hopper_once(q, mask)
+    assert found is None if reason is None else reason in found
+    assert eligibility.one_pass_is_fastest(q, mask, None, 0.0, True) is (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "options", "serves"),
+    [
+        (2048, 128, {"is_causal": True}, True),
+        (512, 128, {"is_causal": True}, True),
+        (511, 128, {"is_causal": True}, False),
+        (40000, 128, {"is_causal": True}, False),
+        (2048, 128, {}, False),
+        (2048, 128, {"is_causal": True, "dropout_p": 0.1}, False),
+        (2048, 128, {"is_causal": True, "scale": -0.1}, False),
+        (2048, 96, {"is_causal": True}, False),
+        (2048, 64, {}, True),
+    ],
+)
+def test_wide_heads_of_degree_one(
+    length: int, head_dim: int, options: dict[str, Any], serves: bool
+) -> None:
+    """In one causal sweep; what that does not serve is around torch's attention."""
+    q = OnHopper(2, 4, length, head_dim)
+    asked = {"scale": None, "dropout_p": 0.0, "is_causal": False, **options}
+    assert eligibility.one_pass_is_fastest(q, None, **asked) is serves
+    assert choice.choose("auto", *call(2, 4, length, head_dim, degree=1)).backend == "fused"
+
+
+def test_cudnns_gradient_for_long_rows_of_wide_heads() -> None:
+    """Unless it is turned off, or every run has to give the same bits."""
+    by_cudnn = eligibility.leaves_gradient_to_cudnn
+    assert by_cudnn(OnHopper(2, 4, 8192, 128))
+    assert not by_cudnn(OnHopper(2, 4, 4096, 128))
+    assert not by_cudnn(OnHopper(2, 4, 8192, 64))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert not by_cudnn(OnHopper(2, 4, 8192, 128))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not by_cudnn(OnHopper(2, 4, 8192, 128))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_traced_graph_has_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
 r"""Filters of degree 1 around torch's attention: ``c0·V + c1·U`` with ``U = A·V``.
 
 .. math::
-    dU = c_1 g, \qquad dV = c_0 g, \qquad
+    dU = c_1 g, \qquad dV = \sum_{heads} c_0 g, \qquad
     dc_0 = \sum \langle g, V\rangle, \quad dc_1 = \sum \langle g, U\rangle
 
 A launch each way, where torch takes a dozen. U is torch's own, with its own gradient, so every
 mask, dropout and kernel of torch's serves here too; nothing is saved that torch does not save.
+Heads that share one of V are added up in the launch: V is not repeated, nor is dV.
 """
 
 # no postponed annotations here: the operator's schema is read from them
@@ -25,13 +26,15 @@ from gfsa.operators.fused.problem import padded
 from gfsa.operators.fused.tile_access import describe
 
 ROWS = 64
+# the gradient of heads that share V keeps tiles of V and dV in registers
+GROUPED_ROWS = 32
 
 
 def combine_degree_one(v: Tensor, u: Tensor, coeffs: Tensor | Coefficients) -> Tensor:
     """``c0·V + c1·U``.
 
     Args:
-        v, u: ``(B, H, N, D)``.
+        v: ``(B, H / group, N, D)``; u: ``(B, H, N, D)``.
         coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
             :func:`~gfsa.operators.fused.coefficients.takes` accepts them.
     """
@@ -50,7 +53,7 @@ def combine_degree_one(v: Tensor, u: Tensor, coeffs: Tensor | Coefficients) -> T
 def _run(v: Tensor, u: Tensor, coeffs: Tensor) -> Tensor:
     v, u, coeffs = copyable_by_tile(v), copyable_by_tile(u), coeffs.contiguous()
     out = empty_like(u)
-    launch = _launch("combine_degree_one", u.shape, coeffs.shape[1], u.dtype, u.device)
+    launch = _launch("combine_degree_one", u.shape, v.shape[1], coeffs.shape[1], u.dtype, u.device)
     with on_device_of(u):
         launch((v, u, out), coeffs)
     return out
@@ -60,12 +63,21 @@ def _run_backward(g: Tensor, v: Tensor, u: Tensor, coeffs: Tensor) -> tuple[Tens
     """Gradients of v and u, and partial sums of the coefficients' ``(H, 2, any number)``."""
     # hooks on saved tensors may return them in another layout
     g, v, u, coeffs = *(copyable_by_tile(x) for x in (g, v, u)), coeffs.contiguous()
-    launch = _launch("grad_degree_one", u.shape, coeffs.shape[1], u.dtype, u.device)
+    launch = gradient_launch(u, v, coeffs.shape[1])
     dv, du = empty_like(v), empty_like(u)
     parts = coeffs.new_empty(u.shape[1], 2, u.shape[0] * launch.grid[0])
     with on_device_of(u):
         launch((g, v, u, dv, du), coeffs, parts)
     return dv, du, parts
+
+
+def gradient_launch(u: Tensor, v: Tensor, powers: int) -> Launch:
+    """The launch of the gradient, on ``(g, v, u, dv, du), coeffs, parts``.
+
+    Args:
+        powers: columns of ``coeffs``.
+    """
+    return _launch("grad_degree_one", u.shape, v.shape[1], powers, u.dtype, u.device)
 
 
 class _Combine(torch.autograd.Function):
@@ -134,17 +146,24 @@ _KERNELS = {
 
 @functools.lru_cache(maxsize=1024)
 def _launch(
-    name: str, shape: torch.Size, powers: int, dtype: torch.dtype, device: torch.device
+    name: str,
+    shape: torch.Size,
+    key_heads: int,
+    powers: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Launch:
     kernel, tensors = _KERNELS[name]
     batch, heads, length, head_dim = shape
-    width = padded(head_dim)
+    width, group = padded(head_dim), heads // key_heads
+    is_gradient = name == "grad_degree_one"
+    rows = GROUPED_ROWS if is_gradient and group > 1 else ROWS
     return Launch(
         kernel,
-        (-(-length // ROWS), batch * heads, 1),
+        (-(-length // rows), batch * (key_heads if is_gradient else heads), 1),
         (device, dtype),
-        [(1, 1, ROWS, width)] * tensors,
+        [(1, 1, rows, width)] * tensors,
         (heads,),
-        (ROWS, width, powers),
+        (rows, width, powers, group),
         num_warps=4,
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gfsa.operators.base import Coefficients
-from gfsa.operators.fused import coefficients
+from gfsa.operators.fused import coefficients, eligibility
 from gfsa.operators.fused import degree_one_launch as one_pass
 from gfsa.operators.fused.autograd import needs_registered_operator
 from gfsa.operators.fused.launcher import on_device_of
@@ -37,20 +37,28 @@ def filter_once(
         learned, numbers = coeffs, coeffs.theta
     else:
         numbers = coeffs
+    keeps = eligibility.leaves_gradient_to_cudnn(q)
     if learned is None and needs_registered_operator(q):
-        return forward(q, k, v, numbers, mask, options.is_causal, options.scale)[0]
+        return forward(q, k, v, numbers, mask, options.is_causal, options.scale, keeps)[0]
     if torch.is_grad_enabled():
-        return _FilterOnce.apply(q, k, v, numbers, mask, (learned, options))
+        return _FilterOnce.apply(q, k, v, numbers, mask, (learned, options, keeps))
     values = numbers if learned is None else coefficients.evaluate(learned)
-    return _run(q, k, v, values, mask, options)[0]
+    return _run(q, k, v, values, mask, options, keeps)[0]
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, U, LSE)``, of which U is empty where the gradient has no need of it."""
     q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
     with on_device_of(q):
-        return one_pass.forward(q, k, v, coeffs.contiguous(), mask, options)
+        return one_pass.forward(q, k, v, coeffs.contiguous(), mask, options, keeps)
 
 
 def _run_backward(
@@ -58,10 +66,17 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # hooks on saved tensors may return them in another layout
     q, k, v, out = [copyable_by_tile(x) for x in saved[:4]]
-    lse, coeffs, mask = saved[4:]
-    lse, coeffs, g = copyable_by_tile(lse.contiguous()), coeffs.contiguous(), copyable_by_tile(g)
+    u, lse, coeffs, mask = saved[4:]
+    lse, coeffs, g = _copyable_numbers(lse), coeffs.contiguous(), copyable_by_tile(g)
+    u = copyable_by_tile(u) if u.numel() else u
     with on_device_of(q):
-        return one_pass.backward(g, q, k, v, out, lse, coeffs, mask, options)
+        return one_pass.backward(g, q, k, v, out, u, lse, coeffs, mask, options)
+
+
+def _copyable_numbers(x: Tensor) -> Tensor:
+    """Logsumexps, contiguous and from where the copy engine takes them."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 class _FilterOnce(torch.autograd.Function):
@@ -78,15 +93,15 @@ class _FilterOnce(torch.autograd.Function):
         v: Tensor,
         numbers: Tensor,
         mask: Tensor | None,
-        settings: tuple[Coefficients | None, Options],
+        settings: tuple[Coefficients | None, Options, bool],
     ) -> Tensor:
         # settings are one argument: autograd inspects each of them
-        learned, options = settings
+        learned, options, keeps = settings
         coeffs = numbers if learned is None else coefficients.evaluate(learned)
         ctx.basis = None if learned is None else learned.basis
         ctx.options = options
-        out, lse = _run(q, k, v, coeffs, mask, options)
-        ctx.save_for_backward(q, k, v, out, lse, coeffs, mask)
+        out, u, lse = _run(q, k, v, coeffs, mask, options, keeps)
+        ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
         return out
 
     @staticmethod
@@ -105,9 +120,10 @@ def forward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The registered operator: ``(out, LSE)``."""
-    return _run(q, k, v, coeffs, mask, Options(scale, is_causal))
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The registered operator: ``(out, U, LSE)``."""
+    return _run(q, k, v, coeffs, mask, Options(scale, is_causal), keeps)
 
 
 @torch.library.custom_op("gfsa::filter_once_backward", mutates_args=())
@@ -117,6 +133,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
+    u: Tensor,
     lse: Tensor,
     coeffs: Tensor,
     mask: Tensor | None,
@@ -124,35 +141,38 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the coefficients."""
-    saved = (q, k, v, out, lse, coeffs, mask)
+    saved = (q, k, v, out, u, lse, coeffs, mask)
     dq, dk, dv, parts = _run_backward(g, saved, Options(scale, is_causal))
     return dq, dk, dv, coefficients.total(parts)
 
 
 @forward.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_like(q), q.new_empty(one_pass.statistics_shape(q), dtype=torch.float32)
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    keeps = rest[-1]
+    u = empty_like(q) if keeps else q.new_empty(0)
+    lse = q.new_empty(one_pass.statistics_shape(q, keeps), dtype=torch.float32)
+    return empty_like(q), u, lse
 
 
 @backward.register_fake
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    coeffs = rest[2]
+    coeffs = rest[3]
     return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape[0], 2)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, coeffs, mask, *ctx.options = inputs
-    out, lse = output
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, coeffs, mask, *ctx.options, _ = inputs
+    out, u, lse = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse, coeffs, mask)
+    ctx.mark_non_differentiable(u, lse)
+    ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
 
 
 def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if g is None:
-        return (None,) * 7
+        return (None,) * 8
     gradients = backward(g, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None)
+    return (*gradients, None, None, None, None)
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

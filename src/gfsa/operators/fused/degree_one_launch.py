@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused import degree_one_kernels as kernels
+from gfsa.operators.fused import degree_one_wide as wide
+from gfsa.operators.fused import eligibility
+from gfsa.operators.fused.hopper import degree_one_path as hopper
 from gfsa.operators.fused.launcher import Block, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.problem import Options, Problem, padded, pointers, problem_of
+from gfsa.operators.fused.sweep import degree_one_path as sweep
 from gfsa.operators.fused.tile_access import describe
 
 # keys and values of heads that go through their blocks together: half of an H200's cache
@@ -50,22 +54,35 @@ def tiles(name: str, length: int, is_causal: bool) -> Tiles:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor]:
-    """``(out, LSE)``: the filter, and each row's logsumexp to base 2, ``(B, H, 1, N or more)``.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    keeps: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, U, LSE)``: the filter, ``A·V``, and each row's logsumexp.
 
     Args:
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``; all of layouts that
             :func:`~gfsa.operators.fused.layout.copyable_by_tile` gives.
         coeffs: ``(H, 2)`` or ``(H, 3)``, float32, contiguous.
         mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part.
+        keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
+            it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
     """
+    u = empty_like(q) if keeps else q.new_empty(0)
+    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
+    if keeps or eligibility.refusal_by_sweep_once(q, mask, options.is_causal) is None:
+        out = sweep.forward(q, k, v, coeffs, options, lse, u if keeps else None)
+        return out, u, lse
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
+    out = empty_like(q)
     launch = _launch("attend_once", problem, powers, _strides(q, v))
-    out, lse = empty_like(q), q.new_empty(statistics_shape(q), dtype=torch.float32)
     mask_bytes, _ = pointers(mask, None, unused=q)
     launch((k, v, out), q, v, lse, coeffs, mask_bytes)
-    return out, lse
+    return out, u, lse
 
 
 def backward(
@@ -74,12 +91,17 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
+    u: Tensor,
     lse: Tensor,
     coeffs: Tensor,
     mask: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``."""
+    if u.numel():
+        return wide.backward(g, q, k, v, u, lse, coeffs, options)
+    if hopper.serves(q, mask):
+        return hopper.backward(g, q, k, v, out, lse, coeffs, options)
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     mask_bytes, _ = pointers(mask, None, unused=q)
     delta, dq = torch.empty_like(lse), empty_like(q)
@@ -93,9 +115,11 @@ def backward(
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 
-def statistics_shape(q: Tensor) -> tuple[int, int, int, int]:
-    """The shape of logsumexps and of δ."""
+def statistics_shape(q: Tensor, keeps: bool = False) -> tuple[int, ...]:
+    """The shape of logsumexps, and of δ without ``keeps``, which is that of :func:`forward`."""
     batch, heads, length, _ = q.shape
+    if keeps:
+        return batch, heads, length
     return batch, heads, 1, (length + 15) // 16 * 16
 
 

@@ -75,12 +75,12 @@ def add_up(
 @triton.jit(**JIT_OPTIONS)
 def combine_degree_one(
     v_rows, u_rows, out_rows, coeffs, heads,
-    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """``c0·V + c1·U``."""
+    """``c0·V + c1·U``; GROUP heads of U share one of V."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.program_id(0) * BM
-    v = load_tile(v_rows, b, h, row, BM, D).to(tl.float32)
+    v = load_tile(v_rows, b, h // GROUP, row, BM, D).to(tl.float32)
     u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
     out = tl.load(coeffs + h * POWERS) * v + tl.load(coeffs + h * POWERS + 1) * u
     store_tile(out_rows, out, b, h, row, BM, D)
@@ -89,21 +89,29 @@ def combine_degree_one(
 @triton.jit(**JIT_OPTIONS)
 def grad_degree_one(
     g_rows, v_rows, u_rows, dv_rows, du_rows, coeffs, dc_out, heads,
-    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, POWERS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """``c0·g``, ``c1·g``, and these rows' part of the coefficients' gradients."""
-    block = tl.program_id(0)
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    """``c0·g``, added up over the heads that share one of V, ``c1·g``, and these rows' part of dc.
+
+    A program takes all heads that share one of V, so that V is read once and nothing is made
+    for each of them that is added up later.
+    """
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    b, key_head = tl.program_id(1) // (heads // GROUP), tl.program_id(1) % (heads // GROUP)
     row = block * BM
-    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
-    v = load_tile(v_rows, b, h, row, BM, D).to(tl.float32)
-    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
-    parts = tl.num_programs(1) // heads * tl.num_programs(0)
-    dc = dc_out + h * 2 * parts + b * tl.num_programs(0) + block
-    tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
-    tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
-    store_tile(dv_rows, tl.load(coeffs + h * POWERS) * g, b, h, row, BM, D)
-    store_tile(du_rows, tl.load(coeffs + h * POWERS + 1) * g, b, h, row, BM, D)
+    v = load_tile(v_rows, b, key_head, row, BM, D).to(tl.float32)
+    dv = tl.zeros((BM, D), tl.float32)
+    parts = tl.num_programs(1) // (heads // GROUP) * blocks
+    for member in tl.range(0, GROUP, num_stages=2):
+        h = key_head * GROUP + member
+        g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
+        u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
+        dc = dc_out + h * 2 * parts + b * blocks + block
+        tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
+        tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
+        dv += tl.load(coeffs + h * POWERS) * g
+        store_tile(du_rows, tl.load(coeffs + h * POWERS + 1) * g, b, h, row, BM, D)
+    store_tile(dv_rows, dv, b, key_head, row, BM, D)
 
 
 @triton.jit(**JIT_OPTIONS)

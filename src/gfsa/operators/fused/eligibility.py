@@ -61,6 +61,15 @@ ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
 # padded batches beyond the short kernels, which were measured with masks
 ONE_PASS_MASKS_ARE_MEASURED = False
 
+# their gradient's Hopper kernels: head dims, and most tokens
+HOPPER_ONCE_HEAD_DIMS = (64, 128)
+HOPPER_ONCE_LONGEST = 32768
+
+# degree 1 in one causal sweep: least tokens
+SWEEP_ONCE_FROM = 512
+# more tokens of wider heads than one pass takes otherwise leave the gradient to cuDNN
+CUDNN_ONCE_FROM = 4097
+
 # the kernel of one causal sweep: head dims, least and most tokens of a sequence
 SWEEP_HEAD_DIMS = (64, 128)
 SWEEP_LENGTHS = (1024, 32768)
@@ -106,7 +115,7 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
         # what one pass does not serve is torch's attention, and a kernel around it
         if torch.compiler.is_compiling() and not one_pass_is_fastest(
-            call.q, mask, call.scale, call.dropout_p
+            call.q, mask, call.scale, call.dropout_p, call.is_causal
         ):
             return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
         return None
@@ -208,18 +217,23 @@ def _refusal_of_device_by_gluon(q: Tensor) -> str | None:
 
 
 def one_pass_is_fastest(
-    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool = False
 ) -> bool:
     """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements."""
-    if not ONE_PASS_SHORTEST <= q.shape[2] <= ONE_PASS_LONGEST or q.shape[3] < ONE_PASS_NARROWEST:
+    length, head_dim = q.shape[2:]
+    if length < ONE_PASS_SHORTEST or head_dim < ONE_PASS_NARROWEST:
         return False
-    if mask is not None and (not ONE_PASS_MASKS_ARE_MEASURED or q.shape[2] <= SHORT_LENGTH):
+    if length > ONE_PASS_LONGEST and (
+        length > HOPPER_ONCE_LONGEST or refusal_by_hopper_once(q, mask) is not None
+    ):
         return False
-    return refusal_by_one_pass(q, mask, scale, dropout_p) is None
+    if mask is not None and (not ONE_PASS_MASKS_ARE_MEASURED or length <= SHORT_LENGTH):
+        return False
+    return refusal_by_one_pass(q, mask, scale, dropout_p, is_causal) is None
 
 
 def refusal_by_one_pass(
-    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
+    q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool = False
 ) -> str | None:
     """Why the one-pass kernels cannot serve a call that the fused kernels take, or None."""
     if dropout_p:
@@ -229,8 +243,51 @@ def refusal_by_one_pass(
     if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
         return "they take bool masks of keys only"
     if q.shape[3] > ONE_PASS_WIDEST:
-        return f"they take a head dim of {ONE_PASS_WIDEST} at most"
+        refusal = refusal_by_sweep_once(q, mask, is_causal)
+        if refusal is not None:
+            return f"they take a head dim of {ONE_PASS_WIDEST} at most, or one sweep: {refusal}"
     return None
+
+
+def leaves_gradient_to_cudnn(q: Tensor) -> bool:
+    """Whether one pass saves ``A·V`` for cuDNN's gradient, the fastest of long rows of wide heads.
+
+    Its five products outweigh what is done around it there; own kernels take seven.
+    """
+    if q.shape[3] <= ONE_PASS_WIDEST or q.shape[2] < CUDNN_ONCE_FROM:
+        return False
+    return cudnn_attention_is_on()
+
+
+def refusal_by_sweep_once(q: Tensor, mask: Tensor | None, is_causal: bool) -> str | None:
+    """Why one causal sweep does not serve the forward of a call that one pass serves, or None."""
+    if not is_causal:
+        return "it takes causal calls only"
+    if q.shape[2] < SWEEP_ONCE_FROM:
+        return f"it takes {SWEEP_ONCE_FROM} tokens or more, got {q.shape[2]}"
+    return refusal_by_hopper_once(q, mask)
+
+
+def cudnn_attention_is_on() -> bool:
+    """Whether torch may take cuDNN's attention, whose gradient adds up in any order.
+
+    A constant to the compiler.
+    """
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def refusal_by_hopper_once(q: Tensor, mask: Tensor | None) -> str | None:
+    """Why the Hopper kernels cannot serve the gradient of a call that one pass serves.
+
+    They are written in Gluon, as the short kernels are; Triton's serve what they refuse.
+    """
+    if mask is not None:
+        return "they take no mask but causality"
+    if q.shape[3] not in HOPPER_ONCE_HEAD_DIMS:
+        return f"they take head dims of {HOPPER_ONCE_HEAD_DIMS}, got {q.shape[3]}"
+    return _refusal_of_device_by_gluon(q)
 
 
 def refusal_of_decoding(
@@ -295,6 +352,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+cudnn_attention_is_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_measured(device: torch.device) -> bool:
@@ -365,8 +423,6 @@ def _refusal_of_wide_heads(q: Tensor, degree: int) -> str | None:
 
 
 def _refusal_of_options(call: AttentionCall, degree: int) -> str | None:
-    if degree == 1 and call.k.shape[1] != call.q.shape[1]:
-        return "the fused kernels of degree 1 take as many heads of keys as of queries"
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return "the fused kernels take bool masks, not additive ones"
     if call.visible is not None:

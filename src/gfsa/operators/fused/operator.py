@@ -73,8 +73,8 @@ class FusedOperator(Operator):
                 coeffs = coeffs.float()
             powers = coeffs.shape[1]
         if powers == 2:
-            scale, _, dropout_p = self.options
-            if one_pass_is_fastest(q, self.mask, scale, dropout_p):
+            scale, is_causal, dropout_p = self.options
+            if one_pass_is_fastest(q, self.mask, scale, dropout_p, is_causal):
                 return filter_once(q, k, v, coeffs, self.mask, self.options)
             if refusal_by_short(q, self.mask, self.options.scale) is not None:
                 return combine_degree_one(v, self.apply(v), coeffs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -92,24 +93,30 @@ def as_tiles(x: Tensor) -> Tensor:
     return x.view(*x.shape[:2], 1, x.shape[2])
 
 
+def describe_tiles() -> Callable[[Tensor, Block], Any]:
+    """What makes descriptors of tokens, and of numbers in float32, as Gluon kernels take them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    tokens = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    numbers = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
+
+    def describe(x: Tensor, block: Block) -> Any:
+        layout = numbers if x.dtype == torch.float32 else tokens
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+
+    return describe
+
+
 class _Kernels:
     """The kernels by name; Gluon is imported when they are first used."""
 
     def __init__(self) -> None:
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         from gfsa.operators.fused.hopper.first_pass import grad_first_pass
         from gfsa.operators.fused.hopper.keys import grad_keys
         from gfsa.operators.fused.hopper.queries import grad_queries
 
-        tokens = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        numbers = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
-
-        def describe(x: Tensor, block: Block) -> Any:
-            layout = numbers if x.dtype == torch.float32 else tokens
-            return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
-
+        describe = describe_tiles()
         functions = {
             "grad_first_pass": grad_first_pass,
             "grad_keys": grad_keys,

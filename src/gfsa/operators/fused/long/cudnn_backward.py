@@ -142,11 +142,11 @@ def _piece(
     w, x = torch.empty_like(q), torch.empty_like(q)
     strides = w.stride()
     launches["second_pass"]((out, v, u, w, x), coeffs)
-    dq2, dk2, du = _attention_gradient(_laid_out(g, strides), q, k, x, w, lse, options)
+    dq2, dk2, du = attention_gradient(laid_out(g, strides), q, k, x, w, lse, options)
     # freed before more is allocated
     del w, x
     launches["grad_first"]((g, v, u, du), coeffs, dc)
-    first = _attention_gradient(du, q, k, v, _laid_out(u, strides), lse, options)
+    first = attention_gradient(du, q, k, v, laid_out(u, strides), lse, options)
     if into is None:
         pairs = zip(first, (q, k, v), strict=True)
         into = [x if x.stride() == result_strides(like) else empty_like(like) for x, like in pairs]
@@ -155,7 +155,7 @@ def _piece(
     return dq, dk, dv
 
 
-def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """``x``, or a copy with these strides.
 
     Torch looks cuDNN's plan for a gradient up by the layouts of q, k and v. The layouts of the
@@ -168,9 +168,10 @@ def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _attention_gradient(
+def attention_gradient(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """cuDNN's; ``g`` and ``out`` as :func:`laid_out` lays them out for q, k and v."""
     length = q.shape[2]
     # the random state, of which dropout alone has need
     unused = torch.empty((), dtype=torch.int64, device=q.device)

@@ -37,6 +37,10 @@ class Control:
     alpha: float = 0.0
     """The weight of the first layer's values."""
 
+    @property
+    def is_gated(self) -> bool:
+        return "gate=true" in self.words
+
 
 CONTROLS = {
     "plain": Control("plain", layers=()),
@@ -49,6 +53,7 @@ CONTROLS = {
     "twicing": Control("twicing", fixed=(0.0, 2.0, -1.0), begins_as_plain=False),
     "value residual": Control("neutreno strength=0.4", begins_as_plain=False, alpha=0.4),
     "gated heads": Control("plain gate=true", layers=()),
+    "degree 1, gated": Control("degree1 gate=true", learned=(0, 1), per_head=2),
 }
 
 
@@ -72,7 +77,7 @@ def changed_model(control: Control, data: Path) -> tuple[Any, Any, int]:
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_control_is_plugged_where_it_says(name: str, data: Path) -> None:
     control = CONTROLS[name]
-    plain = built(data, depth=DEPTH, qk_norm="temperature", gate=name == "gated heads")
+    plain = built(data, depth=DEPTH, qk_norm="temperature", gate=control.is_gated)
     task, model, added = changed_model(control, data)
     filters = gfsa.filters_of(model)
     assert tuple(int(place.split(".")[2]) + 1 for place in filters) == control.layers
@@ -106,7 +111,7 @@ def test_a_control_computes_its_formula(name: str, data: Path) -> None:
         heads = torch.stack(terms).sum(0)
         if control.alpha and number > 1:
             heads = heads + control.alpha * (layers[0].v - found.v)
-        if name == "gated heads":
+        if control.is_gated:
             gates = 2 * torch.sigmoid(place.self_attn.gate(found.x))
             heads = heads * gates.transpose(1, 2)[..., None]
         expected = place.self_attn.o_proj(heads.transpose(1, 2).flatten(2))
@@ -117,7 +122,9 @@ def coefficients(control: Control, layer: int, model: Any) -> Tensor:
     """c0, c1, c2 of each head; a layer without a filter is A, and so is one of a baseline."""
     c = torch.tensor([[0.0, 1.0, 0.0]]).repeat(HEADS, 1)
     if layer in control.layers and not control.alpha:
-        attention = model.model.layers[layer - 1].self_attn
+        layer_attention = model.model.layers[layer - 1].self_attn
+        # a gated layer has the attention inside
+        attention = getattr(layer_attention, "attention", layer_attention)
         own = attention.gfsa.coefficients().detach()
         c = torch.zeros(HEADS, 3)
         c[:, : own.shape[1]] = own

@@ -99,6 +99,19 @@ def test_the_readme_says_of_stsb_what_its_family_says() -> None:
     assert f"brings {line[3]} Spearman" in readme
 
 
+def test_the_readme_says_of_pretraining_what_its_family_says() -> None:
+    lines = table((RESULTS / "pretraining.md").read_text("utf-8"), "| question | difference |")
+    found = {line[1]: line[3:] for line in lines}
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    for name, words in (
+        ("GFSA − plain", "{} nats lower than plain ({} … {}, {}: Holm's p = {})"),
+        ("degree 1 − plain", "{} nats less loss ({} … {}; {})"),
+    ):
+        nats, holm, verdict = found[name]
+        mean, low, high = re.findall(r"−([\d.]+)", nats)
+        assert words.format(mean, high, low, verdict, holm) in readme
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_better_and_worse_are_verdicts_of_families_alone(name: str) -> None:
     page = (RESULTS / name).read_text("utf-8")

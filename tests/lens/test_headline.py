@@ -83,6 +83,16 @@ def test_coefficients_over_training_have_a_sentence() -> None:
     assert "1 of 2 heads" in found
 
 
+def test_a_gain_alone_is_not_counted_by_its_c0() -> None:
+    layer = LayerTrajectory(1, "a", [[[0.0, 1.0]], [[0.0, 1.5]]])
+    gain = {"gain only": Trajectory([0, 100], [layer])}
+    (found,) = headline([], gain).compares
+    assert found.endswith("to (0.00, 1.50); c0 is 0 in every head.")
+    # a report without a date
+    report = LensReport({}, trajectories=gain)
+    assert f"Made by gfsa {report.version}. Definitions" in render(report)
+
+
 def test_modules_with_the_same_reason_share_a_line() -> None:
     skipped = {f"layers.{at}.attn": "has no map" for at in range(12)} | {"head": "is crossed"}
     assert grouped_reasons(skipped) == [

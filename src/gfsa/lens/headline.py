@@ -164,11 +164,14 @@ def _path(name: str, trajectory: Trajectory) -> list[str]:
         return []
     first, last = (_mean_row(trajectory, at) for at in (0, -1))
     heads = [row for layer in trajectory.layers for row in layer.coefficients[-1]]
-    negative = sum(row[0] < 0 for row in heads)
-    return [
+    path = (
         f"{name}: over {trajectory.steps[-1]:,} steps the mean coefficients went from "
-        f"({first}) to ({last}); c0 is below 0 in {negative} of {len(heads)} heads."
-    ]
+        f"({first}) to ({last})"
+    )
+    if not any(row[0] for row in heads):
+        return [f"{path}; c0 is 0 in every head."]
+    negative = sum(row[0] < 0 for row in heads)
+    return [f"{path}; c0 is below 0 in {negative} of {len(heads)} heads."]
 
 
 def _mean_row(trajectory: Trajectory, at: int) -> str:

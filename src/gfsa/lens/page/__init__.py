@@ -29,7 +29,7 @@ def render(report: LensReport) -> str:
         "headline": _headline(report),
         "looked": html.escape(_looked_at(report)),
         "summary": _summary(report),
-        "made": html.escape(f"gfsa {report.version}, {report.created}"),
+        "made": html.escape(", ".join(filter(None, (f"gfsa {report.version}", report.created)))),
     }
     page = _part("lens.html")
     for name, text in parts.items():

@@ -54,7 +54,10 @@ def draw_ladder(curves: pd.DataFrame, axis: Axes) -> None:
             }
             axis.plot(list(gaps), list(gaps.values()), label=name, **look)
     axis.axhline(0, color=COLOURS[numbers["plain"]], label="plain")
-    axis.set(ylabel="validation loss − plain (nats)", title="plain tuned further to the right →")
+    axis.set(
+        ylabel="validation loss − plain (nats)",
+        title="seed 0; plain tuned further →, then trained longer",
+    )
     axis.title.set_fontsize(9)
     axis.tick_params(axis="x", labelsize="small")
     axis.legend(frameon=False, fontsize="small")

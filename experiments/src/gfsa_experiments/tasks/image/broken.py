@@ -48,16 +48,18 @@ def _broken(root: Path, holdout: float) -> tuple[Sequence[str], int]:
     files = sorted(path for part in list_images(root, holdout).parts.values() for path, _ in part)
     # of the bytes: names of files need not be UTF-8
     kept = cache_folder() / f"images-{sha256(os.fsencode(root.absolute())).hexdigest()[:16]}.json"
-    with ThreadPoolExecutor(_THREADS) as pool, _one_at_a_time(kept):
+    with ThreadPoolExecutor(_THREADS) as pool:
+        # before the lock: on a network drive this takes seconds, in every process
         state = _state(pool.map(_size_and_time, files), files)
-        # what failed is looked at again: that it cannot be read may be for a reason outside of it
-        suspects = _read(kept, state)
-        suspects = files if suspects is None else suspects
-        reasons = dict(zip(suspects, pool.map(reason_against, suspects), strict=True))
-        broken = {path: reason for path, reason in reasons.items() if reason is not None}
-        if suspects is files:
-            with contextlib.suppress(OSError):
-                write_text(kept, json.dumps({"state": state, "broken_files": list(broken)}))
+        with _one_at_a_time(kept):
+            # what failed is looked at again: permissions, or a drive, may have been the reason
+            suspects = _read(kept, state)
+            suspects = files if suspects is None else suspects
+            reasons = dict(zip(suspects, pool.map(reason_against, suspects), strict=True))
+            broken = {path: reason for path, reason in reasons.items() if reason is not None}
+            if suspects is files:
+                with contextlib.suppress(OSError):
+                    write_text(kept, json.dumps({"state": state, "broken_files": list(broken)}))
     named = [f"{os.path.relpath(path, root)} ({reason})" for path, reason in broken.items()]
     return named, len(files)
 

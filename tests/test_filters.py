@@ -157,6 +157,20 @@ def test_state_dicts_can_be_averaged_and_cast(dtype: torch.dtype) -> None:
         GFSA(3).load_state_dict({key: (a[key] + other[key]) / 2 for key in a})
 
 
+@pytest.mark.parametrize("decay", [0.9, 0.9999])
+def test_a_moving_average_of_state_dicts_is_one_of_a_filter(decay: float) -> None:
+    source = shift(GFSA(3))
+    state = source.state_dict()
+    average = {key: value.float() for key, value in state.items()}
+    for _ in range(200):
+        average = {key: decay * average[key] + (1 - decay) * state[key] for key in state}
+    # float32 does not give the bytes back
+    assert bool((average["_extra_state"] != state["_extra_state"]).any())
+    loaded = GFSA(3)
+    loaded.load_state_dict(average)
+    assert torch.allclose(loaded.coefficients(), source.coefficients())
+
+
 class TestStructure:
     """What is not there costs nothing."""
 

@@ -162,3 +162,8 @@ def test_from_pretrained_says_what_a_folder_is(
 ) -> None:
     with pytest.raises(error, match=expected):
         gfsa.from_pretrained(hf.AutoModel, place / name)
+
+
+def test_from_pretrained_does_not_take_the_home_folder_for_a_name_on_the_hub() -> None:
+    with pytest.raises(FileNotFoundError, match="only a shell expands ~"):
+        gfsa.from_pretrained(hf.AutoModel, "~/absent")

@@ -17,8 +17,8 @@ EXAMPLES = sorted(
     path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".ipynb")
 )
 PACKAGES = r"gfsa(?:_experiments)?"
-# what looks like a name and is none: a file, the group of entry points, the end of a state-dict key
-NO_NAMES = {"gfsa.py", "gfsa.commands", "gfsa.theta"}
+# what looks like a name and is none: a file, the group of entry points, ends of state-dict keys
+NO_NAMES = {"gfsa.py", "gfsa.commands", "gfsa.theta", "gfsa._extra_state"}
 
 _IMPORT = re.compile(rf"^\s*from ({PACKAGES}[\w.]*) import (\([^)]*\)|[^\n#]+)", re.MULTILINE)
 # not behind a full stop, a slash or a star (a key of a state dict, a path), nor behind -m

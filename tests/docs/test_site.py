@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,45 @@ def test_the_hook_takes_these_pages() -> None:
     hook = (ROOT / "docs" / "site" / "hooks.py").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^PAGES = (\(.*\))$", hook, re.MULTILINE)
     assert listed == str(PAGES).replace("'", '"')
+
+
+def anchor_on_github(heading: str) -> str:
+    return re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-")
+
+
+def anchor_on_site(heading: str) -> str:
+    plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page that lead to the same heading on GitHub and on the site."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    texts = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).strip() for heading in headings]
+    return {
+        anchor_on_site(text) for text in texts if anchor_on_site(text) == anchor_on_github(text)
+    }
+
+
+def test_an_anchor_with_a_sign_between_spaces_is_found() -> None:
+    # GitHub keeps both hyphens, mkdocs one
+    assert anchor_on_github("forward + backward") == "forward--backward"
+    assert anchor_on_site("forward + backward") == "forward-backward"
+
+
+def test_links_to_headings_lead_there_on_github_and_on_the_site() -> None:
+    missing, seen = [], 0
+    for page in sorted(path for glob in PAGES for path in ROOT.glob(glob)):
+        text = page.read_text(encoding="utf-8")
+        for target, anchor in re.findall(r"\]\(([\w./-]*)#([^)\s]+)\)", text):
+            there = (page.parent / target).resolve() if target else page
+            if there.suffix == ".md":
+                seen += 1
+                if anchor not in anchors_of(there):
+                    missing.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert seen > 10
+    assert not missing
 
 
 def public_objects() -> dict[str, Any]:

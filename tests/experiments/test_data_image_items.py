@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -130,7 +131,8 @@ def test_of_several_processes_one_looks(tmp_path: Path, looked: list[str]) -> No
     # __wrapped__ remembers nothing, like a process of its own
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: broken._broken.__wrapped__(tmp_path, 0.1), range(4)))
-    assert len(looked) == 9
+    # the other three at the broken one again
+    assert len(looked) == 9 + 3
     assert found == [(["train/n001/1.JPEG (no format that Pillow knows)"], 9)] * 4
 
 
@@ -145,6 +147,25 @@ def test_a_folder_that_was_changed_is_looked_at_again(tmp_path: Path, looked: li
     path.write_bytes(whole)
     assert broken._broken.__wrapped__(tmp_path, 0.1) == ([], 9)
     assert len(looked) == 27
+
+
+def test_a_file_that_can_be_read_now_is_not_refused_for_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, {"train": 2, "val": 1})
+    denied = str(tmp_path / "train" / "n001" / "1.JPEG")
+    with monkeypatch.context() as patch:
+        # permissions, or a network drive: neither changes the size or the time of the file
+        patch.setattr(broken, "reason_against", lambda path: "denied" if path == denied else None)
+        assert len(broken._broken.__wrapped__(tmp_path, 0.1)[0]) == 1
+    assert broken._broken.__wrapped__(tmp_path, 0.1) == ([], 9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_the_name_of_a_folder_need_not_be_utf8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    write_folder(folder, {"train": 2, "val": 1})
+    assert broken._broken.__wrapped__(folder, 0.1) == ([], 9)
 
 
 def test_what_was_kept_may_be_damaged_or_unwritable(

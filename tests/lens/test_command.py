@@ -129,6 +129,33 @@ def test_inputs_end_where_the_model_s_positions_do(bert: Path, texts: Path, tmp_
         assert batch["input_ids"].shape == (3, 5)
 
 
+def test_positions_that_begin_behind_padding(tmp_path: Path) -> None:
+    import transformers as hf
+
+    config = hf.RobertaConfig(
+        vocab_size=10,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=10,
+    )
+    hf.RobertaModel(config).save_pretrained(tmp_path)
+    done = run("--model", tmp_path, "--data", "random", "--json", tmp_path / "r.json",
+               "--samples", "2")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "has positions for 8 tokens" in done.output
+    (reading,) = LensReport.from_json(tmp_path / "r.json").models.values()
+    assert reading.tokens == 16
+
+
+def test_a_file_without_samples(bert: Path, tmp_path: Path) -> None:
+    save_file({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, tmp_path / "none.safetensors")
+    done = run("--model", bert, "--data", tmp_path / "none.safetensors")
+    assert done.exit_code == 1
+    assert "have no samples" in done.output
+
+
 def test_timm_on_a_folder_of_images(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     from PIL import Image

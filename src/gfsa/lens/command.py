@@ -140,6 +140,12 @@ def _diagnose(
         raise SourceError(f"two models have the same name ({', '.join(labels)}): use LABEL=MODEL")
     # all models are compared on the same inputs, built with the first model's tokenizer or size
     batches = load_batches(sources[0], data, samples, batch_size, tokens)
+    if tokens > sources[0].longest and not data.endswith(".safetensors"):
+        typer.echo(
+            f"gfsa diagnose: {sources[0].label} has positions for {sources[0].longest} tokens: "
+            f"inputs have at most these, not --tokens {tokens}",
+            err=True,
+        )
     for source in sources[1:]:
         if other_inputs(sources[0], source, data, samples, tokens):
             typer.echo(

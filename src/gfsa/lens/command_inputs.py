@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
 from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_filters
 from gfsa.plugs.checkpoint import load
-from gfsa.plugs.trial import call
+from gfsa.plugs.running import call
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # samples that show whether two models have the same tokenizer, or take images of the same size
@@ -39,6 +39,8 @@ class Source:
     """PIL images → a batch."""
     random: Callable[[int, int], Any] | None = None
     """Number of samples and of tokens → a batch."""
+    longest: int = sys.maxsize
+    """The most tokens that these functions make of a text."""
 
 
 def load_source(name: str, untrained: bool) -> Source:
@@ -135,10 +137,10 @@ def _transformers(where: str) -> Source:
     if _has_filters(where):
         build = functools.partial(from_pretrained, kind)
     model = build(where)
-    source = Source(where, model)
+    longest = _positions_of(config, model)
+    source = Source(where, model, longest=longest)
     main = getattr(model, "main_input_name", "input_ids")
     needs_target = bool(config.is_encoder_decoder)
-    longest = _positions_of(config)
 
     def finish(batch: dict[str, Any]) -> dict[str, Any]:
         known = {"input_ids", "attention_mask", "token_type_ids"}
@@ -191,10 +193,22 @@ def _transformers(where: str) -> Source:
     return source
 
 
-def _positions_of(config: Any) -> int:
+def _positions_of(config: Any, model: nn.Module) -> int:
     """The tokens that a model has positions for; a large number if its config does not say."""
     positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else sys.maxsize
+    if not isinstance(positions, int) or positions < 1:
+        return sys.maxsize
+    # RoBERTa and its relatives count from behind the position of padding
+    first = (
+        table.padding_idx + 1
+        for table in model.modules()
+        if isinstance(table, nn.Embedding)
+        and table.num_embeddings == positions
+        and table.padding_idx is not None
+        # a vocabulary may have as many words
+        and table is not getattr(model, "get_input_embeddings", lambda: None)()
+    )
+    return positions - next(first, 0)
 
 
 def is_empty(tokenizer: Any) -> bool:
@@ -318,6 +332,8 @@ def _cut(tensors: dict[str, Tensor], samples: int, batch: int) -> list[dict[str,
             "no dimension"
         )
     sizes = {name: len(tensor) for name, tensor in tensors.items()}
+    if not max(sizes.values()):
+        raise SourceError("the tensors in --data have no samples: their first dimension is 0")
     if len(set(sizes.values())) != 1:
         raise SourceError(f"the tensors differ in their number of samples: {json.dumps(sizes)}")
     most = min(samples, *sizes.values())

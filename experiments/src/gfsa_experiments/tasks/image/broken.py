@@ -46,20 +46,22 @@ def _broken(root: Path, holdout: float) -> tuple[Sequence[str], int]:
     and the others wait for what it keeps.
     """
     files = sorted(path for part in list_images(root, holdout).parts.values() for path, _ in part)
-    kept = cache_folder() / f"images-{sha256(str(root).encode()).hexdigest()[:16]}.json"
-    with ThreadPoolExecutor(_THREADS) as pool, _one_at_a_time(kept):
+    # of the bytes: names of files need not be UTF-8
+    kept = cache_folder() / f"images-{sha256(os.fsencode(root.absolute())).hexdigest()[:16]}.json"
+    with ThreadPoolExecutor(_THREADS) as pool:
+        # before the lock: on a network drive this takes seconds, in every process
         state = _state(pool.map(_size_and_time, files), files)
-        broken = _read(kept, state)
-        if broken is None:
-            reasons = pool.map(reason_against, files)
-            broken = [
-                f"{os.path.relpath(path, root)} ({reason})"
-                for path, reason in zip(files, reasons, strict=True)
-                if reason is not None
-            ]
-            with contextlib.suppress(OSError):
-                write_text(kept, json.dumps({"state": state, "broken": broken}))
-    return broken, len(files)
+        with _one_at_a_time(kept):
+            # what failed is looked at again: permissions, or a drive, may have been the reason
+            suspects = _read(kept, state)
+            suspects = files if suspects is None else suspects
+            reasons = dict(zip(suspects, pool.map(reason_against, suspects), strict=True))
+            broken = {path: reason for path, reason in reasons.items() if reason is not None}
+            if suspects is files:
+                with contextlib.suppress(OSError):
+                    write_text(kept, json.dumps({"state": state, "broken_files": list(broken)}))
+    named = [f"{os.path.relpath(path, root)} ({reason})" for path, reason in broken.items()]
+    return named, len(files)
 
 
 @contextlib.contextmanager
@@ -73,10 +75,10 @@ def _one_at_a_time(kept: Path) -> Iterator[None]:
 
 
 def _read(kept: Path, state: str) -> list[str] | None:
-    """What was found of the files in this state; None if nothing was, or it cannot be read."""
+    """The broken files that were found in this state; None if they are not known."""
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))
-        return [str(entry) for entry in found["broken"]] if found["state"] == state else None
+        return [str(entry) for entry in found["broken_files"]] if found["state"] == state else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -42,7 +42,10 @@ def refusal_of_path(path: str | Path) -> str | None:
         return f"{found}; {expected}"
     if folder.is_file():
         return f"{path} is a file; {expected}"
-    if str(path).startswith((".", "/", "~")):
+    if str(path).startswith("~"):
+        return f"{path} does not exist: only a shell expands ~, Path(...).expanduser() does here"
+    # on Windows an absolute path begins with a drive
+    if folder.is_absolute() or str(path).startswith("."):
         return f"{path} does not exist; {expected}"
     return None
 

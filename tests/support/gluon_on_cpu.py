@@ -121,8 +121,8 @@ class Shared:
     def index(self, slot: int) -> Shared:
         return Shared(self.memory[slot])
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.memory[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.memory[(slice(None),) * dim + (slice(start, start + length),)])
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.transpose(order))

@@ -46,20 +46,28 @@ def kernels() -> Iterator[dict[str, Any]]:
 
 
 def run(
-    kernels: dict[str, Any], shape: tuple[int, int, int, int], visible: Visibility, width: int
+    kernels: dict[str, Any],
+    shape: tuple[int, int, int, int],
+    visible: Visibility,
+    width: int,
+    dim: int = DIM,
+    room: int = DIM,
 ) -> list[tuple[np.ndarray, torch.Tensor]]:
     """What the kernels give and what the specification gives: dq, dk and dv by query head, dc.
 
     Args:
         shape: batch, heads, heads that share keys, tokens.
         width: of a head on chip, which decides about the tiles and the order of the grid.
+        dim: features of a head that are used; room: features on chip, zeros from ``dim`` on.
     """
     batch, heads, group, n = shape
     generator = torch.Generator().manual_seed(n)
 
     def tokens(number: int) -> torch.Tensor:
-        size = (batch, number, n, DIM)
-        return torch.randn(size, generator=generator, dtype=torch.float64)
+        size = (batch, number, n, room)
+        x = torch.randn(size, generator=generator, dtype=torch.float64)
+        # as the copy engine fills what is beyond the last feature
+        return x * (torch.arange(room) < dim)
 
     q, k, v, g = (tokens(number) for number in (heads, heads // group, heads // group, heads))
     coeffs = torch.randn(heads, 3, generator=generator, dtype=torch.float64)
@@ -78,7 +86,7 @@ def run(
         kind, mask = SPANS, visible.spans(n, CPU).numpy().astype(int)
         strides = (2 * n if len(mask) > 1 else 0, 0, 0)
     options = Options(SCALE, visible.causal)
-    sizes = (batch, heads, heads // group, n, DIM)
+    sizes = (batch, heads, heads // group, n, dim)
     problem = Problem(*sizes, torch.bfloat16, None, options, (strides[0], 0, 0, 0), kind)
 
     u = (matrix @ exact[2]).detach().numpy()
@@ -105,9 +113,10 @@ def run(
             *(Descriptor(x, high) for x in rows),
             *(Pointer(pointers[x].reshape(-1)) for x in names.split()),
             *numbers,
-            *(DIM, high, wide, visible.causal, DIM, kind),
+            *(room, high, wide, visible.causal, used, kind),
         )
 
+    used = room if room == DIM else backward_path.used(dim)
     first_rows = (k_, g_, v_, u, out_, du)
     launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask")
     keys_rows = (k_, v_, u, g_, gk, gv)
@@ -148,3 +157,11 @@ def test_gradients(
 ) -> None:
     for got, expected in run(kernels, shape, visible, width):
         np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dim", [72, 80, 96, 120])
+def test_features_that_products_leave_out(kernels: dict[str, Any], dim: int) -> None:
+    """A head has room for 128 features; scores are products of the first 80 or 96, or of all."""
+    for visible in (packed([20, 1, 31]), Visibility(causal=True)):
+        for got, expected in run(kernels, (1, 2, 1, 52), visible, 128, dim, 128):
+            np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-10)

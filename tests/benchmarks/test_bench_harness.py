@@ -1,8 +1,11 @@
 """The harness: memory it can prove, ratios it computes, rows it keeps."""
 
+import contextlib
 import csv
 import dataclasses
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from gfsa_benchmarks.memory import MIB, peak_mib
 from gfsa_benchmarks.report import against_published, scaling, table
 from gfsa_benchmarks.run_suite import run_suite
 from gfsa_benchmarks.suites import SUITES, suite_called
-from gfsa_benchmarks.timing import Timing, interleaved
+from gfsa_benchmarks.timing import Timing, captured, interleaved
 from gfsa_experiments.runs.csv_table import check_table
 
 CPU = Setting(torch.device("cpu"), torch.float32)
@@ -215,3 +218,31 @@ def test_the_command_is_kept_without_paths(program, monkeypatch):
 def test_a_copy_without_history_can_be_told_its_commit(monkeypatch):
     monkeypatch.setenv("GFSA_COMMIT", "abc1234")
     assert small_rows()[0].commit == "abc1234"
+
+
+def test_a_captured_graph_keeps_the_tensors_of_its_work(monkeypatch):
+    """Otherwise the next capture would give their memory back, and a replay would read it."""
+
+    class OnGpu:
+        def wait_stream(self, other):
+            pass
+
+        def replay(self):
+            pass
+
+    for name in ("Stream", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, OnGpu)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+
+    def case():
+        x = torch.zeros(3)
+        return captured(lambda: x + 1), weakref.ref(x)
+
+    replay, tensor = case()
+    gc.collect()
+    assert tensor() is not None
+    replay()
+    del replay
+    gc.collect()
+    assert tensor() is None

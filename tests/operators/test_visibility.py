@@ -142,6 +142,22 @@ def test_spans_say_what_is_visible(window: int | None, packed: Tensor | None) ->
     assert torch.equal((query <= last[:, None]) & (key <= query), expected)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("numbers", [[5] * 6 + [0] * 6, [3, 3, 1, 1, 2, 2] * 2, [*range(12)][::-1]])
+def test_spans_of_documents_out_of_order_contain_their_token(
+    numbers: list[int], window: int | None
+) -> None:
+    """``in_order`` is the caller's word: kernels may give anything, but have to end."""
+    packed = torch.tensor(numbers)
+    visible = Visibility(causal=True, window=window, documents=packed, in_order=True)
+    first, last = visible.spans(12, torch.device("cpu"))[0]
+    token = torch.arange(12)
+    assert (first >= 0).all()
+    assert (first <= token).all()
+    assert (token <= last).all()
+    assert (last < 12).all()
+
+
 @pytest.mark.parametrize("what", ["spans", "whole"])
 def test_nothing_of_a_captured_graph_is_kept(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory has no values before the first replay, and those of other documents after it."""
@@ -168,6 +184,7 @@ def test_spans_do_not_say_everything() -> None:
     for visible, reason in (
         (Visibility(torch.ones(1, 1, 12).bool(), causal=True, window=3), "padding"),
         (Visibility(window=3), "later tokens"),
+        (Visibility(causal=True, window=0), "not even itself"),
         (Visibility(causal=True, documents=numbers), "in_order"),
         (
             Visibility(causal=True, documents=numbers.expand(1, 2, 12), in_order=True),

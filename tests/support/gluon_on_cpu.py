@@ -9,6 +9,7 @@ numbers. Layouts, rounding, registers and the order of memory accesses are not m
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import sys
 import threading
@@ -51,6 +52,9 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "xor", "radd", "rsub", "rm
 
 
 class Tensor(np.ndarray):
+    # layouts are not modelled
+    type = types.SimpleNamespace(layout=None)
+
     def to(self, _: Any) -> Tensor:
         return self
 
@@ -67,6 +71,9 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.at + offset)
+
+    def __sub__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.at - offset)
 
 
 class Descriptor:
@@ -114,8 +121,8 @@ class Shared:
     def index(self, slot: int) -> Shared:
         return Shared(self.memory[slot])
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.memory[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.memory[(slice(None),) * dim + (slice(start, start + length),)])
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.transpose(order))
@@ -176,7 +183,9 @@ class _Product:
         a = self.a.memory if isinstance(self.a, Shared) else self.a
         self.value = _tensor(a @ self.b.memory)
         if self.use_acc:
-            self.value = self.value + self.total
+            # a product that began before has ended before
+            total = self.total.value if isinstance(self.total, _Product) else self.total
+            self.value = self.value + total
 
 
 def _delay() -> None:
@@ -411,19 +420,19 @@ def on_cpu(*names: str) -> Iterator[list[types.ModuleType]]:
                 sys.modules[name] = module
 
 
-def launch(kernel: Callable[..., None], programs: int | tuple[int, int], *arguments: Any) -> None:
+def launch(kernel: Callable[..., None], programs: int | tuple[int, ...], *arguments: Any) -> None:
     """Run all programs, of a grid or of a line, at once; raise the first error of any thread."""
     failures: list[BaseException] = []
-    grid = (programs, 1) if isinstance(programs, int) else programs
+    grid = (programs,) if isinstance(programs, int) else programs
 
-    def run(program: tuple[int, int]) -> None:
+    def run(program: tuple[int, ...]) -> None:
         _of_thread.failures, _of_thread.grid, _of_thread.program = failures, grid, program
         try:
             kernel(*arguments)
         except BaseException as problem:
             failures.append(problem)
 
-    places = [(x, y) for y in range(grid[1]) for x in range(grid[0])]
+    places = itertools.product(*map(range, grid))
     _run_all([threading.Thread(target=run, args=(place,), daemon=True) for place in places])
     if failures:
         raise failures[0]

@@ -69,7 +69,13 @@ def captured(work: Work) -> Work:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+
+    def replay(work: Work = work) -> None:
+        # with the work it keeps its tensors: the next capture gives free memory back to the GPU,
+        # and a replay would read addresses that are no longer there
+        graph.replay()
+
+    return replay
 
 
 def _cpu_sample(work: Work, repeats: int) -> float:

@@ -148,20 +148,24 @@ class Visibility:
         ``first_i … i``, which :func:`refusal_of_spans` must have found to be all that is described.
 
         Returns:
-            ``(B or 1, 2, N)``, int32: first, and last.
+            ``(B or 1, 2, N)``, int32: first, and last; ``first_i ≤ i ≤ last_i`` whatever the
+            documents are.
         """
         return self._once("spans", length, device, lambda: self._spans(length, device))
 
     def _spans(self, length: int, device: torch.device) -> Tensor:
+        token = torch.arange(length, device=device, dtype=torch.int32)
         if self.documents is not None:
             numbers = self.documents.reshape(-1, length).contiguous()
             first = torch.searchsorted(numbers, numbers, out_int32=True)
             last = torch.searchsorted(numbers, numbers, out_int32=True, right=True) - 1
+            # numbers that decrease although in_order says otherwise are found anywhere, and a
+            # kernel would wait for keys behind its queries forever
+            first, last = torch.minimum(first, token), torch.maximum(last, token)
         else:
             first = torch.zeros(1, length, device=device, dtype=torch.int32)
             last = torch.full_like(first, length - 1)
         if self.window is not None:
-            token = torch.arange(length, device=device, dtype=torch.int32)
             # a window may be larger than int32
             others = min(self.window, length) - 1
             first = torch.maximum(first, token - others)
@@ -274,6 +278,8 @@ def refusal_of_spans(visible: Visibility) -> str | None:
         return "padding or a mask comes on top of a window or documents"
     if not visible.causal:
         return "queries see later tokens, too"
+    if visible.window is not None and visible.window < 1:
+        return f"a window of {visible.window} tokens leaves a query not even itself"
     if visible.documents is not None:
         if not visible.in_order:
             return "documents may lie across one another (Visibility's in_order is False)"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from gfsa.operators import AttentionCall, Visibility
-from gfsa.operators.fused import autograd, eligibility
+from gfsa.operators.fused import autograd, degree_one_attention, eligibility
 from gfsa.operators.fused.dispatch import backward_path, forward_path
 from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.long import cudnn_backward
@@ -100,6 +102,9 @@ def test_one_sweep_over_packed_documents(
     assert forward_path(q, spans, options) is forward
     if forward is sweep:
         assert backward_path(q, q, q, spans, options) is hopper_backward
+        # not run on a GPU in float16
+        assert forward_path(q.half(), spans, options) is long
+        assert forward_path(q.half(), None, options) is sweep
 
 
 @pytest.mark.parametrize(
@@ -182,3 +187,23 @@ def test_integers_are_no_other_kernels() -> None:
     assert options == Options(1.0, False, 0.0)
     assert type(options.scale) is float
     assert type(options.dropout_p) is float
+
+
+def test_nothing_is_kept_for_a_gradient_that_will_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN's gradient of degree 1 needs A·V; generation and evaluation do not."""
+    kept: list[bool] = []
+
+    def run(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        kept.append(others[-1])
+        return q.clone(), q.new_empty(0), q.new_empty(0)
+
+    monkeypatch.setattr(eligibility, "leaves_gradient_to_cudnn", lambda q: True)
+    monkeypatch.setattr(degree_one_attention, "_run", run)
+    q = torch.zeros(1, 2, 8, 16, requires_grad=True)
+    given = (q, q, q, torch.ones(2, 2), None, Options(0.1, True))
+    degree_one_attention.filter_once(*given)
+    with torch.no_grad():
+        degree_one_attention.filter_once(*given)
+    assert kept == [True, False]

@@ -174,6 +174,9 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
             return eligibility.refusal_of_decoding(token, v, coeffs)
 
     assert refusal() is None
+    empty, _, _ = call(0, 4, 1, 64)
+    with torch.no_grad():
+        assert "no tokens" in (eligibility.refusal_of_decoding(empty, v, coeffs) or "")
     assert "degree 2, this one has 3" in (refusal(OnHopper(4, 4)) or "")
     assert "a filter and a mask on cuda:0" in (refusal(torch.zeros(4, 3)) or "")
     assert "one dtype" in (refusal(v=OnHopper(2, 4, 1, 64, dtype=torch.float16)) or "")
@@ -335,7 +338,8 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         (300, 64, None, "fused"),
         (1024, 64, 0.1, "fused"),
         (1025, 64, None, "fused"),
-        (40000, 64, None, "sdpa"),
+        (8192, 64, None, "fused"),
+        (8193, 64, None, "sdpa"),
         (1024, 56, None, "sdpa"),
         (1024, 128, None, "fused"),
         (511, 128, None, "sdpa"),
@@ -384,7 +388,8 @@ def test_the_hopper_gradient_of_degree_one(
         (2048, 128, {"is_causal": True}, True),
         (512, 128, {"is_causal": True}, True),
         (511, 128, {"is_causal": True}, False),
-        (40000, 128, {"is_causal": True}, False),
+        (8192, 128, {"is_causal": True}, True),
+        (8193, 128, {"is_causal": True}, False),
         (2048, 128, {}, False),
         (2048, 128, {"is_causal": True, "dropout_p": 0.1}, False),
         (2048, 128, {"is_causal": True, "scale": -0.1}, False),

@@ -363,6 +363,28 @@ def test_degree_one_pass_registration() -> None:
     torch.library.opcheck(degree_one_attention.forward, (*inputs, None, True, 0.125, False))
 
 
+def test_degree_one_pass_registration_with_cudnns_gradient() -> None:
+    """A·V is a result then; grouped heads, tokens first."""
+    q = torch.randn(2, 600, 8, 128, device="cuda", dtype=BF16).transpose(1, 2)
+    k, v = torch.randn(2, 2, 600, 2, 128, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(8, 2, device="cuda"))]
+    # cuDNN adds up in any order: gradients are compared elsewhere
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    given = (*inputs, None, True, 0.09, True)
+    torch.library.opcheck(degree_one_attention.forward, given, test_utils=checks)
+
+
+def test_degree_one_keeps_nothing_without_a_gradient() -> None:
+    """The same kernel, without A·V: the same bits, in less memory."""
+    q, k, v, coeffs, _ = Problem(1, 4, 5000, 128, 2, dtype=BF16, device="cuda").tensors()
+    numbers = coeffs[:, :2].contiguous().requires_grad_()
+    options = Options(0.09, is_causal=True)
+    kept = degree_one_attention.filter_once(q, k, v, numbers, None, options)
+    with torch.no_grad():
+        alone = degree_one_attention.filter_once(q, k, v, numbers, None, options)
+    assert torch.equal(kept, alone)
+
+
 @pytest.mark.parametrize("length", [129, 300, 1024])
 def test_degree_one_in_a_sea_of_nan(length: int) -> None:
     """Rows beyond the last token are neither read nor written."""

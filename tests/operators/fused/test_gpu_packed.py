@@ -40,7 +40,7 @@ CASES = [
     on_gpu([8192], head_dim=128, dtype=FP16, window=1024),
     # one sweep
     on_gpu(MIXED, heads=12, key_heads=4),
-    on_gpu(MIXED[::-1], heads=12, head_dim=128, dtype=FP16, window=700, projected=True),
+    on_gpu(MIXED[::-1], heads=12, head_dim=128, window=700, projected=True),
 ]
 
 

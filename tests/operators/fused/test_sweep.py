@@ -148,6 +148,20 @@ def test_documents_and_windows(
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
+@pytest.mark.parametrize("numbers", [[5] * 300 + [0] * 300, [3] * 100 + [1] * 250 + [2] * 250])
+def test_it_ends_if_documents_are_out_of_order(
+    kernels: list[Any], numbers: list[int], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they see is the caller's mistake; a GPU that waits forever would be worse."""
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 5.0)
+    *_, forward = kernels
+    documents = torch.tensor(numbers)[None]
+    visible = Visibility(causal=True, documents=documents, in_order=True)
+    for got, _ in run(forward.filter_sweep, 1, 1, 1, 600, 1, 2, parts, visible):
+        assert np.isfinite(got).all()
+
+
 def test_it_waits_for_u(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without flags a block would load what no program has stored yet."""
     _, _, copies, forward = kernels

@@ -37,7 +37,8 @@ def filter_once(
         learned, numbers = coeffs, coeffs.theta
     else:
         numbers = coeffs
-    keeps = eligibility.leaves_gradient_to_cudnn(q)
+    # without a gradient to come, A·V is neither written nor kept
+    keeps = torch.is_grad_enabled() and eligibility.leaves_gradient_to_cudnn(q)
     if learned is None and needs_registered_operator(q):
         return forward(q, k, v, numbers, mask, options.is_causal, options.scale, keeps)[0]
     if torch.is_grad_enabled():

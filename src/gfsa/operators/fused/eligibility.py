@@ -61,9 +61,9 @@ ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
 # padded batches beyond the short kernels, which were measured with masks
 ONE_PASS_MASKS_ARE_MEASURED = False
 
-# their gradient's Hopper kernels: head dims, and most tokens
+# their gradient's Hopper kernels: head dims, and most tokens, the longest rows that were measured
 HOPPER_ONCE_HEAD_DIMS = (64, 128)
-HOPPER_ONCE_LONGEST = 32768
+HOPPER_ONCE_LONGEST = 8192
 
 # degree 1 in one causal sweep: least tokens
 SWEEP_ONCE_FROM = 512
@@ -73,6 +73,8 @@ CUDNN_ONCE_FROM = 4097
 # the kernel of one causal sweep: head dims, least and most tokens of a sequence
 SWEEP_HEAD_DIMS = (64, 128)
 SWEEP_LENGTHS = (1024, 32768)
+# with documents or windows: the dtypes in which it has run on a GPU
+SWEEP_SPANS_DTYPES = (torch.bfloat16,)
 # least tokens, counted once for each head: with fewer, programs wait for each other's blocks
 SWEEP_TOKENS = 96 * 1024
 
@@ -178,6 +180,8 @@ def refusal_by_sweep(
         return "it takes no dropout"
     if scale <= 0.0:
         return "it takes positive scales only"
+    if mask is not None and q.dtype not in SWEEP_SPANS_DTYPES:
+        return f"with spans it takes {SWEEP_SPANS_DTYPES}, got {q.dtype}"
     if head_dim not in SWEEP_HEAD_DIMS:
         return f"it takes head dims of {SWEEP_HEAD_DIMS}, got {head_dim}"
     least, most = SWEEP_LENGTHS
@@ -312,6 +316,8 @@ def refusal_of_decoding(
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):
         return "the kernel for a decoded token has no gradient"
+    if q.numel() == 0:
+        return "there are no tokens"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"
     if not q.dtype == k.dtype == v.dtype:

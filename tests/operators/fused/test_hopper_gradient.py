@@ -1,0 +1,167 @@
+"""The Hopper gradient of degree 2 without a GPU: its arithmetic, and what its barriers wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gfsa.operators import Visibility
+from gfsa.operators.dense import DenseOperator
+from gfsa.operators.fused.hopper import backward_path
+from gfsa.operators.fused.problem import KEY_MASK, NO_MASK, SPANS, Options, Problem
+from support import gluon_on_cpu
+from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
+
+ROOM = "gfsa.operators.fused"
+DIM, SCALE = 16, 0.3
+CPU = torch.device("cpu")
+# rows and columns of the tiles of each kernel, as at head dims of 64 and of 128 but smaller
+TILES = {
+    64: {"grad_first_pass": (16, 16), "grad_keys": (16, 16), "grad_queries": (16, 16)},
+    128: {"grad_first_pass": (16, 16), "grad_keys": (32, 16), "grad_queries": (32, 16)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _several_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_path, "HEADS_AT_A_TIME", {64: 2, 128: 1})
+
+
+@pytest.fixture
+def kernels() -> Iterator[dict[str, Any]]:
+    names = ("short.tiles", "hopper.tiles", *(f"hopper.{x}" for x in ("first_pass", "keys")))
+    with gluon_on_cpu.on_cpu(*(f"{ROOM}.{x}" for x in (*names, "hopper.queries"))) as modules:
+        *_, first_pass, keys, queries = modules
+        yield {
+            "grad_first_pass": first_pass.grad_first_pass,
+            "grad_keys": keys.grad_keys,
+            "grad_queries": queries.grad_queries,
+        }
+
+
+def run(
+    kernels: dict[str, Any],
+    shape: tuple[int, int, int, int],
+    visible: Visibility,
+    width: int,
+    dim: int = DIM,
+    room: int = DIM,
+) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """What the kernels give and what the specification gives: dq, dk and dv by query head, dc.
+
+    Args:
+        shape: batch, heads, heads that share keys, tokens.
+        width: of a head on chip, which decides about the tiles and the order of the grid.
+        dim: features of a head that are used; room: features on chip, zeros from ``dim`` on.
+    """
+    batch, heads, group, n = shape
+    generator = torch.Generator().manual_seed(n)
+
+    def tokens(number: int) -> torch.Tensor:
+        size = (batch, number, n, room)
+        x = torch.randn(size, generator=generator, dtype=torch.float64)
+        # as the copy engine fills what is beyond the last feature
+        return x * (torch.arange(room) < dim)
+
+    q, k, v, g = (tokens(number) for number in (heads, heads // group, heads // group, heads))
+    coeffs = torch.randn(heads, 3, generator=generator, dtype=torch.float64)
+    exact = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), coeffs]
+    exact = [x.requires_grad_() for x in exact]
+    seen = visible.rows(0, n, n, CPU)
+    scores = (SCALE * exact[0] @ exact[1].mT).masked_fill(~seen, -torch.inf)
+    matrix = scores.softmax(-1)
+    out = DenseOperator(matrix).polynomial(exact[3], exact[2])
+    expected = torch.autograd.grad(out, exact, g)
+
+    kind, mask, strides = NO_MASK, np.zeros(0, dtype=int), (0, 0, 0)
+    if visible.keys is not None:
+        kind, mask, strides = KEY_MASK, visible.keys.numpy().astype(int), (n, 0, 1)
+    elif visible.needs_rows():
+        kind, mask = SPANS, visible.spans(n, CPU).numpy().astype(int)
+        strides = (2 * n if len(mask) > 1 else 0, 0, 0)
+    options = Options(SCALE, visible.causal)
+    sizes = (batch, heads, heads // group, n, dim)
+    problem = Problem(*sizes, torch.bfloat16, None, options, (strides[0], 0, 0, 0), kind)
+
+    u = (matrix @ exact[2]).detach().numpy()
+    q_, k_, v_, g_, out_, c = (x.detach().numpy() for x in (q, k, v, g, out, coeffs))
+    lse = scores.logsumexp(-1).detach().numpy()[:, :, None]
+    delta = np.full(lse.shape, np.nan)
+    du, gq, gk, gv = (np.full(q_.shape, np.nan) for _ in range(4))
+    numbers = (Number(heads), Number(group), Number(n), SCALE, *map(Number, strides))
+    grids = {
+        name: backward_path.grid_of(problem, rows, width)
+        for name, (rows, _) in TILES[width].items()
+    }
+    parts = np.full((heads, 3, np.prod(grids["grad_first_pass"]) // heads), np.nan)
+    pointers = {"delta": delta, "lse": lse, "dc": parts, "coeffs": c, "mask": mask}
+
+    def launch(
+        name: str, cols: Sequence[np.ndarray], rows: Sequence[np.ndarray], names: str
+    ) -> None:
+        high, wide = TILES[width][name]
+        gluon_on_cpu.launch(
+            kernels[name],
+            grids[name],
+            *((Numbers if x.shape[2] == 1 else Descriptor)(x, wide) for x in cols),
+            *(Descriptor(x, high) for x in rows),
+            *(Pointer(pointers[x].reshape(-1)) for x in names.split()),
+            *numbers,
+            *(room, high, wide, visible.causal, used, kind),
+        )
+
+    used = room if room == DIM else backward_path.used(dim)
+    first_rows = (k_, g_, v_, u, out_, du)
+    launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask")
+    keys_rows = (k_, v_, u, g_, gk, gv)
+    launch("grad_keys", (q_, g_, du, lse, delta), keys_rows, "coeffs mask")
+    launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask")
+    return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
+
+
+def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
+    """Documents of these lengths, row by row."""
+    numbers = [np.repeat(np.arange(len(row)), row) for row in rows]
+    documents = torch.from_numpy(np.stack(numbers))[:, None]
+    return Visibility(causal=True, window=window, documents=documents, in_order=True)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    # batch, heads, heads that share keys, tokens; what they see
+    ("shape", "visible"),
+    [
+        ((1, 2, 2, 64), Visibility(causal=True)),
+        # the last block is not full
+        ((2, 1, 1, 76), Visibility()),
+        ((2, 2, 1, 40), Visibility(torch.arange(40)[None, None] < torch.tensor([[[40]], [[23]]]))),
+        # documents that begin with tiles, inside of them, several in one, and of one token
+        ((2, 2, 2, 84), packed([32, 20, 1, 1, 30], [84])),
+        ((1, 3, 1, 52), packed([1] * 20 + [32])),
+        ((1, 1, 1, 100), packed([70, 10, 20], window=18)),
+        # windows: of one token, over several tiles, longer than all tokens
+        ((1, 2, 1, 52), Visibility(causal=True, window=1)),
+        ((1, 2, 1, 76), Visibility(causal=True, window=33)),
+        ((2, 1, 1, 40), Visibility(causal=True, window=400)),
+        ((1, 1, 1, 4), Visibility(causal=True, window=2)),
+    ],
+)
+def test_gradients(
+    kernels: dict[str, Any], shape: tuple[int, int, int, int], visible: Visibility, width: int
+) -> None:
+    for got, expected in run(kernels, shape, visible, width):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dim", [72, 80, 96, 120])
+def test_features_that_products_leave_out(kernels: dict[str, Any], dim: int) -> None:
+    """A head has room for 128 features; scores are products of the first 80 or 96, or of all."""
+    for visible in (packed([20, 1, 31]), Visibility(causal=True)):
+        for got, expected in run(kernels, (1, 2, 1, 52), visible, 128, dim, 128):
+            np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-10)

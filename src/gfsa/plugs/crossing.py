@@ -7,6 +7,7 @@ layer, from arguments of which none is common to them: they are different tokens
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -153,10 +154,10 @@ def layers_that_cross(
         return set()
     crossing = Crossing(watched)
     try:
-        run()
-    # some layer runs without gradients only, which it has done before: nothing more is known
-    except Exception:
-        return set()
+        # a model may run without gradients alone, as it did in the trial before: then the layers
+        # up to the one that fails have been looked at
+        with contextlib.suppress(Exception):
+            run()
     finally:
         crossing.remove()
     return crossing.found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-from gfsa.filters.base import read_description
+from gfsa.filters.description import read_description
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import AttentionOperator, Coefficients, DenseOperator
 from support.attention import Dispatched

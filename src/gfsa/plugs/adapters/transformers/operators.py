@@ -114,14 +114,13 @@ def _sdpa_operator(
     if registered is not sdpa_attention_forward:
         # the user registered another function under this name: it is what the model would call
         optional = {"position_bias": position_bias, "is_causal": is_causal}
-        given = {name: argument for name, argument in optional.items() if argument is not None}
+        kwargs |= {name: argument for name, argument in optional.items() if argument is not None}
         mask = written_out(attention_mask)
         return _function_rows(
             *(registered, "sdpa", module, query, key, value, mask),
             dropout=dropout,
             scaling=scaling,
             **kwargs,
-            **given,
         )
     if isinstance(attention_mask, DescribedMask):
         tokens = query.shape[2]

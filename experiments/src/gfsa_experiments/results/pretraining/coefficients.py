@@ -9,8 +9,8 @@ import pandas as pd
 
 from gfsa.lens.colours import COLOURS, series_of
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, by_size
 from gfsa_experiments.results.pretraining.collect import RUN
-from gfsa_experiments.results.pretraining.study import PLAIN, arms_of, by_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
+from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
 from gfsa_experiments.results.pretraining.gap import cells, fit_gap
 from gfsa_experiments.results.pretraining.ladder import draw_ladder
-from gfsa_experiments.results.pretraining.study import PLAIN, Study, by_size, speed_at
+from gfsa_experiments.results.pretraining.speeds import speed_at
+from gfsa_experiments.results.pretraining.study import Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

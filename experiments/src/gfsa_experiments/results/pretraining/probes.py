@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of
 from gfsa_experiments.results.pretraining.collect import RUN
-from gfsa_experiments.results.pretraining.study import PLAIN, arms_of
 from gfsa_experiments.results.statistics import PairedDifference, paired_difference
 
 # positions 2^k … 2^(k+1) − 1 of a row are group k; the last group may be cut off, and is left out

@@ -48,8 +48,9 @@ def decide(
         advice: what to do if they are no labels.
     """
     values = [_number(text) for text in texts]
-    numeric = None not in values
-    whole = numeric and all(float(value).is_integer() for value in values if value is not None)
+    numbers = [value for value in values if value is not None]
+    numeric = len(numbers) == len(texts)
+    whole = numeric and all(value.is_integer() for value in numbers)
     few = len(set(values)) <= _MOST_NUMBERED_CLASSES
     if wanted == "numbers" or (wanted == "auto" and numeric and not (whole and few)):
         if not numeric:
@@ -57,30 +58,14 @@ def decide(
             raise ValueError(
                 f"labels=numbers, but the column {column} has {wrong!r}; set labels=classes"
             )
-        numbers = [value for value in values if value is not None]
-        ends = f"numbers from {min(numbers):g} to {max(numbers):g}"
-        if only_classes:
-            raise ValueError(
-                f"this recipe predicts classes, and the column {column} has {ends}; {advice}, or "
-                "use the recipe text, which predicts numbers too"
-            )
-        why = f"regression, {ends} (labels=classes would make them classes)"
-        return Labels("numbers", (), numbers, why)
+        return _as_numbers(numbers, column, only_classes, advice)
     # 1 and 1.0 are one class if all are whole numbers
-    names = [str(int(v)) for v in values if v is not None] if whole else list(texts)
+    names = [str(int(value)) for value in numbers] if whole else list(texts)
     classes = sorted(set(names), key=(lambda name: (int(name), name)) if whole else None)
-    if wanted == "auto" and len(classes) > max(2, len(texts) / 2):
+    if wanted == "auto":
         words = [text for text, value in zip(texts, values, strict=True) if value is None]
-        if 0 < len(words) <= len(texts) / 10:
-            raise ValueError(
-                f"the column {column} has {len(texts) - len(words)} finite numbers and "
-                f"{len(words)} other labels, such as {_some(words)}: correct or delete these rows"
-            )
         override = "" if only_classes else ", or labels=classes if each of them is a class"
-        raise ValueError(
-            f"the column {column} has {len(classes)} different values in {len(texts)} rows, such "
-            f"as {_some(classes)}: it does not look like labels; {advice}{override}"
-        )
+        _refuse_many(classes, words, len(texts), column, advice + override)
     if len(classes) < 2:
         raise ValueError(
             f"every label in the column {column} is {classes[0]!r}: there is nothing to learn; "
@@ -92,6 +77,40 @@ def decide(
         why += f" (at most {_MOST_NUMBERED_CLASSES} different whole numbers; labels=numbers"
         why += " would make them a quantity)"
     return Labels("classes", tuple(classes), [place[name] for name in names], why)
+
+
+def _as_numbers(numbers: list[float], column: str, only_classes: bool, advice: str) -> Labels:
+    """Labels that are numbers, unless the recipe predicts classes alone."""
+    ends = f"numbers from {min(numbers):g} to {max(numbers):g}"
+    if only_classes:
+        raise ValueError(
+            f"this recipe predicts classes, and the column {column} has {ends}; {advice}, or "
+            "use the recipe text, which predicts numbers too"
+        )
+    why = f"regression, {ends} (labels=classes would make them classes)"
+    return Labels("numbers", (), numbers, why)
+
+
+def _refuse_many(
+    classes: Sequence[str], words: Sequence[str], rows: int, column: str, advice: str
+) -> None:
+    """Raise ValueError for so many classes that they are no labels.
+
+    Args:
+        classes: the different labels.
+        words: those labels of ``rows`` that are no finite numbers.
+    """
+    if len(classes) <= max(2, rows / 2):
+        return
+    if 0 < len(words) <= rows / 10:
+        raise ValueError(
+            f"the column {column} has {rows - len(words)} finite numbers and "
+            f"{len(words)} other labels, such as {_some(words)}: correct or delete these rows"
+        )
+    raise ValueError(
+        f"the column {column} has {len(classes)} different values in {rows} rows, such "
+        f"as {_some(classes)}: it does not look like labels; {advice}"
+    )
 
 
 def refuse_unseen(labels: Labels, parts: dict[str, list[int]], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Write files so that a reader (another process, a resumed run) sees them complete or not at all."""
+"""Write files so that readers (other processes, resumed runs) see them complete or not at all."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ together with the values in the layout that the operator expects.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,8 +109,13 @@ def _sdpa_operator(
         )
     if not CHOICES.isdisjoint(kwargs):
         attention_mask = with_chosen_keys(module, query, key, attention_mask, kwargs)
-    _refuse_softcap(module, kwargs)
-    registered = _registered_sdpa(module)
+    if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
+        raise ValueError(
+            f"{name_of(module)} caps its scores (softcap={kwargs['softcap']}), which sdpa cannot. "
+            "Use model.set_attn_implementation('eager')"
+        )
+    registry = REGISTRIES.get(type(module))
+    registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
     if registered is not sdpa_attention_forward:
         # the user registered another function under this name: it is what the model would call
         optional = {"position_bias": position_bias, "is_causal": is_causal}
@@ -134,23 +139,6 @@ def _sdpa_operator(
     return _masked_sdpa_operator(
         module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias
     )
-
-
-def _refuse_softcap(module: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise where transformers' sdpa would, for scores that the model caps."""
-    if _REFUSES_SOFTCAP and kwargs.get("softcap") is not None:
-        raise ValueError(
-            f"{name_of(module)} caps its scores (softcap={kwargs['softcap']}), which sdpa cannot. "
-            "Use model.set_attn_implementation('eager')"
-        )
-
-
-def _registered_sdpa(module: Any) -> Callable[..., Any]:
-    """The attention function that transformers has under the name sdpa for a module."""
-    registry = REGISTRIES.get(type(module))
-    functions = functions_of(type(module)) if registry is None else registry
-    found: Callable[..., Any] = functions["sdpa"]
-    return found
 
 
 def _dropout_place(module: Any, dropout: float) -> DropoutPlace:

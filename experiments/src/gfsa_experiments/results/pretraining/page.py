@@ -10,6 +10,7 @@ import pandas as pd
 from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
 from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Picture, Text
 from gfsa_experiments.results.pretraining.answer import family_table
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, by_size, settings_apart
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
@@ -17,13 +18,7 @@ from gfsa_experiments.results.pretraining.limits import limit_blocks
 from gfsa_experiments.results.pretraining.probes import Measure, measures
 from gfsa_experiments.results.pretraining.savings import Saving, savings, savings_of_ends
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
-from gfsa_experiments.results.pretraining.study import (
-    PLAIN,
-    Study,
-    arms_of,
-    by_size,
-    settings_apart,
-)
+from gfsa_experiments.results.pretraining.study import Study
 from gfsa_experiments.results.statistics import LEVEL, Interval
 
 NATS = Scale(1, 3)

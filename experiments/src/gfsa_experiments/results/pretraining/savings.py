@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
 from gfsa_experiments.results.pretraining.collect import RUN
-from gfsa_experiments.results.pretraining.study import PLAIN, by_size, speed_at
+from gfsa_experiments.results.pretraining.speeds import speed_at
 from gfsa_experiments.results.statistics import Interval, mean_of_groups
 
 

@@ -11,6 +11,7 @@ the Hopper kernels, by the long kernels, and by cuDNN's where that serves. The f
 from __future__ import annotations
 
 import functools
+import math
 from unittest import mock
 
 import torch
@@ -72,17 +73,18 @@ class Call:
 
     def kernel(self, name: str, tiles: Tiles) -> Work:
         """One kernel; queries stand in for the mask, which is not read."""
+        own = (False,) if name == "grad_keys" else ()
         with mock.patch.dict(hopper.TILES, {name: {self.width: tiles}}):
-            launch = hopper._launch(name, self.problem)
+            launch = hopper._launch(name, self.problem, *own)
         q, k, v, u, out, lse, coeffs, *_ = self.saved
         g, du, delta = self.g, torch.randn_like(q), torch.randn_like(lse)
         dq, dk, dv = (torch.empty_like(q) for _ in range(3))
         rows, deltas = hopper.as_tiles(lse), hopper.as_tiles(delta)
         if name == "grad_first_pass":
-            parts = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.grid[0])
+            parts = lse.new_empty(q.shape[1], 3, math.prod(launch.grid) // q.shape[1])
             return lambda: launch((q, g, rows, k, g, v, u, out, du), delta, parts, coeffs, q)
         if name == "grad_keys":
-            return lambda: launch((q, g, du, rows, deltas, k, v, u, g, dk, dv), coeffs, q)
+            return lambda: launch((q, g, du, rows, deltas, k, v, u, g, dk, dv), coeffs, q, coeffs)
         return lambda: launch((k, v, u, q, g, du, dq), delta, lse, coeffs, q)
 
     def plain(self) -> object:

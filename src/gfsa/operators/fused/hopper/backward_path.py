@@ -1,4 +1,8 @@
-"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ."""
+"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ.
+
+For causal sequences of wide heads the second adds up dQ as well, in any order, and the third rounds
+the sums. Under ``torch.use_deterministic_algorithms(True)`` it does not.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from gfsa.operators.fused.launcher import Block, Grid, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import (
+    NO_MASK,
     SPANS,
     Options,
     Problem,
@@ -50,9 +55,16 @@ TILES: dict[str, dict[int, Tiles]] = {
 # with spans, where the compiler would take a few more: room for three programs of four warps
 REGISTERS = {("grad_keys", 64, SPANS): 168}
 
-# with spans, by the width of a head on chip: most heads that are worked on together; 16 and 64 are
-# as fast as 32, wide heads have not been measured
-HEADS_AT_A_TIME = {64: 32, 128: 1}
+# by the width of a head on chip and the kind of mask: most heads that are worked on together; with
+# spans 16 and 64 are as fast as 32, wide heads have not been measured
+HEADS_AT_A_TIME = {(64, SPANS): 32, (128, NO_MASK): 4}
+
+# widths of a head on chip at which loads of the next tile begin while products run: one or two
+# programs share a multiprocessor there, and do not fill each other's gaps
+LATE = {128}
+
+# shortest causal sequences of 128 features whose dQ is added up with dK and dV
+LEAST_WITH_QUERIES = 2048
 
 forward = long.forward
 
@@ -65,7 +77,9 @@ def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
-    launches = _launches(problem_of(q, k, mask, options))
+    problem = problem_of(q, k, mask, options)
+    with_queries = adds_up_queries(problem)
+    launches = _launches(problem, with_queries)
     mask, _ = pointers(mask, None, unused=q)
     lse = copyable_by_row(lse)
     du, delta = empty_like(q), torch.empty_like(lse)
@@ -76,10 +90,36 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask)
-    dq = empty_like(q)
-    launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
+    sums = _no_sums(q) if with_queries else coeffs
+    grad_keys = launches["grad_keys"]
+    grad_keys((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask, sums)
+    if with_queries:
+        # its memory is free for dQ, beside sums that take twice as much
+        del du
+        dq = empty_like(q)
+        launches["finish_queries"]((dq,), sums)
+    else:
+        dq = empty_like(q)
+        launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
+
+
+def adds_up_queries(problem: Problem) -> bool:
+    """Whether dQ is added up in any order by the kernel of dK and dV, where that was faster."""
+    return (
+        problem.head_dim == 128
+        and problem.options.is_causal
+        and problem.mask_kind == NO_MASK
+        and problem.length >= LEAST_WITH_QUERIES
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _no_sums(q: Tensor) -> Tensor:
+    """Zeros in float32 for dQ of whole tiles of tokens."""
+    cols = TILES["grad_keys"][q.shape[3]].cols
+    tokens = -(-q.shape[2] // cols) * cols
+    return q.new_zeros(*q.shape[:2], tokens, q.shape[3], dtype=torch.float32)
 
 
 def copyable_by_row(x: Tensor) -> Tensor:
@@ -115,12 +155,14 @@ class _Kernels:
         from gfsa.operators.fused.hopper.first_pass import grad_first_pass
         from gfsa.operators.fused.hopper.keys import grad_keys
         from gfsa.operators.fused.hopper.queries import grad_queries
+        from gfsa.operators.fused.hopper.sums import finish_queries
 
         describe = describe_tiles()
         functions = {
             "grad_first_pass": grad_first_pass,
             "grad_keys": grad_keys,
             "grad_queries": grad_queries,
+            "finish_queries": finish_queries,
         }
         self.by_name = {name: Kernel(function, describe) for name, function in functions.items()}
 
@@ -131,12 +173,19 @@ def _kernels() -> _Kernels:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(problem: Problem) -> dict[str, Launch]:
+def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
     """Each kernel over the rows of one problem."""
-    return {name: _launch(name, problem) for name in TILES}
+    launches = {
+        "grad_first_pass": _launch("grad_first_pass", problem),
+        "grad_keys": _launch("grad_keys", problem, with_queries),
+    }
+    if with_queries:
+        return {**launches, "finish_queries": _finish_queries(problem)}
+    return {**launches, "grad_queries": _launch("grad_queries", problem)}
 
 
-def _launch(name: str, problem: Problem) -> Launch:
+def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
+    """A kernel with the constants that all have, then its own."""
     kernel = _kernels().by_name[name]
     scale, is_causal, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
@@ -161,17 +210,31 @@ def _launch(name: str, problem: Problem) -> Launch:
             is_causal,
             used(problem.head_dim),
             problem.mask_kind,
+            width in LATE,
+            *constants,
         ),
         **launch_options,
+    )
+
+
+def _finish_queries(problem: Problem) -> Launch:
+    width, tiles = problem.head_dim, TILES["grad_keys"][problem.head_dim]
+    return Launch(
+        _kernels().by_name["finish_queries"],
+        (-(-problem.length // tiles.cols), problem.batch * problem.heads, 1),
+        problem.variant,
+        [(1, 1, tiles.cols, width)],
+        (problem.heads, problem.options.scale),
+        (width, tiles.cols),
+        num_warps=tiles.warps,
     )
 
 
 def grid_of(problem: Problem, rows: int, width: int) -> Grid:
     """A program for each block of ``rows`` tokens of each head, in the order of the launch."""
     blocks, heads = -(-problem.length // rows), problem.batch * problem.heads
-    if problem.mask_kind != SPANS:
-        return blocks, heads, 1
-    together = max(x for x in range(1, HEADS_AT_A_TIME[width] + 1) if heads % x == 0)
+    most = HEADS_AT_A_TIME.get((width, problem.mask_kind), 1)
+    together = max(x for x in range(1, most + 1) if heads % x == 0)
     return together, blocks, heads // together
 
 

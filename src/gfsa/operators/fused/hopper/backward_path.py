@@ -90,7 +90,7 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    sums = _no_sums(q) if with_queries else coeffs
+    sums = _zeros(problem, q.device) if with_queries else coeffs
     grad_keys = launches["grad_keys"]
     grad_keys((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask, sums)
     if with_queries:
@@ -115,11 +115,12 @@ def adds_up_queries(problem: Problem) -> bool:
     )
 
 
-def _no_sums(q: Tensor) -> Tensor:
-    """Zeros in float32 for dQ of whole tiles of tokens."""
-    cols = TILES["grad_keys"][q.shape[3]].cols
-    tokens = -(-q.shape[2] // cols) * cols
-    return q.new_zeros(*q.shape[:2], tokens, q.shape[3], dtype=torch.float32)
+def _zeros(problem: Problem, device: torch.device) -> Tensor:
+    """Sums of dQ, in float32: whole tiles of all heads."""
+    width = width_of(problem)
+    cols = TILES["grad_keys"][width].cols
+    tiles = -(-problem.length // cols)
+    return torch.zeros(problem.batch * problem.heads, tiles, cols, width, device=device)
 
 
 def copyable_by_row(x: Tensor) -> Tensor:
@@ -189,8 +190,7 @@ def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
     kernel = _kernels().by_name[name]
     scale, is_causal, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
-    # no narrower: a row of a tile has 128 bytes, as the swizzle does
-    width = max(64, padded(problem.head_dim))
+    width = width_of(problem)
     tiles = TILES[name][width]
     arguments = inspect.signature(kernel.function.fn).parameters
     launch_options: dict[str, Any] = {"num_warps": tiles.warps}
@@ -218,7 +218,8 @@ def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
 
 
 def _finish_queries(problem: Problem) -> Launch:
-    width, tiles = problem.head_dim, TILES["grad_keys"][problem.head_dim]
+    width = width_of(problem)
+    tiles = TILES["grad_keys"][width]
     return Launch(
         _kernels().by_name["finish_queries"],
         (-(-problem.length // tiles.cols), problem.batch * problem.heads, 1),
@@ -228,6 +229,11 @@ def _finish_queries(problem: Problem) -> Launch:
         (width, tiles.cols),
         num_warps=tiles.warps,
     )
+
+
+def width_of(problem: Problem) -> int:
+    """Features of a head on chip: a row of a tile has 128 bytes or more, as the swizzle does."""
+    return max(64, padded(problem.head_dim))
 
 
 def grid_of(problem: Problem, rows: int, width: int) -> Grid:

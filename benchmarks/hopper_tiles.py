@@ -4,7 +4,8 @@
 
 ``32/8`` are 32 query heads and 8 heads of keys and values. All times are replays of CUDA graphs;
 whole calls are forward and backward, by turns: torch's attention, the filter with the gradient by
-the Hopper kernels, by the long kernels, and by cuDNN's where that serves. The fastest tiles go into
+the Hopper kernels (with equal bits in every run, too, where that is another way), by the long
+kernels, and by cuDNN's where that serves. The fastest tiles go into
 ``operators/fused/hopper/backward_path.py``.
 """
 
@@ -102,6 +103,15 @@ class Call:
 
         return work
 
+    def with_equal_bits(self) -> Work:
+        work = self.whole(hopper)
+
+        def deterministic() -> object:
+            with mock.patch.object(hopper, "adds_up_queries", return_value=False):
+                return work()
+
+        return deterministic
+
     def paths(self) -> dict[str, Path]:
         paths: dict[str, Path] = {"Hopper kernels": hopper, "long kernels": long}
         if cudnn_backward.serves(self.q, self.k, self.v, None, self.options):
@@ -121,6 +131,8 @@ class Call:
     def whole_calls(self) -> list[Candidate]:
         paths = self.paths().items()
         by_path = [Candidate(label, functools.partial(self.whole, path)) for label, path in paths]
+        if hopper.adds_up_queries(self.problem):
+            by_path.append(Candidate("Hopper kernels, equal bits", self.with_equal_bits))
         return [Candidate("plain", lambda: self.plain), *by_path]
 
 

@@ -439,7 +439,6 @@ def test_launches_for_hopper_have_every_argument(with_queries: bool) -> None:
         assert (named["heads"], named["scale"], named["D"]) == (16, 0.1, 128)
         assert named["BN"] == launches["grad_keys"].blocks[0][2]
         assert named.get("n", 4096) == 4096
-        assert named.get("LATE", True)
         assert named.get("WITH_QUERIES", with_queries) == with_queries
 
 
@@ -465,7 +464,7 @@ def compile_backward(
             described[argument] = f"tensordesc<{kind}{list(block)},{layout!r}>"
     constants = {
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
-        "USED": used, "MASK": mask, "LATE": width in backward_path.LATE, "group": 1,
+        "USED": used, "MASK": mask, "group": 1,
     }  # fmt: skip
     if name == "grad_keys":
         constants["WITH_QUERIES"] = with_queries

@@ -30,9 +30,7 @@ TILES = {
 
 @pytest.fixture(autouse=True)
 def _several_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        backward_path, "HEADS_AT_A_TIME", {(64, NO_MASK): 2, (64, SPANS): 2, (128, NO_MASK): 3}
-    )
+    monkeypatch.setattr(backward_path, "HEADS_AT_A_TIME", {64: 2, 128: 3})
 
 
 @pytest.fixture
@@ -125,7 +123,7 @@ def run(
             *(Descriptor(x, high) for x in rows),
             *(Pointer(pointers[x].reshape(-1)) for x in names.split()),
             *numbers,
-            *(room, high, wide, visible.causal, used, kind, width == 128, *constants),
+            *(room, high, wide, visible.causal, used, kind, *constants),
         )
 
     used = room if room == DIM else backward_path.used(dim)
@@ -200,4 +198,10 @@ def test_dq_added_up_with_dk_and_dv(
     kernels: dict[str, Any], shape: tuple[int, int, int, int]
 ) -> None:
     for got, expected in run(kernels, shape, Visibility(causal=True), 128, with_queries=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+def test_dq_added_up_without_a_mask(kernels: dict[str, Any]) -> None:
+    """Whole blocks of keys."""
+    for got, expected in run(kernels, (1, 2, 1, 96), Visibility(), 128, with_queries=True):
         np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)

@@ -1,7 +1,7 @@
 """The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ.
 
-For causal sequences of wide heads the second adds up dQ as well, in any order, and the third rounds
-the sums. Under ``torch.use_deterministic_algorithms(True)`` it does not.
+Where heads are wide and sequences long, the second adds up dQ as well, in any order, and the third
+rounds the sums; not so under ``torch.use_deterministic_algorithms(True)``.
 """
 
 from __future__ import annotations
@@ -55,15 +55,11 @@ TILES: dict[str, dict[int, Tiles]] = {
 # with spans, where the compiler would take a few more: room for three programs of four warps
 REGISTERS = {("grad_keys", 64, SPANS): 168}
 
-# by the width of a head on chip and the kind of mask: most heads that are worked on together; with
-# spans 16 and 64 are as fast as 32, wide heads have not been measured
-HEADS_AT_A_TIME = {(64, SPANS): 32, (128, NO_MASK): 4}
+# by the width of a head on chip: most heads that are worked on together
+HEADS_AT_A_TIME = {64: 32, 128: 8}
 
-# widths of a head on chip at which loads of the next tile begin while products run: one or two
-# programs share a multiprocessor there, and do not fill each other's gaps
-LATE = {128}
-
-# shortest causal sequences of 128 features whose dQ is added up with dK and dV
+# shortest sequences of wide heads whose dQ is added up with dK and dV: of 1,024 tokens it gains a
+# twentieth of the gradient's time, too little to give up equal bits
 LEAST_WITH_QUERIES = 2048
 
 forward = long.forward
@@ -94,10 +90,11 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     grad_keys = launches["grad_keys"]
     grad_keys((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask, sums)
     if with_queries:
-        # its memory is free for dQ, beside sums that take twice as much
+        # dQ may lie where dU was: sums take twice as much beside it
         del du
         dq = empty_like(q)
         launches["finish_queries"]((dq,), sums)
+        del sums
     else:
         dq = empty_like(q)
         launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
@@ -105,11 +102,16 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
 
 
 def adds_up_queries(problem: Problem) -> bool:
-    """Whether dQ is added up in any order by the kernel of dK and dV, where that was faster."""
+    """Whether dQ is added up in any order by the kernel of dK and dV, where that was faster.
+
+    With documents it gains a fiftieth, and where products leave features out (:func:`used`) it
+    loses. Keys beyond the last one, which a causal mask hides, must not be there without one.
+    """
+    whole_blocks = problem.length % TILES["grad_keys"][128].rows == 0
     return (
-        problem.head_dim == 128
-        and problem.options.is_causal
+        used(problem.head_dim) == 128
         and problem.mask_kind == NO_MASK
+        and (problem.options.is_causal or whole_blocks)
         and problem.length >= LEAST_WITH_QUERIES
         and not torch.are_deterministic_algorithms_enabled()
     )
@@ -210,7 +212,6 @@ def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
             is_causal,
             used(problem.head_dim),
             problem.mask_kind,
-            width in LATE,
             *constants,
         ),
         **launch_options,
@@ -239,8 +240,7 @@ def width_of(problem: Problem) -> int:
 def grid_of(problem: Problem, rows: int, width: int) -> Grid:
     """A program for each block of ``rows`` tokens of each head, in the order of the launch."""
     blocks, heads = -(-problem.length // rows), problem.batch * problem.heads
-    most = HEADS_AT_A_TIME.get((width, problem.mask_kind), 1)
-    together = max(x for x in range(1, most + 1) if heads % x == 0)
+    together = max(x for x in range(1, HEADS_AT_A_TIME[width] + 1) if heads % x == 0)
     return together, blocks, heads // together
 
 

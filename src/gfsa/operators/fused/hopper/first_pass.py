@@ -48,7 +48,7 @@ def grad_first_pass(
     delta_out, dc_out, coeffs, mask,
     heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    USED: gl.constexpr, MASK: gl.constexpr, LATE: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``z = Aᵀ·g`` for BM keys, then dU, δ and the coefficients' gradients of these rows."""
     W: gl.constexpr = gl.num_warps()
@@ -83,33 +83,25 @@ def grad_first_pass(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        if not LATE:
-            _load_step(
-                q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col + BN, step + 1,
-                step + 1 < steps, D, BN,
-            )  # fmt: skip
         q = tile_of(qs.index(now), BN, D)
         former_g = tile_of(gs.index((step + 2) % 3), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
         s = scores(k, q, zero, False, D, USED)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
-        if LATE:
-            # all warps are done with the step before
-            gl.thread_barrier()
-            _load_step(
-                q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col + BN, step + 1,
-                step + 1 < steps, D, BN,
-            )  # fmt: skip
-            # here, or the compiler puts one at the next step's start, where nothing runs beside it
-            gl.thread_barrier()
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_step(
+            q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col + BN, step + 1,
+            step + 1 < steps, D, BN,
+        )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
         s = warpgroup_mma_wait(1, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
         p = hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
         z = warpgroup_mma_wait(0, deps=[z])
         operand = gl.convert_layout(p.to(dt), PL)
-        if not LATE:
-            gl.thread_barrier()
     z = warpgroup_mma(operand, tile_of(gs.index((steps - 1) % 3), BN, D), z, is_async=True)
     z = warpgroup_mma_wait(0, deps=[z])
     gl.thread_barrier()

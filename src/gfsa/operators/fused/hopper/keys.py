@@ -57,14 +57,14 @@ def grad_keys(
     dv_rows, coeffs, mask, sums,
     heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    USED: gl.constexpr, MASK: gl.constexpr, LATE: gl.constexpr,
-    WITH_QUERIES: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr, WITH_QUERIES: gl.constexpr,
 ):  # fmt: skip
     """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head.
 
     Args:
-        sums: dQ/scale of all heads, tile by tile, zeros before the launch; not used otherwise.
-        WITH_QUERIES: whether to add up dQ as well.
+        sums: dQ/scale of all heads, tile by tile, zeros before the launch.
+        WITH_QUERIES: whether dQ is added up in them. Then all keys of a block take part, but for
+            those that a causal mask hides.
     """
     W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
@@ -112,11 +112,6 @@ def grad_keys(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        if not LATE:
-            _load_step(
-                q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
-                col + BN, step + 1, step + 1 < steps, D, BN,
-            )  # fmt: skip
         q = tile_of(qs.index(now), BN, D)
         g = tile_of(gs.index(now), BN, D)
         du = tile_of(dus.index(now), BN, D)
@@ -124,15 +119,14 @@ def grad_keys(
         s = scores(k, q, zero, False, D, USED)
         da = scores(u, g, zero, False, D, USED)
         da = scores(v, du, da, True, D, USED)
-        if LATE:
-            # all warps are done with the step before
-            gl.thread_barrier()
-            _load_step(
-                q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
-                col + BN, step + 1, step + 1 < steps, D, BN,
-            )  # fmt: skip
-            # here, or the compiler puts one at the next step's start, where nothing runs beside it
-            gl.thread_barrier()
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_step(
+            q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
+            col + BN, step + 1, step + 1 < steps, D, BN,
+        )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -153,10 +147,7 @@ def grad_keys(
             dk = warpgroup_mma_wait(0, deps=[dk])
         else:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        if not LATE:
-            gl.thread_barrier()
-    if LATE:
-        gl.thread_barrier()
+    gl.thread_barrier()
     if MASK == KEY_MASK:
         rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
         shown = shown_keys(mask, b, h, rows, n, mask_b, mask_h, mask_j)

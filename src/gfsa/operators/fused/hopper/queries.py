@@ -49,7 +49,7 @@ def grad_queries(
     delta_in, lse_in, coeffs, mask,
     heads, group, n, scale, mask_b, mask_h, mask_j,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    USED: gl.constexpr, MASK: gl.constexpr, LATE: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries."""
     W: gl.constexpr = gl.num_warps()
@@ -107,11 +107,6 @@ def grad_queries(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        if not LATE:
-            _load_step(
-                k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
-                step + 1 < steps, D, BN,
-            )  # fmt: skip
         k = tile_of(ks.index(now), BN, D)
         v = tile_of(vs.index(now), BN, D)
         u = tile_of(us.index(now), BN, D)
@@ -122,15 +117,14 @@ def grad_queries(
         s = scores(q, k, zero, False, D, USED)
         da = scores(g, u, zero, False, D, USED)
         da = scores(du, v, da, True, D, USED)
-        if LATE:
-            # all warps are done with the step before
-            gl.thread_barrier()
-            _load_step(
-                k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
-                step + 1 < steps, D, BN,
-            )  # fmt: skip
-            # here, or the compiler puts one at the next step's start, where nothing runs beside it
-            gl.thread_barrier()
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_step(
+            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
+            step + 1 < steps, D, BN,
+        )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if MASK == SPANS:
@@ -152,10 +146,7 @@ def grad_queries(
         ds = p * (da - delta[:, None])
         dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        if not LATE:
-            gl.thread_barrier()
-    if LATE:
-        gl.thread_barrier()
+    gl.thread_barrier()
     q.store((dq * scale).to(dt))
     fence_async_shared()
     gl.thread_barrier()

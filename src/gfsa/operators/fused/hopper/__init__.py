@@ -9,6 +9,6 @@ shared memory are small enough for three programs on a multiprocessor at head di
 the first kernel), which fill each other's gaps.
 
 Tokens, logsumexps and δ come by the copy engine, one step ahead; loads begin while products run,
-since all warps wait for each other between them. Rows beyond the last token read
-as zeros: a query among them adds nothing, since its g, dU and δ are zero.
+since all warps wait for each other between them. Rows beyond the last token read as zeros: a query
+among them adds nothing, since its g, dU and δ are zero.
 """

@@ -4,13 +4,15 @@
 
 ``32/8`` are 32 query heads and 8 heads of keys and values. All times are replays of CUDA graphs;
 whole calls are forward and backward, by turns: torch's attention, the filter with the gradient by
-the Hopper kernels, by the long kernels, and by cuDNN's where that serves. The fastest tiles go into
+the Hopper kernels (with equal bits in every run, too, where that is another way), by the long
+kernels, and by cuDNN's where that serves. The fastest tiles go into
 ``operators/fused/hopper/backward_path.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from unittest import mock
 
 import torch
@@ -72,17 +74,18 @@ class Call:
 
     def kernel(self, name: str, tiles: Tiles) -> Work:
         """One kernel; queries stand in for the mask, which is not read."""
+        own = (False,) if name == "grad_keys" else ()
         with mock.patch.dict(hopper.TILES, {name: {self.width: tiles}}):
-            launch = hopper._launch(name, self.problem)
+            launch = hopper._launch(name, self.problem, *own)
         q, k, v, u, out, lse, coeffs, *_ = self.saved
         g, du, delta = self.g, torch.randn_like(q), torch.randn_like(lse)
         dq, dk, dv = (torch.empty_like(q) for _ in range(3))
         rows, deltas = hopper.as_tiles(lse), hopper.as_tiles(delta)
         if name == "grad_first_pass":
-            parts = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.grid[0])
+            parts = lse.new_empty(q.shape[1], 3, math.prod(launch.grid) // q.shape[1])
             return lambda: launch((q, g, rows, k, g, v, u, out, du), delta, parts, coeffs, q)
         if name == "grad_keys":
-            return lambda: launch((q, g, du, rows, deltas, k, v, u, g, dk, dv), coeffs, q)
+            return lambda: launch((q, g, du, rows, deltas, k, v, u, g, dk, dv), coeffs, q, coeffs)
         return lambda: launch((k, v, u, q, g, du, dq), delta, lse, coeffs, q)
 
     def plain(self) -> object:
@@ -99,6 +102,15 @@ class Call:
             return path.backward(self.g, saved, self.options)
 
         return work
+
+    def with_equal_bits(self) -> Work:
+        work = self.whole(hopper)
+
+        def deterministic() -> object:
+            with mock.patch.object(hopper, "adds_up_queries", return_value=False):
+                return work()
+
+        return deterministic
 
     def paths(self) -> dict[str, Path]:
         paths: dict[str, Path] = {"Hopper kernels": hopper, "long kernels": long}
@@ -119,6 +131,8 @@ class Call:
     def whole_calls(self) -> list[Candidate]:
         paths = self.paths().items()
         by_path = [Candidate(label, functools.partial(self.whole, path)) for label, path in paths]
+        if hopper.adds_up_queries(self.problem):
+            by_path.append(Candidate("Hopper kernels, equal bits", self.with_equal_bits))
         return [Candidate("plain", lambda: self.plain), *by_path]
 
 

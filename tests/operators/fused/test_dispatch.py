@@ -109,18 +109,46 @@ def test_one_sweep_over_packed_documents(
     ("batch", "heads", "grid"),
     [(4, 16, (32, 8, 2)), (1, 12, (12, 8, 1)), (3, 15, (15, 8, 3)), (1, 37, (1, 8, 37))],
 )
-def test_gradients_of_documents_go_block_by_block(
-    batch: int, heads: int, grid: tuple[int, int, int]
-) -> None:
+def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, int, int]) -> None:
     """A block of as many heads as can be worked on together, then the next block."""
     q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
-    spans = torch.empty(1, 2, 512, dtype=torch.int32, device="meta")
-    options = Options(0.1, True)
-    packed, plain = (problem_of(q, q, mask, options) for mask in (spans, None))
-    assert hopper_backward.grid_of(packed, 64, 64) == grid
-    # wide heads one after another
-    assert hopper_backward.grid_of(packed, 64, 128) == (1, 8, batch * heads)
-    assert hopper_backward.grid_of(plain, 64, 64) == (8, batch * heads, 1)
+    problem = problem_of(q, q, None, Options(0.1, True))
+    assert hopper_backward.grid_of(problem, 64, 64) == grid
+    together = {64: 8, 12: 6, 45: 5, 37: 1}[batch * heads]
+    expected = (together, 8, batch * heads // together)
+    assert hopper_backward.grid_of(problem, 64, 128) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "masked", "expected"),
+    [
+        ((4, 16, 4096, 128), Options(0.1, True), False, True),
+        ((8, 32, 2048, 128), Options(0.1, True), False, True),
+        ((8, 32, 2044, 128), Options(0.1, True), False, False),
+        ((4, 16, 4096, 128), Options(0.1), False, True),
+        ((4, 16, 4100, 128), Options(0.1, True), False, True),
+        ((4, 16, 4100, 128), Options(0.1), False, False),
+        ((4, 16, 4096, 128), Options(0.1), True, False),
+        ((4, 16, 4096, 104), Options(0.1, True), False, True),
+        ((4, 16, 4096, 128), Options(0.1, True), True, False),
+        ((4, 16, 4096, 96), Options(0.1, True), False, False),
+        ((4, 16, 4096, 64), Options(0.1, True), False, False),
+    ],
+    ids=str,
+)
+def test_dq_is_added_up_in_any_order_unless_bits_have_to_be_equal(
+    shape: tuple[int, ...], options: Options, masked: bool, expected: bool
+) -> None:
+    """Long sequences of wide heads, causal or of whole blocks, without another mask."""
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool) if masked else None
+    problem = problem_of(q, q, mask, options)
+    assert hopper_backward.adds_up_queries(problem) is expected
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not hopper_backward.adds_up_queries(problem)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:

@@ -37,7 +37,7 @@ def _edges(spans, edges, n, blocks, ROWS: tl.constexpr, WINDOWS: tl.constexpr):
     """By window the last edge before its end; 0 before them, and the last one again after them."""
     tl.store(edges, 0)
     latest = 0
-    for window in range(0, blocks + 1, WINDOWS):
+    for window in range(0, blocks, WINDOWS):
         windows = window + tl.arange(0, WINDOWS)
         i = windows[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         begins = tl.load(spans + i, mask=i < n, other=-1) == i
@@ -45,43 +45,30 @@ def _edges(spans, edges, n, blocks, ROWS: tl.constexpr, WINDOWS: tl.constexpr):
         # at most one in a window
         edge = tl.max(tl.where(last - i >= ROWS - 1, i, 0), 1)
         edge = tl.maximum(tl.associative_scan(edge, 0, _later), latest)
-        tl.store(edges + 1 + windows, edge, mask=windows <= blocks)
+        tl.store(edges + 1 + windows, edge, mask=windows < blocks)
         latest = tl.max(edge, 0)
+    tl.store(edges + 1 + blocks, latest)
 
 
 @triton.jit
-def _plan(
-    spans, plan, origin, block, end, n, there, planned,
-    ROWS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """What blocks see, written to ``plan``; blocks that are not there end at 0.
+def _seen(spans, origin, row, end, n, there, HALF: tl.constexpr, TILE: tl.constexpr):
+    """``(first tile, masked until, latest first key)`` of the warpgroup whose queries begin at row.
 
-    First keys do not decrease from query to query, so the first tile of a warpgroup is that of its
-    first query. Tiles are masked that begin before the latest first key of the queries that see a
-    key before the tile on their diagonal; the last of them is the last query that sees the key
-    before that tile.
+    First keys do not decrease from query to query, so the first tile is that of the first query.
+    Tiles are masked that begin before the latest first key of the queries that see a key before the
+    tile on their diagonal; the last of them is the last query that sees the key before that tile.
     """
-    tl.store(plan + ORIGIN, origin, mask=there)
-    tl.store(plan + BLOCK, block, mask=there)
-    tl.store(plan + END, tl.where(there, end, 0), mask=planned)
+    diagonal = row // TILE * TILE
     spans += origin
-    earlier = 0
-    for half in tl.static_range(ROWS // HALF):
-        row = block * ROWS + half * HALF
-        diagonal = row // TILE * TILE
-        # a warpgroup beyond the last query sees what that one does
-        first = tl.load(spans + tl.minimum(row, end - 1), mask=there, other=0) - origin
-        before = tl.maximum(tl.minimum(diagonal, end) - 1, 0)
-        last = tl.load(spans + n + before, mask=there, other=0) - origin
-        last = tl.minimum(last, tl.minimum(row + HALF, end) - 1)
-        until = tl.load(spans + last, mask=there, other=0) - origin
-        latest = tl.load(spans + tl.minimum(row + HALF, end) - 1, mask=there, other=0) - origin
-        # documents that are out of order may seem to begin before the origin
-        tile = tl.maximum(tl.maximum(first, 0) // TILE, earlier)
-        earlier = tile
-        tl.store(plan + FIRST_TILE + half, tile, mask=there)
-        tl.store(plan + MASKED_UNTIL + half, tl.where(last >= row, until, 0), mask=there)
-        tl.store(plan + LATEST + half, latest, mask=there)
+    # a warpgroup beyond the last query sees what that one does
+    first = tl.load(spans + tl.minimum(row, end - 1), mask=there, other=0) - origin
+    latest = tl.load(spans + tl.minimum(row + HALF, end) - 1, mask=there, other=0) - origin
+    before = tl.maximum(tl.minimum(diagonal, end) - 1, 0)
+    last = tl.load(spans + n + before, mask=there, other=0) - origin
+    last = tl.minimum(last, tl.minimum(row + HALF, end) - 1)
+    until = tl.load(spans + last, mask=there, other=0) - origin
+    # documents that are out of order may seem to begin before the origin
+    return tl.maximum(first, 0) // TILE, tl.where(last >= row, until, 0), latest
 
 
 @triton.jit(
@@ -125,19 +112,33 @@ def plan_blocks(
         # the slots of the two halves take turns
         lower = windows + tl.minimum(windows, blocks - middle)
         upper = windows - middle + tl.minimum(windows - middle, middle) + 1
-        # a block that begins with an edge: the first of its slot, since others wait for it
-        begins = planned & (within > before)
-        slot = plan + tl.where(windows < middle, lower, upper) * 2 * NUMBERS
-        limit = tl.where(after > within, after, n)
-        end = tl.minimum(limit - within, ROWS)
-        _plan(spans, slot, within, windows * 0, end, n, begins, planned, ROWS, HALF, TILE)
-        # one that goes on
-        block = tl.cdiv(windows * ROWS - before, ROWS)
-        limit = tl.where(begins, within, tl.where(after > before, after, n)) - before
-        goes_on = planned & (block * ROWS < limit)
-        slot = plan + (tl.where(windows > middle, upper, lower) * 2 + 1) * NUMBERS
+        # in a slot first a block that begins with an edge, since others wait for it
+        begins = within > before
+        which = tl.arange(0, 2)[None, :]
+        second = which == 1
+        origin = tl.where(second, before[:, None], within[:, None])
+        block = tl.where(second, tl.cdiv(windows * ROWS - before, ROWS)[:, None], 0)
+        limit = tl.where(after[:, None] > origin, after[:, None], n)
+        limit = tl.where(second & begins[:, None], within[:, None], limit) - origin
+        there = planned[:, None] & (second | begins[:, None]) & (block * ROWS < limit)
         end = tl.minimum(limit, block * ROWS + ROWS)
-        _plan(spans, slot, before, block, end, n, goes_on, planned, ROWS, HALF, TILE)
+        row = block * ROWS
+        # all is loaded before anything is stored, which the compiler takes for the same memory
+        first, until, latest = _seen(spans, origin, row, end, n, there, HALF, TILE)
+        row += HALF
+        next_first, next_until, next_latest = _seen(spans, origin, row, end, n, there, HALF, TILE)
+        slot = tl.where(windows < middle, lower, upper)[:, None]
+        slot = tl.where(second, tl.where(windows > middle, upper, lower)[:, None], slot)
+        to = plan + (slot * 2 + which) * NUMBERS
+        tl.store(to + ORIGIN, origin, mask=there)
+        tl.store(to + BLOCK, block, mask=there)
+        tl.store(to + END, tl.where(there, end, 0), mask=planned[:, None])
+        tl.store(to + FIRST_TILE, first, mask=there)
+        tl.store(to + FIRST_TILE + 1, tl.maximum(next_first, first), mask=there)
+        tl.store(to + MASKED_UNTIL, until, mask=there)
+        tl.store(to + MASKED_UNTIL + 1, next_until, mask=there)
+        tl.store(to + LATEST, latest, mask=there)
+        tl.store(to + LATEST + 1, next_latest, mask=there)
         # in the middle's window they have a slot each
         split = windows == middle
         tl.store(plan + lower * 2 * NUMBERS + END, 0, mask=split)

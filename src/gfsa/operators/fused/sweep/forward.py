@@ -11,10 +11,10 @@ alone, and its own at the end. A program has two warpgroups of 64 queries each; 
 run while the other is at its softmax, and each begins the next tile's scores and this one's sums
 before its softmax. Three more warps move tiles.
 
-With spans (documents, windows) a block begins at the first tile that its first query sees. Of the
-tiles before the diagonal those are masked in which the keys of a query begin. In the others a query
-sees all keys or, if its document begins on the diagonal, none: what it has summed up is dropped
-there.
+With spans (documents, windows) rows are cut into blocks by a plan (``plan.py``), and a block begins
+at the first tile that its first query sees. Of the tiles before the diagonal those are masked in
+which the keys of a query begin. In the others a query sees all keys or, if its document begins on
+the diagonal, none: what it has summed up is dropped there.
 """
 
 # ruff: noqa: SIM102 - Gluon compiles a subset of Python

@@ -212,9 +212,9 @@ def test_documents_and_windows(case: Packed) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_documents_are_documents_alone(head_dim: int) -> None:
-    """To the bit where they begin with blocks, and a document of a whole row as a causal row."""
-    lengths = [1024, 384, 128, 512]
+@pytest.mark.parametrize("lengths", [[1024, 384, 128, 512], [1000, 300, 129, 619]], ids=str)
+def test_documents_are_documents_alone(lengths: list[int], head_dim: int) -> None:
+    """To the bit where they are as long as a block, and one of a whole row as a causal row."""
     case = packed(lengths, heads=4, head_dim=head_dim, key_heads=2)
     q, k, v, coeffs, _ = case.tensors()
     options = Options(0.1, True)

@@ -14,8 +14,10 @@ pytest.importorskip("triton")
 from gfsa.operators import Visibility
 from gfsa.operators.fused.problem import NO_MASK, SPANS
 from gfsa.operators.fused.sweep import launch as sweep
+from gfsa.operators.fused.sweep import plan
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Pointer
+from support.sweep_plan import plan_of
 
 ROOM = "gfsa.operators.fused.sweep"
 
@@ -52,26 +54,33 @@ def run(
     u, out = np.full(q.shape, np.nan), np.full(q.size, np.nan)
     lse = np.full(batch * heads * n, np.nan)
     total, blocks = batch * heads, -(-n // sweep.ROWS)
-    flags = np.zeros(total * blocks * 2 + sweep.LOOKED_AT, dtype=int)
+    numbers = total * blocks * 2 + sweep.LOOKED_AT
+    flags = np.zeros(numbers + batch * sweep.planned(blocks), dtype=int)
     hidden, spans, kind = ~np.tri(n, dtype=bool), np.zeros(0, dtype=int), NO_MASK
     if visible is not None:
         device = torch.device("cpu")
         hidden = ~visible.rows(0, n, n, device).numpy()
         spans, kind = visible.spans(n, device).numpy().astype(int), SPANS
+        rows = np.broadcast_to(spans, (batch, 2, n))
+        plans = np.concatenate([plan_of(row, parts).reshape(-1) for row in rows])
+        flags[numbers : numbers + len(plans)] = plans
     stride = 2 * n if len(spans) > 1 else 0
-    numbers = (total, heads, group, n, scale, blocks, span, heads * n * dim, n * dim, dim, stride)
+    sizes = (total, heads, group, n, scale, blocks, span, heads * n * dim, n * dim, dim, stride)
     gluon_on_cpu.launch(
         kernel,
         programs,
         *(Descriptor(x, sweep.HALF) for x in (q, k, v, u)),
-        *(Pointer(x) for x in (out, lse, coeffs.reshape(-1), flags, spans.reshape(-1))),
-        *(Number(x) if isinstance(x, int) else x for x in numbers),
+        *(
+            Pointer(x)
+            for x in (out, u.reshape(-1), lse, coeffs.reshape(-1), flags, spans.reshape(-1))
+        ),
+        *(Number(x) if isinstance(x, int) else x for x in sizes),
         dim,
         parts,
         2,
         kind,
     )
-    assert flags[: total * blocks * 2].all()
+    assert visible is not None or flags[: total * blocks * 2].all()
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
     scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
     expected_lse = np.logaddexp.reduce(scores, -1)
@@ -131,6 +140,9 @@ def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
         ((1, 1, 700, 1, 6), packed([580, 60, 60])),
         # ... and has no queries
         ((1, 1, 550, 1, 2), packed([300, 220, 30])),
+        # edges in both halves of a row, and blocks that are cut short; one program, and many
+        ((2, 1, 900, 2, 1), packed([50, 200, 140, 3, 300, 200, 7])),
+        ((2, 2, 900, 1, 7), packed([200, 133, 129, 250, 128, 60], [10, 890])),
         # windows: in the diagonal, over several tiles, and as long as all tokens
         ((2, 1, 400, 2, 4), Visibility(causal=True, window=1)),
         ((2, 1, 640, 2, 3), Visibility(causal=True, window=70)),
@@ -191,41 +203,53 @@ SEEN = [
 ]
 
 
+def planned_blocks(visible: Visibility, n: int, parts: int) -> list[np.ndarray]:
+    """The numbers of a row's blocks in the order in which they are taken."""
+    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)[0]
+    return [block for slot in plan_of(spans, parts) for block in slot if block[plan.END.value]]
+
+
 @pytest.mark.parametrize("visible", SEEN)
-def test_early_rounds(visible: Visibility) -> None:
-    """Blocks have one where all U that later blocks see comes from their own keys."""
+def test_blocks_cover_a_row_in_an_order_without_deadlocks(visible: Visibility) -> None:
     n = 1180
-    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)
-    first, blocks = spans[0, 0], -(-n // sweep.ROWS)
-    with gluon_on_cpu.on_cpu("gfsa.operators.fused.short.tiles", f"{ROOM}.order") as (_, order):
-        memory = Pointer(spans.reshape(-1))
-        got = [
-            bool(order.has_early_round(memory, Number(block), Number(n), Number(blocks)))
-            for block in range(blocks)
-        ]
-    for block in range(blocks):
-        start, end = block * sweep.ROWS, min((block + 1) * sweep.ROWS, n)
-        # what a query behind the block may see, as its last query does
-        seen = [i for i in range(start, end) if first[end - 1] <= i]
-        early = end < n and first[start] < start and all(first[i] >= start for i in seen)
-        assert got[block] == early, block
+    spans = visible.spans(n, torch.device("cpu")).numpy()[0]
+    covered: list[int] = []
+    for origin, block, end, *_ in planned_blocks(visible, n, 2):
+        rows = range(origin + block * sweep.ROWS, origin + end)
+        assert 0 < len(rows) <= sweep.ROWS
+        # whole tiles from the origin on that other blocks have made
+        assert spans[0, rows[0]] >= origin
+        assert set(range(origin, rows[0])) <= set(covered)
+        covered += rows
+    assert sorted(covered) == list(range(n))
+
+
+def test_long_documents_begin_with_blocks() -> None:
+    lengths = [130, 62, 64, 128, 1, 127, 600, 68]
+    starts = {
+        origin + block * sweep.ROWS
+        for origin, block, *_ in planned_blocks(packed(lengths), 1180, 2)
+    }
+    for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        assert start in starts or length < sweep.ROWS
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("visible", SEEN)
-def test_key_ranges(visible: Visibility, parts: int) -> None:
+def test_what_blocks_see(visible: Visibility, parts: int) -> None:
     """In tiles that are not masked, a query sees all keys or none before its diagonal's tile."""
     n, tile = 1180, parts * sweep.HALF
-    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)
-    first = spans[0, 0]
-    with gluon_on_cpu.on_cpu("gfsa.operators.fused.short.tiles", f"{ROOM}.order") as (_, order):
-        for row in range(0, n, sweep.HALF):
-            block, half = divmod(row, sweep.ROWS)
-            numbers = (Pointer(spans.reshape(-1)), Number(block), Number(n), half // sweep.HALF)
-            begin, until = order.key_range(*numbers, parts)
-            rows = first[row : row + sweep.HALF]
-            assert begin == rows[0] // tile
+    first = visible.spans(n, torch.device("cpu")).numpy()[0, 0]
+    for origin, block, end, *seen in planned_blocks(visible, n, parts):
+        begin, masked_until, latest = seen[:2], seen[2:4], seen[4:]
+        for half in range(2):
+            row = block * sweep.ROWS + half * sweep.HALF
+            rows = first[origin + row : origin + min(row + sweep.HALF, end)] - origin
+            if not len(rows):
+                continue
+            assert begin[half] == rows[0] // tile
+            assert latest[half] == rows.max()
             diagonal = row // tile * tile
-            for col in range(begin * tile, diagonal, tile):
+            for col in range(begin[half] * tile, diagonal, tile):
                 partly = ((rows > col) & (rows < diagonal)).any()
-                assert partly == (col < until)
+                assert partly == (col < masked_until[half])

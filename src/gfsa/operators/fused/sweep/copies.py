@@ -7,25 +7,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from gfsa.operators.fused.sweep.order import (
+    BLOCK,
     DRAWN,
-    EARLY,
+    END,
     FIRST_TILE,
     HALF,
-    MASKED_UNTIL,
+    HEAD,
+    NUMBERS,
+    ORIGIN,
+    PLANNED,
     ROWS,
+    SEQUENCE,
     SPANS,
     done_with,
     draw,
     first_missing,
     following,
     give,
-    has_early_round,
-    key_range,
     place,
+    place_of,
     publish,
+    slots_of,
     take,
     tell,
     told,
+    told_place,
     wait_for_room,
 )
 
@@ -42,8 +48,8 @@ def _load(tensor, b, h, row, barrier, room, slot, PARTS: gl.constexpr, D: gl.con
 
 @gluon.jit
 def load_tokens(
-    q_in, k_in, v_in, queries, keys, values, items, counter, mask,
-    total, heads, group, n, blocks, span, mask_b,
+    q_in, k_in, v_in, queries, keys, values, items, counter, plan,
+    total, heads, group, blocks, span,
     PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Draw items, and load their queries and the keys and values that they see."""
@@ -51,45 +57,45 @@ def load_tokens(
     islot = 0
     iphase = 1
     item = 0
-    while item < total * blocks:
+    slots = slots_of(blocks, MASK)
+    while item < total * slots:
         item = draw(counter)
         if MASK == SPANS:
-            bh, block = place(gl.minimum(item, total * blocks - 1), total, blocks, span)
-            spans = mask + (bh // heads).to(gl.int64) * mask_b
-            first, first_until = key_range(spans, block, n, 0, PARTS)
-            second, second_until = key_range(spans, block, n, 1, PARTS)
-            own = 2 * block // PARTS
-            early = has_early_round(spans, block, n, blocks) & (item < total * blocks)
-            for whole in range(gl.where(early, 0, 1), 2):
-                begin = gl.where(whole == 1, first, own)
-                wait_for_room(items, islot, iphase)
-                tell(items, islot, EARLY, 1 - whole)
-                tell(items, islot, FIRST_TILE, begin)
-                tell(items, islot, FIRST_TILE + 1, gl.maximum(second, begin))
-                tell(items, islot, MASKED_UNTIL, first_until)
-                tell(items, islot, MASKED_UNTIL + 1, second_until)
-                give(items, item, islot, iphase)
-                islot, iphase = following(islot, iphase, DRAWN)
-                if item < total * blocks:
-                    ring = _load_item(
-                        q_in, k_in, v_in, queries, keys, values, bh, block, begin, heads, group,
-                        ring, PARTS, STAGES, D,
-                    )  # fmt: skip
+            bh, slot = place(gl.minimum(item, total * slots - 1), total, slots, span)
+            blocks_of_slot = plan + (bh // heads * slots + slot) * 2 * NUMBERS
+            # a number that is too high is given once
+            for which in range(gl.where(item < total * slots, 0, 1), 2):
+                planned = blocks_of_slot + which * NUMBERS - PLANNED
+                if (gl.load(planned + END) > 0) | (item >= total * slots):
+                    wait_for_room(items, islot, iphase)
+                    for number in gl.static_range(PLANNED, PLANNED + NUMBERS):
+                        tell(items, islot, number, gl.load(planned + number))
+                    tell(items, islot, SEQUENCE, bh // heads)
+                    tell(items, islot, HEAD, bh % heads)
+                    give(items, item, islot, iphase)
+                    islot, iphase = following(islot, iphase, DRAWN)
+                    if item < total * slots:
+                        ring = _load_item(
+                            q_in, k_in, v_in, queries, keys, values, bh,
+                            gl.load(planned + ORIGIN), gl.load(planned + BLOCK),
+                            gl.load(planned + FIRST_TILE), heads, group, ring,
+                            PARTS, STAGES, D,
+                        )  # fmt: skip
         else:
             # a number that is too high ends the other warps' loops
             give(items, item, islot, iphase)
             islot, iphase = following(islot, iphase, DRAWN)
-            if item < total * blocks:
-                bh, block = place(item, total, blocks, span)
+            if item < total * slots:
+                bh, block = place(item, total, slots, span)
                 ring = _load_item(
-                    q_in, k_in, v_in, queries, keys, values, bh, block, 0, heads, group,
+                    q_in, k_in, v_in, queries, keys, values, bh, 0, block, 0, heads, group,
                     ring, PARTS, STAGES, D,
                 )  # fmt: skip
 
 
 @gluon.jit
 def _load_item(
-    q_in, k_in, v_in, queries, keys, values, bh, block, begin, heads, group, ring,
+    q_in, k_in, v_in, queries, keys, values, bh, origin, block, begin, heads, group, ring,
     PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Load what one item sees; ``ring`` are the next slot, its phase and that of the queries."""
@@ -100,9 +106,9 @@ def _load_item(
     b = bh // heads
     h = bh % heads
     mbarrier.wait(qempty.index(0), qphase)
-    _load(q_in, b, h, block * ROWS, qfull.index(0), qs, 0, 1, D)
+    _load(q_in, b, h, origin + block * ROWS, qfull.index(0), qs, 0, 1, D)
     for tile in range(begin, (2 * block + 2) // PARTS):
-        row = tile * PARTS * HALF
+        row = origin + tile * PARTS * HALF
         mbarrier.wait(kempty.index(slot), phase)
         _load(k_in, b, h // group, row, kfull.index(slot), ks, slot, PARTS, D)
         mbarrier.wait(vempty.index(slot), phase)
@@ -111,7 +117,7 @@ def _load_item(
         if tile == begin:
             # late: the first warpgroup begins while the second one ends its last item
             mbarrier.wait(qempty.index(1), qphase)
-            _load(q_in, b, h, block * ROWS + HALF, qfull.index(1), qs, 1, 1, D)
+            _load(q_in, b, h, origin + block * ROWS + HALF, qfull.index(1), qs, 1, 1, D)
     return slot, phase, qphase ^ 1
 
 
@@ -126,20 +132,23 @@ def load_passes(
     phase = 1
     islot = 0
     iphase = 0
+    slots = slots_of(blocks, MASK)
     item = take(items, islot, iphase)
-    while item < total * blocks:
-        bh, block = place(item, total, blocks, span)
+    while item < total * slots:
         begin = 0
         if MASK == SPANS:
+            bh, b, h, block, origin = told_place(items, islot, heads)
             begin = told(items, islot, FIRST_TILE)
+        else:
+            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
         missing = begin * PARTS
         for tile in range(begin, (2 * block + 2) // PARTS):
             mbarrier.wait(vempty.index(slot), phase)
             if tile < 2 * block // PARTS:
                 while missing < (tile + 1) * PARTS:
-                    missing = first_missing(flags + bh * 2 * blocks, missing)
-                row = tile * PARTS * HALF
-                _load(u_io, bh // heads, bh % heads, row, ufull.index(slot), us, slot, PARTS, D)
+                    missing = first_missing(flags + (bh * 2 * blocks + origin // HALF), missing)
+                row = origin + tile * PARTS * HALF
+                _load(u_io, b, h, row, ufull.index(slot), us, slot, PARTS, D)
             else:
                 # the warpgroups make it; the slot's phase goes on
                 mbarrier.arrive(ufull.index(slot), count=1)
@@ -150,24 +159,40 @@ def load_passes(
 
 
 @gluon.jit
-def store_passes(u_io, made, flags, items, total, heads, blocks, span):
-    """Store each half block's U, then set its flag."""
+def store_passes(u_io, made, flags, items, total, heads, blocks, span, MASK: gl.constexpr):
+    """Store each half block's U, then set its flag.
+
+    With spans, a half block that is cut short is stored by its warpgroup; no other block needs it.
+    """
     own, ready, free = made
     phase = 0
     islot = 0
     iphase = 0
+    slots = slots_of(blocks, MASK)
     item = take(items, islot, iphase)
-    while item < total * blocks:
-        bh, block = place(item, total, blocks, span)
+    while item < total * slots:
+        if MASK == SPANS:
+            bh, b, h, block, origin = told_place(items, islot, heads)
+            end = told(items, islot, END)
+        else:
+            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
         for half in gl.static_range(2):
             mbarrier.wait(ready.index(half), phase)
             row = block * ROWS + half * HALF
-            tma.async_copy_shared_to_global(
-                u_io, [bh // heads, bh % heads, row, 0], own.index(half)
-            )
-            publish(flags + bh * 2 * blocks + 2 * block + half)
+            flag = flags + (bh * 2 * blocks + (origin + row) // HALF)
+            if MASK == SPANS:
+                if row + HALF <= end:
+                    _store_half(u_io, own, flag, b, h, origin + row, half)
+            else:
+                _store_half(u_io, own, flag, b, h, row, half)
             mbarrier.arrive(free.index(half), count=1)
         phase = phase ^ 1
         done_with(items, islot)
         islot, iphase = following(islot, iphase, DRAWN)
         item = take(items, islot, iphase)
+
+
+@gluon.jit
+def _store_half(u_io, own, flag, b, h, row, half: gl.constexpr):
+    tma.async_copy_shared_to_global(u_io, [b, h, row, 0], own.index(half))
+    publish(flag)

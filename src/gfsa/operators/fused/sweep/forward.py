@@ -11,10 +11,10 @@ alone, and its own at the end. A program has two warpgroups of 64 queries each; 
 run while the other is at its softmax, and each begins the next tile's scores and this one's sums
 before its softmax. Three more warps move tiles.
 
-With spans (documents, windows) a block begins at the first tile that its first query sees. Of the
-tiles before the diagonal those are masked in which the keys of a query begin. In the others a query
-sees all keys or, if its document begins on the diagonal, none: what it has summed up is dropped
-there.
+With spans (documents, windows) rows are cut into blocks by a plan (``plan.py``), and a block begins
+at the first tile that its first query sees. Of the tiles before the diagonal those are masked in
+which the keys of a query begin. In the others a query sees all keys or, if its document begins on
+the diagonal, none: what it has summed up is dropped there.
 """
 
 # ruff: noqa: SIM102 - Gluon compiles a subset of Python
@@ -34,18 +34,22 @@ from gfsa.operators.fused.short.tiles import LOG2E, product_layout
 from gfsa.operators.fused.sweep.copies import load_passes, load_tokens, store_passes
 from gfsa.operators.fused.sweep.order import (
     DRAWN,
-    EARLY,
+    END,
     FIRST_TILE,
     HALF,
+    LATEST,
+    LOOKED_AT,
     MASKED_UNTIL,
     ROWS,
     SPANS,
     TOLD,
     done_with,
     following,
-    place,
+    place_of,
+    slots_of,
     take,
     told,
+    told_place,
 )
 
 # registers a thread: the two warpgroups that compute, the warps that copy
@@ -84,10 +88,10 @@ def _masked(s):
 
 
 @gluon.jit
-def _first_keys(spans, row, n, KEYS: gl.constexpr):
-    """The first key of each query of a warpgroup, for scores of KEYS keys."""
+def _first_keys(spans, origin, row, end, KEYS: gl.constexpr):
+    """The first key of each of a warpgroup's queries from the origin, for scores of KEYS keys."""
     i = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, product_layout(4, KEYS)))
-    return gl.load(spans + i, mask=i < n, other=0)
+    return gl.load(spans + origin + i, mask=i < end, other=0) - origin
 
 
 @gluon.jit
@@ -137,8 +141,23 @@ def _shrunk(once, twice, shrink, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _coefficients(coeffs, h):
+    return gl.load(coeffs + h * 3), gl.load(coeffs + h * 3 + 1), gl.load(coeffs + h * 3 + 2)
+
+
+@gluon.jit
+def _store_rows(out, x, b, h, origin, row, end, out_b, out_h, out_i):
+    """A warpgroup's rows of a tensor, those before ``end``; both are counted from the origin."""
+    LAYOUT: gl.constexpr = product_layout(4, x.shape[1])
+    at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
+    rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(at + (origin + rows)[:, None] * out_i + d[None, :], x, mask=(rows < end)[:, None])
+
+
+@gluon.jit
 def _filter_half(
-    queries, keys, values, passes, made, items, out, lse_out, coeffs, mask,
+    queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
     total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
     W: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
     MASK: gl.constexpr,
@@ -158,6 +177,7 @@ def _filter_half(
     O: gl.constexpr = product_layout(4, D)  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
+    TILE_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(4, TILE))
     LAST_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(4, LAST))
     sc = scale * LOG2E
     kslot = 0
@@ -167,29 +187,27 @@ def _filter_half(
     phase = 0
     islot = 0
     iphase = 0
+    slots = slots_of(blocks, MASK)
     item = take(items, islot, iphase)
-    while item < total * blocks:
-        bh, block = place(item, total, blocks, span)
-        b = bh // heads
-        h = bh % heads
+    while item < total * slots:
+        end = n
+        if MASK == SPANS:
+            bh, b, h, block, origin = told_place(items, islot, heads)
+            end = told(items, islot, END)
+        else:
+            bh, b, h, block, origin = place_of(item, total, heads, blocks, span)
         row = block * ROWS + W * HALF
         # tiles before the diagonal's
         full = 2 * block // PARTS + MORE
         if MASK == SPANS:
-            first = _first_keys(mask + b.to(gl.int64) * mask_b, row, n, TILE)
+            spans = mask + b.to(gl.int64) * mask_b
             diagonal = row + HALF - LAST
             begin = told(items, islot, FIRST_TILE + W)
             masked_until = told(items, islot, MASKED_UNTIL + W)
+            latest = told(items, islot, LATEST + W)
             full -= begin
-        c0 = gl.load(coeffs + h * 3)
-        c1 = gl.load(coeffs + h * 3 + 1)
-        c2 = gl.load(coeffs + h * 3 + 2)
-        if MASK == SPANS:
-            # of the last tile before the diagonal's, where there is one
-            late = gl.full([HALF, TILE], 0.0, dt, P)
-            late_factor = gl.full([HALF], 0.0, gl.float32, O_ROWS)
-            late_slot = 0
-            late_phase = 0
+        else:
+            c0, c1, c2 = _coefficients(coeffs, h)
         once = gl.full([HALF, D], 0.0, gl.float32, O)
         twice = gl.full([HALF, D], 0.0, gl.float32, O)
         mbarrier.wait(qfull.index(W), phase)
@@ -206,6 +224,7 @@ def _filter_half(
             kslot, kphase = following(kslot, kphase, STAGES)
             if MASK == SPANS:
                 if begin * TILE < masked_until:
+                    first = _first_keys(spans, origin, row, end, TILE)
                     s = _unhidden(s, first, begin * TILE)
             p, top, norm = _first_softmax(s, sc, MASK)
             a = gl.convert_layout(p.to(dt), P)
@@ -221,6 +240,7 @@ def _filter_half(
                 kslot, kphase = following(kslot, kphase, STAGES)
                 if MASK == SPANS:
                     if (begin + step) * TILE < masked_until:
+                        first = _first_keys(spans, origin, row, end, TILE)
                         s = _unhidden(s, first, (begin + step) * TILE)
                 p, shrink, top, norm = _softmax(s, top, norm, sc)
                 next_a = gl.convert_layout(p.to(dt), P)
@@ -240,37 +260,30 @@ def _filter_half(
             kslot, kphase = following(kslot, kphase, STAGES)
             s = _masked(s)
             if MASK == SPANS:
-                s = _unhidden(s, gl.convert_layout(first, LAST_ROWS), diagonal)
-                # the sums of queries whose keys begin here are of others' keys: they shrink to zero
-                top = gl.where(first < diagonal, top, UNSEEN)
+                if latest >= diagonal:
+                    first = _first_keys(spans, origin, row, end, LAST)
+                    s = _unhidden(s, first, diagonal)
+                    # the sums of queries whose keys begin here are of others': they shrink to zero
+                    first = gl.convert_layout(first, TILE_ROWS)
+                    top = gl.where(first < diagonal, top, UNSEEN)
             p, shrink, last_top, last_norm = _softmax(
                 s,
                 gl.convert_layout(top, LAST_ROWS),
                 gl.convert_layout(norm, LAST_ROWS),
                 sc,
             )
-            if MASK == SPANS:
-                # the product with this tile's U follows when the block's own U is on its way: it
-                # may have to wait for the block before, and the block behind waits for this one
-                once = warpgroup_mma_wait(0, deps=[once])
-                late = a
-                late_factor = gl.convert_layout(shrink, O_ROWS)
-                late_slot = vslot
-                late_phase = vphase
-                once = once * late_factor[:, None]
+            if MORE == 0:
+                mbarrier.wait(ufull.index(vslot), vphase)
+                twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
             else:
-                if MORE == 0:
-                    mbarrier.wait(ufull.index(vslot), vphase)
-                    twice = warpgroup_mma(a, _tile(us, vslot, TILE, D), twice, is_async=True)
-                else:
-                    # from the chip
-                    mbarrier.wait(ready.index(0), phase)
-                    twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
-                once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
-                if MORE == 1:
-                    mbarrier.arrive(free.index(0), count=1)
-                mbarrier.arrive(vempty.index(vslot), count=1)
-                once, twice = _shrunk(once, twice, shrink, O)
+                # from the chip
+                mbarrier.wait(ready.index(0), phase)
+                twice = warpgroup_mma(a, _tile(own, 0, HALF, D), twice, is_async=True)
+            once, twice, a = warpgroup_mma_wait(0, deps=[once, twice, a])
+            if MORE == 1:
+                mbarrier.arrive(free.index(0), count=1)
+            mbarrier.arrive(vempty.index(vslot), count=1)
+            once, twice = _shrunk(once, twice, shrink, O)
             vslot, vphase = following(vslot, vphase, STAGES)
             last = gl.convert_layout(p.to(dt), P)
         else:
@@ -279,36 +292,34 @@ def _filter_half(
             kslot, kphase = following(kslot, kphase, STAGES)
             s = _masked(s)
             if MASK == SPANS:
-                s = _unhidden(s, gl.convert_layout(first, LAST_ROWS), diagonal)
+                if latest > diagonal:
+                    first = _first_keys(spans, origin, row, end, LAST)
+                    s = _unhidden(s, first, diagonal)
             p, last_top, last_norm = _first_softmax(s, sc, MASK)
             last = gl.convert_layout(p.to(dt), P)
         mbarrier.arrive(qempty.index(W), count=1)
         mbarrier.wait(vfull.index(vslot), vphase)
         v = _tile(vs, vslot, TILE, D)
         once = warpgroup_mma(last, v.slice(0, LAST), once, is_async=True)
+        if MASK == SPANS:
+            # here, where products run: they are waited for at once
+            c0, c1, c2 = _coefficients(coeffs, h)
         inverse = gl.convert_layout(1.0 / last_norm, O_ROWS)
         once, last = warpgroup_mma_wait(0, deps=[once, last])
         # rounded as it is saved: the gradient tells c2·A·U from out, V and U
         u = (once * inverse[:, None]).to(dt)
         mbarrier.wait(free.index(W), phase ^ 1)
+        if MASK == SPANS:
+            if row + HALF > end:
+                _store_rows(u_out, u, b, h, origin, row, end, out_b, out_h, out_i)
         _tile(own, W, HALF, D).store(u)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(ready.index(W), count=1)
-        if MASK == SPANS:
-            if MORE == 1:
-                # also if its U is not looked at: what is free is counted
+        if MASK == SPANS and MORE == 1:
+            if full == 0:
+                # its U is not looked at, but what is free is counted
                 mbarrier.wait(ready.index(0), phase)
-            if full > 0:
-                if MORE == 1:
-                    twice = warpgroup_mma(late, _tile(own, 0, HALF, D), twice, is_async=True)
-                else:
-                    mbarrier.wait(ufull.index(late_slot), late_phase)
-                    twice = warpgroup_mma(late, _tile(us, late_slot, TILE, D), twice, is_async=True)
-                twice, late = warpgroup_mma_wait(0, deps=[twice, late])
-                mbarrier.arrive(vempty.index(late_slot), count=1)
-                twice = twice * late_factor[:, None]
-            if MORE == 1:
                 mbarrier.arrive(free.index(0), count=1)
         if LAST == HALF:
             twice = warpgroup_mma(last, _tile(own, W, HALF, D), twice, is_async=True)
@@ -317,20 +328,14 @@ def _filter_half(
             mbarrier.wait(ready.index(0), phase)
             twice = warpgroup_mma(last, _tile(own, 0, LAST, D), twice, is_async=True)
         once = c1 * u.to(gl.float32) + c0 * v.slice(LAST - HALF, HALF).load(O).to(gl.float32)
-        stored = n
-        if MASK == SPANS:
-            stored = gl.where(told(items, islot, EARLY) == 1, 0, n)
         rows = row + gl.arange(0, HALF, layout=LAST_ROWS)
         lse = (last_top + gl.log2(last_norm)) / LOG2E
-        gl.store(lse_out + bh.to(gl.int64) * n + rows, lse, mask=rows < stored)
+        gl.store(lse_out + bh.to(gl.int64) * n + origin + rows, lse, mask=rows < end)
         twice, last = warpgroup_mma_wait(0, deps=[twice, last])
         if LAST > HALF:
             mbarrier.arrive(free.index(0), count=1)
         y = once + twice * (c2 * inverse)[:, None]
-        at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h
-        rows = row + gl.arange(0, HALF, layout=O_ROWS)
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, O))
-        gl.store(at + rows[:, None] * out_i + d[None, :], y.to(dt), mask=(rows < stored)[:, None])
+        _store_rows(out, y.to(dt), b, h, origin, row, end, out_b, out_h, out_i)
         if W == 0:
             # nothing was loaded, but the warp that loads U must not fall behind the slot's phases
             mbarrier.wait(ufull.index(vslot), vphase)
@@ -353,7 +358,7 @@ def _filter_half(
     do_not_specialize_on_alignment=["coeffs", "mask"],
 )
 def filter_sweep(
-    q_in, k_in, v_in, u_io, out, lse_out, coeffs, flags, mask,
+    q_in, k_in, v_in, u_io, out, u_out, lse_out, coeffs, flags, mask,
     total, heads, group, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
     D: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -408,29 +413,30 @@ def filter_sweep(
     made = (own, ready, free)
     items = (numbers, given, done)
     counter = flags + total * blocks * 2
+    plan = counter + LOOKED_AT
     FIRST: gl.constexpr = gl.constexpr(0)
     SECOND: gl.constexpr = gl.constexpr(1)
     gl.warp_specialize(
         [
             (_filter_half, (
-                queries, keys, values, passes, made, items, out, lse_out, coeffs, mask, total,
-                heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+                queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
+                total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
                 FIRST, PARTS, STAGES, D, MASK,
             )),
             (_filter_half, (
-                queries, keys, values, passes, made, items, out, lse_out, coeffs, mask, total,
-                heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
+                queries, keys, values, passes, made, items, out, u_out, lse_out, coeffs, mask,
+                total, heads, n, scale, blocks, span, out_b, out_h, out_i, mask_b,
                 SECOND, PARTS, STAGES, D, MASK,
             )),
             (load_tokens, (
-                q_in, k_in, v_in, queries, keys, values, items, counter, mask,
-                total, heads, group, n, blocks, span, mask_b, PARTS, STAGES, D, MASK,
+                q_in, k_in, v_in, queries, keys, values, items, counter, plan,
+                total, heads, group, blocks, span, PARTS, STAGES, D, MASK,
             )),
             (load_passes, (
                 u_io, passes, vempty, flags, items, total, heads, blocks, span,
                 PARTS, STAGES, D, MASK,
             )),
-            (store_passes, (u_io, made, flags, items, total, heads, blocks, span)),
+            (store_passes, (u_io, made, flags, items, total, heads, blocks, span, MASK)),
         ],
         [4, 1, 1, 1],
         [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],

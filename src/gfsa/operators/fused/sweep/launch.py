@@ -12,12 +12,16 @@ from gfsa.operators.fused.launcher import Block, Kernel, Launch, multiprocessors
 from gfsa.operators.fused.layout import empty_like
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import SPANS, Options, Problem, Saved, pointers, problem_of
+from gfsa.operators.fused.sweep import plan
 
 # queries of a block, and of one of its two warpgroups, as in the kernel
 ROWS = 128
 HALF = 64
 # flags that the kernel looks at together: it reads so many beyond the last head's
 LOOKED_AT = 32
+# windows of ROWS tokens and flags that the launch before works on at a time
+WINDOWS = 64
+FLAGS = 2048
 # by head dim: 64 keys a tile or twice as many, as registers allow, and tiles that fit on the chip
 PARTS = {64: 2, 128: 1}
 STAGES = 3
@@ -45,17 +49,27 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     heads, blocks = problem.batch * problem.heads, -(-problem.length // ROWS)
     # a flag for each half block's U, then the number of the next item
-    flags = torch.zeros(
-        heads * blocks * (ROWS // HALF) + LOOKED_AT, dtype=torch.int32, device=q.device
-    )
-    spans, _ = pointers(mask, None, unused=q)
-    _launch(problem, out.stride()[:3])((q, k, v, u), out, lse, coeffs, flags, spans)
+    numbers = heads * blocks * (ROWS // HALF) + LOOKED_AT
+    if problem.mask_kind == SPANS:
+        spans, _ = pointers(mask, None, unused=q)
+        numbers += problem.batch * planned(blocks)
+        flags = torch.empty(numbers, dtype=torch.int32, device=q.device)
+        _plan(problem)((), spans, flags)
+    else:
+        spans = q
+        flags = torch.zeros(numbers, dtype=torch.int32, device=q.device)
+    _launch(problem, out.stride()[:3])((q, k, v, u), out, u, lse, coeffs, flags, spans)
     return out, u, lse
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`."""
     return long.backward(g, saved, options)
+
+
+def planned(blocks: int) -> int:
+    """The numbers of a sequence's plan and its edges."""
+    return (blocks + 1) * 2 * plan.NUMBERS.value + blocks + 2
 
 
 def heads_at_a_time(length: int, mask_kind: int) -> int:
@@ -87,6 +101,22 @@ def _launch(problem: Problem, out_strides: tuple[int, int, int]) -> Launch:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem) -> Launch:
+    """The launch before the sweep: the plan, and flags that are zero."""
+    blocks = -(-problem.length // ROWS)
+    flags = problem.heads * blocks * (ROWS // HALF)
+    return Launch(
+        _PLAN,
+        (problem.batch, 1, 1),
+        (problem.device,),
+        (),
+        (problem.length, blocks, flags, problem.mask_strides[0]),
+        (ROWS, HALF, PARTS[problem.head_dim] * HALF, LOOKED_AT, WINDOWS, FLAGS),
+        num_warps=8,
+    )
+
+
 @functools.cache
 def kernel() -> Kernel:
     """The kernel; Gluon is imported when it is first used."""
@@ -101,3 +131,6 @@ def kernel() -> Kernel:
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
     return Kernel(filter_sweep, describe)
+
+
+_PLAN = Kernel(plan.plan_blocks)

@@ -5,10 +5,8 @@ head that its queries see, which other programs make. Programs draw items in the
 numbers, so all lower items are finished or belong to programs that run, and waiting for lower items
 alone never deadlocks, however few programs the GPU holds at a time.
 
-With spans, the warp that draws items also reads where their keys begin, and tells the others. A
-block in which a document begins is gone through twice. It ends a document, which may be long, and
-the blocks behind it need its U of the other document alone, which its own keys give. So an early
-round makes that U from the block's own keys, and the next one makes the whole block.
+With spans, an item is a slot of a row's plan, which has up to two blocks: see ``plan.py``. The warp
+that draws items also reads the plan, and tells the others.
 """
 
 from __future__ import annotations
@@ -18,20 +16,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from gfsa.operators.fused import problem
+from gfsa.operators.fused.sweep import plan
 
 SPANS = gl.constexpr(problem.SPANS)
 # queries an item, and queries a warpgroup: the flags count by warpgroups
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
+# flags that are looked at together; after the last head's flags are as many numbers, the first of
+# which counts the items that were drawn
+LOOKED_AT = gl.constexpr(32)
 
 # items that are drawn and not finished
 DRAWN = gl.constexpr(3)
-# what is told of an item with spans, after its number: whether this is its early round, and by
-# warpgroup its first tile and until where tiles are masked
-EARLY = gl.constexpr(1)
-FIRST_TILE = gl.constexpr(2)
-MASKED_UNTIL = gl.constexpr(4)
-TOLD = gl.constexpr(6)
+# what is told of a block with spans, after its item's number: what is planned for it, its sequence
+# and its head
+PLANNED = gl.constexpr(1)
+ORIGIN = gl.constexpr(1 + plan.ORIGIN.value)
+BLOCK = gl.constexpr(1 + plan.BLOCK.value)
+END = gl.constexpr(1 + plan.END.value)
+FIRST_TILE = gl.constexpr(1 + plan.FIRST_TILE.value)
+MASKED_UNTIL = gl.constexpr(1 + plan.MASKED_UNTIL.value)
+LATEST = gl.constexpr(1 + plan.LATEST.value)
+NUMBERS = gl.constexpr(plan.NUMBERS.value)
+SEQUENCE = gl.constexpr(1 + plan.NUMBERS.value)
+HEAD = gl.constexpr(2 + plan.NUMBERS.value)
+TOLD = gl.constexpr(3 + plan.NUMBERS.value)
 
 
 @gluon.jit
@@ -49,35 +58,9 @@ def place(item, total, blocks, span):
 
 
 @gluon.jit
-def key_range(spans, block, n, W: gl.constexpr, PARTS: gl.constexpr):
-    """``(first tile, masked until)`` of PARTS times HALF keys for warpgroup W's queries.
-
-    First keys do not decrease from query to query, so the first tile is that of the first query.
-    Tiles that begin before ``masked until`` are to be masked. It is the latest first key of the
-    queries that see a key before the tile on their diagonal; the last of them is the last query
-    that sees the key before that tile.
-    """
-    row = block * ROWS + W * HALF
-    diagonal = row // (PARTS * HALF) * PARTS * HALF
-    # a warpgroup beyond the last query sees what that one does
-    tile = gl.load(spans + gl.minimum(row, n - 1)) // (PARTS * HALF)
-    before = gl.maximum(gl.minimum(diagonal, n) - 1, 0)
-    last = gl.minimum(gl.load(spans + (n + before)), gl.minimum(row + HALF, n) - 1)
-    latest = gl.load(spans + last)
-    return tile, gl.where(last >= row, latest, 0)
-
-
-@gluon.jit
-def has_early_round(spans, block, n, blocks):
-    """Whether the blocks behind a block need no more of its U than its own keys give.
-
-    They see the first key of its last query and later ones alone. None of these queries may see a
-    key before the block; if none of the block does, or no block follows, an early round is useless.
-    """
-    start = block * ROWS
-    seen = gl.load(spans + (gl.minimum(start + ROWS, n) - 1))
-    within = gl.load(spans + seen) >= start
-    return within & (gl.load(spans + start) < start) & (block + 1 < blocks)
+def slots_of(blocks, MASK: gl.constexpr):
+    """How many items a head has: its blocks or, with spans, the slots of its plan."""
+    return blocks + (1 if MASK == SPANS else 0)
 
 
 @gluon.jit
@@ -137,6 +120,21 @@ def told(items, slot, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def told_place(items, slot, heads):
+    """``(head of all sequences, sequence, head, block, origin)`` of a block with spans."""
+    b = told(items, slot, SEQUENCE)
+    h = told(items, slot, HEAD)
+    return b * heads + h, b, h, told(items, slot, BLOCK), told(items, slot, ORIGIN)
+
+
+@gluon.jit
+def place_of(item, total, heads, blocks, span):
+    """As :func:`told_place` without spans."""
+    bh, block = place(item, total, blocks, span)
+    return bh, bh // heads, bh % heads, block, 0
+
+
+@gluon.jit
 def take(items, slot, phase):
     """The item that was given; :func:`done_with` when it is finished."""
     numbers, full, _ = items
@@ -155,14 +153,14 @@ def done_with(items, slot):
 def first_missing(flags, known):
     """The first half block from ``known`` on whose U is not there; earlier ones can be loaded.
 
-    At most 32 are looked at. For one warp.
+    At most LOOKED_AT are looked at. For one warp.
     """
-    at = known + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    at = known + gl.arange(0, LOOKED_AT, layout=gl.BlockedLayout([1], [32], [1], [0]))
     flag = gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [flags + at],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    first = gl.min(gl.where(flag == 0, at, known + 32), 0)
+    first = gl.min(gl.where(flag == 0, at, known + LOOKED_AT), 0)
     # the copy engine, which loads U, sees memory through a proxy of its own
     return gl.inline_asm_elementwise(
         "fence.acq_rel.gpu; fence.proxy.async; mov.b32 $0, $1;", "=r,r", [first],

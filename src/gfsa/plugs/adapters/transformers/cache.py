@@ -27,11 +27,15 @@ from transformers.cache_utils import (
 
 from gfsa.operators import Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
-from gfsa.plugs.adapters.transformers.companions import append, empty_like
+from gfsa.plugs.adapters.transformers.companions import GrowingPowers, append, empty_like
 from gfsa.plugs.adapters.transformers.one_launch import (
     decode_in_one_launch,
     fills_from_the_front,
+)
+from gfsa.plugs.adapters.transformers.past_check import (
+    forget_fillings,
     refuse_another_past,
+    watch,
 )
 from gfsa.plugs.adapters.transformers.product_check import name_of
 
@@ -87,7 +91,9 @@ class CachedOperator(Operator):
         if self.new == 1 and type(self.rows) is SDPAOperator:
             companion = _first_companion(self.layer, self.owner)
             if companion is not None:
-                y = decode_in_one_launch(self.rows.given, self.layer, companion, coeffs, v)
+                y = decode_in_one_launch(
+                    self.rows.given, self.layer, self.owner, companion, coeffs, v
+                )
                 if y is not None:
                     return y
         coeffs = value_of(coeffs)
@@ -106,7 +112,6 @@ class CachedOperator(Operator):
         if degree > 1:
             companions = _companions(self.layer, self.owner, degree - 1, self.new)
             for companion in companions[: degree - 1]:
-                refuse_another_past(self.layer, companion, self.new)
                 all_tokens = append(companion, tokens[-1], self.keys)
                 tokens.append(self.rows.apply(all_tokens))
         return tokens
@@ -201,6 +206,7 @@ def _first_companion(layer: Any, owner: int) -> Any:
 
 
 def _companions(layer: Any, owner: int, count: int, new: int) -> list[Any]:
+    """The companions of one module, to which the caller adds the powers of the newest tokens."""
     if count < 1:
         return []
     _refuse_export_of_static(layer)
@@ -213,11 +219,15 @@ def _companions(layer: Any, owner: int, count: int, new: int) -> list[Any]:
     if companions is None:
         _refuse_a_past_without_powers(layer, new)
         companions = layer.gfsa_powers[owner] = [empty_like(layer) for _ in range(count)]
+        # a layer that grows without a window has lengths that tell everything
+        if type(companions[0]) is not GrowingPowers:
+            watch(layer, owner)
     elif len(companions) < count:
         raise ValueError(
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
             f"has degree {count + 1}; start from a new cache"
         )
+    refuse_another_past(layer, owner, companions[:count], new)
     return companions
 
 
@@ -274,4 +284,6 @@ class _RepeatedMethod:
                 # what only the state beside keys and values needs, a companion does not have
                 if hasattr(companion, self.name):
                     getattr(companion, self.name)(*args, **kwargs)
+        if self.name == "reset":
+            forget_fillings(self.layer)
         return result

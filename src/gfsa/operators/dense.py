@@ -130,9 +130,10 @@ class DenseOperator(Operator):
         Their rows of ``A·v`` are NaN, and stay so in the output. Other queries do not see them, but
         a product would multiply them by zero and make every row NaN.
         """
-        # a row that is NaN is so throughout; without tokens there is a diagonal, but no column
-        diagonal = self.matrix.diagonal(dim1=-2, dim2=-1)
-        return power.masked_fill(diagonal.isnan().unsqueeze(-1), 0.0)
+        if power.shape[-2] == 0:
+            return power
+        # a row that is NaN is so throughout
+        return power.masked_fill(self.matrix[..., :1].isnan(), 0.0)
 
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
         v = repeat_heads(v, self.matrix)

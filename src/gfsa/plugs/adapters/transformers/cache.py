@@ -38,6 +38,7 @@ from gfsa.plugs.adapters.transformers.past_check import (
     watch,
 )
 from gfsa.plugs.adapters.transformers.product_check import name_of
+from gfsa.plugs.exporting import is_exporting
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (
@@ -243,15 +244,10 @@ def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
         raise ValueError(f"the cache holds {int(past)} tokens {_NO_POWERS}")
 
 
-def _is_exporting() -> bool:
-    # torch.compiler.is_exporting is true in everything that dynamo traces; torch 2.6 has neither
-    return torch.jit.is_tracing() or bool(getattr(torch.compiler, "_is_exporting_flag", False))
-
-
 def _refuse_export_of_static(layer: Any) -> None:
     """Raise where a graph is exported that would forget the powers after each call."""
     # isinstance is slow here, and every decoded token asks
-    if _is_exporting() and isinstance(layer, StaticLayer):
+    if is_exporting() and isinstance(layer, StaticLayer):
         raise ValueError(
             "torch.export and torch.jit.trace cannot keep the powers of past tokens from call to "
             "call: a static cache has buffers for keys and values only. Export with "

@@ -147,11 +147,16 @@ def has_no_values(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# a compiler asks while it traces, when the transforms of the traced function are entered
-@torch.compiler.assume_constant_result
 def _is_transformed() -> bool:
-    """Whether torch.func runs the model now (vmap, grad, …)."""
+    """Whether torch.func runs the model now (vmap, grad, …), a constant to the compiler.
+
+    The compiler asks while it traces, when the transforms of what it traces are entered.
+    """
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _same_whole_view(query: Tensor, key: Tensor) -> bool:

@@ -11,7 +11,7 @@ per layer is all there is to save, shard or freeze.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -250,6 +250,14 @@ class GraphFilter(nn.Module):
             )
         with torch.no_grad():
             self.theta.copy_(start)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Torch asks each module of a model for it before torch.jit.script compiles the model."""
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}: a filter takes an attention "
+            "operator, which is no tensor. Use torch.export or torch.jit.trace, or "
+            "gfsa.unplug(model)"
+        )
 
     def extra_repr(self) -> str:
         arguments = [str(self.num_heads)]

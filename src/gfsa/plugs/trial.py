@@ -19,7 +19,7 @@ from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.call_check import FilterNotCalledError
-from gfsa.plugs.crossing import CROSSING, layers_that_cross
+from gfsa.plugs.crossing import layers_that_cross, refusal_of_crossing
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.rollback import unchanged
 from gfsa.plugs.running import call
@@ -90,7 +90,7 @@ def try_forward(
                     if is_registered(site.adapter)
                 }
                 crossing = layers_that_cross(own, lambda: call(model, inputs))
-                trial.refused |= dict.fromkeys(sorted(crossing, key=list(own).index), CROSSING)
+                trial.refused |= {n: refusal_of_crossing(n) for n in own if n in crossing}
                 break
             finally:
                 watch.remove()

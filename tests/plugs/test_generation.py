@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
+from gfsa.operators import attention
 from gfsa.plugs.adapters.transformers import past_check
 from support.random_filters import randomise
 from support.zoo import VOCABULARY, ZOO
@@ -395,6 +396,41 @@ def test_powers_of_some_heads_refuse_a_cache_used_in_between(kind: str) -> None:
     cache = empty_cache(model, kind)
     with pytest.raises(ValueError, match="holds 6 earlier tokens, but the powers of 5"):
         decode_with_an_unplugged_step_between(model, cache, model, unplugged(model))
+
+
+def plugged_in_heads(model: Any, heads: list[int]) -> Any:
+    gfsa.plug(model, filter=lambda number: PartialPolynomial(number, 2, high=heads))
+    randomise(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_powers_of_other_heads_are_refused(kind: str) -> None:
+    model = plugged_in_heads(unplugged(plugged("llama")), [0, 2])
+    ids, cache = prompt()["input_ids"], empty_cache(model, kind)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        gfsa.unplug(model)
+        plugged_in_heads(model, [1, 3])
+        with pytest.raises(ValueError, match=r"of the heads \[0, 2\].* needs those of \[1, 3"):
+            model(ids[:, :1], past_key_values=cache)
+        gfsa.unplug(model)
+        gfsa.plug(model)
+        with pytest.raises(ValueError, match=r"powers of the heads \[0, 2\].* of \[0, 1, 2, 3"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_keeps_powers_of_the_same_heads_in_short_and_long_calls(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a short prompt by itself would be processed in all heads."""
+    monkeypatch.setattr(attention, "worth_taking_apart", lambda *_: False)
+    model = plugged_in_heads(unplugged(plugged("llama")), [0, 2])
+    agree(
+        generate(model, prompt("left"), cache_implementation=kind),
+        generate(model, prompt("left"), use_cache=False),
+    )
 
 
 @pytest.fixture(params=["Gemma3n", "Gemma4"])

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from gfsa.operators import Coefficients, Operator, SDPAOperator, Visibility
+from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
 from gfsa.plugs.adapters.transformers.companions import GrowingPowers, append, empty_like
 from gfsa.plugs.adapters.transformers.one_launch import (
@@ -111,7 +111,8 @@ class CachedOperator(Operator):
             return [newest]
         tokens = [newest, self.rows.apply(v)]
         if degree > 1:
-            companions = _companions(self.layer, self.owner, degree - 1, self.new)
+            all_heads = tuple(range(self.heads))
+            companions = _companions(self.layer, self.owner, degree - 1, self.new, all_heads)
             for companion in companions[: degree - 1]:
                 all_tokens = append(companion, tokens[-1], self.keys)
                 tokens.append(self.rows.apply(all_tokens))
@@ -121,16 +122,21 @@ class CachedOperator(Operator):
         return self.rows.visibility()
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
-        rows = self.rows.second_pass(heads)
-        return None if rows is None else _FurtherPowers(rows, self)
+        if isinstance(self.rows, AttentionOperator):
+            # in every call, since the cache keeps powers of the same heads for all tokens
+            rows: Operator | None = self.rows.of_heads(heads)
+        else:
+            rows = self.rows.second_pass(heads)
+        return None if rows is None else _FurtherPowers(rows, self, heads)
 
 
 class _FurtherPowers(Operator):
     """The second and further passes of some heads: the cache keeps powers for these heads only."""
 
-    def __init__(self, rows: Operator, first: CachedOperator) -> None:
+    def __init__(self, rows: Operator, first: CachedOperator, heads: Sequence[int]) -> None:
         self.rows = rows
         self.first = first
+        self.heads = tuple(heads)
 
     def apply(self, x: Tensor) -> Tensor:
         return self.rows.apply(x)
@@ -138,7 +144,7 @@ class _FurtherPowers(Operator):
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         tokens = [v]
         first = self.first
-        companions = _companions(first.layer, first.owner, degree, first.new)
+        companions = _companions(first.layer, first.owner, degree, first.new, self.heads)
         for companion in companions[:degree]:
             all_tokens = append(companion, tokens[-1], first.keys)
             tokens.append(self.rows.apply(all_tokens))
@@ -206,13 +212,18 @@ def _first_companion(layer: Any, owner: int) -> Any:
     return companions[0] if companions and companions[0].is_initialized else None
 
 
-def _companions(layer: Any, owner: int, count: int, new: int) -> list[Any]:
-    """The companions of one module, to which the caller adds the powers of the newest tokens."""
+def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, ...]) -> list[Any]:
+    """The companions of one module, to which the caller adds the powers of the newest tokens.
+
+    Args:
+        heads: which of the module's heads have powers.
+    """
     if count < 1:
         return []
     _refuse_export_of_static(layer)
     if not hasattr(layer, "gfsa_powers"):
         layer.gfsa_powers = {}
+        layer.gfsa_heads = {}
         for name in _REPEATED:
             if hasattr(layer, name):
                 setattr(layer, name, _RepeatedMethod(layer, name))
@@ -220,6 +231,7 @@ def _companions(layer: Any, owner: int, count: int, new: int) -> list[Any]:
     if companions is None:
         _refuse_a_past_without_powers(layer, new)
         companions = layer.gfsa_powers[owner] = [empty_like(layer) for _ in range(count)]
+        layer.gfsa_heads[owner] = heads
         # a layer that grows without a window has lengths that tell everything
         if type(companions[0]) is not GrowingPowers:
             watch(layer, owner)
@@ -227,6 +239,11 @@ def _companions(layer: Any, owner: int, count: int, new: int) -> list[Any]:
         raise ValueError(
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
             f"has degree {count + 1}; start from a new cache"
+        )
+    elif layer.gfsa_heads[owner] != heads:
+        raise ValueError(
+            f"this cache keeps powers of the heads {list(layer.gfsa_heads[owner])}, the filter now "
+            f"needs those of {list(heads)}; start from a new cache"
         )
     refuse_another_past(layer, owner, companions[:count], new)
     return companions

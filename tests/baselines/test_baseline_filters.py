@@ -100,6 +100,21 @@ class TestNeuTRENO:
         with pytest.raises(RuntimeError, match="outside of its model's forward"):
             model.blocks[0](torch.randn(1, 4, 12))
 
+    def test_a_forward_that_raised_leaves_no_values(self) -> None:
+        model = encoder()
+        baselines.apply(model, "neutreno")
+
+        def stop(*_: Any) -> None:
+            raise KeyError("the second layer")
+
+        handle = model.blocks[1].register_forward_pre_hook(stop)
+        with pytest.raises(KeyError, match="the second layer"):
+            model(IDS % 9)
+        handle.remove()
+        with pytest.raises(RuntimeError, match="outside of its model's forward"):
+            model.blocks[1](torch.randn(*IDS.shape, 12))
+        model(IDS % 9)
+
     def test_gradients_reach_the_first_layer_through_its_values(self) -> None:
         torch.manual_seed(0)
         model = encoder().double()

@@ -236,3 +236,31 @@ def test_parts_of_it_keep_their_order() -> None:
     visible = Visibility(causal=True, documents=documents([3, 9]), in_order=True)
     assert visible.of_heads([1]).in_order
     assert Visibility(causal=True).signature() != Visibility(causal=True, in_order=True).signature()
+
+
+def test_documents_that_change_in_place_are_read_again() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    visible = Visibility(causal=True, documents=documents, in_order=True)
+    q, k, v = torch.randn(3, 1, 2, N, D).unbind()
+    for border in (3, 2, 5):
+        documents.copy_(torch.arange(N) >= border)
+        fresh = Visibility(causal=True, documents=documents.clone(), in_order=True)
+        assert torch.equal(visible.spans(N, q.device), fresh.spans(N, q.device))
+        found, expected = (
+            AttentionOperator(q, k, backend="sdpa", visible=each).apply(v)
+            for each in (visible, fresh)
+        )
+        assert torch.equal(found, expected)
+    assert visible.whole(N, q.device) is visible.whole(N, q.device)
+
+
+def test_what_is_written_in_inference_mode_is_not_used_outside_of_it() -> None:
+    """Kernels that save a mask for their gradient refuse one that was made there."""
+    visible = Visibility.packed(torch.tensor([0, 3, N]), N)
+    for written in (visible.whole, visible.spans):
+        with torch.inference_mode():
+            inside = written(N, torch.device("cpu"))
+        outside = written(N, torch.device("cpu"))
+        assert inside.is_inference()
+        assert not outside.is_inference()
+        assert torch.equal(inside, outside)

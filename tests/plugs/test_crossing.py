@@ -132,7 +132,6 @@ def test_the_layer_that_reads_other_tokens_is_skipped(
     report = plug(model, filtered)
     assert list(report.plugged) == ["layer"]
     assert "queries and keys are different tokens" in report.skipped["read"]
-    assert "leave out inputs=" in report.skipped["read"]
     assert {n: p.requires_grad for n, p in model.named_parameters() if n in trained} == trained
     assert torch.is_grad_enabled()
 
@@ -148,6 +147,21 @@ def test_the_layer_that_reads_other_tokens_is_skipped(
 )
 def test_one_tensor_in_two_arguments_is_self_attention(given: Any) -> None:
     assert list(plug(Model(given)).plugged) == ["layer"]
+
+
+def test_two_norms_of_one_tensor_can_be_plugged_as_the_reason_says() -> None:
+    model = Model(lambda z: (F.layer_norm(z, (8,)), 2 * F.layer_norm(z, (8,))))
+    gfsa.register_adapter(Attention, SwapClass(Filtered, heads="heads"))
+    with pytest.raises(ValueError, match="no filter works") as raised:
+        gfsa.plug(model, inputs=X)
+    assert "as two norms of one x do" in str(raised.value)
+    call = "gfsa.plug(model, ..., layers=lambda name, module: name == 'layer')"
+    assert f"on its own, without inputs=: {call}" in str(raised.value)
+    report = gfsa.plug(model, layers=lambda name, module: name == "layer")
+    assert list(report.plugged) == ["layer"]
+    before = model(X)
+    gfsa.filters_of(model)["layer"].theta.data.fill_(0.3)
+    assert not torch.allclose(model(X), before)
 
 
 def test_what_was_projected_outside_is_not_judged() -> None:

@@ -12,6 +12,9 @@ import transformers
 from torch import Tensor
 
 import gfsa
+from gfsa.filters.partial import PartialPolynomial
+from gfsa.operators import attention
+from gfsa.plugs.adapters.transformers import past_check
 from support.random_filters import randomise
 from support.zoo import VOCABULARY, ZOO
 
@@ -324,6 +327,110 @@ def test_a_cache_used_by_an_unplugged_model_in_between_is_refused(kind: str) -> 
         bare(ids[:, 3:5], past_key_values=cache)
         with pytest.raises(ValueError, match="holds 5 earlier tokens, but the powers of 3"):
             model(ids[:, 5:], past_key_values=cache)
+
+
+def decode_with_an_unplugged_step_between(model: Any, cache: Any, step: Any, other: Any) -> None:
+    """The last token has a past of which one token, the sixth, has no powers."""
+    ids = prompt()["input_ids"]
+    positions = torch.arange(7).expand(2, -1)
+    with torch.no_grad():
+        model(ids[:, :4], past_key_values=cache)
+        for at, run in ((4, step), (5, other), (6, step)):
+            chosen = slice(at, at + 1)
+            run(ids[:, chosen], past_key_values=cache, position_ids=positions[:, chosen])
+
+
+def unplugged(model: Any) -> Any:
+    bare = copy.deepcopy(model)
+    gfsa.unplug(bare)
+    return bare
+
+
+# mistral's window is full by then: the powers of another past have as many rows as the keys
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_compiled_model_refuses_a_cache_used_in_between(kind: str) -> None:
+    torch._dynamo.reset()
+    model = plugged("mistral")
+    cache = empty_cache(model, kind)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    # dynamo puts the reason into an error of its own
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="an unplugged model has used it in b"):
+        decode_with_an_unplugged_step_between(model, cache, step, unplugged(model))
+
+
+def test_a_compiled_model_notices_a_compiled_one_without_filters() -> None:
+    torch._dynamo.reset()
+    model = plugged("llama")
+    cache, earlier = empty_cache(model, "static"), empty_cache(model, "static")
+    step, other = (
+        torch.compile(each, backend="eager", fullgraph=True) for each in (model, unplugged(model))
+    )
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        # compiled for a layer that nobody counts
+        other(ids[:, :1], past_key_values=earlier, position_ids=torch.zeros(2, 1, dtype=int))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="an unplugged model has used it in b"):
+        decode_with_an_unplugged_step_between(model, cache, step, other)
+    # a reset cache has no past
+    cache.reset()
+    decode_with_an_unplugged_step_between(model, cache, step, step)
+
+
+def test_a_length_on_the_device_need_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past_check, "_is_on_device", lambda length: isinstance(length, Tensor))
+    model = plugged("llama")
+    bare, cache = unplugged(model), empty_cache(model, "static")
+    with torch.no_grad():
+        # what fills a copy does not fill the original
+        model(prompt()["input_ids"][:, :2], past_key_values=cache)
+        bare(prompt()["input_ids"][:, :2], past_key_values=copy.deepcopy(cache))
+        model(prompt()["input_ids"][:, 2:4], past_key_values=cache)
+    cache.reset()
+    with pytest.raises(ValueError, match="holds tokens without their powers: an unplugged model"):
+        decode_with_an_unplugged_step_between(model, cache, model, bare)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_powers_of_some_heads_refuse_a_cache_used_in_between(kind: str) -> None:
+    model = plugged("llama", filter=lambda heads: PartialPolynomial(heads, 2, high=[0, 2]))
+    cache = empty_cache(model, kind)
+    with pytest.raises(ValueError, match="holds 6 earlier tokens, but the powers of 5"):
+        decode_with_an_unplugged_step_between(model, cache, model, unplugged(model))
+
+
+def plugged_in_heads(model: Any, heads: list[int]) -> Any:
+    gfsa.plug(model, filter=lambda number: PartialPolynomial(number, 2, high=heads))
+    randomise(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_powers_of_other_heads_are_refused(kind: str) -> None:
+    model = plugged_in_heads(unplugged(plugged("llama")), [0, 2])
+    ids, cache = prompt()["input_ids"], empty_cache(model, kind)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        gfsa.unplug(model)
+        plugged_in_heads(model, [1, 3])
+        with pytest.raises(ValueError, match=r"of the heads \[0, 2\].* needs those of \[1, 3"):
+            model(ids[:, :1], past_key_values=cache)
+        gfsa.unplug(model)
+        gfsa.plug(model)
+        with pytest.raises(ValueError, match=r"powers of the heads \[0, 2\].* of \[0, 1, 2, 3"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_keeps_powers_of_the_same_heads_in_short_and_long_calls(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a short prompt by itself would be processed in all heads."""
+    monkeypatch.setattr(attention, "worth_taking_apart", lambda *_: False)
+    model = plugged_in_heads(unplugged(plugged("llama")), [0, 2])
+    agree(
+        generate(model, prompt("left"), cache_implementation=kind),
+        generate(model, prompt("left"), use_cache=False),
+    )
 
 
 @pytest.fixture(params=["Gemma3n", "Gemma4"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -422,8 +423,34 @@ def test_compiled_self_attention_by_copies_needs_one_forward_before():
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, x.clone()), expected)
+    program = torch.export.export(model, (x, x.clone()), strict=False).module()
+    torch.testing.assert_close(program(x, x.clone()), expected)
+    # what an earlier forward has shown, each later one has to show again
+    for run in (compiled, program):
+        with pytest.raises(RuntimeError, match=r"mha .* its key has other values than its query"):
+            run(x, torch.randn_like(x))
+    # torch.func has no such assertion, compiled or not
+    by_sample = torch.vmap(lambda x: model(x[None], x[None].clone()))
+    per_sample = torch.compile(by_sample, backend="eager")
+    torch.testing.assert_close(per_sample(x)[:, 0], expected)
     gfsa.unplug(model)
     assert not [name for name in model.mha.__dict__ if "gfsa" in name]
+
+
+def test_attention_exported_alone_with_one_tensor_warns():
+    mha = nn.MultiheadAttention(E, H, batch_first=True).eval()
+    gfsa.plug(mha)
+    x = torch.randn(B, N, E)
+    with pytest.warns(UserWarning, match=r"export a module whose forward takes x and calls"):
+        torch.export.export(mha, (x, x, x))
+    with pytest.warns(UserWarning, match=r"Trace a module whose forward takes x and calls"):
+        torch.jit.trace(mha, (x, x, x))
+    # a module of one input has nothing to be warned of
+    encoder = nn.TransformerEncoderLayer(E, H, 8, batch_first=True).eval()
+    gfsa.plug(encoder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this nn.MultiheadAttention")
+        torch.export.export(encoder, (x,))
 
 
 class _AttendsToViews(nn.Module):

@@ -26,10 +26,13 @@ from support.training import (
 class TestLora:
     TARGETS = ("c_attn",)
 
-    def lora(self, model: Any, modules_to_save: list[str] | None) -> peft.PeftModel:
+    def lora(
+        self, model: Any, modules_to_save: list[str] | None, exclude: list[str] | None = None
+    ) -> peft.PeftModel:
         config = peft.LoraConfig(
             target_modules=list(self.TARGETS),
             modules_to_save=modules_to_save,
+            exclude_modules=exclude,
             fan_in_fan_out=True,
             init_lora_weights=False,
         )
@@ -128,6 +131,25 @@ class TestLora:
         assert not [w for w in recwarn if "gfsa" in str(w.message)]
         kept = gfsa.load_peft(type(bare).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
         assert len(gfsa.filters_of(kept)) == 2
+
+    def test_excluded_modules_make_peft_name_filters_that_it_drops(
+        self, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        """peft warns of modules to exclude that the base does not have; nothing else tells it."""
+        model = plugged("gpt2")
+        bare = copy.deepcopy(model)
+        gfsa.unplug(bare)
+        bare.save_pretrained(tmp_path / "base")
+        model.name_or_path = str(tmp_path / "base")
+        tuned = self.lora(model, modules_to_save=["gfsa"], exclude=["gfsa"])
+        self.train(tuned)
+        tuned.save_pretrained(tmp_path / "adapter")
+        with pytest.warns(UserWarning, match=r"exclude_modules=.'gfsa'. but no modules were"):
+            peft.AutoPeftModel.from_pretrained(str(tmp_path / "adapter"))
+        recwarn.clear()
+        kept = gfsa.load_peft(bare, tmp_path / "adapter")
+        assert not [w for w in recwarn if "gfsa" in str(w.message)]
+        assert torch.equal(self.output(kept), self.output(tuned))
 
     def test_a_filter_that_peft_wraps_is_still_watched(self) -> None:
         base = plugged("gpt2")

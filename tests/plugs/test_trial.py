@@ -268,3 +268,22 @@ def test_linear_attention_of_hybrids_is_named() -> None:
     assert list(report.plugged) == ["layers.3.self_attn"]
     assert list(report.skipped) == [f"layers.{i}.linear_attn" for i in range(3)]
     assert all("GatedDeltaNet is a delta-rule" in why for why in report.skipped.values())
+
+
+def test_a_cache_among_the_inputs_stays_empty() -> None:
+    """Each forward fills it: the second one of the trial would read the tokens of the first."""
+    config = transformers.LlamaConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    cache = transformers.DynamicCache(config=config)
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "past_key_values": cache}
+    assert len(gfsa.plug(model, inputs=inputs).plugged) == 2
+    assert cache.get_seq_length() == 0
+    # a filter that does nothing is left out, and outputs do not change
+    assert gfsa.prune(model, inputs=inputs).largest_change == 0
+    assert cache.get_seq_length() == 0

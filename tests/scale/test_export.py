@@ -144,3 +144,16 @@ def test_the_filters_are_in_the_program() -> None:
     assert numbers
     assert numbers <= program.state_dict.keys()
     assert not torch.allclose(program.module()(**inputs), other(**inputs))
+
+
+def test_torch_jit_script_says_what_to_use_instead() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    gfsa.plug(layer, wK=0.2)
+    with pytest.raises(TypeError, match=r"cannot compile GFSA.*torch\.jit\.trace, or gfsa\.unplug"):
+        torch.jit.script(layer)
+    x, longer = torch.randn(2, 5, 8), torch.randn(3, 7, 8)
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, (x,))
+        torch.testing.assert_close(traced(longer), layer(longer))
+    gfsa.unplug(layer)
+    torch.jit.script(layer)

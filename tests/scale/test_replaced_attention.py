@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.functional import which_backend
+from gfsa.operators import AttentionCall, choice
 
 Q, K, V = torch.randn(3, 1, 4, 6, 8).unbind()
 COEFFS = torch.randn(4, 3)
@@ -38,9 +41,19 @@ def test_every_pass_goes_there(elsewhere: list[int]) -> None:
 
 
 def test_it_says_so(elsewhere: list[int]) -> None:
-    choice = which_backend(Q, K, V, COEFFS)
-    assert choice.backend == "sdpa"
-    assert "replaced" in choice.reason
+    found = which_backend(Q, K, V, COEFFS)
+    assert found.backend == "sdpa"
+    assert "replaced" in found.reason
+
+
+def test_it_is_noticed_by_whoever_imports_gfsa_afterwards(elsewhere: list[int]) -> None:
+    spec = importlib.util.spec_from_file_location("choice_again", choice.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {spec.name: again}):
+        spec.loader.exec_module(again)
+    assert "replaced" in again.reason_for_sdpa_alone(AttentionCall(Q, K))
 
 
 @pytest.mark.parametrize("backend", ["dense", "fused"])

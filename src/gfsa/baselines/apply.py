@@ -173,7 +173,8 @@ def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -
     first.is_source = True
     stack = model.get_submodule(_stack_of(model, source))
     stack.register_forward_pre_hook(hooks.OpenFirstValues(memory))
-    stack.register_forward_hook(hooks.CloseFirstValues(memory))
+    # also after a forward that raised: its values are no other forward's
+    stack.register_forward_hook(hooks.CloseFirstValues(memory), always_call=True)
     where = {
         name: "the source of v⁰" if name == source else "its attention's output"
         for name in report.plugged

@@ -10,7 +10,7 @@ per layer is all there is to save, shard or freeze.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -225,6 +225,14 @@ class GraphFilter(nn.Module):
         start = self._start.to(self.theta.device, self.theta.dtype)
         with torch.no_grad():
             self.theta.copy_(sharded_like(start, self.theta))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Torch asks each module of a model for it before torch.jit.script compiles the model."""
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}: a filter takes an attention "
+            "operator, which is no tensor. Use torch.export or torch.jit.trace, or "
+            "gfsa.unplug(model)"
+        )
 
     def extra_repr(self) -> str:
         arguments = [str(self.num_heads)]

@@ -92,7 +92,11 @@ class AttentionOperator(Operator):
         # under dropout further passes drop the entries that the first one dropped, in every head
         if call.dropout_p or not worth_taking_apart(call.q, call.k, len(heads)):
             return None
-        some = call.of_heads(heads)
+        return self.of_heads(heads)
+
+    def of_heads(self, heads: Sequence[int]) -> Operator:
+        """:meth:`second_pass`, whether it saves time or not; without dropout."""
+        some = self.call.of_heads(heads)
         return AttentionOperator(
             some.q,
             some.k,

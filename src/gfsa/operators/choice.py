@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from gfsa.operators import fused
 from gfsa.operators.call import AttentionCall
 
-_TORCH_ATTENTION = F.scaled_dot_product_attention
+# not torch.nn.functional's, which may be replaced when this module is imported
+_TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 Backend = Literal["auto", "dense", "sdpa", "fused"]
 # torch 2.6's compiler cannot call get_args
 _BACKENDS = get_args(Backend)

@@ -114,6 +114,27 @@ class DenseOperator(Operator):
     def apply(self, x: Tensor) -> Tensor:
         return (self.matrix @ repeat_heads(x, self.matrix).to(self.matrix.dtype)).to(x.dtype)
 
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        return [v] if degree == 0 else [v, *self._further(self.apply(v), degree - 1)]
+
+    def _further(self, power: Tensor, count: int) -> list[Tensor]:
+        """A power of A on v, and ``count`` passes more."""
+        powers = [power]
+        for _ in range(count):
+            powers.append(self.apply(self._without_empty_rows(powers[-1])))
+        return powers
+
+    def _without_empty_rows(self, power: Tensor) -> Tensor:
+        """Zeros for queries that see nothing, whose row of A is NaN in maps that models compute.
+
+        Their rows of ``A·v`` are NaN, and stay so in the output. Other queries do not see them, but
+        a product would multiply them by zero and make every row NaN.
+        """
+        if power.shape[-2] == 0:
+            return power
+        # a row that is NaN is so throughout
+        return power.masked_fill(self.matrix[..., :1].isnan(), 0.0)
+
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
         v = repeat_heads(v, self.matrix)
         # by powers of A on v, as every operator: H is only built when its entries are dropped
@@ -133,10 +154,17 @@ class DenseOperator(Operator):
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         # entries of H can only be dropped where the whole of H is built
-        return None if self.dropout_p else DenseOperator(take_heads(self.matrix, heads))
+        return None if self.dropout_p else _SecondPass(take_heads(self.matrix, heads))
 
     def dense(self) -> Tensor:
         return self.matrix
+
+
+class _SecondPass(DenseOperator):
+    """For tokens that have been through A once already."""
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        return self._further(v, degree)
 
 
 def _softmax(scores: Tensor) -> Tensor:

@@ -31,6 +31,9 @@ class Visibility:
             (several sequences packed into one row).
         in_order: the numbers of ``documents`` do not decrease from token to token, as in packed
             rows. The caller knows it; checking it would wait for the device.
+
+    Tensors that the caller changes in place are read again in the next call, unless they were made
+    in inference mode, where torch does not count changes.
     """
 
     keys: Tensor | None = None
@@ -39,7 +42,7 @@ class Visibility:
     window: int | None = None
     documents: Tensor | None = None
     in_order: bool = False
-    _written: dict[tuple[str, int, torch.device], Tensor] = field(
+    _written: dict[tuple[str, int, torch.device], tuple[Any, Tensor]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -183,10 +186,17 @@ class Visibility:
             # a captured graph computes it in each replay, from the documents of that replay; until
             # then it is not computed, so that no call outside of the graph may read it
             return compute()
-        written = self._written.get((what, length, device))
-        if written is None:
-            written = self._written[what, length, device] = compute()
+        key = (what, length, device)
+        state = (torch.is_inference_mode_enabled(), *map(_version, self._parts()))
+        before, written = self._written.get(key, (None, None))
+        if written is None or before != state:
+            # what is written in inference mode cannot be saved for a gradient
+            written = compute()
+            self._written[key] = state, written
         return written
+
+    def _parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.keys, self.pairs, self.documents
 
     def needs_rows(self) -> bool:
         """Whether no key mask and no causality alone say what a query sees."""
@@ -242,9 +252,9 @@ class Visibility:
 
     def signature(self) -> tuple[Any, ...]:
         """All of it that a choice of kernels depends on."""
-        parts = (self.keys, self.pairs, self.documents)
         layouts = [
-            None if part is None else (part.shape, part.stride(), part.device) for part in parts
+            None if part is None else (part.shape, part.stride(), part.device)
+            for part in self._parts()
         ]
         return (*layouts, self.causal, self.window, self.in_order)
 
@@ -270,6 +280,11 @@ class Visibility:
         if self.keys is not None:
             return self.keys[..., None].int()
         return torch.ones(x.shape[-2], 1, dtype=torch.int32, device=x.device)
+
+
+def _version(part: Tensor | None) -> int | None:
+    """A number that changes when a tensor is written into; tensors of inference mode have none."""
+    return None if part is None or part.is_inference() else part._version
 
 
 def refusal_of_spans(visible: Visibility) -> str | None:

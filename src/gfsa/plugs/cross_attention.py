@@ -69,15 +69,18 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
 
     Accepted are the same tensor, another view of it, and an equal copy
     (``mha(norm(x), norm(x), norm(x))``). Values cannot be compared while a graph is compiled or
-    captured; then two views of a whole tensor are accepted, and any two tensors if an earlier
-    forward has shown that this module is called with equal copies.
+    captured; then two views of a whole tensor are accepted, and two tensors if an earlier forward
+    has shown that this module is called with equal copies. The graph compares those itself.
     """
     if query is key or (query.is_meta and query.shape == key.shape):
         return
     if query.shape != key.shape:
         got = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
     elif has_no_values(query) or has_no_values(key):
-        if _GIVEN_COPIES in module.__dict__ or _same_whole_view(query, key):
+        if _same_whole_view(query, key):
+            return
+        if _GIVEN_COPIES in module.__dict__:
+            _compare_in_graph(module, query, key)
             return
         raise ValueError(
             f"{_name_of(module)} was plugged as self-attention, but its key is another tensor "
@@ -90,12 +93,30 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         module.__dict__[_GIVEN_COPIES] = True
         return
     else:
-        got = "its key has other values than its query"
-    raise ValueError(
+        got = _OTHER_VALUES
+    raise ValueError(_refusal(module, got))
+
+
+_OTHER_VALUES = "its key has other values than its query"
+
+
+def _refusal(module: nn.Module, got: str) -> str:
+    return (
         f"{_name_of(module)} was plugged as self-attention, but {got}. Cross-attention and "
         "keys that come from a cache have no powers; leave this layer out with "
         "gfsa.plug(model, layers=...)"
     )
+
+
+def _compare_in_graph(module: nn.Module, query: Tensor, key: Tensor) -> None:
+    """Have a compiled, exported or captured graph raise for other tokens, each time it runs."""
+    # torch.func, partitioned and nested tensors have no such assertion, nor have other devices
+    if _is_transformed() or query.is_nested or hasattr(query, "device_mesh"):
+        return
+    if query.device.type not in ("cpu", "cuda"):
+        return
+    same = ((query == key) | (query.isnan() & key.isnan())).all()
+    torch._assert_async(same, _refusal(module, _OTHER_VALUES))
 
 
 def are_same_tokens(first: Tensor, second: Tensor) -> bool:
@@ -124,6 +145,18 @@ def has_no_values(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func runs the model now (vmap, grad, …), a constant to the compiler.
+
+    The compiler asks while it traces, when the transforms of what it traces are entered.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _same_whole_view(query: Tensor, key: Tensor) -> bool:

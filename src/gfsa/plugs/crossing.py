@@ -19,10 +19,14 @@ from gfsa.operators import LinearOperator
 from gfsa.operators.call import AttentionCall
 from gfsa.plugs.cross_attention import REASON, are_same_tokens
 
-CROSSING = (
-    f"{REASON}. In the trial forward its layer projects them from different arguments; if those "
-    "have the same tokens all the same, leave out inputs="
-)
+
+def refusal_of_crossing(name: str) -> str:
+    """Why a layer is skipped, and what to do if its arguments hold the same tokens after all."""
+    return (
+        f"{REASON}. In the trial forward it projects them from different arguments. If these hold "
+        "the same tokens, as two norms of one x do, plug this layer on its own, without inputs=: "
+        f"gfsa.plug(model, ..., layers=lambda name, module: name == {name!r})"
+    )
 
 
 class Crossing:

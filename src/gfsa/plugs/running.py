@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,10 +11,20 @@ from torch import nn
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on a tensor, a dict of keyword arguments or a tuple of positional arguments."""
+    """The model on a tensor, a dict of keyword arguments or a tuple of positional arguments.
+
+    A cache among them is copied: it is the same in every call, and stays as it is.
+    """
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        return model(**{name: _own_copy(value) for name, value in inputs.items()})
+    if isinstance(inputs, tuple):
+        return model(*map(_own_copy, inputs))
+    return model(inputs)
+
+
+def _own_copy(value: Any) -> Any:
+    # a forward adds its tokens to a key-value cache
+    return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from gfsa.filters import GraphFilter
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import install, uninstall
 from gfsa.plugs.call_check import FilterNotCalledError
-from gfsa.plugs.crossing import CROSSING, layers_that_cross
+from gfsa.plugs.crossing import layers_that_cross, refusal_of_crossing
 from gfsa.plugs.registry import is_registered
 from gfsa.plugs.rollback import unchanged
 from gfsa.plugs.running import call
@@ -126,7 +126,7 @@ def _crossing(
         if is_registered(site.adapter)
     }
     crossing = layers_that_cross(own, lambda: call(model, inputs))
-    return dict.fromkeys(sorted(crossing, key=list(own).index), CROSSING)
+    return {name: refusal_of_crossing(name) for name in own if name in crossing}
 
 
 class _Watch:

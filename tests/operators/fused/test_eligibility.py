@@ -407,9 +407,14 @@ def test_wide_heads_of_degree_one(
     assert choice.choose("auto", *call(2, 4, length, head_dim, degree=1)).backend == "fused"
 
 
-def test_cudnns_gradient_for_long_rows_of_wide_heads() -> None:
-    """Unless it is turned off, or every run has to give the same bits."""
+def test_cudnns_gradient_for_long_rows_of_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is absent or turned off, or every run has to give the same bits."""
     by_cudnn = eligibility.leaves_gradient_to_cudnn
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert not by_cudnn(OnHopper(2, 4, 8192, 128))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    with torch.backends.cudnn.flags(enabled=False):
+        assert not by_cudnn(OnHopper(2, 4, 8192, 128))
     assert by_cudnn(OnHopper(2, 4, 8192, 128))
     assert not by_cudnn(OnHopper(2, 4, 4096, 128))
     assert not by_cudnn(OnHopper(2, 4, 8192, 64))

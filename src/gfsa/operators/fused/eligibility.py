@@ -269,10 +269,13 @@ def refusal_by_sweep_once(q: Tensor, mask: Tensor | None, is_causal: bool) -> st
 
 
 def cudnn_attention_is_on() -> bool:
-    """Whether torch may take cuDNN's attention, whose gradient adds up in any order.
+    """Whether torch has cuDNN and may take its attention, whose gradient adds up in any order.
 
     A constant to the compiler.
     """
+    # the switch for attention alone is on in builds without cuDNN, too
+    if not (torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled):
+        return False
     return (
         torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
     )

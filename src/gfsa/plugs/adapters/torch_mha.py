@@ -9,6 +9,7 @@ padded batch into a nested tensor; the filtered forward pads it, attends, and pa
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator
 from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.exporting import is_exporting
 
 
 class FilteredMultiheadAttention(nn.MultiheadAttention):
@@ -39,6 +41,8 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As in torch; the returned weights are H, the filtered map, and cost O(n³) to build."""
         require_same_tokens(self, query, key)
+        if self.__dict__.get("_gfsa_name") == "" and is_exporting():
+            _warn_of_inputs(query, key)
         if query.is_nested:
             return self._forward_nested(query, value, attn_mask, need_weights)
         batched = query.dim() == 3
@@ -162,6 +166,26 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
             offsets = query.offsets()  # type: ignore[attr-defined]
             return torch.nested.nested_tensor_from_jagged(y[taken], offsets), None
         return torch._nested_tensor_from_mask(y, taken, mask_check=False), None
+
+
+def _warn_of_inputs(query: Tensor, key: Tensor) -> None:
+    """Where a program of this module alone would not notice keys of another sequence.
+
+    One tensor given for several inputs is one of them in the program, in plain torch too.
+    """
+    if torch.jit.is_tracing():
+        advice = "Trace"
+    elif query is key:
+        advice = "Run mha(x, x.clone(), x.clone()) once and export it with such copies: that "
+        advice += "program compares them. Or export"
+    else:
+        return
+    warnings.warn(
+        "this nn.MultiheadAttention becomes a program with three inputs that does not notice if "
+        f"they differ, and a filter needs self-attention. {advice} a module whose forward takes x "
+        "and calls mha(x, x, x)",
+        stacklevel=3,
+    )
 
 
 def _sequence_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

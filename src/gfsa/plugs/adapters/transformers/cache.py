@@ -25,15 +25,20 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from gfsa.operators import Coefficients, Operator, SDPAOperator, Visibility
+from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
-from gfsa.plugs.adapters.transformers.companions import append, empty_like
+from gfsa.plugs.adapters.transformers.companions import GrowingPowers, append, empty_like
 from gfsa.plugs.adapters.transformers.one_launch import (
     decode_in_one_launch,
     fills_from_the_front,
+)
+from gfsa.plugs.adapters.transformers.past_check import (
+    forget_fillings,
     refuse_another_past,
+    watch,
 )
 from gfsa.plugs.adapters.transformers.product_check import name_of
+from gfsa.plugs.exporting import is_exporting
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (
@@ -87,7 +92,9 @@ class CachedOperator(Operator):
         if self.new == 1 and type(self.rows) is SDPAOperator:
             companion = _first_companion(self.layer, self.owner)
             if companion is not None:
-                y = decode_in_one_launch(self.rows.given, self.layer, companion, coeffs, v)
+                y = decode_in_one_launch(
+                    self.rows.given, self.layer, self.owner, companion, coeffs, v
+                )
                 if y is not None:
                     return y
         coeffs = value_of(coeffs)
@@ -104,9 +111,9 @@ class CachedOperator(Operator):
             return [newest]
         tokens = [newest, self.rows.apply(v)]
         if degree > 1:
-            companions = _companions(self.layer, self.owner, degree - 1, self.new)
+            all_heads = tuple(range(self.heads))
+            companions = _companions(self.layer, self.owner, degree - 1, self.new, all_heads)
             for companion in companions[: degree - 1]:
-                refuse_another_past(self.layer, companion, self.new)
                 all_tokens = append(companion, tokens[-1], self.keys)
                 tokens.append(self.rows.apply(all_tokens))
         return tokens
@@ -115,16 +122,21 @@ class CachedOperator(Operator):
         return self.rows.visibility()
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
-        rows = self.rows.second_pass(heads)
-        return None if rows is None else _FurtherPowers(rows, self)
+        if isinstance(self.rows, AttentionOperator):
+            # in every call, since the cache keeps powers of the same heads for all tokens
+            rows: Operator | None = self.rows.of_heads(heads)
+        else:
+            rows = self.rows.second_pass(heads)
+        return None if rows is None else _FurtherPowers(rows, self, heads)
 
 
 class _FurtherPowers(Operator):
     """The second and further passes of some heads: the cache keeps powers for these heads only."""
 
-    def __init__(self, rows: Operator, first: CachedOperator) -> None:
+    def __init__(self, rows: Operator, first: CachedOperator, heads: Sequence[int]) -> None:
         self.rows = rows
         self.first = first
+        self.heads = tuple(heads)
 
     def apply(self, x: Tensor) -> Tensor:
         return self.rows.apply(x)
@@ -132,7 +144,7 @@ class _FurtherPowers(Operator):
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         tokens = [v]
         first = self.first
-        companions = _companions(first.layer, first.owner, degree, first.new)
+        companions = _companions(first.layer, first.owner, degree, first.new, self.heads)
         for companion in companions[:degree]:
             all_tokens = append(companion, tokens[-1], first.keys)
             tokens.append(self.rows.apply(all_tokens))
@@ -200,12 +212,18 @@ def _first_companion(layer: Any, owner: int) -> Any:
     return companions[0] if companions and companions[0].is_initialized else None
 
 
-def _companions(layer: Any, owner: int, count: int, new: int) -> list[Any]:
+def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, ...]) -> list[Any]:
+    """The companions of one module, to which the caller adds the powers of the newest tokens.
+
+    Args:
+        heads: which of the module's heads have powers.
+    """
     if count < 1:
         return []
     _refuse_export_of_static(layer)
     if not hasattr(layer, "gfsa_powers"):
         layer.gfsa_powers = {}
+        layer.gfsa_heads = {}
         for name in _REPEATED:
             if hasattr(layer, name):
                 setattr(layer, name, _RepeatedMethod(layer, name))
@@ -213,11 +231,21 @@ def _companions(layer: Any, owner: int, count: int, new: int) -> list[Any]:
     if companions is None:
         _refuse_a_past_without_powers(layer, new)
         companions = layer.gfsa_powers[owner] = [empty_like(layer) for _ in range(count)]
+        layer.gfsa_heads[owner] = heads
+        # a layer that grows without a window has lengths that tell everything
+        if type(companions[0]) is not GrowingPowers:
+            watch(layer, owner)
     elif len(companions) < count:
         raise ValueError(
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
             f"has degree {count + 1}; start from a new cache"
         )
+    elif layer.gfsa_heads[owner] != heads:
+        raise ValueError(
+            f"this cache keeps powers of the heads {list(layer.gfsa_heads[owner])}, the filter now "
+            f"needs those of {list(heads)}; start from a new cache"
+        )
+    refuse_another_past(layer, owner, companions[:count], new)
     return companions
 
 
@@ -233,15 +261,10 @@ def _refuse_a_past_without_powers(layer: Any, new: int) -> None:
         raise ValueError(f"the cache holds {int(past)} tokens {_NO_POWERS}")
 
 
-def _is_exporting() -> bool:
-    # torch.compiler.is_exporting is true in everything that dynamo traces; torch 2.6 has neither
-    return torch.jit.is_tracing() or bool(getattr(torch.compiler, "_is_exporting_flag", False))
-
-
 def _refuse_export_of_static(layer: Any) -> None:
     """Raise where a graph is exported that would forget the powers after each call."""
     # isinstance is slow here, and every decoded token asks
-    if _is_exporting() and isinstance(layer, StaticLayer):
+    if is_exporting() and isinstance(layer, StaticLayer):
         raise ValueError(
             "torch.export and torch.jit.trace cannot keep the powers of past tokens from call to "
             "call: a static cache has buffers for keys and values only. Export with "
@@ -274,4 +297,6 @@ class _RepeatedMethod:
                 # what only the state beside keys and values needs, a companion does not have
                 if hasattr(companion, self.name):
                     getattr(companion, self.name)(*args, **kwargs)
+        if self.name == "reset":
+            forget_fillings(self.layer)
         return result

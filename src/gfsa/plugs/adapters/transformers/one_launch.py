@@ -24,13 +24,19 @@ from gfsa.plugs.adapters.transformers.companions import (
     next_row,
     room_for_one,
 )
+from gfsa.plugs.adapters.transformers.past_check import refuse_another_past
 
 # of the signature of a call: a PreparedToken, or False where torch's calls serve
 _PREPARED: DecisionCache[Any] = DecisionCache()
 
 
 def decode_in_one_launch(
-    call: AttentionCall, layer: Any, companion: Any, coeffs: Tensor | Coefficients, v: Tensor
+    call: AttentionCall,
+    layer: Any,
+    owner: int,
+    companion: Any,
+    coeffs: Tensor | Coefficients,
+    v: Tensor,
 ) -> Tensor | None:
     """The filtered new token, ``(B, H, 1, D)``; its power is written into the companion.
 
@@ -39,6 +45,7 @@ def decode_in_one_launch(
     Args:
         call: of the new token's query and all keys.
         layer: of the cache, after the new keys and values were added to it.
+        owner: the index of the module that attends to it.
         companion: the powers ``A·v`` of the tokens before.
         v: all values.
     """
@@ -60,7 +67,7 @@ def decode_in_one_launch(
                 _PREPARED.remember(signature, False)
             return None
         prepared = _decoder(q, coeffs, signature)
-    refuse_another_past(layer, companion, 1)
+    refuse_another_past(layer, owner, [companion], 1)
     u = room_for_one(companion, q)
     if not fills_from_the_front(layer):
         y = prepared(q, k, v, u, coeffs, call.attn_mask, None, None, scale)
@@ -123,24 +130,6 @@ def _serves(
     from gfsa.operators.fused.decode import takes_layout
 
     return takes_layout(call.q, call.k, v)
-
-
-def refuse_another_past(layer: Any, companion: Any, new: int) -> None:
-    """Raise unless the cached powers belong to the tokens whose keys and values the layer holds."""
-    held = layer.get_seq_length()
-    # reading a length from a GPU would synchronise
-    if isinstance(held, Tensor) and held.device.type != "cpu":
-        return
-    known = companion.get_seq_length()
-    # a compiled graph has no length of a static layer to read
-    if (type(held) is int and known + new == held) or torch.compiler.is_compiling():
-        return
-    if known + new != held:
-        raise ValueError(
-            f"the cache holds {int(held) - new} earlier tokens, but the powers of {int(known)}: an "
-            "unplugged model has used it in between, or the layer attends more than once per "
-            "forward. Start from a new cache, or pass use_cache=False"
-        )
 
 
 def fills_from_the_front(layer: Any) -> bool:

@@ -70,3 +70,27 @@ def blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list[
                 blocks.append(around)
         found[name] = blocks
     return found
+
+
+def wholes_around(model: nn.Module, blocks: dict[str, list[str]]) -> list[str]:
+    """The model, and every module in it that has attention and is no block or part of a block.
+
+    Args:
+        model: the model.
+        blocks: what :func:`blocks_around` found in it.
+    """
+    wholes = [""]
+    for name, around in blocks.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            whole = ".".join(parts[:end])
+            if whole in around:
+                break
+            if whole not in wholes:
+                wholes.append(whole)
+    return wholes
+
+
+def inside(name: str, whole: str) -> bool:
+    """Whether the module of this name is a part of ``whole``, which is not itself one."""
+    return name != whole and (not whole or name.startswith(whole + "."))

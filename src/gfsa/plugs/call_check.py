@@ -108,7 +108,7 @@ class CallCheck:
         # while a graph is traced nothing runs, so nothing can be concluded
         if torch.compiler.is_compiling():
             return
-        if compiled := _compiled_parts(model):
+        if compiled := compiled_parts(model):
             self._drop_compiled(compiled)
             return
         # in training a block may skip its attention on purpose (stochastic depth)
@@ -205,7 +205,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def _compiled_parts(model: nn.Module) -> list[str]:
+def compiled_parts(model: nn.Module) -> list[str]:
     """The names of modules that were passed to torch.compile, or whose forward was."""
     return [
         name

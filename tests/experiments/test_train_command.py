@@ -174,6 +174,23 @@ def test_a_row_that_cannot_be_added_does_not_take_the_others_along(
     assert sorted(row.seed for row in read_rows(table)) == [0, 1]
 
 
+def test_an_interrupted_command_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gfsa_experiments.runs.row, "append_rows", interrupted)
+    words = [TOY, "--set", "epochs=1"]
+    code, output = train(tmp_path, *words)
+    assert code == 130
+    assert "interrupted; the same command with --resume continues" in output
+    monkeypatch.undo()
+    code, output = train(tmp_path, *words, "--resume")
+    assert code == 0
+    assert "1 of 1 runs done" in output
+
+
 def test_runs_of_other_settings_are_told_apart(tmp_path: Path) -> None:
     code, output = train(tmp_path, TOY, "--each", "lr=1e-3,1e-2", "--set", "epochs=1")
     assert code == 0

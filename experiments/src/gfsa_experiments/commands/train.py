@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -222,7 +224,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
     at_rest: dict[str, float] = {}
     # error → the first run that failed with it
     first_with: dict[str | None, str] = {}
-    with progress_bars(console, len(runs)) as (progress, advance):
+    with _told_of_resume(console), progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, error = finished.run, finished.row, finished.error
             if row is not None and write:
@@ -260,6 +262,16 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
     shown = "; gfsa results shows the tables" if failed < len(runs) else ""
     console.print(f"{len(runs) - failed} of {len(runs)} runs done{shown}")
     return failed
+
+
+@contextmanager
+def _told_of_resume(console: Console) -> Iterator[None]:
+    """Print at Ctrl-C how the runs can go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command with --resume continues", style="yellow")
+        raise
 
 
 def _names(runs: list[Run]) -> dict[Path, str]:

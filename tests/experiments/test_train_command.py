@@ -245,7 +245,7 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--seeds", "0-999999999"], "at most 10000 numbers"),
         ([TOY, "--set", "epochs=1e308"], "epochs must lie in (0, 1e+09]"),
         ([], "--list"),
-        ([TOY, "--plan", "x.txt"], "--plan"),
+        ([TOY, "--plan", "x.txt"], f"leave {TOY} out"),
         (["--plan", "/nowhere/x.txt"], "No such file"),
         ([TOY, "--set", "batch_size=0"], "batch_size must be at least 1, got 0"),
         ([TOY, "--set", "clip=nan"], "clip must be at least 0 and finite, got nan"),

@@ -91,8 +91,11 @@ class CallCheck:
             "events": {n: events for n, events in self.events.items() if n not in gone},
             "handles": {n: handles for n, handles in self.handles.items() if n not in gone},
             "around": [handle for handle in self.around if not _lost_module(handle)],
-            "running": set(),
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy runs nowhere yet
+        self.__dict__.update(state, running=set())
 
     def _end(self) -> None:
         for handle in self.around:

@@ -236,7 +236,7 @@ def test_compiles_into_one_graph():
     torch.testing.assert_close(compiled(IMAGE), model(IMAGE))
 
 
-def test_fx_is_told_of_leaves():
+def test_fx_needs_plugged_layers_as_leaves():
     model = build("ViT, DeiT").eval()
     gfsa.plug(model, wK=0.2)
     with pytest.raises(TypeError, match=r"got Proxy; torch\.fx .* a leaf"):

@@ -116,7 +116,7 @@ def test_dropout_of_the_map_is_the_layer_s_own():
     assert torch.equal(model(X), expected)
 
 
-def test_decoding_with_a_cache_is_told_of_an_adapter():
+def test_the_error_while_decoding_with_a_cache_names_adapters():
     class Cached(WrittenAttention):
         past = None
 

@@ -125,7 +125,7 @@ class _Measurement:
             for batch in batches:
                 batch = _to_device(batch, device)
                 mask = self.valid(batch) if callable(self.valid) else self.valid
-                with recorder.listening(batch, mask), self._told_of_arguments(batch):
+                with recorder.listening(batch, mask), self._arguments_hint(batch):
                     self.forward(model, batch)
                 advance()
             if not recorder.layers:
@@ -148,7 +148,7 @@ class _Measurement:
             )
 
     @contextmanager
-    def _told_of_arguments(self, batch: Any) -> Iterator[None]:
+    def _arguments_hint(self, batch: Any) -> Iterator[None]:
         """Say in an error how a batch of several parts was passed; targets may be among them."""
         try:
             yield

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.lens import metrics
-from gfsa.lens.sites import attention_modules, blocks_around, inside, wholes_around
+from gfsa.lens.sites import attention_modules, blocks_around, containers_around, is_inside
 from gfsa.lens.tokens import as_tokens, first_tensor, fits, valid_from_batch
 from gfsa.plugs.call_check import compiled_parts
 from gfsa.plugs.sites import filters_of
@@ -55,7 +55,7 @@ class Monitor:
         self.prefix = prefix
         self._attention = attention_modules(self.model)
         self._blocks = blocks_around(self.model, self._attention)
-        self._wholes = wholes_around(self.model, self._blocks)
+        self._containers = containers_around(self._blocks)
         self._handles: list[RemovableHandle] = []
         # the name of the outermost module that runs now, and of those that ran in this step
         self._running: str | None = None
@@ -72,8 +72,8 @@ class Monitor:
         self._found.clear()
         self._running, self._ran = None, set()
         modules = dict(self.model.named_modules())
-        for name in self._wholes:
-            begin, end = self._whole(name)
+        for name in self._containers:
+            begin, end = self._container(name)
             module = modules[name]
             self._handles += [
                 module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
@@ -91,7 +91,11 @@ class Monitor:
         values = {name: float(torch.cat(parts).nanmean()) for name, parts in self._found.items()}
         if not values:
             compiled = self.compiled or compiled_parts(self.model)
-            why = ": torch.compile fused them; train without it to measure them" if compiled else ""
+            why = (
+                ": torch.compile fused them; train without it to measure them"
+                if compiled
+                else " inside of a call model(x), or of a call of a part that has blocks"
+            )
             warnings.warn(f"no block of the model ran in step {step}{why}", stacklevel=2)
         self.log({**values, **self._filters()}, step)
 
@@ -101,14 +105,14 @@ class Monitor:
             handle.remove()
         self._handles = []
 
-    def _whole(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _container(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """The hooks before and after the forward of a module that has several blocks."""
 
         def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if self._running is not None and self._running != name:
                 return
             # what is checkpointed runs again in the backward, when the forward around it is over
-            if any(inside(name, whole) for whole in self._ran):
+            if any(is_inside(name, container) for container in self._ran):
                 return
             self._running, self._batch = name, kwargs
             self._last = None
@@ -123,12 +127,10 @@ class Monitor:
 
         return begin, end
 
-    def _layers_before(self, whole: str) -> int:
-        """How many attention layers the model has before the first one inside of ``whole``."""
-        for number, name in enumerate(self._attention):
-            if name == whole or inside(name, whole):
-                return number
-        return 0
+    def _layers_before(self, container: str) -> int:
+        """How many attention layers the model has before the first one inside of ``container``."""
+        inside = [name == container or is_inside(name, container) for name in self._attention]
+        return inside.index(True) if True in inside else 0
 
     def _block(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

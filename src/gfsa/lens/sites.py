@@ -72,25 +72,24 @@ def blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list[
     return found
 
 
-def wholes_around(model: nn.Module, blocks: dict[str, list[str]]) -> list[str]:
-    """The model, and every module in it that has attention and is no block or part of a block.
+def containers_around(blocks: dict[str, list[str]]) -> list[str]:
+    """The names of the model, ``""``, and of all modules in it that contain blocks.
 
     Args:
-        model: the model.
-        blocks: what :func:`blocks_around` found in it.
+        blocks: what :func:`blocks_around` found.
     """
-    wholes = [""]
+    containers = [""]
     for name, around in blocks.items():
         parts = name.split(".")
         for end in range(1, len(parts)):
-            whole = ".".join(parts[:end])
-            if whole in around:
+            container = ".".join(parts[:end])
+            if container in around:
                 break
-            if whole not in wholes:
-                wholes.append(whole)
-    return wholes
+            if container not in containers:
+                containers.append(container)
+    return containers
 
 
-def inside(name: str, whole: str) -> bool:
-    """Whether the module of this name is a part of ``whole``, which is not itself one."""
-    return name != whole and (not whole or name.startswith(whole + "."))
+def is_inside(name: str, container: str) -> bool:
+    """Whether the module ``name`` is inside of the module ``container``; no module is in itself."""
+    return name != container and (not container or name.startswith(container + "."))

@@ -228,7 +228,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
     at_rest: dict[str, float] = {}
     # error → the first run that failed with it
     first_with: dict[str | None, str] = {}
-    with _told_of_resume(console), progress_bars(console, len(runs)) as (progress, advance):
+    with _resume_hint(console), progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, error = finished.run, finished.row, finished.error
             if row is not None and write:
@@ -269,7 +269,7 @@ def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, writ
 
 
 @contextmanager
-def _told_of_resume(console: Console) -> Iterator[None]:
+def _resume_hint(console: Console) -> Iterator[None]:
     """Print at Ctrl-C how the runs can go on."""
     try:
         yield

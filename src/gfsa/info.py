@@ -44,13 +44,19 @@ def info(
     from rich.table import Table
 
     if model:
-        from gfsa.plugs.preview import describe
+        from gfsa.plugs.preview import describe, is_saved_with_filters
 
         try:
             report = describe(model, unknown="trace" if trace else "refuse")
+            has_filters = is_saved_with_filters(model)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         typer.echo(report)
+        if has_filters:
+            typer.echo(
+                f"{model} has filters already, which gfsa.from_pretrained loads; the lines above "
+                "are for a model of its config without them"
+            )
         return
 
     console = Console()

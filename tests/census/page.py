@@ -73,7 +73,7 @@ def _short(text: str) -> str:
     # files of the machine that ran it
     text = re.sub(r"(/[^\s/:]+)+/site-packages/", "", text)
     text = text.replace("|", "/").replace("ValueError: ", "").replace("TraceError: ", "")
-    for end in (". gfsa.unplug", "; plug(..., unknown", " gfsa.register_adapter"):
+    for end in (". gfsa.unplug", "; with unknown=", " gfsa.register_adapter"):
         text = text.partition(end)[0]
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 

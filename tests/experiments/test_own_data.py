@@ -339,6 +339,19 @@ class TestCorpora:
         with pytest.raises(ValueError, match=r"no UTF-8 text .*begins with b'\\x89PNG"):
             corpus_of("picture.png", tmp_path).documents()
 
+    def test_files_that_are_not_read_are_named(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("".join(f"line {i}\n" for i in range(100)))
+        (tmp_path / ".hidden").write_text("")
+        assert "not read" not in corpus_of(".", tmp_path).split_by
+        (tmp_path / "code").mkdir()
+        for name in ("a.py", "b.py", "c.csv", "d.py"):
+            (tmp_path / "code" / name).write_text("")
+        said = corpus_of(".", tmp_path).split_by
+        assert said.endswith("; not read: code/a.py, code/b.py, code/c.csv and 1 more")
+        for name in ("train.txt", "valid.txt", "test.txt"):
+            (tmp_path / name).write_text("text")
+        assert corpus_of(".", tmp_path).split_by.endswith("code/c.csv and 2 more")
+
     def test_the_hub(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         texts = [f"document {i}" for i in range(100)]
         parts: dict[str, Any] = {"train": HubPart(content=texts)}

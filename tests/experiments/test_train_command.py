@@ -173,6 +173,23 @@ def test_a_row_that_cannot_be_added_does_not_take_the_others_along(
     assert sorted(row.seed for row in read_rows(table)) == [0, 1]
 
 
+def test_an_interrupted_command_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gfsa_experiments.commands.carry_out.append_rows", interrupted)
+    words = [TOY, "--set", "epochs=1"]
+    code, output = train(tmp_path, *words)
+    assert code == 130
+    assert "interrupted; the same command with --resume continues" in output
+    monkeypatch.undo()
+    code, output = train(tmp_path, *words, "--resume")
+    assert code == 0
+    assert "1 of 1 runs done" in output
+
+
 def test_runs_of_other_settings_are_told_apart(tmp_path: Path) -> None:
     code, output = train(tmp_path, TOY, "--each", "lr=1e-3,1e-2", "--set", "epochs=1")
     assert code == 0
@@ -227,7 +244,7 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--seeds", "0-999999999"], "at most 10000 numbers"),
         ([TOY, "--set", "epochs=1e308"], "epochs must lie in (0, 1e+09]"),
         ([], "--list"),
-        ([TOY, "--plan", "x.txt"], "--plan"),
+        ([TOY, "--plan", "x.txt"], f"leave {TOY} out"),
         (["--plan", "/nowhere/x.txt"], "No such file"),
         ([TOY, "--set", "batch_size=0"], "batch_size must be at least 1, got 0"),
         ([TOY, "--set", "clip=nan"], "clip must be at least 0 and finite, got nan"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -230,6 +231,33 @@ def test_what_makes_no_sense_is_refused() -> None:
         diagnose(model, [])
     with pytest.raises(ValueError, match="no self-attention"):
         diagnose(nn.Linear(2, 2), torch.randn(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        (None, "that enter the first block"),
+        ("blocks.1.norm1.weight", r"that leave the attention of blocks\.1\.attention"),
+        ("blocks.1.norm2.weight", r"that leave the block of blocks\.1\.attention"),
+    ],
+)
+def test_tokens_that_are_not_finite_are_refused(weight: str | None, said: str) -> None:
+    model, x = TinyEncoder().eval(), torch.randn(1, 8, 16)
+    if weight is None:
+        x[0, 3, 5] = torch.inf
+    else:
+        with torch.no_grad():
+            model.get_parameter(weight).fill_(torch.nan)
+    with pytest.raises(ValueError, match=said):
+        diagnose(model, x)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before 3.11")
+def test_an_error_says_how_the_parts_of_a_batch_were_passed() -> None:
+    targets = torch.randn(2, 8, 16)
+    with pytest.raises(TypeError, match="positional arguments") as error:
+        diagnose(TinyEncoder(), [(torch.randn(2, 8, 16), targets, targets)])
+    assert "the 3 parts of a batch" in error.value.__notes__[0]
 
 
 def test_a_call_of_ones_own() -> None:

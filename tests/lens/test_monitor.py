@@ -89,11 +89,64 @@ def test_checkpointed_blocks_are_counted_once() -> None:
     assert sum(name.startswith("lens/cosine") for name in logged[0][0]) == 3
 
 
+def test_parts_that_are_called_apart_keep_their_layers_numbers() -> None:
+    model = nn.ModuleDict({"first": TinyEncoder(), "second": TinyEncoder()})
+    batch = padded_batch([6, 4])
+    logged: Logged = []
+    monitor = Monitor(model, lambda values, step: logged.append((values, step)), every=1)
+    monitor.before_step(0)
+    for part in ("second", "first", "first"):
+        model[part](**batch)
+    monitor.after_step(0)
+    valid = batch["attention_mask"].bool()
+    for before, part in ((0, "first"), (3, "second")):
+        with torch.no_grad():
+            states = model[part].states(**batch)[1:]
+        for depth, state in enumerate(states, start=1 + before):
+            expected = metrics.cosine_similarity(state, valid).mean().item()
+            assert logged[0][0][f"lens/cosine/{depth:02d}"] == pytest.approx(expected, rel=1e-5)
+    assert hooks(model) == 0
+
+
+def test_a_checkpointed_part_is_counted_once() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = TinyEncoder()
+
+        def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+            out = checkpoint(self.part, tokens, attention_mask, use_reentrant=False)
+            assert isinstance(out, Tensor)
+            return out
+
+    model = Checkpointed()
+    looked: list[int] = []
+    monitor = Monitor(
+        model, lambda values, step: looked.extend(map(len, monitor._found.values())), every=1
+    )
+    batch = padded_batch([6, 4])
+    batch["tokens"].requires_grad_(True)
+    train(model, monitor, batch, steps=1)
+    assert looked == [1] * 9
+
+
 def test_a_step_in_which_no_block_runs_warns() -> None:
     model = TinyEncoder()
     monitor = Monitor(model, lambda values, step: None, every=1)
     monitor.before_step(0)
     with pytest.warns(UserWarning, match="no block of the model ran"):
+        monitor.after_step(0)
+
+
+def test_a_compiled_part_is_named_as_the_reason() -> None:
+    model = nn.ModuleDict({"net": TinyEncoder()})
+    model["net"].compile(backend="eager")
+    monitor = Monitor(model, lambda values, step: None, every=1)
+    batch = padded_batch([6, 4])
+    model["net"](**batch)
+    monitor.before_step(0)
+    model["net"](**batch)
+    with pytest.warns(UserWarning, match=r"no block .* torch\.compile fused them"):
         monitor.after_step(0)
 
 
@@ -148,6 +201,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     )
     hf.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
     assert [step for _, step in logged] == [0, 3, 6]
+    assert {"lens/cosine/01", "lens/cosine/02", "lens/c0/01"} <= set(logged[-1][0])
     assert {"lens/cosine/01", "lens/cosine/02", "lens/c2/02"} <= set(logged[0][0])
     assert "lens/cosine/03" not in logged[0][0]
 
@@ -186,5 +240,8 @@ def test_lightning(tmp_path: Path) -> None:
     batches = [padded_batch([6, 4]) for _ in range(8)]
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     assert [step for _, step in logged] == [0, 2]
+    # training_step calls a part of the LightningModule, whose own forward never runs
+    similarity = [name for name in logged[0][0] if name.startswith("lens/cosine")]
+    assert similarity == ["lens/cosine/01", "lens/cosine/02", "lens/cosine/03"]
     assert hooks(module) == 0
     assert any((tmp_path / "lens").iterdir())

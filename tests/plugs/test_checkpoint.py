@@ -81,6 +81,15 @@ def test_nothing_to_save(tmp_path: Path) -> None:
         gfsa.save(model_of(), tmp_path)
 
 
+@pytest.mark.parametrize("below", [".", "filters"])
+def test_a_file_in_the_place_of_the_folder_is_named(below: str, tmp_path: Path) -> None:
+    model = torch.nn.TransformerEncoderLayer(8, 2, 8)
+    gfsa.plug(model)
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(OSError, match=r"cannot be a folder: .*taken is a file"):
+        gfsa.save(model, tmp_path / "taken" / below)
+
+
 def test_a_filter_of_ones_own_is_not_saved_where_it_could_not_be_loaded(tmp_path: Path) -> None:
     class Mine(gfsa.Twicing):
         pass

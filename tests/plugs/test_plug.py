@@ -271,6 +271,43 @@ def test_a_layer_that_its_block_passes_by_is_an_error() -> None:
         model(torch.zeros(1, 3, dtype=torch.long))
 
 
+def test_a_layer_is_checked_where_the_model_itself_never_runs() -> None:
+    module = nn.ModuleDict({"net": bert(2)})
+    gfsa.plug(module)
+    silent = module["net"].encoder.layer[1].attention.self
+    silent.forward = lambda hidden, *args, **kwargs: (hidden, None)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    for _ in range(2):
+        with pytest.raises(FilterNotCalledError, match=r"net\.encoder\.layer\.1\.attention\.self:"):
+            module["net"](ids)
+    # a copy has its own check
+    with pytest.raises(FilterNotCalledError, match=r"net\.encoder\.layer\.1\.attention\.self:"):
+        copy.deepcopy(module)["net"](ids)
+    del silent.forward
+    module["net"](ids)
+    assert not any(checks_of(m) for m in module["net"].modules())
+
+
+def test_a_layer_that_raised_alone_is_not_counted() -> None:
+    module = nn.ModuleDict({"net": bert(1)})
+    gfsa.plug(module)
+    layer = module["net"].encoder.layer[0].attention.self
+    handle = layer.query.register_forward_hook(_no_memory)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        module["net"](ids)
+    handle.remove()
+    module["net"](ids)
+
+
+def test_a_layer_whose_forward_is_compiled_is_not_checked_alone() -> None:
+    module = nn.ModuleDict({"net": bert(1)})
+    gfsa.plug(module)
+    layer = module["net"].encoder.layer[0].attention.self
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    module["net"](torch.zeros(1, 3, dtype=torch.long))
+
+
 def test_a_part_that_is_not_needed_is_waited_for() -> None:
     model, batch = ZOO["bart"].model("sdpa"), ZOO["bart"].batch()
     gfsa.plug(model)

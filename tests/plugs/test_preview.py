@@ -6,6 +6,7 @@ import pytest
 import transformers as hf
 from typer.testing import CliRunner
 
+import gfsa
 from gfsa.cli import build as build_cli
 from gfsa.plugs.preview import build, describe
 
@@ -52,6 +53,27 @@ def test_on_the_command_line():
     for arguments in (["xcit_nano_12_p8_224"], ["no_such_model"]):
         refused = CliRunner().invoke(build_cli(), ["info", *arguments])
         assert refused.exit_code != 0
+
+
+def test_a_folder_that_has_filters_already_says_so(tmp_path):
+    config = hf.BertConfig(
+        vocab_size=8,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
+    config.save_pretrained(tmp_path)
+    for plugged in (None, False, True):
+        if plugged is not None:
+            model = hf.BertModel(config)
+            if plugged:
+                gfsa.plug(model)
+            model.save_pretrained(tmp_path)
+        shown = CliRunner().invoke(build_cli(), ["info", str(tmp_path)])
+        assert shown.exit_code == 0
+        assert "would plug 1 layers" in shown.output
+        assert ("has filters already" in shown.output) == bool(plugged)
 
 
 def test_tracing_on_the_command_line():

@@ -19,6 +19,7 @@ from support.written_attention import (
     B,
     Block,
     N,
+    WrittenAttention,
     X,
     run,
 )
@@ -69,6 +70,7 @@ REFUSED = [
     ("the_next_sample", "the same tokens in another order"),
     ("half_and_half", "its queries and keys are different parts of x"),
     ("shifted_keys", "the same tokens in another order"),
+    ("padded_keys", "the same tokens in another order"),
     ("written_keys", "the same tokens in another order"),
     ("the_same_map_twice", "more than one attention product"),
     ("values_of_distances", "a product takes a part or a sum of its map"),
@@ -112,3 +114,22 @@ def test_dropout_of_the_map_is_the_layer_s_own():
     gfsa.plug(model, unknown="trace")
     torch.manual_seed(1)
     assert torch.equal(model(X), expected)
+
+
+def test_the_error_while_decoding_with_a_cache_names_adapters():
+    class Cached(WrittenAttention):
+        past = None
+
+        def by_matmul(self, q, k, v):
+            if self.past is not None:
+                k, v = (
+                    torch.cat([old, new], 2) for old, new in zip(self.past, (k, v), strict=True)
+                )
+            self.past = k, v
+            return super().by_matmul(q, k, v)
+
+    model = nn.Sequential(Cached()).eval()
+    gfsa.plug(model, unknown="trace")
+    model(X)
+    with pytest.raises(TraceError, match=r"1×8, not square.*with a cache.*docs/adapters\.md"):
+        model(X[:, :1])

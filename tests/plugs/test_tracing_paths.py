@@ -204,3 +204,12 @@ def test_copies_of_a_verified_module_stay_verified_and_a_fresh_one_is_not():
     model(X)
     assert copy.deepcopy(model).attn.__dict__["_gfsa_memory"].paths
     assert not fresh.attn.__dict__["_gfsa_memory"].paths
+
+
+def test_export_needs_a_forward_before_it():
+    model = nn.Sequential(Block("matmul")).eval()
+    gfsa.plug(model, unknown="trace", wK=0.2)
+    with pytest.raises(TraceError, match=r"Run one forward without .* torch\.export first"):
+        torch.export.export(model, (X,))
+    expected = model(X)
+    torch.testing.assert_close(torch.export.export(model, (X,)).module()(X), expected)

@@ -126,6 +126,7 @@ def assert_as_exact_as_attention(packed: Packed) -> None:
     size = max(x.norm().item() for x in expected)
     for name, x, y in zip(NAMES, got, expected, strict=True):
         assert torch.isfinite(x).all(), name
-        # a gradient that vanishes but for rounding (of q, in a window of one token)
-        negligible = (x.double() - y).norm().item() <= 1e-4 * size
-        assert negligible or error(x, y) <= allowed[name], (name, error(x, y), allowed[name])
+        # the gradient of q vanishes in a window of one token, but for the rounding of the output
+        vanishes = y.norm().item() <= 1e-6 * size
+        most = floor * size if vanishes else max(allowed[name] * y.norm().item(), 1e-4 * size)
+        assert (x.double() - y).norm().item() <= most, (name, error(x, y), allowed[name])

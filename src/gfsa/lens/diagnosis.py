@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -124,7 +125,7 @@ class _Measurement:
             for batch in batches:
                 batch = _to_device(batch, device)
                 mask = self.valid(batch) if callable(self.valid) else self.valid
-                with recorder.listening(batch, mask):
+                with recorder.listening(batch, mask), self._arguments_hint(batch):
                     self.forward(model, batch)
                 advance()
             if not recorder.layers:
@@ -145,6 +146,21 @@ class _Measurement:
                 attention=recorder.attention(bare),
                 skipped=skipped,
             )
+
+    @contextmanager
+    def _arguments_hint(self, batch: Any) -> Iterator[None]:
+        """Say in an error how a batch of several parts was passed; targets may be among them."""
+        try:
+            yield
+        except Exception as error:
+            # Python 3.10 has no notes
+            if self.forward is call and isinstance(batch, tuple) and hasattr(error, "add_note"):
+                error.add_note(
+                    f"diagnose called the model with the {len(batch)} parts of a batch as its "
+                    "arguments; to pass some of them alone: "
+                    "diagnose(..., forward=lambda model, batch: model(batch[0]))"
+                )
+            raise
 
 
 def _without_response(sites: Mapping[str, Site]) -> dict[str, str]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.lens import metrics
-from gfsa.lens.sites import attention_modules, blocks_around
+from gfsa.lens.sites import attention_modules, blocks_around, containers_around, is_inside
 from gfsa.lens.tokens import as_tokens, first_tensor, fits, valid_from_batch
+from gfsa.plugs.call_check import compiled_parts
 from gfsa.plugs.sites import filters_of
 
 Log = Callable[[dict[str, float], int], None]
@@ -34,6 +35,8 @@ class Monitor:
 
     The model has hooks only between the two calls of a measured step, so all other steps cost
     nothing. No forward is added, and nothing is copied from the device before :meth:`after_step`.
+    The model need not be called itself: where a training step calls a part of it (``self.net(x)``
+    in a ``LightningModule``), the outermost part that runs counts as the model.
 
     Args:
         model: any model that :func:`gfsa.plug` knows, plugged or not.
@@ -52,8 +55,11 @@ class Monitor:
         self.prefix = prefix
         self._attention = attention_modules(self.model)
         self._blocks = blocks_around(self.model, self._attention)
+        self._containers = containers_around(self._blocks)
         self._handles: list[RemovableHandle] = []
-        self._running = False
+        # the name of the outermost module that runs now, and of those that ran in this step
+        self._running: str | None = None
+        self._ran: set[str] = set()
         self._batch: dict[str, Any] = {}
         self._last: tuple[str, Tensor] | None = None
         self._depth = 0
@@ -64,11 +70,15 @@ class Monitor:
         if step % self.every:
             return
         self._found.clear()
+        self._running, self._ran = None, set()
         modules = dict(self.model.named_modules())
-        self._handles = [
-            self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-            self.model.register_forward_hook(self._end),
-        ]
+        for name in self._containers:
+            begin, end = self._container(name)
+            module = modules[name]
+            self._handles += [
+                module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+                module.register_forward_hook(end),
+            ]
         for name, blocks in self._blocks.items():
             for block in blocks:
                 self._handles.append(modules[block].register_forward_hook(self._block(name)))
@@ -80,8 +90,13 @@ class Monitor:
         self.stop()
         values = {name: float(torch.cat(parts).nanmean()) for name, parts in self._found.items()}
         if not values:
-            hint = "; pass the model that was passed to torch.compile" if self.compiled else ""
-            warnings.warn(f"no block of the model ran in step {step}{hint}", stacklevel=2)
+            compiled = self.compiled or compiled_parts(self.model)
+            why = (
+                ": torch.compile fused them; train without it to measure them"
+                if compiled
+                else " inside of a call model(x), or of a call of a part that has blocks"
+            )
+            warnings.warn(f"no block of the model ran in step {step}{why}", stacklevel=2)
         self.log({**values, **self._filters()}, step)
 
     def stop(self) -> None:
@@ -90,18 +105,36 @@ class Monitor:
             handle.remove()
         self._handles = []
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        # checkpointed blocks run again in the backward, when the model's own forward is over
-        self._running, self._batch, self._depth = True, kwargs, 0
-        self._last = None
+    def _container(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The hooks before and after the forward of a module that has several blocks."""
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._flush()
-        self._running, self._batch = False, {}
+        def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if self._running is not None and self._running != name:
+                return
+            # what is checkpointed runs again in the backward, when the forward around it is over
+            if any(is_inside(name, container) for container in self._ran):
+                return
+            self._running, self._batch = name, kwargs
+            self._last = None
+            self._depth = self._layers_before(name)
+            self._ran.add(name)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if self._running != name:
+                return
+            self._flush()
+            self._running, self._batch = None, {}
+
+        return begin, end
+
+    def _layers_before(self, container: str) -> int:
+        """How many attention layers the model has before the first one inside of ``container``."""
+        inside = [name == container or is_inside(name, container) for name in self._attention]
+        return inside.index(True) if True in inside else 0
 
     def _block(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = first_tensor(output) if self._running else None
+            found = first_tensor(output) if self._running is not None else None
             if found is None:
                 return
             # blocks end from the inside out, so the outermost around an attention is kept

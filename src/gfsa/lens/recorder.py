@@ -183,6 +183,11 @@ class Recorder:
                 if first:
                     self._begin(now)
                 if name in self.selected and filter.is_polynomial:
+                    # (..., heads, tokens, features)
+                    if output.dim() == 4:
+                        tokens = output.transpose(1, 2).flatten(2)
+                        counted = fits(now.mask, tokens)
+                        _refuse_not_finite(tokens, counted, f"that leave the attention of {name}")
                     self.layers[now.key].add_attention(filter, operator, v, output, now.mask)
             finally:
                 self._now = now
@@ -204,6 +209,7 @@ class Recorder:
         self.samples += len(tokens)
         self.tokens += int(metrics.token_count(tokens, valid).sum())
         if self.options.features and now.key is not None and now.key[0] in self.selected:
+            _refuse_not_finite(tokens, valid, "that enter the first block")
             self.entry.add_features(tokens, valid)
 
     def _finish_layer(self, now: _Forward) -> None:
@@ -213,9 +219,21 @@ class Recorder:
         tokens = self._tokens(now, now.left)
         now.left = None
         if tokens is not None and self.options.features and now.key[0] in self.selected:
-            self.layers[now.key].add_features(tokens, fits(now.mask, tokens))
+            valid = fits(now.mask, tokens)
+            _refuse_not_finite(tokens, valid, f"that leave the block of {now.key[0]}")
+            self.layers[now.key].add_features(tokens, valid)
 
     def _tokens(self, now: _Forward, x: Tensor) -> Tensor | None:
         assert now.key is not None
         assert now.v is not None
         return as_tokens(x, now.v, self.sites[now.key[0]].module, now.mask)
+
+
+def _refuse_not_finite(tokens: Tensor, valid: Tensor | None, which: str) -> None:
+    """Raise if a token that counts has features that are NaN or infinite."""
+    counted = tokens if valid is None else tokens[valid]
+    if not bool(counted.isfinite().all()):
+        raise ValueError(
+            f"tokens {which} have features that are NaN or infinite, so there is nothing to "
+            f"measure: the weights diverged, the inputs are not finite, or {tokens.dtype} overflows"
+        )

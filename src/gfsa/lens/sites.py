@@ -70,3 +70,26 @@ def blocks_around(model: nn.Module, attention: Iterable[str]) -> dict[str, list[
                 blocks.append(around)
         found[name] = blocks
     return found
+
+
+def containers_around(blocks: dict[str, list[str]]) -> list[str]:
+    """The names of the model, ``""``, and of all modules in it that contain blocks.
+
+    Args:
+        blocks: what :func:`blocks_around` found.
+    """
+    containers = [""]
+    for name, around in blocks.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            container = ".".join(parts[:end])
+            if container in around:
+                break
+            if container not in containers:
+                containers.append(container)
+    return containers
+
+
+def is_inside(name: str, container: str) -> bool:
+    """Whether the module ``name`` is inside of the module ``container``; no module is in itself."""
+    return name != container and (not container or name.startswith(container + "."))

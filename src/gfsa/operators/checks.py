@@ -22,9 +22,10 @@ def check_kinds(**tensors: Any) -> None:
             continue
         optional = name.endswith("mask")
         if not (optional and value is None):
+            hint = "; torch.fx cannot trace a filter: make the plugged layer a leaf (docs/timm.md)"
             raise TypeError(
                 f"{name} must be a tensor{' or None' if optional else ''}, "
-                f"got {type(value).__name__}"
+                f"got {type(value).__name__}{hint if isinstance(value, torch.fx.Proxy) else ''}"
             )
 
 

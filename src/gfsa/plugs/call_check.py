@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 
-Event = Literal["reached", "ran", "called"]
+Event = Literal["reached", "ran", "called", "ended"]
 
 
 class FilterNotCalledError(RuntimeError):
@@ -29,7 +29,8 @@ class CallCheck:
     it. So does, in evaluation, a layer that did not run although the block around it did. A layer
     whose block did not run stays under check: training may drop layers, and an input without images
     does not reach a vision tower. Events of a forward that raised, or of another thread, do not
-    count.
+    count. Where a caller runs a part of the model and never the model itself (``self.net(x)`` in a
+    ``LightningModule``), a layer is checked when its own forward ends.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class CallCheck:
         # with the thread in which each event was: another thread may be in the middle of a forward
         self.events: dict[str, set[tuple[int, Event]]] = {name: set() for name in plugged}
         self.handles: dict[str, list[RemovableHandle]] = {}
+        # the threads in which the model's own forward has begun
+        self.running: set[int] = set()
         self.around = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._check),
@@ -46,12 +49,17 @@ class CallCheck:
             self.handles[name] = [
                 filter.register_forward_hook(_CallHook(self, name, "called")),
                 module.register_forward_pre_hook(_CallHook(self, name, "ran")),
+                module.register_forward_hook(_CallHook(self, name, "ended")),
                 _owner(model, name).register_forward_pre_hook(_CallHook(self, name, "reached")),
             ]
 
-    def note(self, name: str, event: Event) -> None:
+    def note(self, name: str, event: Event, module: nn.Module) -> None:
         if event == "called":
             self.forget(name)
+        elif event == "ended":
+            alone = name in self.events and threading.get_ident() not in self.running
+            if alone and not compiled_parts(module):
+                raise _not_called([name])
         else:
             # another thread may have called the filter and removed the name in the meantime
             self.events.get(name, set()).add((threading.get_ident(), event))
@@ -85,6 +93,10 @@ class CallCheck:
             "around": [handle for handle in self.around if not _lost_module(handle)],
         }
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy runs nowhere yet
+        self.__dict__.update(state, running=set())
+
     def _end(self) -> None:
         for handle in self.around:
             handle.remove()
@@ -92,6 +104,7 @@ class CallCheck:
     def _begin(self, model: nn.Module, args: Any) -> None:
         # an earlier forward of this thread may have raised before its check
         if not torch.compiler.is_compiling():
+            self.running.add(threading.get_ident())
             self._take_events()
 
     def _take_events(self) -> dict[str, set[Event]]:
@@ -108,7 +121,8 @@ class CallCheck:
         # while a graph is traced nothing runs, so nothing can be concluded
         if torch.compiler.is_compiling():
             return
-        if compiled := _compiled_parts(model):
+        self.running.discard(threading.get_ident())
+        if compiled := compiled_parts(model):
             self._drop_compiled(compiled)
             return
         # in training a block may skip its attention on purpose (stochastic depth)
@@ -122,14 +136,7 @@ class CallCheck:
                 self.forget(name)
             missing = [name for name in missing if name in present]
         if missing:
-            error = FilterNotCalledError(
-                f"the model ran without calling the filter of {', '.join(missing)}: its attention "
-                "took a code path that bypasses the filter. gfsa.unplug(model), then "
-                "plug(..., inputs=batch), which leaves out such layers, or plug(..., layers=...) "
-                "without them"
-            )
-            error.names = tuple(missing)
-            raise error
+            raise _not_called(missing)
 
     def _drop_compiled(self, compiled: list[str]) -> None:
         """End the check; hooks inside compiled modules do nothing there, and stay.
@@ -152,9 +159,9 @@ class _CallHook:
         self.name = name
         self.event = event
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         if self.check is not None and not torch.compiler.is_compiling():
-            self.check.note(self.name, self.event)
+            self.check.note(self.name, self.event, module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CallHook:
         # a copied model gets a copied check; a copied filter that replaces the original in the same
@@ -163,6 +170,17 @@ class _CallHook:
             # the check has ended: this hook stays only to keep compiled code valid
             return _CallHook(None, self.name, self.event)
         return _CallHook(memo.get(id(self.check), self.check), self.name, self.event)
+
+
+def _not_called(names: list[str]) -> FilterNotCalledError:
+    error = FilterNotCalledError(
+        f"the model ran without calling the filter of {', '.join(names)}: its attention "
+        "took a code path that bypasses the filter. gfsa.unplug(model), then "
+        "plug(..., inputs=batch), which leaves out such layers, or plug(..., layers=...) "
+        "without them"
+    )
+    error.names = tuple(names)
+    return error
 
 
 def watch_first_forward(
@@ -205,7 +223,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def _compiled_parts(model: nn.Module) -> list[str]:
+def compiled_parts(model: nn.Module) -> list[str]:
     """The names of modules that were passed to torch.compile, or whose forward was."""
     return [
         name

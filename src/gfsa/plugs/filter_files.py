@@ -203,8 +203,16 @@ def _make(folder: Path) -> list[Path]:
         if path.exists():
             break
         missing.append(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise type(error)(f"{folder} cannot be a folder: {_file_in(folder)} is a file") from error
     return missing
+
+
+def _file_in(path: Path) -> Path:
+    """The first file on the way to ``path``."""
+    return next(part for part in (*reversed(path.parents), path) if part.is_file())
 
 
 def _replace(folder: Path, contents: Mapping[str, bytes]) -> None:

@@ -27,6 +27,19 @@ def describe(name: str, unknown: Unknown = "refuse", **arguments: Any) -> PlugRe
     return plug(build(name), unknown=unknown, dry_run=True, **arguments)
 
 
+def is_saved_with_filters(name: str) -> bool:
+    """Whether ``name`` is a folder that was saved from a plugged model."""
+    if not Path(name).is_dir():
+        return False
+    from gfsa.plugs.adapters.transformers.pretrained import has_filters
+
+    try:
+        return has_filters(name)
+    except FileNotFoundError:
+        # a config without weights, or weights that are not in safetensors, where filters are
+        return False
+
+
 def build(name: str) -> nn.Module:
     """The model on the meta device, where it has shapes but no weights, so any size fits."""
     if Path(name).is_dir():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,7 @@ def carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write
             "--jobs needs a single process, but accelerate launch has started several"
         )
     messages = _Messages(console, runs, done)
-    with progress_bars(console, len(runs)) as (progress, advance):
+    with _resume_hint(console), progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, errors = finished.run, finished.row, [finished.error]
             if row is not None and write:
@@ -42,6 +44,16 @@ def carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write
             advance()
     messages.summary()
     return messages.failed
+
+
+@contextmanager
+def _resume_hint(console: Console) -> Iterator[None]:
+    """Print at Ctrl-C how the runs can go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command with --resume continues", style="yellow")
+        raise
 
 
 def _append(results: Path, run: Run, row: Row, was_finished: bool) -> str:

@@ -85,7 +85,11 @@ def train(
     from gfsa_experiments.runs.same_data import compare_once
     from gfsa_experiments.runs.sweep import Request
 
-    if bool(recipe) == (plan is not None):
+    if recipe and plan is not None:
+        raise typer.BadParameter(
+            f"the lines of a --plan name their recipes; leave {recipe} out, or the plan"
+        )
+    if not recipe and plan is None:
         raise typer.BadParameter("name a recipe (gfsa train --list shows them), or give a --plan")
     if plan is not None:
         _refuse_sweep_with_plan(context)

@@ -30,6 +30,7 @@ _TEXT = (".txt", ".md", ".text")
 _LINES = (".jsonl", ".ndjson")
 # in a folder; a csv beside the text is no text
 _IN_FOLDERS = (*_TEXT, *_LINES, ".parquet")
+_SHOWN_UNREAD = 3
 # of each, where the files name no parts
 _HELD_OUT = 0.05
 # with fewer documents a held-out share of them would be none, or most of the text
@@ -84,13 +85,27 @@ class Corpus(ABC):
 
 @dataclass(frozen=True)
 class FileCorpus(Corpus):
-    """The files of each part."""
+    """The files of each part.
+
+    Args:
+        files: those that are read.
+        unread: other files of the folder, by their path in it.
+    """
 
     files: dict[str, tuple[Path, ...]]
+    unread: tuple[str, ...] = ()
 
     @property
     def has_parts(self) -> bool:
         return "test" in self.files
+
+    @property
+    def split_by(self) -> str:
+        if not self.unread:
+            return super().split_by
+        more = len(self.unread) - _SHOWN_UNREAD
+        shown = ", ".join(self.unread[:_SHOWN_UNREAD]) + (f" and {more} more" if more > 0 else "")
+        return f"{super().split_by}; not read: {shown}"
 
     def read(self) -> dict[str, list[str]]:
         return {
@@ -177,15 +192,18 @@ def read_corpus(path: Path, column: str = "text") -> FileCorpus:
             f"plain or with {' or '.join(PACKED)} behind it{entries_of(path)}"
         )
     if not named:
-        return FileCorpus(_stem(path), str(path), column, {"train": tuple(texts)})
-    if len(named) < len(PARTS):
+        parts = {"train": tuple(texts)}
+    elif len(named) < len(PARTS):
         lacking = ", ".join(name for name in PARTS if name not in named)
         there = ", ".join(f"{name} ({parts[name][0].relative_to(path)})" for name in named)
         raise ValueError(
             f"{path} has files for {there}, but none for {lacking}: name files or folders after "
             "all three parts, or after none, to have them split"
         )
-    return FileCorpus(_stem(path), str(path), column, parts)
+    read = {p for found in parts.values() for p in found}
+    unread = [p for p in files if p not in read and not is_hidden(p, path)]
+    names = tuple(str(p.relative_to(path)) for p in unread)
+    return FileCorpus(_stem(path), str(path), column, parts, names)
 
 
 def _hub_corpus(data: str, column: str) -> HubCorpus:

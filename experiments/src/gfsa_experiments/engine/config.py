@@ -313,7 +313,7 @@ def from_text(kind: type[AnyConfig], settings: dict[str, str]) -> AnyConfig:
             close = difflib.get_close_matches(name, names, n=3)
             raise ValueError(
                 f"{kind.__name__} has no setting {name!r}"
-                + (f"; did you mean {', '.join(close)}?" if close else "")
+                + (f"; did you mean {', '.join(close)}?" if close else ".")
                 + f" It has: {', '.join(names)}"
             )
         given[name] = parse(name, text, hints[name])

@@ -177,7 +177,7 @@ class UnknownAdapter(TracerAdapter):
 
     def refusal(self, name: str, module: nn.Module) -> str | None:
         return super().refusal(name, module) or (
-            f"no adapter knows {type(module).__name__}; plug(..., unknown='trace') follows its "
+            f"no adapter knows {type(module).__name__}; with unknown='trace' gfsa follows its "
             "softmax, gfsa.register_adapter teaches gfsa the class"
         )
 

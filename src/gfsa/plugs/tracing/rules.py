@@ -165,15 +165,16 @@ def along(table: OriginTable, name: str, args: Any, kwargs: Any, result: Tensor)
 
 
 def pad(table: OriginTable, args: Any, kwargs: Any, result: Tensor) -> Origins:
-    """An axis that is padded is no longer that of the input."""
+    """An axis that is padded is no longer that of the input, even if it is as long (a shift)."""
     x, key = args[0], table.key(args[1:], kwargs)
+    amounts = args[1] if len(args) > 1 else kwargs["pad"]
+    # two amounts an axis, the last axis first
+    padded = {x.dim() - 1 - place // 2 for place, amount in enumerate(amounts) if amount}
     return table.each(
         x,
         lambda dims: [
-            dim if old == new else changed(dim, "padding", (key, axis), new)
-            for axis, dim, old, new in zip(
-                range(len(dims)), dims, x.shape, result.shape, strict=True
-            )
+            changed(dim, "padding", (key, axis), size) if axis in padded else dim
+            for axis, dim, size in zip(range(len(dims)), dims, result.shape, strict=True)
         ],
     )
 

@@ -71,7 +71,8 @@ class Verifier:
         if scores[-2] != scores[-1]:
             return (
                 f"its map is {scores[-2]}×{scores[-1]}, not square: cross-attention, pooling with "
-                "a few queries, or decoding with a cache (pass use_cache=False) has no powers"
+                "a few queries, or decoding with a cache (pass use_cache=False in transformers; an "
+                "adapter of your own can keep A·v beside the cache: docs/adapters.md) has no powers"
             )
         if self.follower is None:
             layout = self._by_memory(scores, inputs)

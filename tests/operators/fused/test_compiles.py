@@ -424,6 +424,8 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
         "USED": used, "MASK": mask, "group": 1,
     }  # fmt: skip
+    described |= dict.fromkeys(("du_out", "dk_out", "dv_out", "dq_out"), "*bf16")
+    described["plan"] = "*i32"
     if mask == problem.SPANS:
         described["mask"] = "*i32"
     most = backward_path.REGISTERS.get((name, width, mask))
@@ -432,7 +434,9 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
         HOPPER, GluonASTSource, kernel, described, constants, tiles.warps, **options
     )
     print(name, width, usage)
-    assert "STACK:0 " in usage
+    # where rows begin anywhere, masks of the few tiles that have them are kept on the stack
+    most_stack = 32 if name == "grad_keys" and mask == problem.SPANS else 0
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
     # three programs share a multiprocessor's 64 Ki registers where heads are narrow
     assert width == 128 or int(re.search(r"REG:(\d+)", usage)[1]) <= 168
     assert compiled.metadata.shared <= SHARED[90] * 1024

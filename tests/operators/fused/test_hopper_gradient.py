@@ -17,6 +17,7 @@ from gfsa.operators.fused.hopper import backward_path
 from gfsa.operators.fused.problem import KEY_MASK, NO_MASK, SPANS, Options, Problem
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
+from support.sweep_plan import blocks_of
 
 ROOM = "gfsa.operators.fused"
 DIM, SCALE = 16, 0.3
@@ -101,11 +102,18 @@ def run(
     }
     parts = np.full((heads, 3, np.prod(grids["grad_first_pass"]) // heads), np.nan)
     pointers = {"delta": delta, "lse": lse, "dc": parts, "coeffs": c, "mask": mask}
+    pointers |= {"du": du, "dk": gk, "dv": gv, "dq": gq}
 
     def launch(
         name: str, cols: Sequence[np.ndarray], rows: Sequence[np.ndarray], names: str
     ) -> None:
         high, wide = TILES[width][name]
+        if kind == SPANS:
+            rows_of = np.broadcast_to(mask, (batch, 2, n))
+            pointers["plan"] = np.stack([plan_of(x, high, grids[name][1]) for x in rows_of])
+        else:
+            pointers["plan"] = mask
+        results = [x for x in names.split() if x in ("du", "dk", "dv", "dq")]
         gluon_on_cpu.launch(
             kernels[name],
             grids[name],
@@ -113,16 +121,23 @@ def run(
             *(Descriptor(x, high) for x in rows),
             *(Pointer(pointers[x].reshape(-1)) for x in names.split()),
             *numbers,
+            *(Number(x) for _ in results for x in (heads * n * room, n * room, room)),
             *(room, high, wide, visible.causal, used, kind),
         )
 
     used = room if room == DIM else backward_path.used(dim)
     first_rows = (k_, g_, v_, u, out_, du)
-    launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask")
+    launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask plan du")
     keys_rows = (k_, v_, u, g_, gk, gv)
-    launch("grad_keys", (q_, g_, du, lse, delta), keys_rows, "coeffs mask")
-    launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask")
+    launch("grad_keys", (q_, g_, du, lse, delta), keys_rows, "coeffs mask plan dk dv")
+    launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask plan dq")
     return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
+
+
+def plan_of(spans: np.ndarray, rows: int, slots: int) -> np.ndarray:
+    """The first row and the end of each block of a sequence."""
+    blocks = [(start, end) for _, start, end in blocks_of(spans, rows, slots)]
+    return np.array(blocks + [(0, 0)] * (slots - len(blocks)))
 
 
 def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:

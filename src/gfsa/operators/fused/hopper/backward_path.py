@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused.eligibility import refusal_by_hopper_backward
+from gfsa.operators.fused.hopper.plan import plan_rows
 from gfsa.operators.fused.launcher import Block, Grid, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
@@ -47,12 +48,16 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
 }
 
-# with spans, where the compiler would take a few more: room for three programs of four warps
-REGISTERS = {("grad_keys", 64, SPANS): 168}
+# with spans, where the compiler would take more: room for three programs of four warps
+REGISTERS = {("grad_keys", 64, SPANS): 168, ("grad_first_pass", 128, SPANS): 168}
 
 # with spans, by the width of a head on chip: most heads that are worked on together; 16 and 64 are
 # as fast as 32, wide heads have not been measured
 HEADS_AT_A_TIME = {64: 32, 128: 1}
+
+# with spans: so many blocks of a sequence allow for one more; windows that its plan takes at a time
+BLOCKS_PER_EDGE = 8
+WINDOWS = 64
 
 forward = long.forward
 
@@ -65,20 +70,35 @@ def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
-    launches = _launches(problem_of(q, k, mask, options))
+    problem = problem_of(q, k, mask, options)
     mask, _ = pointers(mask, None, unused=q)
     lse = copyable_by_row(lse)
     du, delta = empty_like(q), torch.empty_like(lse)
-    lses, deltas = as_tiles(lse), as_tiles(delta)
-    grad_first = launches["grad_first_pass"]
-    dc = lse.new_empty(q.shape[1], 3, math.prod(grad_first.grid) // q.shape[1])
-    grad_first((q, g, lses, k, g, v, u, out, du), delta, dc, coeffs, mask)
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    launches["grad_keys"]((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask)
     dq = empty_like(q)
-    launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
+    strides = [x.stride()[:3] for x in (du, dk, dv, dq)]
+    launches = _launches(problem, max(map(max, strides)) >= 2**31)
+    of_du, of_dk, of_dv, of_dq = strides
+    plans = _plans(problem, mask)
+    lses, deltas = as_tiles(lse), as_tiles(delta)
+    grad_first = launches["grad_first_pass"]
+    dc = lse.new_empty(q.shape[1], 3, math.prod(grad_first.grid) // q.shape[1])
+    grad_first(
+        (q, g, lses, k, g, v, u, out, du), delta, dc, coeffs, mask, plans["grad_first_pass"], du,
+        numbers=(*grad_first.numbers, *of_du),
+    )  # fmt: skip
+    grad_keys = launches["grad_keys"]
+    grad_keys(
+        (q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask, plans["grad_keys"], dk, dv,
+        numbers=(*grad_keys.numbers, *of_dk, *of_dv),
+    )  # fmt: skip
+    grad_queries = launches["grad_queries"]
+    grad_queries(
+        (k, v, u, q, g, du, dq), delta, lse, coeffs, mask, plans["grad_queries"], dq,
+        numbers=(*grad_queries.numbers, *of_dq),
+    )  # fmt: skip
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
@@ -131,12 +151,51 @@ def _kernels() -> _Kernels:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(problem: Problem) -> dict[str, Launch]:
-    """Each kernel over the rows of one problem."""
-    return {name: _launch(name, problem) for name in TILES}
+def _launches(problem: Problem, far: bool) -> dict[str, Launch]:
+    """Each kernel over the rows of one problem.
+
+    Args:
+        far: whether a stride of a result needs 64 bits.
+    """
+    return {name: _launch(name, problem, far) for name in TILES}
 
 
-def _launch(name: str, problem: Problem) -> Launch:
+def _plans(problem: Problem, mask: Tensor) -> dict[str, Tensor]:
+    """With spans, the rows of the programs of each kernel; otherwise what is not read."""
+    if problem.mask_kind != SPANS:
+        return dict.fromkeys(TILES, mask)
+    width = max(64, padded(problem.head_dim))
+    plans: dict[int, Tensor] = {}
+    for tiles in TILES.values():
+        rows = tiles[width].rows
+        if rows not in plans:
+            blocks = -(-problem.length // rows)
+            numbers = problem.batch * (2 * slots_of(blocks) + blocks + 2)
+            plans[rows] = torch.empty(numbers, dtype=torch.int32, device=mask.device)
+            _plan(problem, rows)((), mask, plans[rows])
+    return {name: plans[tiles[width].rows] for name, tiles in TILES.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem, rows: int) -> Launch:
+    blocks = -(-problem.length // rows)
+    return Launch(
+        _PLAN,
+        (problem.batch, 1, 1),
+        (problem.device,),
+        (),
+        (problem.length, blocks, slots_of(blocks), problem.mask_strides[0]),
+        (rows, WINDOWS),
+        num_warps=8,
+    )
+
+
+def slots_of(blocks: int) -> int:
+    """How many blocks a sequence with spans may be cut into: programs without rows take time."""
+    return blocks + -(-blocks // BLOCKS_PER_EDGE)
+
+
+def _launch(name: str, problem: Problem, far: bool) -> Launch:
     kernel = _kernels().by_name[name]
     scale, is_causal, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
@@ -151,7 +210,7 @@ def _launch(name: str, problem: Problem) -> Launch:
     return Launch(
         kernel,
         grid_of(problem, tiles.rows, width),
-        problem.variant,
+        (*problem.variant, far),
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
         (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
         (
@@ -172,7 +231,7 @@ def grid_of(problem: Problem, rows: int, width: int) -> Grid:
     if problem.mask_kind != SPANS:
         return blocks, heads, 1
     together = max(x for x in range(1, HEADS_AT_A_TIME[width] + 1) if heads % x == 0)
-    return together, blocks, heads // together
+    return together, slots_of(blocks), heads // together
 
 
 def used(head_dim: int) -> int:
@@ -187,3 +246,6 @@ def block_of(argument: str, tiles: Tiles, width: int) -> Block | None:
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     side = sides.get(argument[-5:])
     return None if side is None else (1, 1, side, width)
+
+
+_PLAN = Kernel(plan_rows)

@@ -1,5 +1,7 @@
 """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU``, a block of keys a program."""
 
+# ruff: noqa: SIM102 - Gluon compiles a subset of Python
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -16,12 +18,15 @@ from gfsa.operators.fused.hopper.tiles import (
     JIT_OPTIONS,
     KEY_MASK,
     LOG2E,
+    SPANS,
     barriers,
     hide_queries,
     place,
     queries_of_keys,
+    rows_of,
     scores,
     shown_keys,
+    store_rows,
     tile_of,
     vector_of,
 )
@@ -47,8 +52,8 @@ def _load_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_keys(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
-    dv_rows, coeffs, mask,
-    heads, group, n, scale, mask_b, mask_h, mask_j,
+    dv_rows, coeffs, mask, plan, dk_out, dv_out,
+    heads, group, n, scale, mask_b, mask_h, mask_j, x_b, x_h, x_i, y_b, y_h, y_i,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -67,11 +72,15 @@ def grad_keys(
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
     bars = barriers(3)
-    block, _, bh, _ = place(MASK)
+    block, blocks, bh, _ = place(MASK)
     b = bh // heads
     h = bh % heads
-    row = block * BM
-    start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
+    row, row_end = rows_of(plan, b, block, blocks, n, BM, MASK)
+    if MASK == SPANS:
+        if row_end == 0:
+            return
+    last = gl.minimum(row + BM, row_end) - 1
+    start, steps, earliest, mask = queries_of_keys(mask, b, row, last, n, mask_b, BN, CAUSAL, MASK)
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
@@ -124,14 +133,10 @@ def grad_keys(
     # keys, values and U have been used: their room takes g and the results
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
-    k.store((dk * scale).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dk_rows, [b, h, row, 0], ks)
+    dk = (dk * scale).to(dt)
+    store_rows(dk_rows, dk_out, ks, dk, b, h, row, row_end, x_b, x_h, x_i, D, MASK)
     c0 = gl.load(coeffs + h * 3)
     mbarrier.wait(bars.index(2), 1)
-    v.store((dv + c0 * u.load(AL).to(gl.float32)).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    dv = (dv + c0 * u.load(AL).to(gl.float32)).to(dt)
+    store_rows(dv_rows, dv_out, vs, dv, b, h, row, row_end, y_b, y_h, y_i, D, MASK)
     tma.store_wait(0)

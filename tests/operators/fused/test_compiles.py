@@ -29,6 +29,7 @@ from gfsa.operators.fused import (  # noqa: E402
     problem,
 )
 from gfsa.operators.fused.hopper import backward_path, degree_one_path  # noqa: E402
+from gfsa.operators.fused.hopper.plan import plan_rows  # noqa: E402
 from gfsa.operators.fused.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
 from gfsa.operators.fused.short import launch as short  # noqa: E402
 from gfsa.operators.fused.sweep import degree_one_path as sweep_once  # noqa: E402
@@ -335,15 +336,17 @@ def test_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
     assert len(re.findall(wait, sass)) <= (16 if mask == problem.NO_MASK else 18)
 
 
-def test_plan_of_a_causal_sweep() -> None:
+def test_plans_with_spans() -> None:
     constants = {
         "ROWS": sweep.ROWS, "HALF": sweep.HALF, "TILE": 2 * sweep.HALF,
         "LOOKED_AT": sweep.LOOKED_AT, "WINDOWS": sweep.WINDOWS, "FLAGS": sweep.FLAGS,
     }  # fmt: skip
-    pointers = {"spans": "*i32", "flags": "*i32"}
-    usage = compile_for_hopper(ASTSource, plan.plan_blocks, pointers, constants, 8)
-    print(usage)
-    assert "STACK:0 " in usage
+    rows = {"ROWS": 64, "WINDOWS": backward_path.WINDOWS}
+    pointers = dict.fromkeys(("spans", "flags", "plan"), "*i32")
+    for kernel, sizes in ((plan.plan_blocks, constants), (plan_rows, rows)):
+        usage = compile_for_hopper(ASTSource, kernel, pointers, sizes, 8)
+        print(kernel, usage)
+        assert "STACK:0 " in usage
 
 
 @pytest.mark.skipif(

@@ -109,19 +109,22 @@ def test_one_sweep_over_packed_documents(
 
 @pytest.mark.parametrize(
     ("batch", "heads", "grid"),
-    [(4, 16, (32, 8, 2)), (1, 12, (12, 8, 1)), (3, 15, (15, 8, 3)), (1, 37, (1, 8, 37))],
+    [(4, 16, (32, 9, 2)), (1, 12, (12, 9, 1)), (3, 15, (15, 9, 3)), (1, 37, (1, 9, 37))],
 )
 def test_gradients_of_documents_go_block_by_block(
     batch: int, heads: int, grid: tuple[int, int, int]
 ) -> None:
-    """A block of as many heads as can be worked on together, then the next block."""
+    """A block of as many heads as can be worked on together, then the next block.
+
+    Of nine blocks one is for a document that begins in the middle of eight.
+    """
     q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
     spans = torch.empty(1, 2, 512, dtype=torch.int32, device="meta")
     options = Options(0.1, True)
     packed, plain = (problem_of(q, q, mask, options) for mask in (spans, None))
     assert hopper_backward.grid_of(packed, 64, 64) == grid
     # wide heads one after another
-    assert hopper_backward.grid_of(packed, 64, 128) == (1, 8, batch * heads)
+    assert hopper_backward.grid_of(packed, 64, 128) == (1, 9, batch * heads)
     assert hopper_backward.grid_of(plain, 64, 64) == (8, batch * heads, 1)
 
 

@@ -4,13 +4,15 @@
 
 ``32/8`` are 32 query heads and 8 heads of keys and values. All times are replays of CUDA graphs;
 whole calls are forward and backward, by turns: torch's attention, the filter with the gradient by
-the Hopper kernels, by the long kernels, and by cuDNN's where that serves. The fastest tiles go into
+the Hopper kernels (with equal bits in every run, too, where that is another way), by the long
+kernels, and by cuDNN's where that serves. The fastest tiles go into
 ``operators/fused/hopper/backward_path.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from unittest import mock
 
 import torch
@@ -72,8 +74,9 @@ class Call:
 
     def kernel(self, name: str, tiles: Tiles) -> Work:
         """One kernel; queries stand in for the mask and the plan, which are not read."""
+        own = (False,) if name == "grad_keys" else ()
         with mock.patch.dict(hopper.TILES, {name: {self.width: tiles}}):
-            launch = hopper._launch(name, self.problem, False)
+            launch = hopper._launch(name, self.problem, False, *own)
         q, k, v, u, out, lse, coeffs, *_ = self.saved
         g, du, delta = self.g, torch.randn_like(q), torch.randn_like(lse)
         dq, dk, dv = (torch.empty_like(q) for _ in range(3))
@@ -81,12 +84,14 @@ class Call:
         strides = q.stride()[:3]
         numbers = (*launch.numbers, *strides)
         if name == "grad_first_pass":
-            parts = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.grid[0])
+            parts = lse.new_empty(q.shape[1], 3, math.prod(launch.grid) // q.shape[1])
             first = (q, g, rows, k, g, v, u, out, du)
             return lambda: launch(first, delta, parts, coeffs, q, q, du, numbers=numbers)
         if name == "grad_keys":
             tensors = (q, g, du, rows, deltas, k, v, u, g, dk, dv)
-            return lambda: launch(tensors, coeffs, q, q, dk, dv, numbers=(*numbers, *strides))
+            return lambda: launch(
+                tensors, coeffs, q, coeffs, q, dk, dv, numbers=(*numbers, *strides)
+            )
         last = (k, v, u, q, g, du, dq)
         return lambda: launch(last, delta, lse, coeffs, q, q, dq, numbers=numbers)
 
@@ -104,6 +109,15 @@ class Call:
             return path.backward(self.g, saved, self.options)
 
         return work
+
+    def with_equal_bits(self) -> Work:
+        work = self.whole(hopper)
+
+        def deterministic() -> object:
+            with mock.patch.object(hopper, "adds_up_queries", return_value=False):
+                return work()
+
+        return deterministic
 
     def paths(self) -> dict[str, Path]:
         paths: dict[str, Path] = {"Hopper kernels": hopper, "long kernels": long}
@@ -124,6 +138,8 @@ class Call:
     def whole_calls(self) -> list[Candidate]:
         paths = self.paths().items()
         by_path = [Candidate(label, functools.partial(self.whole, path)) for label, path in paths]
+        if hopper.adds_up_queries(self.problem):
+            by_path.append(Candidate("Hopper kernels, equal bits", self.with_equal_bits))
         return [Candidate("plain", lambda: self.plain), *by_path]
 
 

@@ -24,6 +24,7 @@ from gfsa.operators import AttentionOperator, Coefficients, Visibility
 from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.decode import decode, new_counters
 from gfsa.operators.fused.dispatch import backward_path, forward_path
+from gfsa.operators.fused.hopper import backward_path as hopper
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.sweep import launch as sweep
 
@@ -119,7 +120,10 @@ PARTS = {
     "sweep": by_dim(swept),
     # lengths that are multiples of 4, beyond the short kernels' or with wider heads
     "hopper": of_calls(
-        Call(260, 64, causal=True), Call(260, 64, padded=True), Call(132, 128, causal=True)
+        Call(260, 64, causal=True),
+        Call(260, 64, padded=True),
+        Call(100, 128, causal=True),
+        Call(132, 128, causal=True),
     ),
     "packed": by_dim(packed),
     "short": of_calls(
@@ -145,8 +149,9 @@ PARTS = {
 
 
 def main(parts: list[str]) -> None:
-    # one pass also where it was not timed
+    # one pass also where it was not timed, and dQ added up with dK and dV for few tokens
     eligibility.ONE_PASS_NARROWEST, eligibility.ONE_PASS_MASKS_ARE_MEASURED = 33, True
+    hopper.LEAST_WITH_QUERIES = 132
     for part in parts or PARTS:
         for run in PARTS[part]:
             run()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-from gfsa.filters.base import read_description
+from gfsa.filters.description import read_description
 from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters.sharding import heads_of_process, keep_heads
 from gfsa.operators import AttentionOperator, Coefficients, DenseOperator
 from support.attention import Dispatched
 
@@ -636,3 +637,18 @@ def test_coefficients_that_move_one_by_one(made: GraphFilter, diagonal: bool) ->
     g = torch.randn_like(expected)
     gradients = [torch.autograd.grad(c, made.theta, g)[0] for c in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-15, atol=1e-15)
+
+
+@every_filter
+def test_a_process_computes_the_coefficients_of_its_own_heads(make) -> None:
+    """Three heads over three processes, as Megatron has θ: a plain tensor of the own rows."""
+    whole = make()
+    for rank in range(3):
+        own = heads_of_process(3, 3, rank)
+        part = shift(make())
+        keep_heads(part, own, theta_is_cut=True)
+        if part.theta is not None:
+            part.theta = nn.Parameter(part.theta.detach()[own].clone())
+        assert torch.equal(part.coefficients(), shift(make()).coefficients()[own])
+        part.double().float().reset_parameters()
+        assert torch.equal(part.coefficients(), whole.coefficients()[own])

@@ -44,7 +44,8 @@ def by_turns(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "text", ["1x4/2x128x64:causal", "2x2x64x128", "1x1x64x80:causal", "1x2x68x40"]
+    "text",
+    ["1x4/2x128x64:causal", "2x2x64x128", "1x1x64x80:causal", "1x2x68x40", "1x1x2048x128:causal"],
 )
 def test_the_gradient_on_hopper(
     text: str, by_turns: list[Any], capsys: pytest.CaptureFixture[str]
@@ -67,6 +68,7 @@ def test_the_gradient_on_hopper(
     assert "does not run" not in shown
     assert "left out" not in shown
     assert f"{text} whole calls Hopper kernels" in shown
+    assert ("equal bits" in shown) == (shape.tokens == 2048)
 
 
 @pytest.mark.parametrize("text", ["1x2x1027x64", "2x2x512x96:causal:padded"])

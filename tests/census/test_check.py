@@ -16,7 +16,7 @@ from census.tokens import TokenProbe
 from gfsa.filters import GraphFilter
 from gfsa.operators import DenseOperator
 from gfsa.operators.base import value_of
-from gfsa.plugs.tracing.trace import Trace
+from gfsa.plugs.tracing.product import FilteredProduct
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +71,15 @@ def test_a_sound_model_is_right(catalogue: dict[str, Entry]) -> None:
 def test_a_tracer_that_mixes_up_heads_is_found(
     catalogue: dict[str, Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Trace._filter
+    right = FilteredProduct._filter
 
-    def rolled(self: Trace, operator: Any, values: Tensor) -> Tensor:
+    def rolled(self: FilteredProduct, operator: Any, values: Tensor) -> Tensor:
         if isinstance(operator, DenseOperator):
             operator = DenseOperator(operator.matrix.roll(1, -3))
             return right(self, operator, values.roll(1, -3)).roll(-1, -3)
         return right(self, operator, values)
 
-    monkeypatch.setattr(Trace, "_filter", rolled)
+    monkeypatch.setattr(FilteredProduct, "_filter", rolled)
     assert examine(catalogue["timm:swin_transformer_v2"]).findings["default"].status == "wrong"
 
 

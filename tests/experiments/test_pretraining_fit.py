@@ -16,7 +16,7 @@ from gfsa_experiments.results.pretraining.page import (
     stability_blocks,
 )
 from gfsa_experiments.results.pretraining.probes import measures
-from gfsa_experiments.results.pretraining.savings import saving_of_ends, savings, tokens_to_reach
+from gfsa_experiments.results.pretraining.savings import savings, savings_of_ends, tokens_to_reach
 from gfsa_experiments.results.pretraining.stability import breakdowns
 from gfsa_experiments.results.statistics import paired_difference
 from support.pretraining_runs import curve, probe_lines, runs
@@ -125,15 +125,16 @@ def test_what_is_saved_is_what_was_put_in() -> None:
     assert found.time is not None
     assert found.share.mean == pytest.approx(0.75)
     assert found.time.mean == pytest.approx(0.75 * 1.25)
-    text = saving_sentence(found, 0.6)
+    text = saving_sentence(found, {2.0: 0.5, 10.0: 0.6})
     assert "150M tokens, 2 seeds: GFSA is at plain's final validation loss after 75 %" in text
     assert "94 % (" in text
-    assert "after 60 % of the tokens, 75 % of the time." in text
+    assert "after 2.0 and 10.0 tokens per parameter takes 50 and 60 % of the tokens" in text
+    assert "and 62 and 75 % of the time." in text
     # a speed that was measured at another batch size for one of the two is no ratio
     del speeds["15M", "plain", 32]
     (found,) = savings(pd.concat(lines), table, "GFSA", speeds)
     assert found.time is None
-    assert "the time of its step was not measured" in saving_sentence(found, None)
+    assert "the time of its step was not measured" in saving_sentence(found, {})
 
 
 def test_a_loss_that_is_never_reached_has_no_share() -> None:
@@ -142,7 +143,7 @@ def test_a_loss_that_is_never_reached_has_no_share() -> None:
     lines.append(curve("15M", "GFSA", 0, (1e7, 1.5e8), lambda t: 9.1 - math.log(t) / 3))
     (found,) = savings(pd.concat(lines), table, "GFSA", {})
     assert found.share is None
-    assert "with 0 of 1 seeds, so no mean is given" in saving_sentence(found, None)
+    assert "with 0 of 1 seeds, so no mean is given" in saving_sentence(found, {})
     assert tokens_to_reach([1, 2], [3.0, 2.5], 2.0) is None
 
 
@@ -150,16 +151,19 @@ def test_plain_may_have_trained_for_longer() -> None:
     """As the control of equal time, of which no filtered run sees as many tokens."""
     table = runs({"15M": (1, 3, 10, 11.5)}, lambda x: math.log(0.7) / 5)
     table = table[~((table.arm == "GFSA") & (table.ratio == 11.5))]
-    assert saving_of_ends(table, "GFSA", "15M") == pytest.approx(0.7, rel=1e-6)
+    assert max(savings_of_ends(table, "GFSA", "15M")) == 10
     assert [cell.ratio for cell in cells(table, "GFSA")] == [1, 3, 10]
 
 
 def test_ends_of_whole_schedules_are_interpolated() -> None:
     # GFSA ends with 0.7 of the tokens where plain ends
     table = runs({"15M": (1, 3, 10)}, lambda x: math.log(0.7) / 5)
-    assert saving_of_ends(table, "GFSA", "15M") == pytest.approx(0.7, rel=1e-6)
-    assert saving_of_ends(table[table.ratio == 10], "GFSA", "15M") is None
-    assert saving_of_ends(runs({"15M": (1, 3)}, lambda x: 0.1), "GFSA", "15M") is None
+    # before the shortest of its runs nothing is known
+    expected = {3: 0.7, 10: 0.7}
+    assert savings_of_ends(table, "GFSA", "15M") == pytest.approx(expected, rel=1e-6)
+    assert savings_of_ends(table[table.ratio == 10], "GFSA", "15M") == {}
+    # worse than plain at every length: the longest is never reached
+    assert list(savings_of_ends(runs({"15M": (1, 3)}, lambda x: 0.1), "GFSA", "15M")) == [1]
 
 
 def test_breakdowns_are_counted() -> None:

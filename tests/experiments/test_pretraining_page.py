@@ -13,7 +13,8 @@ from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.collect import write_tables
 from gfsa_experiments.results.pretraining.figure import draw
 from gfsa_experiments.results.pretraining.page import blocks
-from gfsa_experiments.results.pretraining.study import Study, read_speeds, read_study
+from gfsa_experiments.results.pretraining.speeds import read_speeds
+from gfsa_experiments.results.pretraining.study import Study, read_study
 from gfsa_experiments.results.pretraining.write import opening, write
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 from support.pretraining_runs import curve, probe_lines, runs, study_folder

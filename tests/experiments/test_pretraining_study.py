@@ -9,9 +9,11 @@ import pandas as pd
 import pytest
 
 from gfsa_experiments.results.page_blocks import to_markdown
+from gfsa_experiments.results.pretraining.arms import arm_of
 from gfsa_experiments.results.pretraining.gap import cells
 from gfsa_experiments.results.pretraining.page import blocks
-from gfsa_experiments.results.pretraining.study import arm_of, read_study, speeds_of
+from gfsa_experiments.results.pretraining.speeds import speeds_of
+from gfsa_experiments.results.pretraining.study import read_study
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 from support.pretraining_runs import add_family_runs, study_folder
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import gfsa_experiments.runs.row
 from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.engine.config import TrainConfig, from_text, parse, settings_of
-from gfsa_experiments.runs.row import Row, read_rows
+from gfsa_experiments.runs.row import Row, append_rows, read_rows
 from gfsa_experiments.runs.sweep import Request, numbers_of
+from gfsa_experiments.tasks import RECIPES
 from support.train_command import train
 
 TOY = "support.toy_recipe"
@@ -155,14 +155,13 @@ def test_a_row_that_cannot_be_added_does_not_take_the_others_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "results" / "toy.csv"
-    append = gfsa_experiments.runs.row.append_rows
 
     def full_once(path: Path, rows: list[Row]) -> None:
         if rows[0].seed == 0:
             raise OSError("No space left on device")
-        append(path, rows)
+        append_rows(path, rows)
 
-    monkeypatch.setattr(gfsa_experiments.runs.row, "append_rows", full_once)
+    monkeypatch.setattr("gfsa_experiments.commands.carry_out.append_rows", full_once)
     words = [TOY, "--set", "epochs=1", "--seeds", "0,1"]
     code, output = train(tmp_path, *words)
     assert code == 1
@@ -275,7 +274,7 @@ def test_a_broken_module_of_ones_own_says_so(
 def test_the_list_names_every_recipe_and_method(tmp_path: Path) -> None:
     code, output = train(tmp_path, "--list")
     assert code == 0
-    for name in (*gfsa_experiments.tasks.RECIPES, "contranorm", "degree1"):
+    for name in (*RECIPES, "contranorm", "degree1"):
         assert name in output
 
 

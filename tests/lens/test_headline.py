@@ -93,6 +93,16 @@ def test_a_gain_alone_is_not_counted_by_its_c0() -> None:
     assert f"Made by gfsa {report.version}. Definitions" in render(report)
 
 
+def test_the_page_of_trajectories_alone_asks_about_training() -> None:
+    layer = LayerTrajectory(1, "a", [[[0.0, 1.0]], [[0.0, 1.5]]])
+    paths = {"run": Trajectory([0, 100], [layer])}
+    alone = render(LensReport({}, trajectories=paths))
+    assert "<h1>How did training move the filters?</h1>" in alone
+    assert "over-smooth" not in alone.partition("<main>")[0].partition("<body>")[2]
+    measured = render(LensReport({"plain": reading("plain", 0.5)}, trajectories=paths))
+    assert "<h1>Does it over-smooth, where, and what do the filters change?</h1>" in measured
+
+
 def test_modules_with_the_same_reason_share_a_line() -> None:
     skipped = {f"layers.{at}.attn": "has no map" for at in range(12)} | {"head": "is crossed"}
     assert grouped_reasons(skipped) == [

@@ -75,6 +75,9 @@ class Pointer:
     def __sub__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.at - offset)
 
+    def to(self, _: Any) -> Pointer:
+        return self
+
 
 class Descriptor:
     """A tensor ``(B, H, N, D)`` for the copy engine, which moves ``rows`` of a head at a time."""
@@ -239,7 +242,22 @@ def _finish_stores(_: int = 0) -> None:
         tile[...] = room.memory.reshape(tensor.rows, -1)[: len(tile)]
 
 
+def _numbers_of_a_tile(places: Any, at: Pointer) -> Any:
+    """Where each number of a tile lies: four of a thread, of two rows, follow their place."""
+    i, d = np.indices(places.shape)
+    return at.at + places + i // 8 % 2 * 2 + d % 2
+
+
 def _assembly(text: str, constraints: str, arguments: Sequence[Any], **_: Any) -> Any:
+    if "red." in text:
+        x, places, at = arguments
+        _delay()
+        with _changed:
+            at.memory[_numbers_of_a_tile(places, at)] += x
+        return None
+    if "ld.relaxed.gpu.global.v4" in text:
+        places, at = arguments
+        return _tensor(at.memory[_numbers_of_a_tile(places, at)])
     (x,) = arguments
     if "atom." in text:
         with _changed:
@@ -366,7 +384,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         "inline_asm_elementwise": _assembly,
         "allocate_shared_memory": _allocate,
         "warp_specialize": _specialise,
-        **{name: name for name in ("float32", "uint32", "int32", "int64")},
+        **{name: name for name in ("float32", "uint32", "int8", "int32", "int64")},
     }
     for name, value in functions.items():
         setattr(language, name, value)

@@ -111,13 +111,18 @@ def attention_errors(packed: Packed) -> list[float]:
 
 
 def assert_as_exact_as_attention(packed: Packed) -> None:
-    """Outputs and gradients have at most twice the error of torch's attention."""
+    """Outputs and gradients have at most twice the error of torch's attention.
+
+    In a window of one token attention returns V without any error; a filtered V is rounded. So at
+    least twice the error of the exact result, rounded, is allowed.
+    """
     torch.manual_seed(1)
     got, expected = run(packed)
-    plain = attention_errors(packed)
+    rounded = [error(y.to(packed.dtype), y) for y in expected]
+    least = [max(pair) for pair in zip(attention_errors(packed), rounded, strict=False)]
     # rounding of the inputs to the last product, where n is too small for errors to average
     floor = 0.2 * torch.finfo(packed.dtype).eps
-    allowed = dict(zip(NAMES, [2 * e + floor for e in plain], strict=False), dc=5e-3)
+    allowed = dict(zip(NAMES, [2 * e + floor for e in least], strict=False), dc=5e-3)
     size = max(x.norm().item() for x in expected)
     for name, x, y in zip(NAMES, got, expected, strict=True):
         assert torch.isfinite(x).all(), name

@@ -14,7 +14,7 @@ from gfsa_benchmarks import profiling, report
 from gfsa_benchmarks.case import Case, Compiled, Setting, Shape, only
 from gfsa_benchmarks.decode import memory_of_caches
 from gfsa_benchmarks.harness import COLUMNS, Row, append, measure
-from gfsa_benchmarks.suites import suite_called
+from gfsa_benchmarks.suites import Suite, suite_called
 from gfsa_experiments.runs.csv_table import check_table
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -55,30 +55,14 @@ def run_suite(
         # a wrong file is refused before minutes of measuring
         check_table(csv, COLUMNS)
     setting = Setting(_device(device), _dtype(dtype), compiled, graphs)
-    if profile and (setting.device.type != "cuda" or graphs):
-        raise ValueError(
-            f"--profile reads the kernels of steps that are launched on CUDA, got the device "
-            f"{setting.device}{' and --graphs' if graphs else ''}"
-        )
+    if profile:
+        _refuse_profile(setting)
     if setting.device.type == "cuda":
         # graphs and events are created on the current device
         torch.cuda.set_device(setting.device.index or 0)
-    wanted = [Shape.parse(text) for text in shapes or suite.shapes(setting.device)]
-    grouped = [str(shape) for shape in wanted if shape.key_heads is not None]
-    if grouped and not suite.grouped:
-        raise ValueError(
-            f"only the suites ops and lengths take grouped heads; give one number of heads instead "
-            f"of {grouped[0]}"
-        )
+    wanted = _shapes(suite, name, shapes or suite.shapes(setting.device))
     cases = []
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
+    with _progress(console) as progress:
         task = progress.add_task("measuring", total=2 * rounds * len(wanted))
         for shape in wanted:
             progress.update(task, description=f"{name} {shape}")
@@ -94,14 +78,50 @@ def run_suite(
                     console.print(memory_of_caches(case))
                 if profile:
                     _print_profiles(case, setting, console)
+    _print_summary(name, cases, console)
+    if csv is not None:
+        console.print(f"{sum(map(len, cases))} rows added to {csv}")
+    return cases
+
+
+def _refuse_profile(setting: Setting) -> None:
+    if setting.device.type != "cuda" or setting.graphs:
+        raise ValueError(
+            f"--profile reads the kernels of steps that are launched on CUDA, got the device "
+            f"{setting.device}{' and --graphs' if setting.graphs else ''}"
+        )
+
+
+def _shapes(suite: Suite, name: str, texts: Sequence[str]) -> list[Shape]:
+    """The shapes to measure; raises for one that the suite cannot take."""
+    shapes = [Shape.parse(text) for text in texts]
+    grouped = [str(shape) for shape in shapes if shape.key_heads is not None]
+    if grouped and not suite.grouped:
+        raise ValueError(
+            f"only the suites ops and lengths take grouped heads; give one number of heads instead "
+            f"of {grouped[0]}"
+        )
+    return shapes
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _print_summary(name: str, cases: Sequence[list[Row]], console: Console) -> None:
+    """What the rows of all cases say together."""
     for rows in cases:
         if sentence := report.against_published(rows):
             console.print(sentence)
     if name == "linear" and (growth := report.scaling(cases)):
         console.print(growth)
-    if csv is not None:
-        console.print(f"{sum(map(len, cases))} rows added to {csv}")
-    return cases
 
 
 def _print_profiles(case: Case, setting: Setting, console: Console) -> None:

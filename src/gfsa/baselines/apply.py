@@ -224,27 +224,14 @@ def _apply_to_blocks(
     model: nn.Module, name: str, kind: Any, layers: Layers, options: dict[str, Any]
 ) -> BaselineReport:
     """A method of tokens, at its places in each of the selected blocks."""
-    report = BaselineReport(name)
-    plans: dict[str, _BlockPlan] = {}
-    for path, block in model.named_modules():
-        anatomy = anatomy_of(block)
-        if anatomy is None:
-            continue
-        places = _places(kind, block, anatomy, options)
-        if isinstance(places, str):
-            report.skipped[path] = places
-        else:
-            plans[path] = _BlockPlan(path, block, anatomy, places)
-    known = tuple(f"{path}." if path else "" for path in (*plans, *report.skipped))
-    for path in sites(model):
-        if known and not path.startswith(known):
-            report.skipped[path] = "it is in no block that is known"
+    plans, skipped = _plan_blocks(model, kind, options)
     if not plans:
-        reasons = "".join(f"\n  {path}: {why}" for path, why in report.skipped.items())
+        reasons = "".join(f"\n  {path}: {why}" for path, why in skipped.items())
         raise ValueError(
             f"{name} cannot be applied to {type(model).__name__}"
             + (f":{reasons}" if reasons else f"; it can be applied to {FAMILIES}")
         )
+    report = BaselineReport(name, skipped=skipped)
     selected = select_layers({path: plan.block for path, plan in plans.items()}, layers)
     built = []
     for path, plan in plans.items():
@@ -260,6 +247,28 @@ def _apply_to_blocks(
     for plan, methods in built:
         _install_in_block(plan, methods)
     return report
+
+
+def _plan_blocks(
+    model: nn.Module, kind: Any, options: dict[str, Any]
+) -> tuple[dict[str, _BlockPlan], dict[str, str]]:
+    """The blocks that can take a method, and why other blocks and attention layers cannot."""
+    plans: dict[str, _BlockPlan] = {}
+    skipped: dict[str, str] = {}
+    for path, block in model.named_modules():
+        anatomy = anatomy_of(block)
+        if anatomy is None:
+            continue
+        places = _places(kind, block, anatomy, options)
+        if isinstance(places, str):
+            skipped[path] = places
+        else:
+            plans[path] = _BlockPlan(path, block, anatomy, places)
+    known = tuple(f"{path}." if path else "" for path in (*plans, *skipped))
+    for path in sites(model):
+        if known and not path.startswith(known):
+            skipped[path] = "it is in no block that is known"
+    return plans, skipped
 
 
 def _places(

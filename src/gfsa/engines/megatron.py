@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gfsa.engines.kinds import kind_named
 from gfsa.filters import GraphFilter
+from gfsa.filters.sharding import heads_of_process, keep_heads
 from gfsa.operators import Operator
 from gfsa.operators.base import repeat_heads
 from gfsa.plugs.adapter import CHILD
@@ -163,11 +164,9 @@ def _for_every_head(key: Tensor, query: Tensor) -> Tensor:
 
 def _keep_own_heads(filter: GraphFilter, rank: int, size: int) -> None:
     """Leave the rows of this process's heads, and mark θ as Megatron marks sharded parameters."""
-    filter._exact_base = filter._exact_base.chunk(size)[rank].clone()
-    filter._start = filter._start.chunk(size)[rank].clone()
-    filter.base = filter.base.chunk(size)[rank].clone()
-    filter.heads_are_sharded = True
+    own = heads_of_process(filter.num_heads, size, rank)
+    keep_heads(filter, own, theta_is_cut=True)
     if filter.theta is not None:
-        theta: Any = nn.Parameter(filter.theta.detach().chunk(size)[rank].clone())
+        theta: Any = nn.Parameter(filter.theta.detach()[own].clone())
         theta.tensor_model_parallel, theta.partition_dim, theta.partition_stride = True, 0, 1
         filter.theta = theta

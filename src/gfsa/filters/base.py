@@ -10,7 +10,6 @@ per layer is all there is to save, shard or freeze.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -24,6 +23,14 @@ from gfsa.filters.checks import (
     check_shapes,
     check_size,
 )
+from gfsa.filters.description import (
+    is_same_filter,
+    kind_of,
+    note_kind,
+    read_description,
+    write_description,
+)
+from gfsa.filters.sharding import local_rows, sharded_like
 from gfsa.operators import Coefficients, DenseOperator, Operator
 from gfsa.operators.base import value_of
 from gfsa.operators.call import DropoutPlace, check_dropout_place
@@ -37,21 +44,6 @@ def _depth(cls: type, name: str) -> int:
 def _own_coefficients(self: GraphFilter) -> Tensor:
     """``polynomial_coefficients`` of a filter that overrides ``coefficients``."""
     return self.coefficients()
-
-
-# names of the library's own filters, which files use for them
-_LIBRARY_KINDS: set[str] = set()
-
-
-def _is_of_library(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "gfsa"
-
-
-def kind_of(cls: type[GraphFilter]) -> str:
-    """The name of a filter class in files; a class of the user's never has that of one of ours."""
-    if _is_of_library(cls) or cls.__name__ not in _LIBRARY_KINDS:
-        return cls.__name__
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class GraphFilter(nn.Module):
@@ -139,8 +131,7 @@ class GraphFilter(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if _is_of_library(cls):
-            _LIBRARY_KINDS.add(cls.__name__)
+        note_kind(cls)
         # of the two methods the one that is overridden last in the class hierarchy holds
         if _depth(cls, "coefficients") < _depth(cls, "polynomial_coefficients"):
             cls.polynomial_coefficients = _own_coefficients  # type: ignore[method-assign]
@@ -165,11 +156,7 @@ class GraphFilter(nn.Module):
         if self.base.is_meta and not theta.is_meta:
             # built on the meta device, then loaded by load_state_dict(assign=True)
             self._place_constants(theta.device, torch.promote_types(theta.dtype, torch.float32))
-        if hasattr(theta, "full_tensor"):
-            # sharded by heads, each process uses its own rows; sharded otherwise (outside of an
-            # FSDP model's forward, say), θ is gathered
-            theta = theta.to_local() if self.heads_are_sharded else theta.full_tensor()
-        return theta
+        return local_rows(theta, self.heads_are_sharded)
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
@@ -201,15 +188,11 @@ class GraphFilter(nn.Module):
         }
 
     def get_extra_state(self) -> Tensor:
-        # θ alone does not tell which polynomial it belongs to: a checkpoint of a whole model has
-        # the description of each filter, as bytes, beside θ
-        return torch.tensor(list(json.dumps(self.describe()).encode()), dtype=torch.uint8)
+        return write_description(self.describe())
 
     def set_extra_state(self, state: Tensor) -> None:
         saved, own = read_description(state), self.describe()
-        if not self.heads_are_sharded and any(
-            saved.get(key) != own[key] for key in ("kind", "arguments")
-        ):
+        if not self.heads_are_sharded and not is_same_filter(saved, own):
             raise ValueError(
                 f"the checkpoint has a filter {saved.get('kind')} {saved.get('arguments')}, this "
                 f"one is {own['kind']} {own['arguments']}; plug the model as it was plugged"
@@ -240,16 +223,8 @@ class GraphFilter(nn.Module):
         if self.theta is None or self.theta.device.type == "meta":
             return
         start = self._start.to(self.theta.device, self.theta.dtype)
-        if hasattr(self.theta, "device_mesh"):
-            from torch.distributed.tensor import DTensor, distribute_tensor
-
-            assert isinstance(self.theta, DTensor)
-            # every process has all of it: nothing is sent
-            start = distribute_tensor(
-                start, self.theta.device_mesh, self.theta.placements, src_data_rank=None
-            )
         with torch.no_grad():
-            self.theta.copy_(start)
+            self.theta.copy_(sharded_like(start, self.theta))
 
     def extra_repr(self) -> str:
         arguments = [str(self.num_heads)]
@@ -308,31 +283,3 @@ def _is_diagonal(basis: Tensor) -> bool:
     """Whether each learned number multiplies a power of its own."""
     learned, powers = basis.shape
     return learned == powers and bool((basis == basis.diagonal().diag()).all())
-
-
-# far above any use: a damaged file must not be read as text of any size
-_MOST_DESCRIPTION = 2**22
-# how far decay·x + (1 - decay)·x drifts from a byte x in float32, with decay up to 0.9999 (0.016)
-_ROUNDING = 0.05
-
-
-def read_description(state: Tensor) -> dict[str, Any]:
-    """A filter's description from the bytes that a checkpoint keeps."""
-    if state.numel() > _MOST_DESCRIPTION:
-        raise ValueError(
-            f"the description of a filter has {state.numel()} bytes; more than {_MOST_DESCRIPTION} "
-            "are refused"
-        )
-    # a checkpoint that was averaged with others, or cast, has the same bytes as floats
-    if state.is_floating_point() and bool(((state - state.round()).abs() < _ROUNDING).all()):
-        state = state.round().to(torch.int64)
-    try:
-        description = json.loads(bytes(state.tolist()))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"the description of a filter is damaged: {error}. It is the bytes of a text: where "
-            "checkpoints are averaged, take keys that end in _extra_state from one of them"
-        ) from error
-    if not isinstance(description, dict):
-        raise ValueError(f"the description of a filter is damaged: {description!r:.80}")
-    return description

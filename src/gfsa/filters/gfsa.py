@@ -62,9 +62,7 @@ class GFSA(GraphFilter):
         if K is None:
             if bool(values["wK"].any()):
                 raise ValueError(f"K=None leaves no high-order term, but wK={wK!r:.80} was given")
-            if "wK" in learn and learn != NAMES:
-                raise ValueError(f"K=None leaves no wK to learn, but learn={learn!r}")
-            learn = tuple(name for name in learn if name != "wK")
+            learn = _without_high_order(learn)
 
         # a high-order term that is fixed at zero is left out: it costs no pass
         high = "wK" in learn or bool(values["wK"].any())
@@ -107,6 +105,13 @@ class GFSA(GraphFilter):
             # θ holds the learned values; only fixed ones are written down
             **{name: _as_number(self._values[name]) for name in NAMES if name not in self.learn},
         }
+
+
+def _without_high_order(learn: tuple[str, ...]) -> tuple[str, ...]:
+    """What is learned of w0·I + w1·A; wK is left out where all were to be learned."""
+    if "wK" in learn and learn != NAMES:
+        raise ValueError(f"K=None leaves no wK to learn, but learn={learn!r}")
+    return tuple(name for name in learn if name != "wK")
 
 
 def _in_order(learn: Any) -> tuple[str, ...]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+
+if TYPE_CHECKING:
+    from gfsa.lens.command_models import Source
+    from gfsa.lens.report import LensReport
 
 
 def diagnose(
@@ -53,7 +57,7 @@ def diagnose(
     ] = False,
 ) -> None:
     """Measure whether a model over-smooths, where, and what its filters change."""
-    from gfsa.lens.command_inputs import SourceError
+    from gfsa.lens.command_models import SourceError
     from gfsa.lens.report import LensReport
 
     try:
@@ -67,26 +71,12 @@ def diagnose(
         elif coefficients and not model:
             found = LensReport({}, created=_now())
         else:
-            found = _diagnose(
-                model,
-                data,
-                _layers(layers),
-                samples,
-                batch_size,
-                tokens,
-                spectral,
-                trace,
-                untrained,
-            )
+            chosen = _layers(layers)
+            inputs = _Inputs(data, samples, batch_size, tokens)
+            found = _diagnose(model, inputs, untrained, chosen, spectral, trace)
         found.trajectories |= _trajectories(coefficients or [])
         found.table()
-        if html is not None:
-            found.to_html(html)
-        if json is not None:
-            found.to_json(json)
-        if figures is not None:
-            for name, figure in found.figures.items():
-                figure.savefig(figures / f"{_file_name(name)}.pdf")
+        _write(found, html, json, figures)
     except (SourceError, ValueError, ImportError, OSError) as error:
         typer.echo(f"gfsa diagnose: {error}", err=True)
         raise typer.Exit(1) from error
@@ -97,7 +87,7 @@ def diagnose(
 
 def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> None:
     """Make the folders to write into, before minutes of measuring."""
-    from gfsa.lens.command_inputs import SourceError
+    from gfsa.lens.command_models import SourceError
 
     for file in (html, json):
         if file is not None and file.is_dir():
@@ -112,49 +102,49 @@ def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> 
                 ) from error
 
 
+def _write(report: LensReport, html: Path | None, json: Path | None, figures: Path | None) -> None:
+    """Write what the options name."""
+    if html is not None:
+        report.to_html(html)
+    if json is not None:
+        report.to_json(json)
+    if figures is not None:
+        for name, figure in report.figures.items():
+            figure.savefig(figures / f"{_file_name(name)}.pdf")
+
+
+class _Inputs(NamedTuple):
+    """The options that say on what models are measured."""
+
+    data: str
+    samples: int
+    batch_size: int
+    tokens: int
+
+
 def _diagnose(
     names: list[str] | None,
-    data: str,
-    layers: Any,
-    samples: int,
-    batch_size: int,
-    tokens: int,
+    inputs: _Inputs,
+    untrained: bool,
+    layers: str | list[int],
     spectral: bool,
     trace: bool,
-    untrained: bool,
-) -> Any:
-    from gfsa.lens.command_inputs import (
-        SourceError,
-        load_batches,
-        load_source,
-        other_inputs,
-        refuse_unfit,
-    )
+) -> LensReport:
+    """Load the models and measure all of them on the same inputs."""
+    from gfsa.lens.command_inputs import load_batches, refuse_unfit
+    from gfsa.lens.command_models import SourceError, load_source
     from gfsa.lens.diagnosis import diagnose as diagnose_models
 
+    data = inputs.data
     if not names or not data:
         raise SourceError("expected a model and data: --model NAME --data texts.txt")
     sources = [load_source(name, untrained) for name in names]
     labels = [source.label for source in sources]
     if len(set(labels)) < len(labels):
         raise SourceError(f"two models have the same name ({', '.join(labels)}): use LABEL=MODEL")
-    # all models are compared on the same inputs, built with the first model's tokenizer or size
-    batches = load_batches(sources[0], data, samples, batch_size, tokens)
-    if tokens > sources[0].longest and not data.endswith(".safetensors"):
-        typer.echo(
-            f"gfsa diagnose: {sources[0].label} has positions for {sources[0].longest} tokens: "
-            f"inputs have at most these, not --tokens {tokens}",
-            err=True,
-        )
-    for source in sources[1:]:
-        if other_inputs(sources[0], source, data, samples, tokens):
-            typer.echo(
-                f"gfsa diagnose: {source.label} makes other inputs of {Path(data).name} than "
-                f"{sources[0].label} (another tokenizer, or images of another size or scale), and "
-                f"is measured on those of {sources[0].label}: its numbers may mean nothing. "
-                "Diagnose it alone",
-                err=True,
-            )
+    # built with the first model's tokenizer or size
+    batches = load_batches(sources[0], *inputs)
+    _warn_of_inputs(sources, inputs)
     for source in sources:
         refuse_unfit(source, batches[0], data)
     found = diagnose_models(
@@ -168,9 +158,32 @@ def _diagnose(
     return found
 
 
+def _warn_of_inputs(sources: list[Source], inputs: _Inputs) -> None:
+    """Say where the first model's inputs are shorter than asked, or differ from another model's."""
+    from gfsa.lens.command_inputs import other_inputs
+
+    first, *others = sources
+    data, samples, _, tokens = inputs
+    if tokens > first.longest and not data.endswith(".safetensors"):
+        typer.echo(
+            f"gfsa diagnose: {first.label} has positions for {first.longest} tokens: "
+            f"inputs have at most these, not --tokens {tokens}",
+            err=True,
+        )
+    for source in others:
+        if other_inputs(first, source, data, samples, tokens):
+            typer.echo(
+                f"gfsa diagnose: {source.label} makes other inputs of {Path(data).name} than "
+                f"{first.label} (another tokenizer, or images of another size or scale), and "
+                f"is measured on those of {first.label}: its numbers may mean nothing. "
+                "Diagnose it alone",
+                err=True,
+            )
+
+
 def _trajectories(names: list[str]) -> dict[str, Any]:
     """``[LABEL=]FILE``, by label; without one, the folder of the file is its name."""
-    from gfsa.lens.command_inputs import SourceError
+    from gfsa.lens.command_models import SourceError
     from gfsa.lens.trajectory import Trajectory
 
     found: dict[str, Any] = {}

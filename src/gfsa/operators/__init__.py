@@ -1,4 +1,8 @@
-"""Operators: the attention map of one layer, known by what it does to tokens."""
+"""Operators: they multiply tokens by the attention map A of one layer, ``apply(x) = A·x``.
+
+Each class computes the product in another way; ``DenseOperator`` has the matrix and is the
+specification of the others. ``AttentionOperator`` chooses among them, call by call.
+"""
 
 from gfsa.operators.attention import AttentionOperator
 from gfsa.operators.base import Coefficients, FunctionOperator, Operator, combine

@@ -1,4 +1,8 @@
-"""An operator is an attention map known by what it does to tokens."""
+"""The base class of operators, which multiply tokens by an attention map: ``apply(x) = A·x``.
+
+Beside it are the coefficients that a filter gives an operator, and the weighted sum of the powers
+``A^k·v`` that all operators share.
+"""
 
 from __future__ import annotations
 

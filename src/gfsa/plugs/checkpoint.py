@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gfsa._version import __version__
-from gfsa.filters.base import kind_of
+from gfsa.filters.description import kind_of
 from gfsa.plugs.backbone import canonical_name, depths_of, fingerprint_of, some_of
 from gfsa.plugs.described_filters import FORMAT, KINDS, numbers_of
 from gfsa.plugs.filter_files import FilterFiles, write_files

@@ -65,25 +65,13 @@ def in_installed_names(
     accepting = {
         canonical_name(model, name): site for name, site in found.items() if not site.refusal
     }
-    misfits = {
-        saved: entry
-        for saved, entry in entries.items()
-        if isinstance(entry, dict) and not _fits(accepting.get(saved), entry)
-    }
+    misfits = _misfits(entries, accepting)
     if not misfits:
         return description, {}
     forms = list(_renamed_forms(model, accepting))
     if _leaves_out_prefixes(model) and description.get("model") == type(model).__name__:
         forms += _prefixed_forms(accepting)
-    chosen = {}
-    for saved, entry in misfits.items():
-        layers = {
-            form.layer
-            for form in forms
-            if form.name == saved and form.backbone == entry.get("backbone", form.backbone)
-        }
-        if len(layers) == 1:
-            chosen[saved] = layers.pop()
+    chosen = _chosen_layers(misfits, forms)
     names = [chosen.get(saved, saved) for saved in entries]
     if not chosen or len(set(names)) < len(names):
         return description, {}
@@ -96,6 +84,40 @@ def in_installed_names(
     if isinstance(description.get("layers"), dict):
         translated["layers"] = _renamed_stacks(description["layers"], forms, chosen)
     return translated, {layer: saved for saved, layer in chosen.items()}
+
+
+def _misfits(
+    entries: Mapping[str, Any], accepting: Mapping[str, Site]
+) -> dict[str, dict[str, Any]]:
+    """The filters whose saved name is that of no layer, or of one with another fingerprint."""
+    return {
+        saved: entry
+        for saved, entry in entries.items()
+        if isinstance(entry, dict) and not _fits(accepting.get(saved), entry)
+    }
+
+
+def _fits(site: Site | None, entry: Mapping[str, Any]) -> bool:
+    """Whether the layer that has the saved name takes the filter: no renaming is looked for."""
+    if site is None:
+        return False
+    return "backbone" not in entry or entry["backbone"] == fingerprint_of(site.module)
+
+
+def _chosen_layers(
+    misfits: Mapping[str, Mapping[str, Any]], forms: list[_OtherForm]
+) -> dict[str, str]:
+    """Saved names → the one layer that had this name and these shapes in another version."""
+    chosen = {}
+    for saved, entry in misfits.items():
+        layers = {
+            form.layer
+            for form in forms
+            if form.name == saved and form.backbone == entry.get("backbone", form.backbone)
+        }
+        if len(layers) == 1:
+            chosen[saved] = layers.pop()
+    return chosen
 
 
 def _renamed_forms(model: nn.Module, accepting: Mapping[str, Site]) -> Iterator[_OtherForm]:
@@ -129,13 +151,6 @@ def _prefixed_forms(accepting: Mapping[str, Site]) -> Iterator[_OtherForm]:
         other = name if name != layer else name.partition(".")[2]
         if other:
             yield _OtherForm(layer, other, fingerprint_of(site.module))
-
-
-def _fits(site: Site | None, entry: Mapping[str, Any]) -> bool:
-    """Whether the layer that has the saved name takes the filter: no renaming is looked for."""
-    if site is None:
-        return False
-    return "backbone" not in entry or entry["backbone"] == fingerprint_of(site.module)
 
 
 def _renamed_stacks(

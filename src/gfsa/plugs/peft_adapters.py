@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters.base import read_description
+from gfsa.filters.description import read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.backbone import canonical_name
 from gfsa.plugs.checkpoint import load

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gfsa.filters import GraphFilter
-from gfsa.filters.base import kind_of
+from gfsa.filters.description import kind_of
 from gfsa.plugs.attach import device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.backbone import canonical_name, check_depths, fingerprint_of, some_of
 from gfsa.plugs.described_filters import Builder, entries_of, numbers_of

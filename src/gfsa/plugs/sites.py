@@ -1,4 +1,4 @@
-"""Sites: the attention modules of a model, each with its adapter and its filter or refusal."""
+"""Sites: a model's attention modules, each with its adapter and its filter, or why it has none."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from gfsa.filters import GraphFilter
 from gfsa.filters.partial import PartialPolynomial
+from gfsa.filters.sharding import heads_of_process, keep_heads
 
 
 class ShardHeads(ParallelStyle):
@@ -45,9 +46,8 @@ class ShardHeads(ParallelStyle):
 
 
 def _shard(filter: GraphFilter, mesh: DeviceMesh, source: int | None) -> None:
-    filter._exact_base = filter._exact_base.chunk(mesh.size())[mesh.get_local_rank()].clone()
-    filter.base = filter._exact_base.to(device=filter.base.device, dtype=filter.base.dtype)
+    own = heads_of_process(filter.num_heads, mesh.size(), mesh.get_local_rank())
+    keep_heads(filter, own, theta_is_cut=False)
     if filter.theta is not None:
         sharded = distribute_tensor(filter.theta.detach(), mesh, [Shard(0)], src_data_rank=source)
         filter.theta = nn.Parameter(sharded, requires_grad=filter.theta.requires_grad)
-    filter.heads_are_sharded = True

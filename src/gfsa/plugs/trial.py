@@ -66,38 +66,67 @@ def try_forward(
         remaining = {site.name: (site, filter) for site, filter in planned}
         while remaining:
             install(model, list(remaining.values()))
-            watch = _Watch(remaining)
             try:
-                call(model, inputs)
-            except torch.OutOfMemoryError:
-                raise
-            except FilterNotCalledError as error:
-                refused = {name: BYPASSED for name in error.names if name in remaining}
-                if not refused:
-                    raise
-            except Exception as error:
-                if watch.innermost is None:
-                    raise ValueError(
-                        f"{type(model).__name__} runs on these inputs, but with the filters it "
-                        f"raised outside of the attention layers: {_shown(error)}"
-                    ) from error
-                refused = {watch.innermost: f"the trial forward raised {_shown(error)}"}
-            else:
-                trial.unreached = [name for name in remaining if name not in watch.called]
-                own = {
-                    name: (site.module, filter)
-                    for name, (site, filter) in remaining.items()
-                    if is_registered(site.adapter)
-                }
-                crossing = layers_that_cross(own, lambda: call(model, inputs))
-                trial.refused |= dict.fromkeys(sorted(crossing, key=list(own).index), CROSSING)
-                break
+                attempt = _attempt(model, remaining, inputs)
             finally:
-                watch.remove()
                 uninstall(model, [_attached(site) for site, _ in remaining.values()])
-            trial.refused |= refused
-            remaining = {name: pair for name, pair in remaining.items() if name not in refused}
+            trial.refused |= attempt.refused
+            if attempt.is_last:
+                trial.unreached = attempt.unreached
+                break
+            remaining = {
+                name: pair for name, pair in remaining.items() if name not in attempt.refused
+            }
     return trial
+
+
+@dataclass
+class _Attempt(Trial):
+    """What one forward with filters found."""
+
+    is_last: bool = False
+    """Whether the forward ran to its end, so that no other has to follow."""
+
+
+def _attempt(
+    model: nn.Module, planned: Mapping[str, tuple[Site, GraphFilter]], inputs: Any
+) -> _Attempt:
+    """Run the model with installed filters; a layer that fails is refused."""
+    watch = _Watch(planned)
+    try:
+        call(model, inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except FilterNotCalledError as error:
+        refused = {name: BYPASSED for name in error.names if name in planned}
+        if not refused:
+            raise
+        return _Attempt(refused)
+    except Exception as error:
+        if watch.innermost is None:
+            raise ValueError(
+                f"{type(model).__name__} runs on these inputs, but with the filters it "
+                f"raised outside of the attention layers: {_shown(error)}"
+            ) from error
+        return _Attempt({watch.innermost: f"the trial forward raised {_shown(error)}"})
+    else:
+        unreached = [name for name in planned if name not in watch.called]
+        return _Attempt(_crossing(model, planned, inputs), unreached, is_last=True)
+    finally:
+        watch.remove()
+
+
+def _crossing(
+    model: nn.Module, planned: Mapping[str, tuple[Site, GraphFilter]], inputs: Any
+) -> dict[str, str]:
+    """The layers with an adapter of the user's own that attend to another sequence."""
+    own = {
+        name: (site.module, filter)
+        for name, (site, filter) in planned.items()
+        if is_registered(site.adapter)
+    }
+    crossing = layers_that_cross(own, lambda: call(model, inputs))
+    return dict.fromkeys(sorted(crossing, key=list(own).index), CROSSING)
 
 
 class _Watch:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -46,7 +47,8 @@ KERNELS = {
 }
 # what Triton calls the types of arguments that are no tiles
 TYPES = {
-    **dict.fromkeys(["lse_in", "lse_out", "delta_in", "delta_out", "dc_out", "coeffs"], "*fp32"),
+    **dict.fromkeys(["lse_in", "lse_out", "delta_in", "delta_out", "dc_out"], "*fp32"),
+    **dict.fromkeys(["coeffs", "sums"], "*fp32"),
     **dict.fromkeys(["scale", "dropout_p"], "fp32"),
     "mask": "*u8",
     "seed_in": "*i64",
@@ -411,6 +413,62 @@ def disassembled(cubin: bytes) -> str:
 @pytest.mark.parametrize("name", backward_path.TILES)
 def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> None:
     """Nothing spills, and products run while something else is computed."""
+    compiled, usage = compile_backward(name, width, used, mask)
+    print(name, width, usage)
+    # with spans, what the few masked tiles and the end need
+    most_stack = 40 if (width, mask) == (64, problem.SPANS) and name != "grad_queries" else 0
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
+    # three programs share a multiprocessor's 64 Ki registers where heads are narrow
+    assert width == 128 or int(re.search(r"REG:(\d+)", usage)[1]) <= 168
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    assert "serialized" not in remarks(compiled.asm["ptx"])
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("number", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_backward_for_hopper_that_adds_up_dq(number: str) -> None:
+    """Little spills, and four numbers are added at a time."""
+    compiled, usage = compile_backward("grad_keys", 128, 128, problem.NO_MASK, number, True)
+    print(usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= 144
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == 8
+    assert "serialized" not in remarks(ptx)
+
+
+@pytest.mark.skipif(
+    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+)
+@pytest.mark.parametrize("with_queries", [False, True])
+def test_launches_for_hopper_have_every_argument(with_queries: bool) -> None:
+    """Tiles, then pointers, numbers and constants, in the order of the kernel's arguments."""
+    q = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    call = problem.problem_of(q, q, None, problem.Options(0.1, True))
+    launches = backward_path._launches(call, with_queries, False)
+    strides = ("x_b", "x_h", "x_i", "y_b", "y_h", "y_i")
+    for name, launch in launches.items():
+        pointers = 1 if name == "finish_queries" else 6
+        rest = launch.kernel.function.arg_names[len(launch.blocks) + pointers :]
+        # the strides of results are given with each call
+        rest = [argument for argument in rest if argument not in strides]
+        named = dict(zip(rest, (*launch.numbers, *launch.constants), strict=True))
+        assert (named["heads"], named["scale"], named["D"]) == (16, 0.1, 128)
+        assert named["BN"] == launches["grad_keys"].blocks[0][2]
+        assert named.get("n", 4096) == 4096
+        assert named.get("WITH_QUERIES", with_queries) == with_queries
+
+
+def compile_backward(
+    name: str,
+    width: int,
+    used: int,
+    mask: int,
+    number: str = "bf16",
+    with_queries: bool = False,
+) -> tuple[Any, str]:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -420,30 +478,22 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int) -> Non
     for argument in kernel.arg_names:
         block = backward_path.block_of(argument, tiles, width)
         if block is not None:
-            number, bits = ("fp32", 32) if block[2] == 1 else ("bf16", 16)
+            kind, bits = ("fp32", 32) if block[2] == 1 else (number, 16)
             layout = NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
-            described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
+            described[argument] = f"tensordesc<{kind}{list(block)},{layout!r}>"
     constants = {
         "D": width, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
         "USED": used, "MASK": mask, "group": 1,
     }  # fmt: skip
-    described |= dict.fromkeys(("du_out", "dk_out", "dv_out", "dq_out"), "*bf16")
+    described |= dict.fromkeys(("du_out", "dk_out", "dv_out", "dq_out"), f"*{number}")
     described["plan"] = "*i32"
+    if name == "grad_keys":
+        constants["WITH_QUERIES"] = with_queries
     if mask == problem.SPANS:
         described["mask"] = "*i32"
-    most = backward_path.REGISTERS.get((name, width, mask))
+    most = backward_path.REGISTERS.get((name, width))
     options = {} if most is None else {"maxnreg": most}
-    compiled, usage = compile_for(
-        HOPPER, GluonASTSource, kernel, described, constants, tiles.warps, **options
-    )
-    print(name, width, usage)
-    # where rows begin anywhere, masks of the few tiles that have them are kept on the stack
-    most_stack = 32 if name == "grad_keys" and mask == problem.SPANS else 0
-    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
-    # three programs share a multiprocessor's 64 Ki registers where heads are narrow
-    assert width == 128 or int(re.search(r"REG:(\d+)", usage)[1]) <= 168
-    assert compiled.metadata.shared <= SHARED[90] * 1024
-    assert "serialized" not in remarks(compiled.asm["ptx"])
+    return compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps, **options)
 
 
 @pytest.mark.skipif(

@@ -102,30 +102,59 @@ def test_one_sweep_over_packed_documents(
     assert forward_path(q, spans, options) is forward
     if forward is sweep:
         assert backward_path(q, q, q, spans, options) is hopper_backward
-        # not run on a GPU in float16
-        assert forward_path(q.half(), spans, options) is long
-        assert forward_path(q.half(), None, options) is sweep
+        assert forward_path(q.half(), spans, options) is sweep
 
 
 @pytest.mark.parametrize(
     ("batch", "heads", "grid"),
     [(4, 16, (32, 9, 2)), (1, 12, (12, 9, 1)), (3, 15, (15, 9, 3)), (1, 37, (1, 9, 37))],
 )
-def test_gradients_of_documents_go_block_by_block(
-    batch: int, heads: int, grid: tuple[int, int, int]
-) -> None:
+def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, int, int]) -> None:
     """A block of as many heads as can be worked on together, then the next block.
 
-    Of nine blocks one is for a document that begins in the middle of eight.
+    With documents, of nine blocks one is for a document that begins in the middle of eight.
     """
     q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
     spans = torch.empty(1, 2, 512, dtype=torch.int32, device="meta")
-    options = Options(0.1, True)
-    packed, plain = (problem_of(q, q, mask, options) for mask in (spans, None))
+    packed, plain = (problem_of(q, q, mask, Options(0.1, True)) for mask in (spans, None))
+    together, blocks, groups = grid
     assert hopper_backward.grid_of(packed, 64, 64) == grid
-    # wide heads one after another
-    assert hopper_backward.grid_of(packed, 64, 128) == (1, 9, batch * heads)
-    assert hopper_backward.grid_of(plain, 64, 64) == (8, batch * heads, 1)
+    assert hopper_backward.grid_of(plain, 64, 64) == (together, blocks - 1, groups)
+    together = {64: 8, 12: 6, 45: 5, 37: 1}[batch * heads]
+    expected = (together, blocks, batch * heads // together)
+    assert hopper_backward.grid_of(packed, 64, 128) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "masked", "expected"),
+    [
+        ((4, 16, 4096, 128), Options(0.1, True), False, True),
+        ((8, 32, 2048, 128), Options(0.1, True), False, True),
+        ((8, 32, 2044, 128), Options(0.1, True), False, False),
+        ((4, 16, 4096, 128), Options(0.1), False, True),
+        ((4, 16, 4100, 128), Options(0.1, True), False, True),
+        ((4, 16, 4100, 128), Options(0.1), False, False),
+        ((4, 16, 4096, 128), Options(0.1), True, False),
+        ((4, 16, 4096, 104), Options(0.1, True), False, True),
+        ((4, 16, 4096, 128), Options(0.1, True), True, False),
+        ((4, 16, 4096, 96), Options(0.1, True), False, False),
+        ((4, 16, 4096, 64), Options(0.1, True), False, False),
+    ],
+    ids=str,
+)
+def test_dq_is_added_up_in_any_order_unless_bits_have_to_be_equal(
+    shape: tuple[int, ...], options: Options, masked: bool, expected: bool
+) -> None:
+    """Long sequences of wide heads, causal or of whole blocks, without another mask."""
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool) if masked else None
+    problem = problem_of(q, q, mask, options)
+    assert hopper_backward.adds_up_queries(problem) is expected
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not hopper_backward.adds_up_queries(problem)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:

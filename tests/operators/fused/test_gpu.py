@@ -121,7 +121,7 @@ HOPPER = [
     Problem(2, 4, 200, 96, dtype=FP16, device="cuda", projected=True),
     Problem(2, 8, 1500, 80, 4, dtype=BF16, device="cuda"),
     Problem(1, 4, 1996, 128, 1, dtype=FP16, device="cuda", is_causal=True, projected=True),
-    Problem(2, 2, 2304, 128, dtype=BF16, device="cuda"),
+    Problem(2, 2, 1920, 128, dtype=BF16, device="cuda"),
     Problem(12, 16, 1024, 64, dtype=BF16, device="cuda", is_causal=True),
     Problem(3, 4, 512, 64, dtype=BF16, device="cuda", mask="keys"),
     Problem(3, 4, 1000, 64, 2, dtype=FP16, device="cuda", mask="keys", is_causal=True),

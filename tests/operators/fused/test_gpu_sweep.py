@@ -33,7 +33,6 @@ def _for_any_shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shapes that the kernel can serve, not the measured ones alone; launches are not kept."""
     monkeypatch.setattr(eligibility, "SWEEP_LENGTHS", (257, 10**6))
     monkeypatch.setattr(eligibility, "SWEEP_TOKENS", 1)
-    monkeypatch.setattr(eligibility, "SWEEP_SPANS_DTYPES", (BF16, FP16))
     sweep._launch.cache_clear()
     yield
     sweep._launch.cache_clear()

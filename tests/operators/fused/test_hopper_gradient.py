@@ -31,18 +31,19 @@ TILES = {
 
 @pytest.fixture(autouse=True)
 def _several_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_path, "HEADS_AT_A_TIME", {64: 2, 128: 1})
+    monkeypatch.setattr(backward_path, "HEADS_AT_A_TIME", {64: 2, 128: 3})
 
 
 @pytest.fixture
 def kernels() -> Iterator[dict[str, Any]]:
-    names = ("short.tiles", "hopper.tiles", *(f"hopper.{x}" for x in ("first_pass", "keys")))
+    names = ("short.tiles", "hopper.tiles", "hopper.sums", "hopper.first_pass", "hopper.keys")
     with gluon_on_cpu.on_cpu(*(f"{ROOM}.{x}" for x in (*names, "hopper.queries"))) as modules:
-        *_, first_pass, keys, queries = modules
+        *_, sums, first_pass, keys, queries = modules
         yield {
             "grad_first_pass": first_pass.grad_first_pass,
             "grad_keys": keys.grad_keys,
             "grad_queries": queries.grad_queries,
+            "finish_queries": sums.finish_queries,
         }
 
 
@@ -53,6 +54,7 @@ def run(
     width: int,
     dim: int = DIM,
     room: int = DIM,
+    with_queries: bool = False,
 ) -> list[tuple[np.ndarray, torch.Tensor]]:
     """What the kernels give and what the specification gives: dq, dk and dv by query head, dc.
 
@@ -60,6 +62,7 @@ def run(
         shape: batch, heads, heads that share keys, tokens.
         width: of a head on chip, which decides about the tiles and the order of the grid.
         dim: features of a head that are used; room: features on chip, zeros from ``dim`` on.
+        with_queries: dQ is added up by the kernel of dK and dV.
     """
     batch, heads, group, n = shape
     generator = torch.Generator().manual_seed(n)
@@ -101,11 +104,18 @@ def run(
         for name, (rows, _) in TILES[width].items()
     }
     parts = np.full((heads, 3, np.prod(grids["grad_first_pass"]) // heads), np.nan)
-    pointers = {"delta": delta, "lse": lse, "dc": parts, "coeffs": c, "mask": mask}
+    wide = TILES[width]["grad_keys"][1]
+    tiles = -(-n // wide)
+    sums = np.zeros((batch, heads, tiles, wide, room))
+    pointers = {"delta": delta, "lse": lse, "dc": parts, "coeffs": c, "mask": mask, "sums": sums}
     pointers |= {"du": du, "dk": gk, "dv": gv, "dq": gq}
 
     def launch(
-        name: str, cols: Sequence[np.ndarray], rows: Sequence[np.ndarray], names: str
+        name: str,
+        cols: Sequence[np.ndarray],
+        rows: Sequence[np.ndarray],
+        names: str,
+        *constants: bool,
     ) -> None:
         high, wide = TILES[width][name]
         if kind == SPANS:
@@ -122,15 +132,22 @@ def run(
             *(Pointer(pointers[x].reshape(-1)) for x in names.split()),
             *numbers,
             *(Number(x) for _ in results for x in (heads * n * room, n * room, room)),
-            *(room, high, wide, visible.causal, used, kind),
+            *(room, high, wide, visible.causal, used, kind, *constants),
         )
 
     used = room if room == DIM else backward_path.used(dim)
     first_rows = (k_, g_, v_, u, out_, du)
     launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask plan du")
     keys_rows = (k_, v_, u, g_, gk, gv)
-    launch("grad_keys", (q_, g_, du, lse, delta), keys_rows, "coeffs mask plan dk dv")
-    launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask plan dq")
+    keys_cols = (q_, g_, du, lse, delta)
+    launch("grad_keys", keys_cols, keys_rows, "coeffs mask sums plan dk dv", with_queries)
+    if with_queries:
+        finish, memory = kernels["finish_queries"], Pointer(sums.reshape(-1))
+        numbers = (Number(heads), SCALE)
+        grid = (tiles, batch * heads)
+        gluon_on_cpu.launch(finish, grid, Descriptor(gq, wide), memory, *numbers, room, wide)
+    else:
+        launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask plan dq")
     return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
 
 
@@ -180,3 +197,26 @@ def test_features_that_products_leave_out(kernels: dict[str, Any], dim: int) -> 
     for visible in (packed([20, 1, 31]), Visibility(causal=True)):
         for got, expected in run(kernels, (1, 2, 1, 52), visible, 128, dim, 128):
             np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    # batch, heads, heads that share keys, tokens
+    "shape",
+    [
+        (2, 2, 2, 160),
+        # the last block is not full; five heads are no groups of three
+        (1, 5, 1, 76),
+        (1, 1, 1, 4),
+    ],
+)
+def test_dq_added_up_with_dk_and_dv(
+    kernels: dict[str, Any], shape: tuple[int, int, int, int]
+) -> None:
+    for got, expected in run(kernels, shape, Visibility(causal=True), 128, with_queries=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+def test_dq_added_up_without_a_mask(kernels: dict[str, Any]) -> None:
+    """Whole blocks of keys."""
+    for got, expected in run(kernels, (1, 2, 1, 96), Visibility(), 128, with_queries=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)

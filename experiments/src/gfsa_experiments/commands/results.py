@@ -53,26 +53,13 @@ def results(
     ] = False,
 ) -> None:
     """Compare methods over paired seeds: differences with intervals, verdicts, costs."""
-    from gfsa_experiments.engine.whole_files import refuse_inside_file
-
     try:
-        chosen = recipe or task or method or contrast or family
-        if write and chosen:
-            raise ValueError(
-                "--write makes the whole pages; leave out --recipe, --task, --method, --contrast "
-                "and --family"
-            )
+        chosen = bool(recipe or task or method or contrast or family)
+        if write:
+            _refuse_to_write(folder, plot, chosen)
         if plan is not None and not family:
             raise ValueError("--plan writes the runs of a family; name it by --family")
-        if write and plot is not None and not plot.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
-            )
-        for place in (plan, csv, plot):
-            if place is not None:
-                if place.is_dir():
-                    raise ValueError(f"{place} is a folder; name a file in it")
-                refuse_inside_file(place)
+        _refuse_places(plan, csv, plot)
         found = _read(folder)
         shown = _chosen(found, recipe, task, method)
         if plot is not None:
@@ -92,13 +79,36 @@ def results(
         elif contrast:
             _print(_contrasts(shown, contrast), markdown)
         else:
-            _print(_page(found, shown, paper, bool(chosen)), markdown)
+            _print(_page(found, shown, paper, chosen), markdown)
     except (ValueError, OSError) as error:
         typer.echo(f"gfsa results: {error}", err=True)
         raise typer.Exit(1) from error
     except ModuleNotFoundError as error:
         typer.echo(f"gfsa results needs {error.name}: pip install gfsa-experiments", err=True)
         raise typer.Exit(1) from error
+
+
+def _refuse_to_write(folder: Path, plot: Path | None, chosen: bool) -> None:
+    """Raise if ``--write`` could not make whole pages with a link to the figure."""
+    if chosen:
+        raise ValueError(
+            "--write makes the whole pages; leave out --recipe, --task, --method, --contrast "
+            "and --family"
+        )
+    if plot is not None and not plot.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
+        )
+
+
+def _refuse_places(*places: Path | None) -> None:
+    """Raise for a file that cannot be written, before anything is read."""
+    from gfsa_experiments.engine.whole_files import refuse_inside_file
+
+    for place in filter(None, places):
+        if place.is_dir():
+            raise ValueError(f"{place} is a folder; name a file in it")
+        refuse_inside_file(place)
 
 
 @dataclass(frozen=True)
@@ -213,23 +223,38 @@ def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None
 
 def _chosen(found: _Folder, recipe: str, task: str, method: str) -> list[ResultTable]:
     """The tables and lines that were asked for; a ValueError names one that does not exist."""
+    tables = _of_task(found, _of_recipe(found, recipe), recipe, task)
+    methods = {name.strip() for name in method.split(",") if name.strip()}
+    return _of_methods(tables, methods) if methods else tables
+
+
+def _of_recipe(found: _Folder, recipe: str) -> list[ResultTable]:
+    """The tables of a recipe; all of them without one."""
     recipes = sorted({table.recipe for table in found.tables})
     if recipe and recipe not in recipes:
         raise ValueError(
             f"no exploratory run of recipe {recipe!r}; there are {', '.join(recipes) or 'none'}"
             + _families_with(found, lambda own, _: own == recipe)
         )
-    tables = [table for table in found.tables if recipe in ("", table.recipe)]
-    tasks = sorted({table.task for table in tables})
-    tables = [table for table in tables if task in table.task]
-    if task and not tables:
+    return [table for table in found.tables if recipe in ("", table.recipe)]
+
+
+def _of_task(
+    found: _Folder, tables: list[ResultTable], recipe: str, task: str
+) -> list[ResultTable]:
+    """Those tables of a recipe whose task has this in its name."""
+    kept = [table for table in tables if task in table.task]
+    if task and not kept:
+        tasks = sorted({table.task for table in tables})
         raise ValueError(
             f"no task with {task!r} in its name; there are {', '.join(tasks) or 'none'}"
             + _families_with(found, lambda own, name: recipe in ("", own) and task in name)
         )
-    wanted = {name.strip() for name in method.split(",") if name.strip()}
-    if not wanted:
-        return tables
+    return kept
+
+
+def _of_methods(tables: list[ResultTable], wanted: set[str]) -> list[ResultTable]:
+    """The tables that have a line of these methods, with those lines and the plain ones."""
     methods = {line.method for table in tables for line in table.lines}
     if wanted - methods:
         raise ValueError(

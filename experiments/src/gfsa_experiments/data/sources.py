@@ -1,4 +1,4 @@
-"""The data sets that the recipes read, by the table ``sources.csv``."""
+"""The data sets that the recipes read: their names, files and origins, from ``sources.csv``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train, valid and test: by the names of files and folders, or split by us, the same every time."""
+"""Choose train, valid and test: by the names of files and folders, or by one reproducible split."""
 
 from __future__ import annotations
 

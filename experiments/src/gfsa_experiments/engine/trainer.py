@@ -5,39 +5,27 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from gfsa.lens.trajectory import Trajectory
-from gfsa_experiments.engine.checkpoints import (
-    checkpoints,
-    read_state,
-    without_note_of_tied_weights,
-    write_checkpoint,
-)
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.evaluate import evaluate
+from gfsa_experiments.engine.loop_state import LoopCheckpoints, LoopState, Position
 from gfsa_experiments.engine.meters import Pace, PeakMemory, StepMeter
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
-from gfsa_experiments.engine.randomness import (
-    isolated_generators,
-    load_randomness,
-    save_randomness,
-)
+from gfsa_experiments.engine.randomness import isolated_generators
 from gfsa_experiments.engine.run_log import Movement, RunLog
 from gfsa_experiments.engine.speed import peak_flops, speed, speed_text
 from gfsa_experiments.engine.step_batches import StepBatches
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.train_step import EagerStep, GraphedStep
-
-_BEST = "best.pt"
 
 Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and a short status."""
@@ -55,22 +43,6 @@ class Outcome:
     seconds: float
     seconds_per_step: float
     peak_memory_mib: float | None
-
-
-@dataclass
-class _Position:
-    """The position of the training loop; all of it goes into a checkpoint."""
-
-    step: int = 0
-    seconds: float = 0.0
-    best_score: float | None = None
-    best_step: int = 0
-    worse: int = 0
-    stopped: bool = False
-    curve: list[dict[str, float]] = field(default_factory=list)
-    """The validations so far: step, tokens, seconds of training, metric."""
-    start: float | None = None
-    """What the task's falling metric was on ``valid`` before the first step."""
 
 
 class Trainer:
@@ -103,9 +75,9 @@ class Trainer:
         task.model.to(accelerator.device)
         self.bare_model = task.model
         self.movement = Movement(task.model)
-        self.trajectory = Trajectory()
+        self.state = LoopState(Trajectory())
         # before the model is wrapped or sharded
-        self.trajectory.record(task.model, 0)
+        self.state.trajectory.record(task.model, 0)
         optimiser = build_optimiser(task.model, added, config, filter_lr)
         self.average: WeightAverage | None = None
         if config.ema:
@@ -116,17 +88,18 @@ class Trainer:
         make_step = GraphedStep if config.graphs else EagerStep
         self.step = make_step(accelerator, self.model, self.optimiser, task.loss, config.clip)
         self._first_step_compiles = compiles or config.graphs
-        self.position = _Position()
         self.log = RunLog(folder, accelerator.is_main_process)
-        self._best: dict[str, Tensor] | None = None
+        self.checkpoints = LoopCheckpoints(folder, accelerator, self.optimiser, self.log)
         self.batches = StepBatches(task, config, accelerator)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
-        self._rates: list[float] = []
         self._peak_memory = PeakMemory(accelerator.device)
-        self._randomness_file = f"randomness-{accelerator.process_index}.pt"
         found = peak_flops(accelerator.device)
         self._peak_flops = None if found is None else found * accelerator.num_processes
+
+    @property
+    def position(self) -> Position:
+        return self.state.position
 
     def _compile(self) -> bool:
         """Compile the model, or its blocks, as the settings want it; whether anything is."""
@@ -142,7 +115,7 @@ class Trainer:
     def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
         """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
         if resume:
-            self._resume()
+            self.state = self.checkpoints.resume(self.state)
         self._measure_start()
         self._peak_memory.start()
         if self.config.tensorboard:
@@ -157,19 +130,19 @@ class Trainer:
                     "filters",
                     stacklevel=2,
                 )
-            if self._best is not None:
-                self.evaluated_model.load_state_dict(self._best)
+            if self.state.best is not None:
+                self.evaluated_model.load_state_dict(self.state.best)
             valid = self._final_valid()
             self._refuse_breakdown(valid)
             test = self._evaluate("test")
             self._add_to_log({"step": self.position.step} | _prefixed("test", test))
-            if self._rates:
-                test |= self._speed(median(self._rates))
+            if self.state.rates:
+                test |= self._speed(median(self.state.rates))
         finally:
             self.log.close()
         self.log.write_metrics()
         self.log.write_curve(self.position.curve)
-        self.log.write_coefficients(self.trajectory)
+        self.log.write_coefficients(self.state.trajectory)
         if self.average is not None:
             self.bare_model.load_state_dict(self.average.module.state_dict())
         # hooks that the caller adds afterwards are called in the uncompiled model only
@@ -180,7 +153,7 @@ class Trainer:
         """The metrics of the reported weights on ``valid``."""
         if "valid" not in self.task.splits:
             return None
-        at = self.position.best_step if self._best is not None else self.position.step
+        at = self.position.best_step if self.state.best is not None else self.position.step
         for line in self.log.history:
             if line["step"] == at and f"valid/{self.task.metric}" in line:
                 found = {k: v for k, v in line.items() if k.startswith("valid/")}
@@ -200,7 +173,7 @@ class Trainer:
             epochs=round(self.position.step / self.steps_per_epoch, 3),
             steps=self.position.step,
             seconds=self.position.seconds,
-            seconds_per_step=median(self._rates) if self._rates else 0.0,
+            seconds_per_step=median(self.state.rates) if self.state.rates else 0.0,
             peak_memory_mib=self._peak_memory.mib,
         )
 
@@ -234,7 +207,7 @@ class Trainer:
             done = at.step == self.total
             due = done or at.step % eval_steps == 0
             if due:
-                self.trajectory.record(self.bare_model, at.step)
+                self.state.trajectory.record(self.bare_model, at.step)
             evaluates = "valid" in self.task.splits and due
             saves = config.checkpoints and (at.step % save_steps == 0 or done)
             if not (evaluates or saves or done or at.step % config.log_every == 0):
@@ -243,7 +216,7 @@ class Trainer:
             pace = meter.read()
             at.seconds += pace.seconds
             if pace.seconds_per_step is not None:
-                self._rates.append(pace.seconds_per_step)
+                self.state.rates.append(pace.seconds_per_step)
             self._refuse_divergence(pace.loss)
             status = self._log_step(pace, rate, evaluates)
             if progress is not None:
@@ -253,6 +226,9 @@ class Trainer:
             if at.stopped:
                 break
             meter.restart()
+
+    def _save(self) -> None:
+        self.checkpoints.save(self.state)
 
     def _log_step(self, pace: Pace, rate: float, evaluates: bool) -> str:
         """Add the last steps to the log, with a validation if one is due; returns a status."""
@@ -273,19 +249,12 @@ class Trainer:
 
     def _validate(self) -> dict[str, float]:
         """Evaluate ``valid``, keep the best weights, and decide whether to stop."""
-        at = self.position
-        scores = self._evaluate("valid")
+        config, scores = self.config, self._evaluate("valid")
         score = scores[self.task.metric]
-        sign = 1 if self.task.higher_is_better else -1
-        better = at.best_score is None or sign * (score - at.best_score) > 0
-        if math.isfinite(score) and better:
-            at.best_score, at.best_step, at.worse = score, at.step, 0
-            if self.config.best or self.config.patience:
-                state = self.evaluated_model.state_dict()
-                self._best = {name: tensor.detach().clone() for name, tensor in state.items()}
-        else:
-            at.worse += 1
-            at.stopped = bool(self.config.patience) and at.worse >= self.config.patience
+        is_best = self.position.judge(score, self.task.higher_is_better, config.patience)
+        if is_best and (config.best or config.patience):
+            weights = self.evaluated_model.state_dict()
+            self.state.best = {name: tensor.detach().clone() for name, tensor in weights.items()}
         return scores
 
     def _refuse_divergence(self, loss: float) -> None:
@@ -337,64 +306,6 @@ class Trainer:
         at.curve.append(
             point | {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}
         )
-
-    def _save(self) -> None:
-        def save(folder: Path) -> None:
-            with without_note_of_tied_weights():
-                self.accelerator.save_state(str(folder / "state"))
-            save_randomness(folder / self._randomness_file)
-            if self._best is not None and self.accelerator.is_main_process:
-                torch.save(self._best, folder / _BEST)
-
-        state = {
-            "position": vars(self.position),
-            "history": self.log.history,
-            "rates": self._rates,
-            "coefficients": self.trajectory.to_plain(),
-        }
-        write_checkpoint(
-            self.folder / "checkpoints", self.position.step, state, save, self.accelerator
-        )
-        self.log.write_metrics()
-
-    def _resume(self) -> None:
-        """Continue from the newest checkpoint that can be read."""
-        found = checkpoints(self.folder / "checkpoints")
-        for checkpoint in found:
-            try:
-                self._load(checkpoint)
-                self._say(f"resumed after step {self.position.step}")
-                return
-            except Exception as error:
-                if self.accelerator.num_processes > 1:
-                    # other processes may have read it: all continue from the same step
-                    raise ValueError(f"{checkpoint} cannot be read, delete it: {error}") from error
-                warnings.warn(f"{checkpoint} cannot be read and is skipped: {error}", stacklevel=2)
-        if found:
-            raise ValueError(f"no checkpoint in {found[0].parent} can be read; delete it")
-        self._say("has no checkpoint, begins with step 1")
-
-    def _say(self, text: str) -> None:
-        """Print once what a resumed run does: its end does not show where it began."""
-        if self.accelerator.is_main_process:
-            print(f"{self.folder}: {text}", flush=True)
-
-    def _load(self, checkpoint: Path) -> None:
-        state = read_state(checkpoint)
-        self.accelerator.load_state(str(checkpoint / "state"))
-        for group in self.optimiser.param_groups:
-            if isinstance(group["lr"], Tensor):
-                # accelerate loads it to the CPU; a CUDA graph reads it from the device
-                group["lr"] = group["lr"].to(self.accelerator.device)
-        best = checkpoint / _BEST
-        if best.exists():
-            self._best = torch.load(best, map_location=self.accelerator.device, weights_only=True)
-        self.position = _Position(**state["position"])
-        self.log.history, self._rates = state["history"], state["rates"]
-        if "coefficients" in state:
-            # checkpoints of earlier versions have none
-            self.trajectory = Trajectory.from_plain(state["coefficients"])
-        load_randomness(checkpoint / self._randomness_file)
 
 
 def _prefixed(split: str, scores: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Files that other processes, and a run that is resumed, see complete or not at all."""
+"""Write files so that readers (other processes, resumed runs) see them complete or not at all."""
 
 from __future__ import annotations
 

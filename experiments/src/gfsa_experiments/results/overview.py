@@ -76,19 +76,22 @@ def domains(tables: Sequence[ResultTable]) -> list[Domain]:
     order = list(DOMAINS)
     by_recipe = {recipe: list(own) for recipe, own in groupby(tables, key=lambda t: t.recipe)}
     recipes = sorted(by_recipe, key=lambda r: (order.index(r) if r in order else len(order), r))
-    found = []
-    for recipe in recipes:
-        lines = [(name, headline(table, name)) for table in by_recipe[recipe] for name in methods]
-        to_plain: dict[str, list[Contrast]] = {name: [] for name in methods}
-        for name, line in lines:
-            if line is not None and line.to_plain is not None:
-                to_plain[name].append(line.to_plain)
-        second = [
-            line.to_degree1 for name, line in lines if name == "gfsa" and line and line.to_degree1
-        ]
-        if any(to_plain.values()):
-            found.append(Domain(domain_of(recipe, by_recipe[recipe]), to_plain, second))
-    return found
+    found = [_domain(recipe, by_recipe[recipe], methods) for recipe in recipes]
+    return [domain for domain in found if any(domain.to_plain.values())]
+
+
+def _domain(recipe: str, tables: Sequence[ResultTable], methods: Sequence[str]) -> Domain:
+    """The tables of one recipe, with the contrasts of these methods."""
+    lines = {
+        name: [line for table in tables if (line := headline(table, name)) is not None]
+        for name in methods
+    }
+    to_plain = {
+        name: [line.to_plain for line in own if line.to_plain is not None]
+        for name, own in lines.items()
+    }
+    second = [line.to_degree1 for line in lines.get("gfsa", []) if line.to_degree1]
+    return Domain(domain_of(recipe, tables), to_plain, second)
 
 
 def headline(table: ResultTable, method: str) -> Line | None:

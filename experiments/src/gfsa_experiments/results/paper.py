@@ -159,17 +159,24 @@ def counterpart(recipe: str, task: str, options: Iterable[str] = ()) -> Counterp
     alike = [backbone for backbone in _alike(backbones, model) if _has_method(quality, backbone)]
     shown = alike or [backbone for backbone in backbones if _has_method(quality, backbone)]
     wanted = {word for text in options for word in text.split()}
-    # the same cell is often printed in several tables: the first with a spread, or else the first
+    comparable = [
+        figure
+        for figure in quality
+        if figure.backbone in shown and set(figure.options.split()) <= wanted
+    ]
+    cells = sorted(_once(comparable), key=lambda figure: backbones.index(figure.backbone))
+    lines = tuple(_beside_plain(figure, ours) for figure in cells)
+    return Counterpart(data, same_data, bool(alike), PROTOCOLS[recipe], lines)
+
+
+def _once(figures: Iterable[PaperFigure]) -> list[PaperFigure]:
+    """Each cell once, though several tables print it: the first with a spread, or the first."""
     cells: dict[tuple[str, str, str, str], PaperFigure] = {}
-    for figure in quality:
+    for figure in figures:
         key = (figure.backbone, figure.method, figure.options, figure.metric)
-        if figure.backbone not in shown or not set(figure.options.split()) <= wanted:
-            continue
         if key not in cells or (cells[key].std is None and figure.std is not None):
             cells[key] = figure
-    by_backbone = sorted(cells.values(), key=lambda figure: backbones.index(figure.backbone))
-    lines = tuple(_beside_plain(figure, ours) for figure in by_backbone)
-    return Counterpart(data, same_data, bool(alike), PROTOCOLS[recipe], lines)
+    return list(cells.values())
 
 
 def lower_is_better(metric: str) -> bool:

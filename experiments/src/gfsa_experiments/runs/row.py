@@ -106,22 +106,27 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _typed(line: dict[str, str], where: str) -> dict[str, Any]:
+    """The cells of a line by column, as the types that :class:`Row` has."""
     values: dict[str, Any] = {}
     for field in fields(Row):
         text, kind = line.get(field.name, ""), str(field.type)
         try:
-            if kind.endswith("| None") and text == "":
-                values[field.name] = None
-            elif kind.startswith("int"):
-                values[field.name] = int(text)
-            elif kind.startswith("float"):
-                values[field.name] = float(text)
-            elif kind == "bool":
-                values[field.name] = {"True": True, "False": False}[text]
-            else:
-                values[field.name] = text
+            values[field.name] = _value(text, kind)
         except (ValueError, KeyError):
             raise ValueError(
                 f"{where}, column {field.name}: expected {kind}, got {text!r}"
             ) from None
     return values
+
+
+def _value(text: str, kind: str) -> Any:
+    """A cell as a value of a type: ``int``, ``float | None`` …"""
+    if kind.endswith("| None") and text == "":
+        return None
+    if kind.startswith("int"):
+        return int(text)
+    if kind.startswith("float"):
+        return float(text)
+    if kind == "bool":
+        return {"True": True, "False": False}[text]
+    return text

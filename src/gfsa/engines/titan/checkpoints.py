@@ -24,7 +24,7 @@ from torchtitan.tools.logging import logger
 
 from gfsa.engines.titan.attention import FilteredAttention
 from gfsa.filters import GraphFilter
-from gfsa.filters.base import read_description
+from gfsa.filters.description import is_same_filter, read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.described_filters import EXTRA
 
@@ -218,7 +218,7 @@ def _check_descriptions(found: dict[str, Tensor], own: dict[str, Tensor], source
         )
     for key, state in found.items():
         saved, expected = read_description(state), read_description(own[key])
-        if any(saved.get(part) != expected[part] for part in ("kind", "arguments")):
+        if not is_same_filter(saved, expected):
             raise ValueError(
                 f"{key} of {source} is a filter {saved.get('kind')} {saved.get('arguments')}, the "
                 f"model's is {expected['kind']} {expected['arguments']}; plug the model as it was "

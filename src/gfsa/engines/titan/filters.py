@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import spmd_types as spmd
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.common.decoder_sharding import dense_param_placement
@@ -16,6 +16,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from gfsa.engines.kinds import kind_named
 from gfsa.filters import GraphFilter
+from gfsa.filters.sharding import heads_of_process, keep_heads
 
 
 class TitanFilter(Module):
@@ -27,10 +28,6 @@ class TitanFilter(Module):
 
     num_heads: int
     base: Tensor
-    theta: nn.Parameter | None
-    heads_are_sharded: bool
-    _exact_base: Tensor
-    _start: Tensor
     _own_heads = slice(None)
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -38,15 +35,10 @@ class TitanFilter(Module):
         mesh = parallel_dims.get_optional_mesh("tp")
         if mesh is None:
             return
-        heads = self.num_heads // mesh.size()
-        start = mesh.get_local_rank() * heads
-        self._own_heads = slice(start, start + heads)
-        self.heads_are_sharded = True
-        self._exact_base = self._exact_base[self._own_heads].clone()
-        self.base = self.base[self._own_heads].clone()
-        if parallel_dims.spmd_backend == "spmd_types":
-            # θ is a plain tensor of the own rows there; elsewhere a DTensor of all
-            self._start = self._start[self._own_heads].clone()
+        self._own_heads = heads_of_process(self.num_heads, mesh.size(), mesh.get_local_rank())
+        # θ is a plain tensor of the own rows there; elsewhere a DTensor of all
+        theta_is_cut = parallel_dims.spmd_backend == "spmd_types"
+        keep_heads(self, self._own_heads, theta_is_cut=theta_is_cut)
 
     def _distribute_states(self, parallel_dims: ParallelDims) -> None:
         # base and basis are constants, which every process computes itself

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 
 from gfsa.filters import GraphFilter
-from gfsa.filters.base import read_description
+from gfsa.filters.description import is_same_filter, read_description
 from gfsa.operators.base import combine
 from gfsa.plugs.described_filters import EXTRA
 
@@ -84,7 +84,7 @@ class ServedFilter(nn.Module):
 
     def _check_description(self, found: Mapping[str, Any]) -> None:
         own = self.__dict__["filter"].describe()
-        if any(found.get(key) != own[key] for key in ("kind", "arguments")):
+        if not is_same_filter(found, own):
             raise ValueError(
                 f"{self.layer} is served with a filter {own['kind']} {own['arguments']}, the new "
                 f"weights have {found.get('kind')!r:.80} {found.get('arguments')!r:.200}; start "

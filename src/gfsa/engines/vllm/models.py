@@ -7,7 +7,7 @@ have the names of those that they extend: vLLM recognises its Transformers backe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,18 +40,22 @@ class _Filtered:
         # prefix of an attention layer → the arguments that it was built with
         self.arguments: dict[str, dict[str, Any]] = {}
         super()._create_attention_instances(prefix)  # type: ignore[misc]
-        modules = {name for name, _ in self.attention_fusers.values()}
-        for saved, description in _descriptions(self.config).items():
-            # the mapper knows names of tensors, and None for those that the model ignores
-            name = self.hf_to_vllm_mapper.map_name(f"{saved}.{CHILD}.theta")
-            layer = saved if name is None else name.removesuffix(f".{CHILD}.theta")
-            if layer in modules:
-                module = self.get_submodule(layer)
-                arguments = self.arguments[module.attn.layer_name]
-                _put_filter(module, description, arguments, layer, self.model_config.model)
-            elif not is_pp_missing_parameter(f"{layer}.", self):
-                _refuse_unknown(layer, modules)
+        layers = {name for name, _ in self.attention_fusers.values()}
+        saved = _descriptions(self.config)
+        descriptions = {self._layer_of(name): description for name, description in saved.items()}
+
+        def arguments_of(module: Any) -> dict[str, Any]:
+            arguments: dict[str, Any] = self.arguments[module.attn.layer_name]
+            return arguments
+
+        _put_filters(self, descriptions, layers, arguments_of, self.model_config.model)
         self.arguments.clear()
+
+    def _layer_of(self: Any, saved: str) -> str:
+        """vLLM's name of a layer that the checkpoint names ``saved``."""
+        # the mapper knows names of tensors, and None for those that the model ignores
+        name = self.hf_to_vllm_mapper.map_name(f"{saved}.{CHILD}.theta")
+        return saved if name is None else name.removesuffix(f".{CHILD}.theta")
 
     def _get_attn_cls(self: Any) -> Any:
         attention = super()._get_attn_cls()  # type: ignore[misc]
@@ -97,27 +101,26 @@ class GPT2LMHeadModel(gpt2.GPT2LMHeadModel):
                 "run it with gfsa.from_pretrained"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        modules = {
-            name: module
-            for name, module in self.named_modules()
-            if isinstance(module, gpt2.GPT2Attention)
+        layers = {
+            name for name, module in self.named_modules() if isinstance(module, gpt2.GPT2Attention)
         }
-        for saved, description in _descriptions(config).items():
-            # a GPT2Model that was saved without its head has no prefix
-            layer = f"transformer.{saved.removeprefix('transformer.')}"
-            if layer in modules:
-                module = modules[layer]
-                arguments = {
-                    "num_heads": module.num_heads,
-                    "head_size": module.head_dim,
-                    "scale": module.scale,
-                    "cache_config": vllm_config.cache_config,
-                    "quant_config": vllm_config.quant_config,
-                    "prefix": module.attn.layer_name,
-                }
-                _put_filter(module, description, arguments, layer, vllm_config.model_config.model)
-            elif not is_pp_missing_parameter(f"{layer}.", self):
-                _refuse_unknown(layer, modules)
+        # a GPT2Model that was saved without its head has no prefix
+        descriptions = {
+            f"transformer.{saved.removeprefix('transformer.')}": description
+            for saved, description in _descriptions(config).items()
+        }
+
+        def arguments_of(module: Any) -> dict[str, Any]:
+            return {
+                "num_heads": module.num_heads,
+                "head_size": module.head_dim,
+                "scale": module.scale,
+                "cache_config": vllm_config.cache_config,
+                "quant_config": vllm_config.quant_config,
+                "prefix": module.attn.layer_name,
+            }
+
+        _put_filters(self, descriptions, layers, arguments_of, vllm_config.model_config.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded: set[str] = super().load_weights(weights)
@@ -128,6 +131,33 @@ class GPT2LMHeadModel(gpt2.GPT2LMHeadModel):
 def _descriptions(config: Any) -> Mapping[str, Mapping[str, Any]]:
     found: Mapping[str, Mapping[str, Any]] = getattr(config, FILTERS)["filters"]
     return found
+
+
+def _put_filters(
+    model: nn.Module,
+    descriptions: Mapping[str, Mapping[str, Any]],
+    layers: Collection[str],
+    arguments_of: Callable[[Any], Mapping[str, Any]],
+    source: str,
+) -> None:
+    """Put each described filter into its layer, if the layer is in this process's model.
+
+    Args:
+        model: vLLM's model; under pipeline parallelism, the part of it that this process has.
+        descriptions: of the filters, by layer in vLLM's model.
+        layers: the names of its attention modules.
+        arguments_of: the arguments that a module's attention layer was built with.
+        source: the checkpoint, for errors.
+    """
+    for layer, description in descriptions.items():
+        if layer in layers:
+            module = model.get_submodule(layer)
+            _put_filter(module, description, arguments_of(module), layer, source)
+        elif not is_pp_missing_parameter(f"{layer}.", model):
+            raise ValueError(
+                f"the checkpoint has a filter for {layer}, where vLLM's model has no attention "
+                f"layer; it has {some_of(layers)}"
+            )
 
 
 def _put_filter(
@@ -147,13 +177,6 @@ def _put_filter(
     setattr(module, CHILD, served)
     further = further_layers(filter.degree, arguments)
     module.attn = FilteredAttention([module.attn, *further], served)
-
-
-def _refuse_unknown(layer: str, modules: Iterable[str]) -> None:
-    raise ValueError(
-        f"the checkpoint has a filter for {layer}, where vLLM's model has no attention layer; it "
-        f"has {some_of(modules)}"
-    )
 
 
 def _require_loaded(model: nn.Module) -> None:

@@ -14,6 +14,20 @@ from gfsa.lens.readings import ModelReading
 if TYPE_CHECKING:
     from gfsa.lens.report import LensReport
 
+# the question that the page answers, and what a reader has to know first
+_OF_MODELS = (
+    "Does it over-smooth, where, and what do the filters change?",
+    "Attention averages tokens. Stacked deep enough, averaging makes tokens alike and fine detail "
+    "is lost: that is over-smoothing. A graph filter lets a head pass what averaging removes. This "
+    "page shows both, layer by layer.",
+)
+_OF_TRAJECTORIES = (
+    "How did training move the filters?",
+    "Each head has a graph filter: a polynomial of its attention map whose coefficients are "
+    "learned. This page shows them over training, layer by layer and head by head; no model was "
+    "measured.",
+)
+
 _SCRIPTS = ("plots.js", "lens.js", "trajectory.js", "tools.js")
 
 
@@ -21,7 +35,10 @@ def render(report: LensReport) -> str:
     """The page as text. It loads nothing, and its content security policy forbids it to."""
     # a "<" could end the script element that the data is in, or begin another
     data = json.dumps(_data(report), allow_nan=False).replace("<", "\\u003c")
+    question, lead = _OF_MODELS if report.models else _OF_TRAJECTORIES
     parts = {
+        "question": question,
+        "lead": lead,
         "style": _part("lens.css"),
         "script": "\n".join(_part(name) for name in _SCRIPTS),
         "data": data,

@@ -1,4 +1,4 @@
-"""Filters of degree 1 and 2 by this library's own GPU kernels; importing this imports no Triton."""
+"""GPU kernels of this library, for filters of degree 1 and 2; importing this imports no Triton."""
 
 from gfsa.operators.fused.eligibility import reason_against, refusal, refusal_of_decoding
 

@@ -73,8 +73,6 @@ CUDNN_ONCE_FROM = 4097
 # the kernel of one causal sweep: head dims, least and most tokens of a sequence
 SWEEP_HEAD_DIMS = (64, 128)
 SWEEP_LENGTHS = (1024, 32768)
-# with documents or windows: the dtypes in which it has run on a GPU
-SWEEP_SPANS_DTYPES = (torch.bfloat16,)
 # least tokens, counted once for each head: with fewer, programs wait for each other's blocks
 SWEEP_TOKENS = 96 * 1024
 
@@ -180,8 +178,6 @@ def refusal_by_sweep(
         return "it takes no dropout"
     if scale <= 0.0:
         return "it takes positive scales only"
-    if mask is not None and q.dtype not in SWEEP_SPANS_DTYPES:
-        return f"with spans it takes {SWEEP_SPANS_DTYPES}, got {q.dtype}"
     if head_dim not in SWEEP_HEAD_DIMS:
         return f"it takes head dims of {SWEEP_HEAD_DIMS}, got {head_dim}"
     least, most = SWEEP_LENGTHS

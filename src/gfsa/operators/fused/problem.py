@@ -1,4 +1,4 @@
-"""What the fused kernels are asked for: the options of a call, and what launches depend on."""
+"""Records of a call to the fused kernels: its options, its sizes, what its gradient needs."""
 
 from __future__ import annotations
 

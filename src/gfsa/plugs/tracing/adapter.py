@@ -19,7 +19,8 @@ from gfsa.plugs.tracing.candidates import (
     refusal_by_code,
 )
 from gfsa.plugs.tracing.memory import Call, TraceMemory
-from gfsa.plugs.tracing.trace import Trace, TraceError
+from gfsa.plugs.tracing.refusals import TraceError
+from gfsa.plugs.tracing.trace import Trace
 from gfsa.plugs.tracing.verification import NewPathError
 
 __all__ = [
@@ -75,8 +76,8 @@ class Traced(nn.Module):
         name = self.__dict__.get("_gfsa_name") or type(self).__name__
         adapter: TracerAdapter = self.__dict__["_gfsa_adapter"]
         wants_maps = adapter.wants_maps(self, given)
-        trace = Trace(self, name, self.__dict__["_gfsa_memory"], follow, wants_maps)
-        trace.begin(given)
+        trace = Trace(self, name, self.__dict__["_gfsa_memory"], given, follow, wants_maps)
+        trace.begin()
         with trace:
             result = super().forward(*args, **kwargs)
         result = trace.end(result)

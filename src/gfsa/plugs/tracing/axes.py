@@ -185,17 +185,27 @@ def concatenated(pieces: Sequence[Dim], sizes: Sequence[int]) -> Dim:
     pieces, sizes = [pieces[place] for place in filled], [sizes[place] for place in filled]
     if len(pieces) == 1:
         return pieces[0]
-    parts = [dim[0].atom if len(dim) == 1 else None for dim in pieces]
-    slices = [part for part in parts if part is not None and part.kind == "slice"]
-    if len(slices) == len(pieces) and len({part.of for part in slices}) == 1:
-        ends = list(itertools.accumulate(sizes, initial=0))
-        adjacent = [(start, stop, 1) for start, stop in itertools.pairwise(ends)]
-        if [part.key for part in slices] == adjacent and ends[-1] == size_of(slices[0].of):
-            return slices[0].of
-    everything = tuple(factor for dim in pieces for factor in dim)
+    again = _axis_of_slices(pieces, sizes)
+    if again is not None:
+        return again
     if all(is_constant(dim) for dim in pieces):
         return constant(sum(sizes))
+    everything = tuple(factor for dim in pieces for factor in dim)
     return whole(Atom("cat", (tuple(pieces), tuple(sizes)), everything), sum(sizes))
+
+
+def _axis_of_slices(pieces: Sequence[Dim], sizes: Sequence[int]) -> Dim | None:
+    """The axis that was cut into exactly these pieces, in this order; None if there is none."""
+    atoms = [dim[0].atom if len(dim) == 1 else None for dim in pieces]
+    slices = [atom for atom in atoms if atom is not None and atom.kind == "slice"]
+    if len(slices) < len(pieces) or len({part.of for part in slices}) != 1:
+        return None
+    axis = slices[0].of
+    ends = list(itertools.accumulate(sizes, initial=0))
+    adjacent = [(start, stop, 1) for start, stop in itertools.pairwise(ends)]
+    if [part.key for part in slices] != adjacent or ends[-1] != size_of(axis):
+        return None
+    return axis
 
 
 def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,27 +71,35 @@ def getitem(table: OriginTable, args: Any, kwargs: Any, result: Tensor) -> Origi
     others = [i for i in index if isinstance(i, bool) or not isinstance(i, plain)]
     if others and not (len(others) == 1 and _is_positions(others[0], index)):
         return scramble(table, [x], "index", table.key(index), result.shape)
+    index = _for_every_axis(index, x.dim())
+    return tuple(_indexed(table, origin, x.shape, index) for origin in table.of(x))
+
+
+def _for_every_axis(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """An index with ``:`` for the axes that it does not name."""
     named = sum(i is not None and i is not ... for i in index)
     place = next((place for place, i in enumerate(index) if i is ...), len(index))
-    index = (*index[:place], *[slice(None)] * (x.dim() - named), *index[place + 1 :])
-    found = []
-    for origin in table.of(x):
-        dims: list[Dim] = []
-        picks, axis = origin.picks, 0
-        for i in index:
-            if i is None:
-                dims.append(())
-                continue
-            dim, size = origin.dims[axis], x.shape[axis]
-            axis += 1
-            if isinstance(i, slice):
-                dims.append(sliced(dim, *i.indices(size)))
-            elif isinstance(i, (Tensor, list)):
-                dims.append(taken(dim, i, table.key(i), size))
-            elif dim and not is_features(dim):
-                picks |= {(dim, i % size)}
-        found.append(Origin(origin.source, tuple(dims), picks))
-    return tuple(found)
+    return (*index[:place], *[slice(None)] * (rank - named), *index[place + 1 :])
+
+
+def _indexed(
+    table: OriginTable, origin: Origin, shape: Sequence[int], index: tuple[Any, ...]
+) -> Origin:
+    """An origin of a tensor of this shape, after an index that names every axis."""
+    dims: list[Dim] = []
+    picks, axes = origin.picks, zip(origin.dims, shape, strict=True)
+    for i in index:
+        if i is None:
+            dims.append(())
+            continue
+        dim, size = next(axes)
+        if isinstance(i, slice):
+            dims.append(sliced(dim, *i.indices(size)))
+        elif isinstance(i, (Tensor, list)):
+            dims.append(taken(dim, i, table.key(i), size))
+        elif dim and not is_features(dim):
+            picks |= {(dim, i % size)}
+    return Origin(origin.source, tuple(dims), picks)
 
 
 def pieces(table: OriginTable, name: str, args: Any, kwargs: Any, result: Any) -> list[Origins]:

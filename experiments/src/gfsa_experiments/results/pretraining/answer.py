@@ -32,32 +32,42 @@ def answer(outcomes: Sequence[Outcome]) -> str:
     No comparison is left out: what a control brings is part of the answer, whatever it is.
     """
     if not all(outcome.is_complete for outcome in outcomes):
-        if any(outcome.unusable for outcome in outcomes):
-            return (
-                "**Nothing is confirmed:** pairs of the family of confirmatory runs do not count; "
-                "the table below says why. What follows is exploratory."
-            )
-        pairs = sum(outcome.pairs for outcome in outcomes)
-        return (
-            f"**Nothing is confirmed yet:** the family of confirmatory runs has {pairs} of its "
-            f"{sum(len(o.comparison.seeds) for o in outcomes)} pairs, and no number is read from "
-            "it before the last. What follows is exploratory."
-        )
+        return _why_nothing_yet(outcomes)
     if not outcomes:
         return "**Nothing is confirmed:** there is no family of confirmatory runs."
-    by_lines = {(o.comparison.a, o.comparison.b): o for o in outcomes}
     shown = [outcome for outcome in outcomes if outcome.verdict in CONFIRMED]
     others = [outcome for outcome in outcomes if outcome.verdict not in CONFIRMED]
     said = [*map(sentence, shown), *([bounds(others)] if others else [])]
+    return " ".join([f"**{_against_plain(outcomes)}**", *said])
+
+
+def _why_nothing_yet(outcomes: Sequence[Outcome]) -> str:
+    """A family that lacks pairs."""
+    if any(outcome.unusable for outcome in outcomes):
+        return (
+            "**Nothing is confirmed:** pairs of the family of confirmatory runs do not count; "
+            "the table below says why. What follows is exploratory."
+        )
+    pairs = sum(outcome.pairs for outcome in outcomes)
+    return (
+        f"**Nothing is confirmed yet:** the family of confirmatory runs has {pairs} of its "
+        f"{sum(len(o.comparison.seeds) for o in outcomes)} pairs, and no number is read from "
+        "it before the last. What follows is exploratory."
+    )
+
+
+def _against_plain(outcomes: Sequence[Outcome]) -> str:
+    """Which arms are shown to end lower or higher than plain."""
+    verdicts = {o.comparison.a: o.verdict for o in outcomes if o.comparison.b == "plain"}
     parts = []
     for word, side in (("better", "lower"), ("worse", "higher")):
-        lines = [a for (a, b), o in by_lines.items() if b == "plain" and o.verdict == word]
+        lines = [line for line, verdict in verdicts.items() if verdict == word]
         if lines:
             names = " and ".join(NAMES.get(line, line) for line in lines)
             parts.append(f"{names} end{'s' if len(lines) == 1 else ''} {side} than plain")
-    head = f"Confirmed: {', '.join(parts)}" if parts else "Not confirmed: no filter is shown to"
-    head += "." if parts else " end lower than plain."
-    return " ".join([f"**{head}**", *said])
+    if not parts:
+        return "Not confirmed: no filter is shown to end lower than plain."
+    return f"Confirmed: {', '.join(parts)}."
 
 
 def sentence(outcome: Outcome) -> str:

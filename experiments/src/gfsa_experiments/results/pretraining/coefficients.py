@@ -9,11 +9,13 @@ import pandas as pd
 
 from gfsa.lens.colours import COLOURS, series_of
 from gfsa.lens.trajectory import LayerTrajectory, Trajectory
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, by_size
 from gfsa_experiments.results.pretraining.collect import RUN
-from gfsa_experiments.results.pretraining.study import PLAIN, arms_of, by_size
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 
 def longest(coefficients: pd.DataFrame, runs: pd.DataFrame, size: str) -> pd.DataFrame:
@@ -81,33 +83,40 @@ def draw_coefficients(coefficients: pd.DataFrame, runs: pd.DataFrame, size: str)
         for axis, depth in zip(row, layers, strict=True):
             axis.axhline(float(power == 1), color="#444444", linestyle=":", linewidth=1)
             for arm, own in by_arm.items():
-                colour = COLOURS[numbers[arm]]
-                curves = [_of_layer(run, depth, power) for run in own]
-                known = [curve for curve in curves if curve is not None]
-                if not known:
-                    continue
-                share = np.array(own[0].steps) / own[0].steps[-1]
-                if arm == shown:
-                    axis.plot(share, known[0], color=colour, linewidth=0.6, alpha=0.5)
-                mean = np.mean([curve.mean(1) for curve in known], 0)
-                axis.plot(share, mean, color=colour, linewidth=1.8, label=arm)
+                _draw_arm(axis, own, depth, power, COLOURS[numbers[arm]], heads=arm == shown)
             if power == 0:
                 axis.set_title(f"layer {depth}", fontsize=8)
             axis.tick_params(labelsize=7)
         row[0].set_ylabel(f"$c_{power}$")
     figure.supxlabel("share of training", fontsize=9)
-    labelled = {arm: number for arm, number in numbers.items() if by_arm[arm]}
-    from matplotlib.lines import Line2D
-
     handles = [
-        Line2D([], [], color=COLOURS[n], label=f"{arm}, mean over heads, {len(by_arm[arm])} seeds")
-        for arm, n in labelled.items()
+        _line(COLOURS[numbers[arm]], f"{arm}, mean over heads, {len(own)} seeds")
+        for arm, own in by_arm.items()
     ]
-    handles.append(
-        Line2D([], [], color=COLOURS[numbers[shown]], linewidth=0.6, label=f"{shown}, each head")
-    )
+    handles.append(_line(COLOURS[numbers[shown]], f"{shown}, each head", linewidth=0.6))
     figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=8)
     return figure
+
+
+def _draw_arm(
+    axis: Axes, runs: list[Trajectory], depth: int, power: int, colour: str, heads: bool
+) -> None:
+    """One coefficient of one layer over training: its mean, and of the first run ``heads``."""
+    curves = [_of_layer(run, depth, power) for run in runs]
+    known = [curve for curve in curves if curve is not None]
+    if not known:
+        return
+    share = np.array(runs[0].steps) / runs[0].steps[-1]
+    if heads:
+        axis.plot(share, known[0], color=colour, linewidth=0.6, alpha=0.5)
+    mean = np.mean([curve.mean(1) for curve in known], 0)
+    axis.plot(share, mean, color=colour, linewidth=1.8)
+
+
+def _line(colour: str, label: str, **look: Any) -> Line2D:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=colour, label=label, **look)
 
 
 def _of_layer(run: Trajectory, depth: int, power: int) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from gfsa_experiments.results.pretraining.study import PLAIN, arms_of, settings_apart
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, settings_apart
 from gfsa_experiments.results.statistics import LEVEL, Interval
 
 GFSA = "GFSA"

@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
-from gfsa_experiments.results.pretraining.gap import cells, fit_gap
+from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
+from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
 from gfsa_experiments.results.pretraining.ladder import draw_ladder
-from gfsa_experiments.results.pretraining.study import PLAIN, Study, by_size, speed_at
+from gfsa_experiments.results.pretraining.speeds import speed_at
+from gfsa_experiments.results.pretraining.study import Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,42 +117,18 @@ def mean_curve(
 
 
 def _gap_panel(study: Study, axis: Axes) -> None:
+    """The difference to plain of each size and length, with the curve that was fitted to them."""
     numbers = colours_of(list(ARMS))
-    drawn = False
-    for arm in ARMS[1:]:
-        found = cells(study.runs, arm)
+    by_arm = {arm: cells(study.runs, arm) for arm in ARMS[1:]}
+    if not any(by_arm.values()):
+        _nothing(axis, "no pair of planned runs yet")
+        return
+    for arm, found in by_arm.items():
         colour = COLOURS[numbers[arm]]
         for at, size in enumerate(dict.fromkeys(cell.size for cell in found)):
             own = [cell for cell in found if cell.size == size]
-            ends = [
-                (cell.interval.low, cell.interval.high)
-                if cell.interval.low is not None and cell.interval.high is not None
-                else (cell.mean, cell.mean)
-                for cell in own
-            ]
-            axis.vlines(
-                [cell.ratio for cell in own], *zip(*ends, strict=True), color=colour, linewidth=1
-            )
-            axis.plot(
-                [cell.ratio for cell in own],
-                [cell.mean for cell in own],
-                linestyle="none",
-                marker=MARKERS[at],
-                color=colour,
-                label=f"{arm}, {size}",
-            )
-            drawn = True
-        fit = fit_gap(found)
-        if fit is not None:
-            x = np.geomspace(min(c.ratio for c in found), max(c.ratio for c in found), 60)
-            curve = [fit.at(float(value)) for value in x]
-            axis.plot(x, [point.mean for point in curve], color=colour, linewidth=1.4)
-            if fit.draws is not None:
-                low, high = zip(*((point.low, point.high) for point in curve), strict=True)
-                axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    if not drawn:
-        _nothing(axis, "no pair of planned runs yet")
-        return
+            _draw_cells(axis, own, colour, MARKERS[at], label=f"{arm}, {size}")
+        _draw_fit(axis, found, colour)
     axis.axhline(0, color=COLOURS[numbers[PLAIN]], label=PLAIN)
     axis.set_xscale("log")
     left, right = axis.get_xlim()
@@ -165,6 +143,33 @@ def _gap_panel(study: Study, axis: Axes) -> None:
     )
     axis.title.set_fontsize(9)
     axis.legend(frameon=False, fontsize="small")
+
+
+def _draw_cells(axis: Axes, own: list[Cell], colour: str, marker: str, label: str) -> None:
+    """The means of one arm and size, with their intervals."""
+    ratios = [cell.ratio for cell in own]
+    ends = [
+        (cell.interval.low, cell.interval.high)
+        if cell.interval.low is not None and cell.interval.high is not None
+        else (cell.mean, cell.mean)
+        for cell in own
+    ]
+    axis.vlines(ratios, *zip(*ends, strict=True), color=colour, linewidth=1)
+    means = [cell.mean for cell in own]
+    axis.plot(ratios, means, linestyle="none", marker=marker, color=colour, label=label)
+
+
+def _draw_fit(axis: Axes, found: list[Cell], colour: str) -> None:
+    """The curve that was fitted to the cells of one arm, if they allow one, and its band."""
+    fit = fit_gap(found)
+    if fit is None:
+        return
+    x = np.geomspace(min(c.ratio for c in found), max(c.ratio for c in found), 60)
+    curve = [fit.at(float(value)) for value in x]
+    axis.plot(x, [point.mean for point in curve], color=colour, linewidth=1.4)
+    if fit.draws is not None:
+        low, high = zip(*((point.low, point.high) for point in curve), strict=True)
+        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _nothing(axis: Axes, text: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from gfsa_experiments.results.pretraining.study import PLAIN, by_size
+from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
 from gfsa_experiments.results.statistics import LEVEL, Interval, paired_difference
 
 Numbers = NDArray[np.float64]

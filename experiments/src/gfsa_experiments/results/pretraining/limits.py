@@ -13,14 +13,9 @@ from __future__ import annotations
 import pandas as pd
 
 from gfsa_experiments.results.page_blocks import Block, Text
+from gfsa_experiments.results.pretraining.arms import PLAIN, settings_apart
 from gfsa_experiments.results.pretraining.controls import rates
-from gfsa_experiments.results.pretraining.study import (
-    BASELINE,
-    PLAIN,
-    RATES,
-    Study,
-    settings_apart,
-)
+from gfsa_experiments.results.pretraining.study import BASELINE, RATES, Study
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 MARGIN = 0.02

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
 from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
 from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Picture, Text
 from gfsa_experiments.results.pretraining.answer import family_table
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, by_size, settings_apart
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
 from gfsa_experiments.results.pretraining.limits import limit_blocks
 from gfsa_experiments.results.pretraining.probes import Measure, measures
-from gfsa_experiments.results.pretraining.savings import Saving, saving_of_ends, savings
+from gfsa_experiments.results.pretraining.savings import Saving, savings, savings_of_ends
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
-from gfsa_experiments.results.pretraining.study import (
-    PLAIN,
-    Study,
-    arms_of,
-    by_size,
-    settings_apart,
-)
+from gfsa_experiments.results.pretraining.study import Study
 from gfsa_experiments.results.statistics import LEVEL, Interval
 
 NATS = Scale(1, 3)
@@ -146,7 +141,7 @@ def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
     for arm in FITTED:
         found = savings(study.curves, runs, arm, speeds)
         for saving in found:
-            sentences.append(saving_sentence(saving, saving_of_ends(runs, arm, saving.size)))
+            sentences.append(saving_sentence(saving, savings_of_ends(runs, arm, saving.size)))
     return [Heading("The gap by tokens per parameter"), Text(text), grid, Bullets(sentences)]
 
 
@@ -196,7 +191,7 @@ def _vanishes(fit: GapFit) -> str:
     return f"Does it vanish? It turns: {floor}, {side} 0."
 
 
-def saving_sentence(saving: Saving, of_ends: float | None) -> str:
+def saving_sentence(saving: Saving, of_ends: Mapping[float, float]) -> str:
     """How many fewer tokens, and how much less time, to plain's final loss."""
     what = f"{saving.size}, {saving.tokens / 1e6:.0f}M tokens, {_seeds(len(saving.shares))}"
     if saving.share is None:
@@ -216,19 +211,26 @@ def saving_sentence(saving: Saving, of_ends: float | None) -> str:
                 f" and {_percent(saving.time)} of the time, on its own schedule (a token takes "
                 f"{saving.step_time:.2f} times plain's at batches of {saving.step_batch})."
             )
-    if of_ends is not None:
+    if of_ends:
         text += (
-            f" By the ends of its runs of several lengths, each with its whole schedule: after "
-            f"{100 * of_ends:.0f} % of the tokens"
+            f" By the ends of runs, each with its whole schedule: plain's loss after "
+            f"{_listed(f'{ratio:.1f}' for ratio in of_ends)} tokens per parameter takes "
+            f"{_listed(f'{100 * share:.0f}' for share in of_ends.values())} % of the tokens"
         )
         if saving.step_time is not None:
-            text += f", {100 * of_ends * saving.step_time:.0f} % of the time"
+            times = (f"{100 * share * saving.step_time:.0f}" for share in of_ends.values())
+            text += f" and {_listed(times)} % of the time"
         text += "."
     return text
 
 
 def _seeds(count: int) -> str:
     return f"{count} seed{'s' if count > 1 else ''}"
+
+
+def _listed(parts: Iterable[str]) -> str:
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _percent(share: Interval) -> str:

@@ -5,12 +5,13 @@ See :func:`gfsa_experiments.tasks.pretrain.probes.probe` for what was measured.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pandas as pd
 
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of
 from gfsa_experiments.results.pretraining.collect import RUN
-from gfsa_experiments.results.pretraining.study import PLAIN, arms_of
 from gfsa_experiments.results.statistics import PairedDifference, paired_difference
 
 # positions 2^k … 2^(k+1) − 1 of a row are group k; the last group may be cut off, and is left out
@@ -61,7 +62,7 @@ def measures(probes: pd.DataFrame) -> list[Measure]:
 def _of_run(lines: pd.DataFrame) -> dict[str, float]:
     """The measures of one run, in the order of the table."""
     values = {
-        name: [[float(v) for v in text.split()] for text in own["values"].astype(str)]
+        str(name): [[float(v) for v in text.split()] for text in own["values"].astype(str)]
         for name, own in lines.groupby("probe")
     }
     found: dict[str, float] = {}
@@ -69,27 +70,55 @@ def _of_run(lines: pd.DataFrame) -> dict[str, float]:
         if f"{probe} second" in values:
             found[f"loss, {label}, first time"] = values[f"{probe} first"][0][0]
             found[f"loss, {label}, second time"] = values[f"{probe} second"][0][0]
-    if "position" in values:
-        groups = values["position"][0][:-1]
-        spans = _POSITIONS | {_LATER: range(7, len(groups))}
-        for label, span in spans.items():
-            if span and max(span) < len(groups):
-                # group k has 2^k positions
-                sizes = [2.0**k for k in span]
-                total = sum(size * groups[k] for size, k in zip(sizes, span, strict=True))
-                found[label] = total / sum(sizes)
-    if "frequency" in values:
-        groups = values["frequency"][0]
-        found["loss, rarest tenth of tokens"] = groups[0]
-        found["loss, middle tenths"] = sum(groups[1:-1]) / len(groups[1:-1])
-        found["loss, most frequent tenth"] = groups[-1]
-    if "entropy" in values:
-        heads = [head for layer in values["entropy"] for head in layer]
-        found["entropy of attention, share of its maximum"] = sum(heads) / len(heads)
-    if "sink" in values:
-        heads = [head for layer in values["sink"] for head in layer]
-        found["attention on the first token"] = sum(heads) / len(heads)
-        found[f"heads with more than {SINK:g} of it there"] = sum(h > SINK for h in heads) / len(
-            heads
-        )
+    for probe, measure in _MEASURES.items():
+        if probe in values:
+            found |= measure(values[probe])
     return found
+
+
+def _by_position(values: list[list[float]]) -> dict[str, float]:
+    """The loss in groups of positions, each group with the weight of its positions."""
+    groups = values[0][:-1]
+    found = {}
+    for label, span in (_POSITIONS | {_LATER: range(7, len(groups))}).items():
+        if span and max(span) < len(groups):
+            # group k has 2^k positions
+            sizes = [2.0**k for k in span]
+            total = sum(size * groups[k] for size, k in zip(sizes, span, strict=True))
+            found[label] = total / sum(sizes)
+    return found
+
+
+def _by_frequency(values: list[list[float]]) -> dict[str, float]:
+    """The loss by how frequent the token to predict is."""
+    rarest, *middle, most_frequent = values[0]
+    return {
+        "loss, rarest tenth of tokens": rarest,
+        "loss, middle tenths": sum(middle) / len(middle),
+        "loss, most frequent tenth": most_frequent,
+    }
+
+
+def _entropy(values: list[list[float]]) -> dict[str, float]:
+    """The mean over the heads of all layers."""
+    heads = [head for layer in values for head in layer]
+    return {"entropy of attention, share of its maximum": sum(heads) / len(heads)}
+
+
+def _sinks(values: list[list[float]]) -> dict[str, float]:
+    """The attention that the heads of all layers give the first token."""
+    heads = [head for layer in values for head in layer]
+    many = f"heads with more than {SINK:g} of it there"
+    return {
+        "attention on the first token": sum(heads) / len(heads),
+        many: sum(head > SINK for head in heads) / len(heads),
+    }
+
+
+# probe → the measures of its values, a row for each layer or one in all
+_MEASURES: dict[str, Callable[[list[list[float]]], dict[str, float]]] = {
+    "position": _by_position,
+    "frequency": _by_frequency,
+    "entropy": _entropy,
+    "sink": _sinks,
+}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
 from gfsa_experiments.results.pretraining.collect import RUN
-from gfsa_experiments.results.pretraining.study import PLAIN, by_size, speed_at
+from gfsa_experiments.results.pretraining.speeds import speed_at
 from gfsa_experiments.results.statistics import Interval, mean_of_groups
 
 
@@ -115,27 +116,25 @@ def tokens_to_reach(
     return float(np.exp(x[at - 1] + share * (x[at] - x[at - 1])))
 
 
-def saving_of_ends(runs: pd.DataFrame, arm: str, size: str) -> float | None:
-    """The share of the tokens of plain's runs with which runs of the arm end at the same loss.
-
-    Plain's runs are the longest of which the arm has some too.
+def savings_of_ends(runs: pd.DataFrame, arm: str, size: str) -> dict[float, float]:
+    """The share of the tokens with which the arm ends at plain's loss, by tokens per parameter.
 
     Losses at the end of runs of different lengths, interpolated over the logarithm of the tokens:
-    every one has its whole schedule. None if the arm has fewer than two lengths, or does not reach
-    plain's loss within them.
+    every one has its whole schedule. A length is left out if the arm has no runs of it, if the
+    arm's shortest runs are at plain's loss already (how far before is not known), or if none is.
     """
     own = runs[runs["size"] == size]
     ends = {
-        name: own[own.arm == name].groupby("tokens").test.mean().sort_index()
+        name: own[own.arm == name].groupby("tokens")[["test", "ratio"]].mean().sort_index()
         for name in (PLAIN, arm)
     }
-    shared = ends[PLAIN].index.intersection(ends[arm].index)
-    if len(ends[arm]) < 2 or not len(shared):
-        return None
-    longest = shared.max()
-    target = float(ends[PLAIN][longest])
-    if float(ends[arm].iloc[0]) <= target:
-        # its shortest run is there already: how far before is not known
-        return None
-    tokens = tokens_to_reach(list(ends[arm].index), list(ends[arm]), target)
-    return None if tokens is None else tokens / float(longest)
+    plain, filtered = ends[PLAIN], ends[arm]
+    shares = {}
+    for tokens in plain.index.intersection(filtered.index):
+        target = float(plain.test[tokens])
+        if float(filtered.test.iloc[0]) <= target:
+            continue
+        needed = tokens_to_reach(list(filtered.index), list(filtered.test), target)
+        if needed is not None:
+            shares[float(plain.ratio[tokens])] = needed / float(tokens)
+    return shares

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from gfsa_experiments.results.pretraining.study import PLAIN, arms_of
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of
 from gfsa_experiments.results.statistics import LEVEL
 
 ABOVE = 1.0

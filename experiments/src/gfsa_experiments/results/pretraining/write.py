@@ -9,11 +9,13 @@ import pandas as pd
 from gfsa.lens.report import LensReport
 from gfsa_experiments.results.page_blocks import Text, with_part, write_pages
 from gfsa_experiments.results.pretraining.answer import answer
+from gfsa_experiments.results.pretraining.arms import by_size
 from gfsa_experiments.results.pretraining.coefficients import draw_coefficients, trajectories
 from gfsa_experiments.results.pretraining.figure import draw, save
 from gfsa_experiments.results.pretraining.limits import limit_of_plain
 from gfsa_experiments.results.pretraining.page import blocks
-from gfsa_experiments.results.pretraining.study import Study, by_size, read_speeds, read_study
+from gfsa_experiments.results.pretraining.speeds import read_speeds
+from gfsa_experiments.results.pretraining.study import Study, read_study
 
 PAGE = "pretraining.md"
 FIGURE = "pretraining.svg"

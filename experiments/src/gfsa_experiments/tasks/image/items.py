@@ -47,14 +47,7 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
         root: the folder.
         holdout: the share of the training images to validate on, where it is needed; 0 for none.
     """
-    folders: dict[str, Path] = {}
-    for folder in sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else ():
-        part = part_named(folder.name)
-        if part is not None and folders.setdefault(part, folder) != folder:
-            raise ValueError(
-                f"{root} has two folders for {part}, {folders[part].name} and {folder.name}; "
-                "leave one of them"
-            )
+    folders = _part_folders(root)
     if not folders:
         return _split_for_the_caller(root, holdout)
     if "train" not in folders or len(folders) == 1:
@@ -65,16 +58,7 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
             f"{folders['train']} has {len(classes)} folder, expected one per class"
             f"{entries_of(folders['train'])}"
         )
-    files = {}
-    for name, folder in folders.items():
-        unknown = sorted(set(_folders_in(folder)) - set(classes))
-        if unknown:
-            raise ValueError(f"{folder} has classes that train lacks: {', '.join(unknown[:5])}")
-        files[name] = _images_in(folder, classes)
-        if not files[name]:
-            raise ValueError(
-                f"{folder} has no images in folders named like those of train{entries_of(folder)}"
-            )
+    files = {name: _images_of_part(folder, classes) for name, folder in folders.items()}
     _refuse_empty(folders["train"], classes, files["train"])
     if len(files) == len(PARTS):
         return ImageFiles({name: files[name] for name in PARTS}, classes, "the parts that it names")
@@ -87,6 +71,32 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
         parts["valid"] = [files["train"][row] for row in valid]
         split_by += f", valid is {100 * holdout:g} % of train at random, the same in every run"
     return ImageFiles(parts, classes, split_by)
+
+
+def _part_folders(root: Path) -> dict[str, Path]:
+    """The folders of train, valid and test, by whichever of their names they have."""
+    folders: dict[str, Path] = {}
+    for folder in sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else ():
+        part = part_named(folder.name)
+        if part is not None and folders.setdefault(part, folder) != folder:
+            raise ValueError(
+                f"{root} has two folders for {part}, {folders[part].name} and {folder.name}; "
+                "leave one of them"
+            )
+    return folders
+
+
+def _images_of_part(folder: Path, classes: list[str]) -> list[File]:
+    """The images of one part, whose classes must be those of train."""
+    unknown = sorted(set(_folders_in(folder)) - set(classes))
+    if unknown:
+        raise ValueError(f"{folder} has classes that train lacks: {', '.join(unknown[:5])}")
+    files = _images_in(folder, classes)
+    if not files:
+        raise ValueError(
+            f"{folder} has no images in folders named like those of train{entries_of(folder)}"
+        )
+    return files
 
 
 def _split_for_the_caller(root: Path, holdout: float) -> ImageFiles:

@@ -1,4 +1,8 @@
-"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ."""
+"""The gradient by the Hopper kernels: a launch each for dU and δ, for dK and dV, and for dQ.
+
+Where heads are wide and sequences long, the second adds up dQ as well, in any order, and the third
+rounds the sums; not so under ``torch.use_deterministic_algorithms(True)``.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from gfsa.operators.fused.launcher import Block, Grid, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import (
+    NO_MASK,
     SPANS,
     Options,
     Problem,
@@ -48,12 +53,16 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
 }
 
-# with spans, where the compiler would take more: room for three programs of four warps
-REGISTERS = {("grad_keys", 64, SPANS): 168, ("grad_first_pass", 128, SPANS): 168}
+# by kernel and width, where the compiler would take a few more: room for four programs of four
+# warps, and for three
+REGISTERS = {("grad_first_pass", 64): 128, ("grad_keys", 64): 168}
 
-# with spans, by the width of a head on chip: most heads that are worked on together; 16 and 64 are
-# as fast as 32, wide heads have not been measured
-HEADS_AT_A_TIME = {64: 32, 128: 1}
+# by the width of a head on chip: most heads that are worked on together
+HEADS_AT_A_TIME = {64: 32, 128: 8}
+
+# shortest sequences of wide heads whose dQ is added up with dK and dV: of 1,024 tokens it gains a
+# twentieth of the gradient's time, too little to give up equal bits
+LEAST_WITH_QUERIES = 2048
 
 # with spans: so many blocks of a sequence allow for one more; windows that its plan takes at a time
 BLOCKS_PER_EDGE = 8
@@ -71,16 +80,17 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     """As :meth:`gfsa.operators.fused.dispatch.Path.backward`, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
     problem = problem_of(q, k, mask, options)
+    with_queries = adds_up_queries(problem)
     mask, _ = pointers(mask, None, unused=q)
     lse = copyable_by_row(lse)
     du, delta = empty_like(q), torch.empty_like(lse)
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
-    dq = empty_like(q)
-    strides = [x.stride()[:3] for x in (du, dk, dv, dq)]
-    launches = _launches(problem, max(map(max, strides)) >= 2**31)
-    of_du, of_dk, of_dv, of_dq = strides
+    # dQ lies as dU does
+    strides = [x.stride()[:3] for x in (du, dk, dv)]
+    launches = _launches(problem, with_queries, max(map(max, strides)) >= 2**31)
+    of_du, of_dk, of_dv = strides
     plans = _plans(problem, mask)
     lses, deltas = as_tiles(lse), as_tiles(delta)
     grad_first = launches["grad_first_pass"]
@@ -89,17 +99,51 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
         (q, g, lses, k, g, v, u, out, du), delta, dc, coeffs, mask, plans["grad_first_pass"], du,
         numbers=(*grad_first.numbers, *of_du),
     )  # fmt: skip
+    sums = _zeros(problem, q.device) if with_queries else coeffs
     grad_keys = launches["grad_keys"]
     grad_keys(
-        (q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask, plans["grad_keys"], dk, dv,
+        (q, g, du, lses, deltas, k, v, u, g, dk, dv),
+        coeffs, mask, sums, plans["grad_keys"], dk, dv,
         numbers=(*grad_keys.numbers, *of_dk, *of_dv),
     )  # fmt: skip
-    grad_queries = launches["grad_queries"]
-    grad_queries(
-        (k, v, u, q, g, du, dq), delta, lse, coeffs, mask, plans["grad_queries"], dq,
-        numbers=(*grad_queries.numbers, *of_dq),
-    )  # fmt: skip
+    if with_queries:
+        # dQ may lie where dU was: sums take twice as much beside it
+        del du
+        dq = empty_like(q)
+        launches["finish_queries"]((dq,), sums)
+        del sums
+    else:
+        dq = empty_like(q)
+        grad_queries = launches["grad_queries"]
+        grad_queries(
+            (k, v, u, q, g, du, dq), delta, lse, coeffs, mask, plans["grad_queries"], dq,
+            numbers=(*grad_queries.numbers, *of_du),
+        )  # fmt: skip
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
+
+
+def adds_up_queries(problem: Problem) -> bool:
+    """Whether dQ is added up in any order by the kernel of dK and dV, where that was faster.
+
+    With documents it gains a fiftieth, and where products leave features out (:func:`used`) it
+    loses. Keys beyond the last one, which a causal mask hides, must not be there without one.
+    """
+    whole_blocks = problem.length % TILES["grad_keys"][128].rows == 0
+    return (
+        used(problem.head_dim) == 128
+        and problem.mask_kind == NO_MASK
+        and (problem.options.is_causal or whole_blocks)
+        and problem.length >= LEAST_WITH_QUERIES
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _zeros(problem: Problem, device: torch.device) -> Tensor:
+    """Sums of dQ, in float32: whole tiles of all heads."""
+    width = width_of(problem)
+    cols = TILES["grad_keys"][width].cols
+    tiles = -(-problem.length // cols)
+    return torch.zeros(problem.batch * problem.heads, tiles, cols, width, device=device)
 
 
 def copyable_by_row(x: Tensor) -> Tensor:
@@ -135,12 +179,14 @@ class _Kernels:
         from gfsa.operators.fused.hopper.first_pass import grad_first_pass
         from gfsa.operators.fused.hopper.keys import grad_keys
         from gfsa.operators.fused.hopper.queries import grad_queries
+        from gfsa.operators.fused.hopper.sums import finish_queries
 
         describe = describe_tiles()
         functions = {
             "grad_first_pass": grad_first_pass,
             "grad_keys": grad_keys,
             "grad_queries": grad_queries,
+            "finish_queries": finish_queries,
         }
         self.by_name = {name: Kernel(function, describe) for name, function in functions.items()}
 
@@ -151,20 +197,27 @@ def _kernels() -> _Kernels:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(problem: Problem, far: bool) -> dict[str, Launch]:
+def _launches(problem: Problem, with_queries: bool, far: bool) -> dict[str, Launch]:
     """Each kernel over the rows of one problem.
 
     Args:
+        with_queries: whether the kernel of dK and dV adds up dQ.
         far: whether a stride of a result needs 64 bits.
     """
-    return {name: _launch(name, problem, far) for name in TILES}
+    launches = {
+        "grad_first_pass": _launch("grad_first_pass", problem, far),
+        "grad_keys": _launch("grad_keys", problem, far, with_queries),
+    }
+    if with_queries:
+        return {**launches, "finish_queries": _finish_queries(problem)}
+    return {**launches, "grad_queries": _launch("grad_queries", problem, far)}
 
 
 def _plans(problem: Problem, mask: Tensor) -> dict[str, Tensor]:
     """With spans, the rows of the programs of each kernel; otherwise what is not read."""
     if problem.mask_kind != SPANS:
         return dict.fromkeys(TILES, mask)
-    width = max(64, padded(problem.head_dim))
+    width = width_of(problem)
     plans: dict[int, Tensor] = {}
     for tiles in TILES.values():
         rows = tiles[width].rows
@@ -195,16 +248,16 @@ def slots_of(blocks: int) -> int:
     return blocks + -(-blocks // BLOCKS_PER_EDGE)
 
 
-def _launch(name: str, problem: Problem, far: bool) -> Launch:
+def _launch(name: str, problem: Problem, far: bool, *constants: bool) -> Launch:
+    """A kernel with the constants that all have, then its own."""
     kernel = _kernels().by_name[name]
     scale, is_causal, _ = problem.options
     mask_b, mask_h, _, mask_j = problem.mask_strides
-    # no narrower: a row of a tile has 128 bytes, as the swizzle does
-    width = max(64, padded(problem.head_dim))
+    width = width_of(problem)
     tiles = TILES[name][width]
     arguments = inspect.signature(kernel.function.fn).parameters
     launch_options: dict[str, Any] = {"num_warps": tiles.warps}
-    registers = REGISTERS.get((name, width, problem.mask_kind))
+    registers = REGISTERS.get((name, width))
     if registers is not None:
         launch_options["maxnreg"] = registers
     return Launch(
@@ -220,18 +273,38 @@ def _launch(name: str, problem: Problem, far: bool) -> Launch:
             is_causal,
             used(problem.head_dim),
             problem.mask_kind,
+            *constants,
         ),
         **launch_options,
     )
 
 
+def _finish_queries(problem: Problem) -> Launch:
+    width = width_of(problem)
+    tiles = TILES["grad_keys"][width]
+    return Launch(
+        _kernels().by_name["finish_queries"],
+        (-(-problem.length // tiles.cols), problem.batch * problem.heads, 1),
+        problem.variant,
+        [(1, 1, tiles.cols, width)],
+        (problem.heads, problem.options.scale),
+        (width, tiles.cols),
+        num_warps=tiles.warps,
+    )
+
+
+def width_of(problem: Problem) -> int:
+    """Features of a head on chip: a row of a tile has 128 bytes or more, as the swizzle does."""
+    return max(64, padded(problem.head_dim))
+
+
 def grid_of(problem: Problem, rows: int, width: int) -> Grid:
     """A program for each block of ``rows`` tokens of each head, in the order of the launch."""
     blocks, heads = -(-problem.length // rows), problem.batch * problem.heads
-    if problem.mask_kind != SPANS:
-        return blocks, heads, 1
+    if problem.mask_kind == SPANS:
+        blocks = slots_of(blocks)
     together = max(x for x in range(1, HEADS_AT_A_TIME[width] + 1) if heads % x == 0)
-    return together, slots_of(blocks), heads // together
+    return together, blocks, heads // together
 
 
 def used(head_dim: int) -> int:

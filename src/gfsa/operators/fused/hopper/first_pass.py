@@ -21,6 +21,7 @@ from gfsa.operators.fused.hopper.tiles import (
     SPANS,
     barriers,
     hide_queries,
+    left_operand,
     place,
     queries_of_keys,
     rows_of,
@@ -68,7 +69,7 @@ def grad_first_pass(
     gs = gl.allocate_shared_memory(dt, [3 if BM == BN else 4, 1, 1, BN, D], g_cols.layout)
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     bars = barriers(3)
-    block, blocks, bh, total = place(MASK)
+    block, blocks, bh, total = place()
     b = bh // heads
     h = bh % heads
     row, row_end = rows_of(plan, b, block, blocks, n, BM, MASK)
@@ -92,28 +93,32 @@ def grad_first_pass(
     operand = gl.convert_layout(gl.full([BM, BN], 0.0, dt, SL), PL)
     fence_async_shared()
     mbarrier.wait(bars.index(2), 0)
+    left = left_operand(k, SL, D, USED)
     gl.thread_barrier()
     z = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
         now = step % 2
         col = start + step * BN
+        q = tile_of(qs.index(now), BN, D)
+        former_g = tile_of(gs.index((step + 2) % 3), BN, D)
+        mbarrier.wait(bars.index(now), (step // 2) & 1)
+        s = scores(left, q, zero, False, D, USED)
+        z = warpgroup_mma(operand, former_g, z, is_async=True)
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
         _load_step(
             q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, col + BN, step + 1,
             step + 1 < steps, D, BN,
         )  # fmt: skip
-        q = tile_of(qs.index(now), BN, D)
-        former_g = tile_of(gs.index((step + 2) % 3), BN, D)
-        mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = scores(k, q, zero, False, D, USED)
-        z = warpgroup_mma(operand, former_g, z, is_async=True)
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
         s = warpgroup_mma_wait(1, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
         p = hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
         z = warpgroup_mma_wait(0, deps=[z])
         operand = gl.convert_layout(p.to(dt), PL)
-        gl.thread_barrier()
     z = warpgroup_mma(operand, tile_of(gs.index((steps - 1) % 3), BN, D), z, is_async=True)
     z = warpgroup_mma_wait(0, deps=[z])
     gl.thread_barrier()

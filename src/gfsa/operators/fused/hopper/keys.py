@@ -1,4 +1,9 @@
-"""``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU``, a block of keys a program."""
+"""``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU``, a block of keys a program; dQ as well if asked.
+
+With dQ, scores, dA and dS are computed once for the three: six products a tile instead of nine. dK
+and dV stay in registers; the part ``dS·K`` of dQ is added to a sum in float32 in memory. Programs
+add in any order, so the last bits of dQ differ from run to run.
+"""
 
 # ruff: noqa: SIM102 - Gluon compiles a subset of Python
 
@@ -14,7 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gfsa.operators.fused.hopper.sums import add, query_layout
 from gfsa.operators.fused.hopper.tiles import (
+    FLAT,
     JIT_OPTIONS,
     KEY_MASK,
     LOG2E,
@@ -52,12 +59,18 @@ def _load_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_keys(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
-    dv_rows, coeffs, mask, plan, dk_out, dv_out,
+    dv_rows, coeffs, mask, sums, plan, dk_out, dv_out,
     heads, group, n, scale, mask_b, mask_h, mask_j, x_b, x_h, x_i, y_b, y_h, y_i,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    USED: gl.constexpr, MASK: gl.constexpr,
+    USED: gl.constexpr, MASK: gl.constexpr, WITH_QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head."""
+    """``dK = dSᵀ·Q·scale`` and ``dV = c0·g + Aᵀ·dU`` for BM keys of one query head.
+
+    Args:
+        sums: dQ/scale of all heads, tile by tile, zeros before the launch.
+        WITH_QUERIES: whether dQ is added up in them. Then all keys of a block take part, but for
+            those that a causal mask hides.
+    """
     W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
     SL: gl.constexpr = product_layout(W, BN)
@@ -71,14 +84,19 @@ def grad_keys(
     dus = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], du_cols.layout)
     lss = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], lse_cols.layout)
     dls = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 1, BN], delta_cols.layout)
+    if WITH_QUERIES:
+        QL: gl.constexpr = query_layout(W, D)
+        dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
+        zero_q = gl.full([BN, D], 0.0, gl.float32, QL)
     bars = barriers(3)
-    block, blocks, bh, _ = place(MASK)
+    block, blocks, bh, _ = place()
     b = bh // heads
     h = bh % heads
     row, row_end = rows_of(plan, b, block, blocks, n, BM, MASK)
     if MASK == SPANS:
         if row_end == 0:
             return
+    sums += bh.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
     last = gl.minimum(row + BM, row_end) - 1
     start, steps, earliest, mask = queries_of_keys(mask, b, row, last, n, mask_b, BN, CAUSAL, MASK)
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
@@ -103,10 +121,6 @@ def grad_keys(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        _load_step(
-            q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
-            col + BN, step + 1, step + 1 < steps, D, BN,
-        )  # fmt: skip
         q = tile_of(qs.index(now), BN, D)
         g = tile_of(gs.index(now), BN, D)
         du = tile_of(dus.index(now), BN, D)
@@ -114,6 +128,14 @@ def grad_keys(
         s = scores(k, q, zero, False, D, USED)
         da = scores(u, g, zero, False, D, USED)
         da = scores(v, du, da, True, D, USED)
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_step(
+            q_cols, g_cols, du_cols, lse_cols, delta_cols, qs, gs, dus, lss, dls, bars, b, h,
+            col + BN, step + 1, step + 1 < steps, D, BN,
+        )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -121,10 +143,20 @@ def grad_keys(
         operand = gl.convert_layout(p.to(dt), PL)
         dv = warpgroup_mma(operand, du, dv, is_async=True)
         da = warpgroup_mma_wait(1, deps=[da])
-        ds = p * (da - vector_of(dls.index(now), BN, SL)[None, :])
-        dk = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), q, dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        gl.thread_barrier()
+        ds = (p * (da - vector_of(dls.index(now), BN, SL)[None, :])).to(dt)
+        if WITH_QUERIES:
+            dss.store(ds)
+            fence_async_shared()
+            gl.thread_barrier()
+            dq = warpgroup_mma(dss.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, PL), q, dk, is_async=True)
+        if WITH_QUERIES:
+            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+            add(dq, sums + col // BN * (BN * D), BN, D, QL)
+            dk = warpgroup_mma_wait(0, deps=[dk])
+        else:
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+    gl.thread_barrier()
     if MASK == KEY_MASK:
         rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
         shown = shown_keys(mask, b, h, rows, n, mask_b, mask_h, mask_j)

@@ -20,6 +20,7 @@ from gfsa.operators.fused.hopper.tiles import (
     LOG2E,
     SPANS,
     barriers,
+    left_operand,
     place,
     rows_of,
     scores,
@@ -67,7 +68,7 @@ def grad_queries(
     vs = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], v_cols.layout)
     us = gl.allocate_shared_memory(dt, [2, 1, 1, BN, D], u_cols.layout)
     bars = barriers(3)
-    block, blocks, bh, _ = place(MASK)
+    block, blocks, bh, _ = place()
     if CAUSAL:
         # the longest ones first
         block = blocks - 1 - block
@@ -105,6 +106,8 @@ def grad_queries(
     g = tile_of(gs, BM, D)
     du = tile_of(dus, BM, D)
     mbarrier.wait(bars.index(2), 0)
+    left_q = left_operand(q, SL, D, USED)
+    left_du = left_operand(du, SL, D, USED)
     g.store((g.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
@@ -113,10 +116,6 @@ def grad_queries(
     for step in range(steps):
         now = step % 2
         col = start + step * BN
-        _load_step(
-            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
-            step + 1 < steps, D, BN,
-        )  # fmt: skip
         k = tile_of(ks.index(now), BN, D)
         v = tile_of(vs.index(now), BN, D)
         u = tile_of(us.index(now), BN, D)
@@ -124,9 +123,17 @@ def grad_queries(
             j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
             shown = shown_keys(mask, b, h, j, n, mask_b, mask_h, mask_j)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = scores(q, k, zero, False, D, USED)
+        s = scores(left_q, k, zero, False, D, USED)
         da = scores(g, u, zero, False, D, USED)
-        da = scores(du, v, da, True, D, USED)
+        da = scores(left_du, v, da, True, D, USED)
+        # all warps are done with the step before; loads begin while products run
+        gl.thread_barrier()
+        _load_step(
+            k_cols, v_cols, u_cols, ks, vs, us, bars, b, h, group, col + BN, step + 1,
+            step + 1 < steps, D, BN,
+        )  # fmt: skip
+        # here, or the compiler puts one at the next step's start, where nothing runs beside it
+        gl.thread_barrier()
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if MASK == SPANS:
@@ -151,7 +158,7 @@ def grad_queries(
         ds = p * (da - delta[:, None])
         dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        gl.thread_barrier()
+    gl.thread_barrier()
     dq = (dq * scale).to(dt)
     store_rows(dq_rows, dq_out, qs, dq, b, h, row, row_end, x_b, x_h, x_i, D, MASK)
     tma.store_wait(0)

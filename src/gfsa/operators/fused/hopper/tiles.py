@@ -29,7 +29,7 @@ JIT_OPTIONS = {
         *("x_b", "x_h", "x_i", "y_b", "y_h", "y_i"),
     ],
     "do_not_specialize_on_alignment": [
-        *("coeffs", "dc_out", "mask", "plan", "du_out", "dk_out", "dv_out", "dq_out"),
+        *("coeffs", "dc_out", "mask", "sums", "plan", "du_out", "dk_out", "dv_out", "dq_out"),
     ],
 }
 
@@ -63,19 +63,29 @@ def scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
 
 
 @gluon.jit
-def place(MASK: gl.constexpr):
+def left_operand(tile, LAYOUT: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
+    """What :func:`scores` take as ``x`` in every step: registers where all features are used.
+
+    Products of 64 rows and 64 columns read as much shared memory as can be read while they run, if
+    both sides are there.
+    """
+    if USED == D:
+        return tile.load(gl.DotOperandLayout(0, LAYOUT, 2))
+    else:
+        return tile
+
+
+@gluon.jit
+def place():
     """``(block, blocks, head, heads)`` of a program, heads counted over all sequences.
 
-    With spans the grid is (heads of a group, blocks, groups): a block of all heads of the group,
-    then the next one. Rows end with short loops, and so does the launch, where whole heads one
-    after another would end with documents of any length.
+    The grid is (heads of a group, blocks, groups): a block of all heads of the group, then the next
+    one. Rows end with short loops, and so does the launch, where whole heads one after another
+    would leave the last one's long loops alone at the end.
     """
-    if MASK == SPANS:
-        span = gl.num_programs(0)
-        head = gl.program_id(2) * span + gl.program_id(0)
-        return gl.program_id(1), gl.num_programs(1), head, gl.num_programs(2) * span
-    else:
-        return gl.program_id(0), gl.num_programs(0), gl.program_id(1), gl.num_programs(1)
+    together = gl.num_programs(0)
+    head = gl.program_id(2) * together + gl.program_id(0)
+    return gl.program_id(1), gl.num_programs(1), head, gl.num_programs(2) * together
 
 
 @gluon.jit

@@ -118,10 +118,8 @@ def _sdpa_operator(
     registered = (functions_of(type(module)) if registry is None else registry)["sdpa"]
     if registered is not sdpa_attention_forward:
         # the user registered another function under this name: it is what the model would call
-        if position_bias is not None:
-            kwargs["position_bias"] = position_bias
-        if is_causal is not None:
-            kwargs["is_causal"] = is_causal
+        optional = {"position_bias": position_bias, "is_causal": is_causal}
+        kwargs |= {name: argument for name, argument in optional.items() if argument is not None}
         mask = written_out(attention_mask)
         return _function_rows(
             *(registered, "sdpa", module, query, key, value, mask),
@@ -129,38 +127,58 @@ def _sdpa_operator(
             scaling=scaling,
             **kwargs,
         )
-    new = query.shape[2]
-    # without dropout its place does not matter
-    after: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
-    if attention_mask is not None and isinstance(attention_mask, DescribedMask):
-        if position_bias is None and new == key.shape[2] == attention_mask.shape[-1]:
+    if isinstance(attention_mask, DescribedMask):
+        tokens = query.shape[2]
+        if position_bias is None and tokens == key.shape[2] == attention_mask.shape[-1]:
             return AttentionOperator(
                 *(query, key, None, dropout, False, scaling, _grouped(query, key)),
-                dropout_after=after,
+                dropout_after=_dropout_place(module, dropout),
                 visible=attention_mask.visible,
             ), value
         attention_mask = attention_mask.tensor()
+    return _masked_sdpa_operator(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias
+    )
+
+
+def _dropout_place(module: Any, dropout: float) -> DropoutPlace:
+    """Where the dropout of a call acts; without dropout its place does not matter."""
+    place: DropoutPlace = module.gfsa.dropout_after if dropout else "attention"
+    return place
+
+
+def _masked_sdpa_operator(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    bias: Tensor | None,
+) -> tuple[Operator, Tensor]:
+    """transformers' sdpa with a mask that is a tensor, or none."""
+    new = query.shape[2]
     causal = False
-    if new > 1 and attention_mask is None:
+    if new > 1 and mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal and key.shape[2] > new:
         # the prefill of a static cache: the rows after the prompt are empty
         key, value = key[:, :, :new], value[:, :, :new]
-        position_bias = None if position_bias is None else position_bias[..., :new]
-    if position_bias is not None:
-        attention_mask = _biased_mask(position_bias, attention_mask, causal, query)
-        causal = False
+        bias = None if bias is None else bias[..., :new]
+    if bias is not None:
+        mask, causal = _biased_mask(bias, mask, causal, query), False
     if new != key.shape[2]:
-        grouped = _grouped(query, key)
-        call = AttentionCall(query, key, attention_mask, dropout, False, scaling, grouped)
+        call = AttentionCall(query, key, mask, dropout, False, scaling, _grouped(query, key))
         return SDPAOperator(call), value
-    if attention_mask is not None:
-        attention_mask = _one_row(attention_mask)
+    if mask is not None:
+        mask = _one_row(mask)
         # torch's grouped-query kernels accept no mask
         key, value = repeat_heads(key, query), repeat_heads(value, query)
-    grouped = _grouped(query, key)
     operator = AttentionOperator(
-        query, key, attention_mask, dropout, causal, scaling, grouped, dropout_after=after
+        *(query, key, mask, dropout, causal, scaling, _grouped(query, key)),
+        dropout_after=_dropout_place(module, dropout),
     )
     return operator, value
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gfsa.filters.base import read_description
+from gfsa.filters.description import read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.config_files import refusal_of_path
 from gfsa.plugs.backbone import canonical_name

@@ -1,0 +1,118 @@
+"""Carry out the runs of ``gfsa train``: append the row of each, and print what it came to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from gfsa_experiments.commands.progress_bars import progress_bars
+from gfsa_experiments.runs.row import Row, append_rows
+from gfsa_experiments.runs.run import Run
+from gfsa_experiments.runs.run_many import carry_out_all
+from gfsa_experiments.runs.same_data import has_row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# below this mean |coefficient − start|, a learned filter is ordinary attention in effect
+_HARDLY_MOVED = 1e-3
+
+
+def carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write: bool) -> int:
+    """Run everything, append each row as it comes, and return the number of failed runs."""
+    done = {run.folder for run in runs if run.is_resumed_and_finished}
+    if jobs > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise typer.BadParameter(
+            "--jobs needs a single process, but accelerate launch has started several"
+        )
+    messages = _Messages(console, runs, done)
+    with progress_bars(console, len(runs)) as (progress, advance):
+        for finished in carry_out_all(runs, jobs, progress):
+            run, row, errors = finished.run, finished.row, [finished.error]
+            if row is not None and write:
+                errors.append(_append(results, run, row, run.folder in done))
+            error = "; ".join(filter(None, errors))
+            if row is None or error:
+                messages.failure(run, error)
+            else:
+                messages.success(run, row)
+            advance()
+    messages.summary()
+    return messages.failed
+
+
+def _append(results: Path, run: Run, row: Row, was_finished: bool) -> str:
+    """Append a run's row to its table; returns why it could not be, if so."""
+    table = results / f"{row.recipe}.csv"
+    try:
+        # of several rows of a run the latest counts; a run that was finished before usually has
+        # its row in the table
+        if not was_finished or not has_row(table, row):
+            append_rows(table, [row])
+    except (ValueError, OSError) as reason:
+        # the other runs continue
+        return f"its row is in {run.folder / 'row.json'}, --resume adds it: {reason}"
+    return ""
+
+
+class _Messages:
+    """Prints a line for each run that has ended.
+
+    Args:
+        console: prints.
+        runs: all that are carried out.
+        done: the folders of those that were finished before.
+    """
+
+    def __init__(self, console: Console, runs: list[Run], done: set[Path]) -> None:
+        self.console = console
+        self.count = len(runs)
+        self.names = _names(runs)
+        self.done = done
+        self.failed = 0
+        # the largest mean movement of the coefficients that hardly moved, by the name of their row
+        self._at_rest: dict[str, float] = {}
+        # error → the first run that failed with it
+        self._first_with: dict[str, str] = {}
+
+    def failure(self, run: Run, error: str) -> None:
+        self.failed += 1
+        name = self.names[run.folder]
+        # wrong data makes every run fail alike: the reason is printed once
+        earlier = self._first_with.setdefault(error, name)
+        why = error if earlier == name else f"for the reason of {earlier}"
+        # with emoji, hub:ID:CONFIGURATION loses its colons
+        self.console.print(f"failed: {name}: {why}", style="red", markup=False, emoji=False)
+
+    def success(self, run: Run, row: Row) -> None:
+        before = "finished before: " if run.folder in self.done else ""
+        message = f"{before}{self.names[run.folder]}: {row.metric} {row.test:.4f}"
+        self.console.print(message, highlight=False, markup=False, emoji=False)
+        if row.added and row.moved is not None and row.moved < _HARDLY_MOVED:
+            self._at_rest[row.name] = max(row.moved, self._at_rest.get(row.name, 0.0))
+
+    def summary(self) -> None:
+        """After the last run: filters that hardly moved, and how many runs are done."""
+        for name, moved in self._at_rest.items():
+            message = (
+                f"{name}: coefficients moved by at most {moved:.1g} in the mean, so the model is "
+                "plain in effect; --set filter_lr=1e-2 would give them a learning rate of their own"
+            )
+            self.console.print(message, style="yellow", markup=False, emoji=False)
+        finished = self.count - self.failed
+        shown = "; gfsa results shows the tables" if finished else ""
+        self.console.print(f"{finished} of {self.count} runs done{shown}")
+
+
+def _names(runs: list[Run]) -> dict[Path, str]:
+    """The name of each run, with the settings that not all of them share."""
+    settings = {run.folder: run.key().settings.split() for run in runs}
+    shared = set.intersection(*map(set, settings.values()))
+    own = {
+        folder: " ".join(word for word in words if word not in shared)
+        for folder, words in settings.items()
+    }
+    return {run.folder: f"{run} {own[run.folder]}".rstrip() for run in runs}

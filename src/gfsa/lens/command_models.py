@@ -1,0 +1,230 @@
+"""Models by name, for ``gfsa diagnose``: load one, and know what inputs it takes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
+from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_filters
+from gfsa.plugs.checkpoint import load
+
+# what a tokenizer returns that models take
+_FROM_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}
+
+
+class SourceError(Exception):
+    """A model or data set that was named cannot be used; the message says what can."""
+
+
+@dataclass
+class Source:
+    """A model, and functions that build its inputs."""
+
+    label: str
+    model: nn.Module
+    texts: Callable[[list[str], int], Any] | None = None
+    """Texts and the maximal number of tokens of each → a batch."""
+    images: Callable[[list[Any]], Any] | None = None
+    """PIL images → a batch."""
+    random: Callable[[int, int], Any] | None = None
+    """Number of samples and of tokens → a batch."""
+    longest: int = sys.maxsize
+    """The most tokens that these functions make of a text."""
+
+
+def load_source(name: str, untrained: bool) -> Source:
+    """``[LABEL=]MODEL[@FILTERS]``: a transformers folder or hub name, or ``timm:NAME``."""
+    model, _, filters = name.partition("@")
+    label, where = _label_of(model)
+    if not where:
+        raise SourceError(f"expected --model [LABEL=]MODEL[@FILTERS], got {name!r}")
+    if where.startswith("timm:"):
+        source = _timm(where.removeprefix("timm:"), untrained)
+    else:
+        source = _transformers(where)
+    if filters:
+        load(source.model, filters)
+    source.label = label or name
+    source.model.eval()
+    return source
+
+
+def _label_of(text: str) -> tuple[str, str]:
+    """The label, empty if there is none, and the model; a folder may have a "=" in its name."""
+    if Path(text).exists():
+        return "", text
+    for at, letter in enumerate(text):
+        if letter == "=" and Path(text[at + 1 :]).exists():
+            return text[:at], text[at + 1 :]
+    label, _, where = text.rpartition("=")
+    return label, where
+
+
+def _transformers(where: str) -> Source:
+    try:
+        import transformers as hf
+    except ImportError:
+        raise SourceError("transformers is missing: pip install 'gfsa[transformers]'") from None
+    _refuse_folder_of_another_kind(Path(where))
+    config = read_config(where)
+    kind = getattr(hf, (config.architectures or [""])[0], hf.AutoModel)
+    build = kind.from_pretrained
+    if _has_filters(where):
+        build = functools.partial(from_pretrained, kind)
+    model = build(where)
+    longest = _positions_of(config, model)
+    source = Source(where, model, longest=longest)
+    inputs = _TransformersInputs(where, config, longest)
+    main = getattr(model, "main_input_name", "input_ids")
+    if main == "input_ids":
+        source.texts = inputs.texts
+        # a model of texts and images has the sizes of each in a config inside its own
+        source.random = inputs.random_texts if hasattr(config, "vocab_size") else None
+    elif main == "pixel_values":
+        source.images, source.random = inputs.images, inputs.random_images
+    return source
+
+
+class _TransformersInputs:
+    """Builds the inputs of a transformers model.
+
+    Args:
+        where: the model's folder, or its name on the hub.
+        config: the model's.
+        longest: the tokens that it has positions for.
+    """
+
+    def __init__(self, where: str, config: Any, longest: int) -> None:
+        self.where = where
+        self.config = config
+        self.longest = longest
+
+    def texts(self, lines: list[str], most: int) -> dict[str, Any]:
+        tokens = self._tokenizer(
+            lines,
+            padding=True,
+            truncation=True,
+            max_length=min(most, self.longest),
+            return_tensors="pt",
+        )
+        return self._finish(dict(tokens))
+
+    def images(self, found: list[Any]) -> dict[str, Any]:
+        import transformers as hf
+
+        processor = hf.AutoImageProcessor.from_pretrained(self.where)
+        return dict(processor(found, return_tensors="pt"))
+
+    def random_texts(self, count: int, length: int) -> dict[str, Any]:
+        ids = torch.randint(self.config.vocab_size, (count, min(length, self.longest)))
+        return self._finish({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def random_images(self, count: int, length: int) -> dict[str, Any]:
+        side = self.config.image_size
+        side = side if isinstance(side, int) else side[0]
+        return {"pixel_values": torch.randn(count, self.config.num_channels, side, side)}
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        import transformers as hf
+
+        missing = (
+            f"{self.where} has no tokenizer, which --data needs for text: save the one that the "
+            "model was trained with into it (tokenizer.save_pretrained)"
+        )
+        try:
+            found = hf.AutoTokenizer.from_pretrained(self.where)
+        except (OSError, ValueError) as error:
+            raise SourceError(f"{missing}; {type(error).__name__}: {one_line(error)}") from error
+        if is_empty(found):
+            raise SourceError(missing)
+        if found.pad_token is None:
+            found.pad_token = found.eos_token
+        return found
+
+    def _finish(self, batch: dict[str, Any]) -> dict[str, Any]:
+        used = {key: value for key, value in batch.items() if key in _FROM_TOKENIZER}
+        if self.config.is_encoder_decoder:
+            used["decoder_input_ids"] = used["input_ids"]
+        return used
+
+
+def _positions_of(config: Any, model: nn.Module) -> int:
+    """The tokens that a model has positions for; a large number if its config does not say."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return sys.maxsize
+    # RoBERTa and its relatives count from behind the position of padding
+    first = (
+        table.padding_idx + 1
+        for table in model.modules()
+        if isinstance(table, nn.Embedding)
+        and table.num_embeddings == positions
+        and table.padding_idx is not None
+        # a vocabulary may have as many words
+        and table is not getattr(model, "get_input_embeddings", lambda: None)()
+    )
+    return positions - next(first, 0)
+
+
+def is_empty(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows no words: transformers makes such a one where files are missing."""
+    # the mark of a word's beginning, which an empty one of T5 has
+    return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}
+
+
+def _has_filters(where: str) -> bool:
+    """Whether a folder, or a model of the hub, was saved from a plugged model."""
+    try:
+        return has_filters(where)
+    except FileNotFoundError:
+        # filters are saved in safetensors only; without such files it is an ordinary model
+        return False
+
+
+def _refuse_folder_of_another_kind(folder: Path) -> None:
+    """Raise for folders that hold no whole model of transformers, though they look like it."""
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise SourceError(
+            f"{folder} is an adapter of peft, without its base; pass the folder of a whole model: "
+            "gfsa.load_peft(base, folder).merge_and_unload().save_pretrained(...)"
+        )
+    # a run writes it before anything else; no model of transformers has such a file
+    if (folder / "environment.json").is_file():
+        coefficients = folder / "coefficients.csv"
+        over_training = (
+            f", or show its filters over training: gfsa diagnose --coefficients {coefficients} "
+            "--html page.html"
+        )
+        raise SourceError(
+            f"{folder} is a run of gfsa train, whose model transformers cannot build. Train with "
+            f"--set lens=true for a lens page{over_training if coefficients.is_file() else ''}"
+        )
+
+
+def _timm(name: str, untrained: bool) -> Source:
+    try:
+        import timm
+    except ImportError:
+        raise SourceError("timm is missing: pip install timm") from None
+    if not timm.is_model(name):
+        raise SourceError(f"timm has no model {name!r}; timm.list_models() names them")
+    model = timm.create_model(name, pretrained=not untrained)
+    settings = timm.data.resolve_model_data_config(model)
+
+    def images(found: list[Any]) -> Tensor:
+        transform = timm.data.create_transform(**settings, is_training=False)
+        return torch.stack([transform(image) for image in found])
+
+    def random(count: int, length: int) -> Tensor:
+        return torch.randn(count, *settings["input_size"])
+
+    return Source(name, model, images=images, random=random)

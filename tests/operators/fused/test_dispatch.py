@@ -129,7 +129,7 @@ def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, in
         ((4, 16, 4100, 128), Options(0.1, True), False, True),
         ((4, 16, 4100, 128), Options(0.1), False, False),
         ((4, 16, 4096, 128), Options(0.1), True, False),
-        ((4, 16, 4096, 104), Options(0.1, True), False, True),
+        ((4, 16, 4096, 104), Options(0.1, True), False, False),
         ((4, 16, 4096, 128), Options(0.1, True), True, False),
         ((4, 16, 4096, 96), Options(0.1, True), False, False),
         ((4, 16, 4096, 64), Options(0.1, True), False, False),

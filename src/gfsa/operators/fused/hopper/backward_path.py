@@ -109,7 +109,7 @@ def adds_up_queries(problem: Problem) -> bool:
     """
     whole_blocks = problem.length % TILES["grad_keys"][128].rows == 0
     return (
-        used(problem.head_dim) == 128
+        problem.head_dim == 128
         and problem.mask_kind == NO_MASK
         and (problem.options.is_causal or whole_blocks)
         and problem.length >= LEAST_WITH_QUERIES

@@ -56,7 +56,7 @@ TILES: dict[str, dict[int, Tiles]] = {
 REGISTERS = {("grad_keys", 64, SPANS): 168}
 
 # by the width of a head on chip: most heads that are worked on together
-HEADS_AT_A_TIME = {64: 32, 128: 8}
+HEADS_AT_A_TIME = {64: 32, 128: 4}
 
 # shortest sequences of wide heads whose dQ is added up with dK and dV: of 1,024 tokens it gains a
 # twentieth of the gradient's time, too little to give up equal bits

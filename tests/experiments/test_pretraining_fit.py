@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from gfsa_experiments.results.page_blocks import to_markdown
+from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
 from gfsa_experiments.results.pretraining.page import (
     fit_sentence,
+    probes_by_length,
     saving_sentence,
     stability_blocks,
 )
-from gfsa_experiments.results.pretraining.probes import measures
+from gfsa_experiments.results.pretraining.probes import at_loss, measures
 from gfsa_experiments.results.pretraining.savings import savings, savings_of_ends, tokens_to_reach
 from gfsa_experiments.results.pretraining.stability import breakdowns
 from gfsa_experiments.results.statistics import paired_difference
@@ -214,3 +217,21 @@ def test_probes_of_two_lengths_are_not_mixed() -> None:
     lines = pd.DataFrame(probe_lines("plain", 0, 0.0))
     with pytest.raises(ValueError, match="two runs of plain with seed 0 have probes"):
         measures(pd.concat([lines, lines.assign(settings="epochs=3.0")]))
+
+
+def test_probes_over_lengths_are_read_where_plain_has_the_same_loss() -> None:
+    # GFSA ends where plain ends with twice the tokens, and copies as plain does there
+    table = runs({"15M": (1, 3, 9)}, lambda x: -math.log(2) / 5)
+    lines = []
+    for run in table.to_dict("records"):
+        more = run["test"] - 0.1 * run["seed"]
+        own = {name: run[name] for name in RUN}
+        lines += [{**line, **own} for line in probe_lines(run["arm"], run["seed"], more)]
+    study = SimpleNamespace(runs=table, probes=pd.DataFrame(lines))
+    page = to_markdown(probes_by_length(study))
+    name = "loss, repeated random tokens, second time"
+    assert f"| {name} | 1.0 | 5.000 | −0.14 | 0.00 |" in page
+    # plain never has the loss of GFSA's longest runs
+    assert f"| {name} | 9.0 | 4.561 | −0.14 | – |" in page
+    assert at_loss({2.0: 5.0, 3.0: 7.0}, 2.5) == pytest.approx(6.0)
+    assert at_loss({2.0: 5.0, 3.0: 7.0}, 1.9) is None

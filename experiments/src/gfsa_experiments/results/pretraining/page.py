@@ -15,7 +15,7 @@ from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
 from gfsa_experiments.results.pretraining.limits import limit_blocks
-from gfsa_experiments.results.pretraining.probes import Measure, measures
+from gfsa_experiments.results.pretraining.probes import Measure, at_loss, measures
 from gfsa_experiments.results.pretraining.savings import Saving, savings, savings_of_ends
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
 from gfsa_experiments.results.pretraining.study import Study
@@ -23,6 +23,13 @@ from gfsa_experiments.results.statistics import LEVEL, Interval
 
 NATS = Scale(1, 3)
 FITTED = ("degree 1", "GFSA")
+OVER_LENGTHS = (
+    "loss, repeated random tokens, second time",
+    "loss, recalled pairs, second time",
+    "loss, tokens 1–15",
+    "loss, tokens from 128 on",
+)
+"""Probes that are shown for every length."""
 Speeds = Mapping[tuple[str, str, int], float]
 
 
@@ -30,7 +37,7 @@ def blocks(study: Study, speeds: Speeds) -> list[Block]:
     """Every section that has runs, and what is missing."""
     found = [*family_table(study.family), *limit_blocks(study), *control_blocks(study)]
     found += [*gap_blocks(study, speeds), *stability_blocks(study.stability)]
-    found += [*probe_blocks(study), *_coefficient_blocks(study)]
+    found += [*probe_blocks(study), *probes_by_length(study), *_coefficient_blocks(study)]
     if study.missing:
         found += [Heading("Not run yet"), Bullets(study.missing)]
     return found
@@ -292,6 +299,44 @@ def probe_blocks(study: Study) -> list[Block]:
     columns = ["measure", PLAIN, *(f"{arm} − plain ({_seeds(pairs[arm])})" for arm in others)]
     rows = [_measure_cells(measure, others) for measure in found]
     return [Heading("Probes of the trained models"), Text(text), Grid(columns, rows, ("measure",))]
+
+
+def probes_by_length(study: Study) -> list[Block]:
+    """How some probes develop over runs of the smallest size, and where plain has the same loss."""
+    if study.probes.empty:
+        return []
+    runs = study.runs.merge(study.probes[RUN].drop_duplicates(), on=RUN)
+    own = runs[runs["size"] == by_size(runs)[0]]
+    arms = [arm for arm in FITTED if arm in set(own.arm)]
+    by_length = {}
+    for ratio, cell in own[own.arm.isin([PLAIN, *arms])].groupby("ratio"):
+        found = {m.name: m for m in measures(study.probes.merge(cell[RUN], on=RUN))}
+        if all(m.differences.keys() >= set(arms) for m in found.values()):
+            by_length[float(ratio)] = found, cell.groupby("arm").test.mean()
+    if not arms or len(by_length) < 2:
+        return []
+    rows = []
+    for name in OVER_LENGTHS:
+        plain = {float(ends[PLAIN]): found[name].plain for found, ends in by_length.values()}
+        for ratio, (found, ends) in by_length.items():
+            measure = found[name]
+            cells = [measure.name, f"{ratio:.1f}", NATS.number(measure.plain)]
+            for arm in arms:
+                mean = measure.differences[arm].interval.mean
+                equal = at_loss(plain, float(ends[arm]))
+                # rounded first, so that a difference of rounding alone has no sign
+                there = None if equal is None else round(measure.plain + mean - equal, 2)
+                cells += [signed(mean, 2), NONE if there is None else signed(there, 2)]
+            rows.append(cells)
+    columns = ["measure", "tokens per parameter", PLAIN]
+    for arm in arms:
+        columns += [f"{arm} − plain", "at equal loss"]
+    text = (
+        "By length of the run, means over seeds. At equal loss: the difference to plain's measure "
+        "where plain's test loss is the arm's, on a line between plain's two nearest lengths. "
+        "Exploratory."
+    )
+    return [Text(text), Grid(columns, rows, ("measure",))]
 
 
 def _measure_cells(measure: Measure, arms: list[str]) -> list[str]:

@@ -5,9 +5,10 @@ See :func:`gfsa_experiments.tasks.pretrain.probes.probe` for what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of
@@ -57,6 +58,18 @@ def measures(probes: pd.DataFrame) -> list[Measure]:
         if plain:
             found.append(Measure(name, sum(plain.values()) / len(plain), known))
     return found
+
+
+def at_loss(plain: Mapping[float, float], loss: float) -> float | None:
+    """What plain's measure is where plain has ``loss``, between two lengths; None beyond them.
+
+    Args:
+        plain: the measure by the loss of plain's runs, one of each length.
+    """
+    losses = sorted(plain)
+    if not losses or not losses[0] <= loss <= losses[-1]:
+        return None
+    return float(np.interp(loss, losses, [plain[x] for x in losses]))
 
 
 def _of_run(lines: pd.DataFrame) -> dict[str, float]:

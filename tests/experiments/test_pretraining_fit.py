@@ -230,7 +230,7 @@ def test_probes_over_lengths_are_read_where_plain_has_the_same_loss() -> None:
     study = SimpleNamespace(runs=table, probes=pd.DataFrame(lines))
     page = to_markdown(probes_by_length(study))
     name = "loss, repeated random tokens, second time"
-    assert f"| {name} | 1.0 | 5.000 | −0.14 | 0.00 |" in page
+    assert f"| {name} | 1.0 | 5.000 | −0.14 | +0.00 |" in page
     # plain never has the loss of GFSA's longest runs
     assert f"| {name} | 9.0 | 4.561 | −0.14 | – |" in page
     assert at_loss({2.0: 5.0, 3.0: 7.0}, 2.5) == pytest.approx(6.0)

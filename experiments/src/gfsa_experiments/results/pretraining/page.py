@@ -324,8 +324,8 @@ def probes_by_length(study: Study) -> list[Block]:
             for arm in arms:
                 mean = measure.differences[arm].interval.mean
                 equal = at_loss(plain, float(ends[arm]))
-                # rounded first, so that a difference of rounding alone has no sign
-                there = None if equal is None else round(measure.plain + mean - equal, 2)
+                # rounded here, and −0 made 0: what is left of rounding has no sign
+                there = None if equal is None else round(measure.plain + mean - equal, 2) + 0.0
                 cells += [signed(mean, 2), NONE if there is None else signed(there, 2)]
             rows.append(cells)
     columns = ["measure", "tokens per parameter", PLAIN]

@@ -102,6 +102,7 @@ class Numbers(Descriptor):
 
     def tile(self, where: Sequence[int]) -> np.ndarray:
         b, h, _, start = where
+        assert start % 4 == 0, "the copy engine reads rows from multiples of 16 bytes on"
         return self.memory[b, h, 0, start : start + self.rows, None]
 
     @property

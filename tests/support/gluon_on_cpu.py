@@ -437,6 +437,17 @@ def on_cpu(*names: str) -> Iterator[list[types.ModuleType]]:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
+        for name in names:
+            _restore_attribute(name, before[name])
+
+
+def _restore_attribute(name: str, module: types.ModuleType | None) -> None:
+    """What ``from package import module`` takes: an import sets it beside ``sys.modules``."""
+    package, _, own = name.rpartition(".")
+    if module is None:
+        vars(sys.modules[package]).pop(own, None)
+    else:
+        setattr(sys.modules[package], own, module)
 
 
 def launch(kernel: Callable[..., None], programs: int | tuple[int, ...], *arguments: Any) -> None:

@@ -22,7 +22,7 @@ from gfsa_experiments.results.pretraining.savings import curve_of
 from gfsa_experiments.results.statistics import PairedDifference, paired_difference
 
 NATS = Scale(1, 3)
-BySeed = Mapping[int, float]
+BySeed = dict[int, float]
 
 
 @dataclass(frozen=True)

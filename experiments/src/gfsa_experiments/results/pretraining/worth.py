@@ -100,7 +100,7 @@ def worth_sentences(found: Sequence[Worth]) -> list[str]:
         text = (
             f"{size}, {own[0].tokens / 1e6:.0f}M tokens, worth in more steps of plain, if its loss "
             f"falls alike with every factor of steps (known from {own[0].longer:.2f} times the "
-            f"steps, {len(own[0].gains)} seeds): {', '.join(parts)}."
+            f"steps, {len(own[0].gains)} seeds; extrapolated beyond): {', '.join(parts)}."
         )
         for one in own:
             if one.arm in STEP_TIMES:

@@ -134,6 +134,20 @@ def test_the_worth_of_an_arm_has_an_interval_that_holds() -> None:
     assert held > 88
 
 
+def test_at_the_ends_of_the_worth_the_gap_at_equal_time_has_an_end_at_zero() -> None:
+    """What Fieller's interval is: the factors of steps for which no gap is shown."""
+    table = worth_table(0.0)
+    table["test"] += 0.002 * np.random.default_rng(1).normal(size=len(table))
+    found = worth(table, "GFSA", "15M")
+    assert found is not None
+    steps = found.steps
+    assert steps is not None
+    assert steps.low is not None
+    assert steps.high is not None
+    assert found.gap_at_equal_time(steps.low).high == pytest.approx(0, abs=1e-9)
+    assert found.gap_at_equal_time(steps.high).low == pytest.approx(0, abs=1e-9)
+
+
 def test_the_worth_is_not_known_where_plain_gains_nothing() -> None:
     table = worth_table(0.0)
     table.loc[table.ratio == 11, "test"] += 0.05

@@ -50,7 +50,12 @@ FILES = (
     "families/zinc.toml",
 )
 
-ON_A_CPU = {"compile": "no", "graphs": False, "precision": "fp32", "eval_batch_size": 0}
+ON_A_CPU: dict[str, Any] = {
+    "compile": "no",
+    "graphs": False,
+    "precision": "fp32",
+    "eval_batch_size": 0,
+}
 
 
 def runs_of(file: Path) -> list[Run]:

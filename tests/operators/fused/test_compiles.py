@@ -434,9 +434,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int, causal
         pytest.param("bf16", False, 160, marks=pytest.mark.slow),
     ],
 )
-def test_backward_for_hopper_that_adds_up_dq(
-    number: str, causal: bool, most_stack: int
-) -> None:
+def test_backward_for_hopper_that_adds_up_dq(number: str, causal: bool, most_stack: int) -> None:
     """Little spills, and four numbers are added at a time."""
     given = ("grad_keys", 128, 128, problem.NO_MASK, number)
     compiled, usage = compile_backward(*given, with_queries=True, causal=causal)

@@ -78,12 +78,15 @@ def run(
     exact = [x.requires_grad_() for x in exact]
     seen = visible.rows(0, n, n, CPU)
     scores = (SCALE * exact[0] @ exact[1].mT).masked_fill(~seen, -torch.inf)
-    matrix = scores.softmax(-1)
+    # a query that sees no key, as left padding leaves some: its row of the matrix is zero
+    empty = ~seen.any(-1, keepdim=True)
+    matrix = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     out = DenseOperator(matrix).polynomial(exact[3], exact[2])
     expected = torch.autograd.grad(out, exact, g)
 
     kind, mask, strides = NO_MASK, np.zeros(0, dtype=int), (0, 0, 0)
     if visible.keys is not None:
+        # with causality or without it
         kind, mask, strides = KEY_MASK, visible.keys.numpy().astype(int), (n, 0, 1)
     elif visible.needs_rows():
         kind, mask = SPANS, visible.spans(n, CPU).numpy().astype(int)
@@ -94,7 +97,8 @@ def run(
 
     u = (matrix @ exact[2]).detach().numpy()
     q_, k_, v_, g_, out_, c = (x.detach().numpy() for x in (q, k, v, g, out, coeffs))
-    lse = scores.logsumexp(-1).detach().numpy()[:, :, None]
+    # as the forward kernels save it, infinite for a query that sees no key
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], torch.inf).detach().numpy()[:, :, None]
     delta = np.full(lse.shape, np.nan)
     du, gq, gk, gv = (np.full(q_.shape, np.nan) for _ in range(4))
     numbers = (Number(heads), Number(group), Number(n), SCALE, *map(Number, strides))
@@ -149,6 +153,14 @@ def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
     return Visibility(causal=True, window=window, documents=documents, in_order=True)
 
 
+def padded(lengths: Sequence[int], causal: bool = False) -> Visibility:
+    """Tokens of which so many take part, the first ones of a row or, if negative, the last ones."""
+    tokens = max(map(abs, lengths))
+    numbers = torch.arange(tokens)
+    rows = [numbers < x if x > 0 else numbers >= tokens + x for x in lengths]
+    return Visibility(torch.stack(rows)[:, None], causal=causal)
+
+
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(
     # batch, heads, heads that share keys, tokens; what they see
@@ -157,7 +169,10 @@ def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
         ((1, 2, 2, 64), Visibility(causal=True)),
         # the last block is not full
         ((2, 1, 1, 76), Visibility()),
-        ((2, 2, 1, 40), Visibility(torch.arange(40)[None, None] < torch.tensor([[[40]], [[23]]]))),
+        ((2, 2, 1, 40), padded([40, 23])),
+        # a decoder's padding, on the right and on the left: the first queries see nothing there
+        ((2, 2, 2, 40), padded([40, 23], causal=True)),
+        ((3, 1, 1, 52), padded([-52, -31, -3], causal=True)),
         # documents that begin with tiles, inside of them, several in one, and of one token
         ((2, 2, 2, 84), packed([32, 20, 1, 1, 30], [84])),
         ((1, 3, 1, 52), packed([1] * 20 + [32])),
@@ -179,8 +194,10 @@ def test_gradients(
 @pytest.mark.parametrize("dim", [72, 80, 96, 120])
 def test_features_that_products_leave_out(kernels: dict[str, Any], dim: int) -> None:
     """A head has room for 128 features; scores are products of the first 80 or 96, or of all."""
-    for visible in (packed([20, 1, 31]), Visibility(causal=True)):
-        for got, expected in run(kernels, (1, 2, 1, 52), visible, 128, dim, 128):
+    causal = (packed([20, 1, 31]), Visibility(causal=True), padded([-52, -31], causal=True))
+    for visible in (*causal, Visibility(), padded([52, 9])):
+        batch = 1 if visible.keys is None else len(visible.keys)
+        for got, expected in run(kernels, (batch, 2, 1, 52), visible, 128, dim, 128):
             np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-10)
 
 

@@ -213,3 +213,13 @@ def test_export_needs_a_forward_before_it():
         torch.export.export(model, (X,))
     expected = model(X)
     torch.testing.assert_close(torch.export.export(model, (X,)).module()(X), expected)
+
+
+def test_fx_needs_traced_layers_as_leaves():
+    model = nn.Sequential(Block("matmul")).eval()
+    gfsa.plug(model, unknown="trace", wK=0.2)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"got Proxy; torch\.fx .* a leaf"):
+            torch.fx.symbolic_trace(model)
+        # verified or not
+        model(X)

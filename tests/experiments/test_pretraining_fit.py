@@ -233,5 +233,12 @@ def test_probes_over_lengths_are_read_where_plain_has_the_same_loss() -> None:
     assert f"| {name} | 1.0 | 5.000 | −0.14 | +0.00 |" in page
     # plain never has the loss of GFSA's longest runs
     assert f"| {name} | 9.0 | 4.561 | −0.14 | – |" in page
+    # of runs whose probes are fewer, those are shown that all lengths have
+    fewer = study.probes[~study.probes.probe.str.startswith("induction")]
+    page = to_markdown(probes_by_length(SimpleNamespace(runs=table, probes=fewer)))
+    assert name not in page
+    assert "| loss, recalled pairs, second time | 1.0 |" in page
+    entropy = study.probes[study.probes.probe == "entropy"]
+    assert probes_by_length(SimpleNamespace(runs=table, probes=entropy)) == []
     assert at_loss({2.0: 5.0, 3.0: 7.0}, 2.5) == pytest.approx(6.0)
     assert at_loss({2.0: 5.0, 3.0: 7.0}, 1.9) is None

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 # some CPUs advertise bfloat16 instructions that oneDNN's newest kernels then fault on
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -20,6 +21,20 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("gfsa")
+
+
+ROOT = Path(__file__).parents[1]
+# of pytest, coverage and CI themselves; the others of their files begin with a dot
+_OF_TOOLS = {"htmlcov", "test-artefacts"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Tests write into folders of their own: what they leave in the checkout would be committed."""
+    before = set(os.listdir(ROOT))
+    yield
+    left = {name for name in set(os.listdir(ROOT)) - before if not name.startswith(".")} - _OF_TOOLS
+    assert not left, f"a test has left {sorted(left)} in {ROOT}; write into tmp_path"
 
 
 @pytest.fixture(autouse=True)

@@ -177,5 +177,7 @@ def _tokens_in(gradient: Tensor | None, length: int) -> set[int] | None:
     axes = [axis for axis, size in enumerate(gradient.shape[:-1]) if size == length]
     if len(axes) != 1:
         return None
-    reached = gradient.movedim(axes[0], 0).flatten(1).any(1)
+    sizes = gradient.movedim(axes[0], 0).flatten(1).abs().amax(1)
+    # what cancels exactly on one CPU leaves a rounding on another
+    reached = sizes > 1e-12 * sizes.max()
     return set(reached.nonzero().flatten().tolist())

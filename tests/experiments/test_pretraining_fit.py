@@ -232,13 +232,21 @@ def test_probes_over_lengths_are_read_where_plain_has_the_same_loss() -> None:
         own = {name: run[name] for name in RUN}
         lines += [{**line, **own} for line in probe_lines(run["arm"], run["seed"], more)]
     none = pd.DataFrame()
-    page = to_markdown(probes_by_length(Study(table, none, pd.DataFrame(lines), none, none, [])))
+    probes = pd.DataFrame(lines)
+    page = to_markdown(probes_by_length(Study(table, none, probes, none, none, [])))
     name = "loss, repeated random tokens, second time"
     assert f"| {name} | 1.0 | 5.000 | −0.08 | +0.00 |" in page
     # plain has this loss between 2 and 6 tokens per parameter, which are too far apart
     assert f"| {name} | 2.0 | 4.861 | −0.08 | – |" in page
     # plain never has the loss of GFSA's longest runs
     assert f"| {name} | 6.0 | 4.642 | −0.08 | – |" in page
+    # of runs whose probes are fewer, those are shown that all lengths have
+    fewer = probes[~probes.probe.str.startswith("induction")]
+    page = to_markdown(probes_by_length(Study(table, none, fewer, none, none, [])))
+    assert name not in page
+    assert "| loss, recalled pairs, second time | 1.0 |" in page
+    entropy = probes[probes.probe == "entropy"]
+    assert probes_by_length(Study(table, none, entropy, none, none, [])) == []
 
 
 def test_a_line_is_read_between_near_lengths_alone() -> None:

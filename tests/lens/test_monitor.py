@@ -130,6 +130,23 @@ def test_a_checkpointed_part_is_counted_once() -> None:
     assert looked == [1] * 9
 
 
+def test_a_step_that_did_not_end_leaves_no_hooks() -> None:
+    model, batch = TinyEncoder(), padded_batch([6, 4])
+    logged: Logged = []
+    monitor = Monitor(model, lambda values, step: logged.append((values, step)), every=2)
+    # as where a step is skipped for a gradient that is not finite
+    monitor.before_step(0)
+    monitor.before_step(1)
+    assert hooks(model) == 0
+    monitor.before_step(2)
+    monitor.before_step(2)
+    model(**batch)
+    monitor.after_step(2)
+    assert hooks(model) == 0
+    assert [step for _, step in logged] == [2]
+    assert sum(name.startswith("lens/cosine") for name in logged[0][0]) == 3
+
+
 def test_a_step_in_which_no_block_runs_warns() -> None:
     model = TinyEncoder()
     monitor = Monitor(model, lambda values, step: None, every=1)

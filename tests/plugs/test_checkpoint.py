@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,18 @@ def test_a_file_in_the_place_of_the_folder_is_named(below: str, tmp_path: Path) 
     (tmp_path / "taken").write_text("")
     with pytest.raises(OSError, match=r"cannot be a folder: .*taken is a file"):
         gfsa.save(model, tmp_path / "taken" / below)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other devices, and links by permission")
+@pytest.mark.parametrize("below", [".", "filters"])
+def test_what_is_neither_file_nor_folder_is_named_too(below: str, tmp_path: Path) -> None:
+    model = torch.nn.TransformerEncoderLayer(8, 2, 8)
+    gfsa.plug(model)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OSError, match=r"cannot be a folder: .*link is a broken link"):
+        gfsa.save(model, tmp_path / "link" / below)
+    with pytest.raises(OSError, match=r"cannot be a folder: /dev/null is no folder"):
+        gfsa.save(model, Path("/dev/null") / below)
 
 
 def test_a_filter_of_ones_own_is_not_saved_where_it_could_not_be_loaded(tmp_path: Path) -> None:

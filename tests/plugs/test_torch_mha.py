@@ -453,6 +453,32 @@ def test_attention_exported_alone_with_one_tensor_warns():
         torch.export.export(encoder, (x,))
 
 
+def test_fx_needs_plugged_attention_as_a_leaf():
+    """As which it takes torch's own class, and none that extends it."""
+    x = torch.randn(B, N, E)
+    around = nn.Sequential(_OfOneTensor(nn.MultiheadAttention(E, H, batch_first=True)))
+    torch.fx.symbolic_trace(around)
+    gfsa.plug(around, wK=0.2)
+    with pytest.raises(TypeError, match=r"query must be .* got Proxy; torch\.fx .* a leaf"):
+        torch.fx.symbolic_trace(around)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return hasattr(module, "gfsa") or super().is_leaf_module(module, name)
+
+    traced = torch.fx.GraphModule(around, Tracer().trace(around))
+    assert torch.equal(traced(x), around(x))
+
+
+class _OfOneTensor(nn.Module):
+    def __init__(self, mha: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.mha = mha
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mha(x, x, x, need_weights=False)[0]
+
+
 class _AttendsToViews(nn.Module):
     """Turns queries and keys around each for itself, as SpeechBrain's attention does."""
 

@@ -213,3 +213,31 @@ def test_export_needs_a_forward_before_it():
         torch.export.export(model, (X,))
     expected = model(X)
     torch.testing.assert_close(torch.export.export(model, (X,)).module()(X), expected)
+
+
+def test_fx_needs_traced_layers_as_leaves():
+    model = nn.Sequential(Block("matmul")).eval()
+    gfsa.plug(model, unknown="trace", wK=0.2)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"got Proxy; torch\.fx .* a leaf"):
+            torch.fx.symbolic_trace(model)
+        # verified or not
+        model(X)
+
+
+def test_a_graph_that_breaks_inside_of_a_traced_layer_is_refused():
+    """Parts that are compiled on their own are not followed; an error of the compiler it was."""
+
+    class Breaks(WrittenAttention):
+        def by_matmul(self, q, k, v):
+            torch._dynamo.graph_break()
+            y = super().by_matmul(q, k, v)
+            torch._dynamo.graph_break()
+            return y
+
+    model = nn.Sequential(Breaks(), Breaks()).eval()
+    gfsa.plug(model, unknown="trace")
+    model(X)
+    torch._dynamo.reset()
+    with pytest.raises(TraceError, match=r"cannot filter 0 \(Breaks\) by tracing: .* be followed"):
+        torch.compile(lambda x: model(x), backend="eager")(X)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import gfsa
 from census.timm_models import TIMM
+from support.random_filters import randomise
 
 
 class Attention(nn.Module):
@@ -270,8 +271,7 @@ def test_linear_attention_of_hybrids_is_named() -> None:
     assert all("GatedDeltaNet is a delta-rule" in why for why in report.skipped.values())
 
 
-def test_a_cache_among_the_inputs_stays_empty() -> None:
-    """Each forward fills it: the second one of the trial would read the tokens of the first."""
+def llama() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=20,
         hidden_size=8,
@@ -279,11 +279,33 @@ def test_a_cache_among_the_inputs_stays_empty() -> None:
         num_attention_heads=2,
         intermediate_size=8,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
-    cache = transformers.DynamicCache(config=config)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_a_cache_among_the_inputs_stays_empty() -> None:
+    """Each forward fills it: the second one of the trial would read the tokens of the first."""
+    model = llama()
+    cache = transformers.DynamicCache(config=model.config)
     inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "past_key_values": cache}
     assert len(gfsa.plug(model, inputs=inputs).plugged) == 2
     assert cache.get_seq_length() == 0
     # a filter that does nothing is left out, and outputs do not change
     assert gfsa.prune(model, inputs=inputs).largest_change == 0
     assert cache.get_seq_length() == 0
+
+
+def test_a_cache_that_was_filled_with_gradients_is_copied() -> None:
+    model, ids = llama(), torch.tensor([[3, 4, 5]])
+    gfsa.plug(model)
+    randomise(model)
+    past = model(ids).past_key_values
+    assert past.layers[0].keys.grad_fn is not None
+    inputs = {"input_ids": ids[:, :1], "past_key_values": past}
+    expected = model(**inputs | {"past_key_values": model(ids).past_key_values}).logits
+    report = gfsa.prune(model, inputs=inputs)
+    assert report.largest_change == 0
+    assert past.get_seq_length() == 3
+    # the caller's own can still be continued, with its gradients
+    found = model(**inputs).logits
+    assert torch.equal(found, expected)
+    found.sum().backward()

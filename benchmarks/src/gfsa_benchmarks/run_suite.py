@@ -66,7 +66,7 @@ def run_suite(
     if setting.device.type == "cuda":
         # graphs and events are created on the current device
         torch.cuda.set_device(setting.device.index or 0)
-    wanted = _shapes(suite, name, shapes or suite.shapes(setting.device))
+    wanted = _shapes(suite, shapes or suite.shapes(setting.device))
     cases = []
     with _progress(console) as progress:
         task = progress.add_task("measuring", total=2 * rounds * len(wanted))
@@ -99,7 +99,7 @@ def _refuse_profile(setting: Setting) -> None:
         )
 
 
-def _shapes(suite: Suite, name: str, texts: Sequence[str]) -> list[Shape]:
+def _shapes(suite: Suite, texts: Sequence[str]) -> list[Shape]:
     """The shapes to measure; raises for one that the suite cannot take."""
     shapes = [Shape.parse(text) for text in texts]
     grouped = [str(shape) for shape in shapes if shape.key_heads is not None]

@@ -67,6 +67,8 @@ class Monitor:
 
     def before_step(self, step: int) -> None:
         """Call before the forward of training step ``step``."""
+        # of a step that did not get to its end: hooks of both would count every block twice
+        self.stop()
         if step % self.every:
             return
         self._found.clear()

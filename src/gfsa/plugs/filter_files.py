@@ -206,13 +206,18 @@ def _make(folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise type(error)(f"{folder} cannot be a folder: {_file_in(folder)} is a file") from error
+        raise type(error)(f"{folder} cannot be a folder: {_obstacle(folder)}") from error
     return missing
 
 
-def _file_in(path: Path) -> Path:
-    """The first file on the way to ``path``."""
-    return next(part for part in (*reversed(path.parents), path) if part.is_file())
+def _obstacle(path: Path) -> str:
+    """What stands in the place of a folder on the way to ``path``: a file, a device, a link."""
+    for part in (*reversed(path.parents), path):
+        # a link that leads nowhere does not exist, and is in the way all the same
+        if not part.is_dir() and (part.exists() or part.is_symlink()):
+            kind = "a file" if part.is_file() else "no folder" if part.exists() else "a broken link"
+            return f"{part} is {kind}"
+    return "something in its place has been removed meanwhile; try again"
 
 
 def _replace(folder: Path, contents: Mapping[str, bytes]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -24,7 +24,29 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def _own_copy(value: Any) -> Any:
     # a forward adds its tokens to a key-value cache
-    return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
+    if not hasattr(value, "get_seq_length"):
+        return value
+    # torch does not copy what a forward with gradients has computed; its values are enough here
+    computed = (x for x in _tensors_in(value, set()) if not x.is_leaf)
+    return copy.deepcopy(value, {id(x): x.detach().clone() for x in computed})
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in an object: in its attributes, and in lists, tuples and dicts."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    else:
+        parts = value if isinstance(value, (list, tuple)) else vars(value).values()
+    for part in parts:
+        is_object = hasattr(part, "__dict__") and not isinstance(part, type)
+        if is_object or isinstance(part, (Mapping, list, tuple)):
+            yield from _tensors_in(part, seen)
 
 
 @contextmanager

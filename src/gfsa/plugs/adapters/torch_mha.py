@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator
+from gfsa.operators.checks import check_kinds
 from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
 from gfsa.plugs.exporting import is_exporting
@@ -40,8 +41,12 @@ class FilteredMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As in torch; the returned weights are H, the filtered map, and cost O(n³) to build."""
+        if not isinstance(query, Tensor):
+            # torch.fx takes torch's own attention for a leaf, this class not
+            check_kinds(query=query)
         require_same_tokens(self, query, key)
-        if self.__dict__.get("_gfsa_name") == "" and is_exporting():
+        # in this order: compiled code that has read the name would not be shared between layers
+        if is_exporting() and self.__dict__.get("_gfsa_name") == "":
             _warn_of_inputs(query, key)
         if query.is_nested:
             return self._forward_nested(query, value, attn_mask, need_weights)

@@ -66,6 +66,8 @@ class PathRecorder:
     """
 
     def __init__(self) -> None:
+        self.beginning: Hashable = ()
+        """The first entry alone, which a compiler can read without depending on the others."""
         self.entries: list[Hashable] = []
         # by id, with a weak reference: the id of a tensor that is gone may be given to another
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -76,7 +78,8 @@ class PathRecorder:
 
     def start(self, inputs: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
         """Record the inputs of the module, by name, and the flags that the caller set."""
-        self.entries.append(beginning(inputs, given))
+        self.beginning = beginning(inputs, given)
+        self.entries.append(self.beginning)
         if not torch.compiler.is_compiling():
             self.number_results(list(inputs.values()))
 

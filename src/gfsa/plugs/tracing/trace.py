@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
+from gfsa.operators.checks import check_kinds
 from gfsa.plugs.cross_attention import OTHER_SEQUENCE, require_same_tokens
 from gfsa.plugs.tracing import operations as ops
 from gfsa.plugs.tracing.einsums import keeps_map, operands_of_einsum, product_equations
@@ -73,6 +74,8 @@ class Trace(TorchFunctionMode):
 
     def begin(self) -> None:
         """Read the arguments of the forward before it runs."""
+        if not self.inputs:
+            check_kinds(**{k: v for k, v in self.given.items() if isinstance(v, torch.fx.Proxy)})
         self.recorder.start(self.inputs, self.given)
         if self.memory.known:
             self._require_same_tokens()

@@ -140,7 +140,7 @@ class Verifier:
 
         Operations are not recorded while a graph is compiled, so the path itself is not known.
         """
-        inputs = self.recorder.entries[0]
+        inputs = self.recorder.beginning
         known = [v for path, v in self.memory.paths.items() if path[0] == inputs]
         known = [v for v in known if v.layout.rank == rank]
         if not known or any(v != known[0] for v in known):

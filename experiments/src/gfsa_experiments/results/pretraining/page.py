@@ -342,7 +342,11 @@ def probes_by_length(study: Study) -> list[Block]:
     if not arms or len(by_length) < 2:
         return []
     rows = []
-    for name in OVER_LENGTHS:
+    # short rows have no late tokens, and a run may lack a probe
+    shared = [
+        name for name in OVER_LENGTHS if all(name in found for found, _, _ in by_length.values())
+    ]
+    for name in shared:
         plain = [
             (tokens, float(ends[PLAIN]), found[name].plain)
             for found, tokens, ends in by_length.values()
@@ -357,6 +361,8 @@ def probes_by_length(study: Study) -> list[Block]:
                 there = None if equal is None else round(measure.plain + mean - equal, 2) + 0.0
                 cells += [signed(mean, 2), NONE if there is None else signed(there, 2)]
             rows.append(cells)
+    if not rows:
+        return []
     columns = ["measure", "tokens per parameter", PLAIN]
     for arm in arms:
         columns += [f"{arm} − plain", "at equal loss"]

@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# Measures what results/kernels.md reports, on the GPU of this machine:
+# What results/kernels.md and the plans of results/plans need of a GPU, on the one of this machine:
 #   benchmarks/gpu.sh check      the tests that need a GPU, and beside them models are compiled to
 #                                warm up; two minutes and more
 #   benchmarks/gpu.sh measure    every suite; rows go to $CSV; five minutes
 #   benchmarks/gpu.sh kernels    the tests of the Gluon kernels file by file, each within its time
-#   benchmarks/gpu.sh targets    causal and packed shapes that have a target in results/kernels.md
+#   benchmarks/gpu.sh targets [OPTION …]   causal and packed shapes that have a target in
+#                                results/kernels.md; options of gfsa bench, --pause for one
 #   benchmarks/gpu.sh sanitize [PART …]   kinds of kernels under compute-sanitizer, all by default
-# GFSA_COMMIT names the commit if the files came without git; the packages may be installed or on
-# PYTHONPATH. Logs of kernels and targets go to $LOGS. SANITIZE_TOOLS and SANITIZE_SECONDS choose
-# the sanitizer's tools and the time that each of them has.
+#   benchmarks/gpu.sh train PLAN …   trains plans one after another in the background, runs side by side:
+#                                rows go to $RESULTS, runs, log and pid to $RUNS. Beside it:
+#                                gfsa bench --pause $(cat $RUNS/pid)
+# GFSA_COMMIT names the commit if the files came without git; the packages may be installed or, but
+# for train, on PYTHONPATH. Logs of kernels and targets go to $LOGS. SANITIZE_TOOLS and
+# SANITIZE_SECONDS choose the sanitizer's tools and the time that each of them has.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 CSV=${CSV:-results/bench.csv}
 LOGS=${LOGS:-${TMPDIR:-/tmp}}
+RUNS=${RUNS:-runs}
 # check and measure share compiled code
 export TORCHINDUCTOR_FX_GRAPH_CACHE=1
 COMPILED=(--suite models --compile --variants gfsa)
@@ -56,7 +61,7 @@ kernels() {
 }
 
 targets() {
-  local bench=(python -m gfsa_benchmarks --csv "$CSV")
+  local bench=(python -m gfsa_benchmarks --csv "$CSV" "$@")
   TAIL=40
   limited 150 bench-packed "${bench[@]}" --suite packed --graphs --rounds 5 \
     --variants "plain causal rows,gfsa causal rows,gfsa" --shapes 4x16x8192x64,4x16x8192x128
@@ -118,10 +123,34 @@ measure() {
   return $FAILED
 }
 
+train() {
+  local plan
+  [ $# -gt 0 ] || { echo "benchmarks/gpu.sh train PLAN …, for example results/plans/pretrain-controls.txt" >&2; return 2; }
+  for plan in "$@"; do
+    [ -f "$plan" ] || { echo "no plan is called $plan; results/plans has ours" >&2; return 2; }
+  done
+  if [ -f "$RUNS/pid" ] && kill -0 "$(cat "$RUNS/pid")" 2>/dev/null; then
+    echo "process $(cat "$RUNS/pid") trains already (see $RUNS/log)" >&2
+    return 2
+  fi
+  mkdir -p "$RUNS/mps"
+  # a folder of its own: an error in one client of MPS ends all, so tests and benchmarks stay out
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  CUDA_MPS_PIPE_DIRECTORY=$(realpath "$RUNS/mps")
+  CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+  nvidia-cuda-mps-control -d || echo "without MPS: runs take turns on the GPU" >&2
+  export RUNS RESULTS=${RESULTS:-results} JOBS=${JOBS:-6} GFSA_DATA=${GFSA_DATA:-data}
+  # shellcheck disable=SC2016
+  setsid bash -c 'for plan; do
+      gfsa train --plan "$plan" --missing --jobs "$JOBS" --results "$RESULTS" --out "$RUNS" || echo "failed: $plan"
+    done' train "$@" >"$RUNS/log" 2>&1 &
+  echo $! >"$RUNS/pid"
+}
+
 case "${1:-}" in
-  check | measure | kernels | targets | sanitize) "$@" ;;
+  check | measure | kernels | targets | sanitize | train) "$@" ;;
   *)
-    echo "benchmarks/gpu.sh check | measure | kernels | targets | sanitize [PART …], got '${1:-}'" >&2
+    echo "benchmarks/gpu.sh check | measure | kernels | targets | sanitize [PART …] | train PLAN …, got '${1:-}'" >&2
     exit 2
     ;;
 esac

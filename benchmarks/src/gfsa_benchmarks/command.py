@@ -47,6 +47,12 @@ def bench(
     variants: Annotated[
         str, typer.Option(help="Only these variants, by name, separated by commas.")
     ] = "",
+    pause: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PID", help="Stop this process and its children while times are taken."
+        ),
+    ] = None,
     append: Annotated[bool, typer.Option(help="Add the rows to the CSV file.")] = True,
     csv: Annotated[Path, typer.Option(help="The CSV file.")] = Path("results/bench.csv"),
 ) -> None:
@@ -73,6 +79,7 @@ def bench(
             variants=[name.strip() for name in variants.split(",") if name.strip()],
             csv=csv if append else None,
             console=Console(),
+            pause=pause,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -64,6 +64,7 @@ def measure(
     setting: Setting,
     rounds: int,
     on_round: Callable[[], None] = lambda: None,
+    pause: int | None = None,
 ) -> list[Row]:
     """A row for each variant of ``case``.
 
@@ -71,13 +72,14 @@ def measure(
         rounds: how often each variant is timed; medians are reported.
         on_round: called after each round, ``2·rounds`` times in all: first for the forward, then
             for forward+backward.
+        pause: id of a process that is stopped, with all that it started, while times are taken.
     """
 
     def timed(works: Sequence[Work | None]) -> list[Timing | None]:
         calls = [work for work in works if work is not None]
         if setting.graphs:
             calls = [captured(work) for work in calls]
-        timings = iter(interleaved(calls, rounds, setting.device, on_round))
+        timings = iter(interleaved(calls, rounds, setting.device, on_round, pause))
         return [None if work is None else next(timings) for work in works]
 
     forwards = timed([variant.forward for variant in case.variants])

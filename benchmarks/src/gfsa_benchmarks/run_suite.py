@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from gfsa_benchmarks import profiling, report
 from gfsa_benchmarks.case import Case, Compiled, Setting, Shape, only
 from gfsa_benchmarks.decode import memory_of_caches
 from gfsa_benchmarks.harness import COLUMNS, Row, append, measure
+from gfsa_benchmarks.pause import check_pausable
 from gfsa_benchmarks.suites import Suite, suite_called
 from gfsa_experiments.runs.csv_table import check_table
 
@@ -35,6 +37,7 @@ def run_suite(
     csv: Path | None,
     console: Console,
     profile: bool = False,
+    pause: int | None = None,
 ) -> list[list[Row]]:
     """Measure the suite called ``name``; returns a list of rows for each shape.
 
@@ -44,6 +47,7 @@ def run_suite(
         variants: names of those to measure besides the first of a case; empty for all.
         csv: rows are appended to this file after each case; ``None`` for no file.
         profile: whether to print where the GPU time of each variant's step goes as well.
+        pause: id of a process that is stopped, with all that it started, while times are taken.
     """
     suite = suite_called(name)
     if compiled and not suite.compiles:
@@ -57,6 +61,8 @@ def run_suite(
     setting = Setting(_device(device), _dtype(dtype), compiled, graphs)
     if profile:
         _refuse_profile(setting)
+    if pause is not None:
+        check_pausable(pause)
     if setting.device.type == "cuda":
         # graphs and events are created on the current device
         torch.cuda.set_device(setting.device.index or 0)
@@ -69,7 +75,8 @@ def run_suite(
             torch.manual_seed(0)
             with compiling() if compiled else nullcontext():
                 case = only(suite.build(shape, setting), variants)
-                rows = measure(case, name, setting, rounds, lambda: progress.advance(task))
+                advance = partial(progress.advance, task)
+                rows = measure(case, name, setting, rounds, advance, pause)
                 cases.append(rows)
                 console.print(report.table(rows))
                 if csv is not None:

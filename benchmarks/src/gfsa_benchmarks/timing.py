@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gfsa_benchmarks.pause import paused
+
 Work = Callable[[], object]
 
 # calls are repeated within a sample until it is this long: clocks and launches are noisy
@@ -40,21 +42,28 @@ def interleaved(
     rounds: int,
     device: torch.device,
     on_round: Callable[[], None] = lambda: None,
+    pause: int | None = None,
 ) -> list[Timing]:
-    """Time each of ``works`` once per round, in an order that rotates from round to round."""
+    """Time each of ``works`` once per round, in an order that rotates from round to round.
+
+    Args:
+        pause: id of a process that is stopped with all that it started while times are taken.
+    """
     on_gpu = device.type == "cuda"
     sample, least = (_cuda_sample, LEAST_CALLS) if on_gpu else (_cpu_sample, 1)
-    repeats = []
     for work in works:
-        # the first call includes allocation and the choice of kernels; the second is timed
+        # the first call includes compilation, allocation and the choice of kernels
         sample(work, 1)
-        repeats.append(max(least, math.ceil(SHORTEST_SAMPLE_MS / max(sample(work, 1), 1e-4))))
     samples: list[list[float]] = [[] for _ in works]
-    for turn in range(rounds):
-        for position in range(len(works)):
-            index = (position + turn) % len(works)
-            samples[index].append(sample(works[index], repeats[index]))
-        on_round()
+    with paused(pause):
+        repeats = [
+            max(least, math.ceil(SHORTEST_SAMPLE_MS / max(sample(work, 1), 1e-4))) for work in works
+        ]
+        for turn in range(rounds):
+            for position in range(len(works)):
+                index = (position + turn) % len(works)
+                samples[index].append(sample(works[index], repeats[index]))
+            on_round()
     return [Timing.of(of_work) for of_work in samples]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from census.verdict import Finding, Verdict
+from census.verdict import Finding, Verdict, without_folders
 
 PAGE = Path(__file__).parents[2] / "docs" / "supported.md"
 BEGIN, END = "<!-- census: begin -->", "<!-- census: end -->"
@@ -70,8 +69,7 @@ def _decoding(finding: Finding) -> str:
 
 def _short(text: str) -> str:
     """One cell's worth of a reason: without the error's type, and without what to do about it."""
-    # files of the machine that ran it
-    text = re.sub(r"(/[^\s/:]+)+/site-packages/", "", text)
+    text = without_folders(text)
     text = text.replace("|", "/").replace("ValueError: ", "").replace("TraceError: ", "")
     for end in (". gfsa.unplug", "; with unknown=", " gfsa.register_adapter"):
         text = text.partition(end)[0]

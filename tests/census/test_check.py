@@ -13,6 +13,7 @@ from census.catalogue import Entry, entries
 from census.check import examine
 from census.reference import DenseReference, Layout, Observer, layout_of
 from census.tokens import TokenProbe
+from census.verdict import one_line
 from gfsa.filters import GraphFilter
 from gfsa.operators import DenseOperator
 from gfsa.operators.base import value_of
@@ -194,3 +195,11 @@ def test_maps_without_powers_are_found(
         assert not probe.found
     else:
         assert words in probe.found["attention"]
+
+
+@pytest.mark.parametrize("folder", ["/a", "/home/someone/a/longer/path/of/an/environment"])
+def test_where_packages_are_installed_does_not_change_a_reason(folder: str) -> None:
+    file = f"{folder}/lib/python3.11/site-packages/transformers/models/one/__init__.py"
+    reason = one_line(ValueError(f"not in <module 'one' from '{file}'>: {'x' * 300}"))
+    assert reason.startswith("ValueError: not in <module 'one' from 'transformers/models/one/__")
+    assert len(reason) == 200

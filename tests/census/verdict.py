@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -54,6 +55,13 @@ class Verdict:
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An error's type and words, in one line."""
+    """An error's type and words, in one line, without the folders of the machine that ran it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
+    # before it is cut: where a text ends must not depend on where packages are installed
+    text = without_folders(text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def without_folders(text: str) -> str:
+    """Files of installed packages by their names alone."""
+    return re.sub(r"(/[^\s/:]+)+/site-packages/", "", text)

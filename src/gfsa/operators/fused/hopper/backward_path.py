@@ -21,7 +21,6 @@ from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import (
     NO_MASK,
-    SPANS,
     Options,
     Problem,
     Saved,
@@ -52,8 +51,9 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
 }
 
-# with spans, where the compiler would take a few more: room for three programs of four warps
-REGISTERS = {("grad_keys", 64, SPANS): 168}
+# by kernel and width, where the compiler would take a few more: room for four programs of four
+# warps, and for three
+REGISTERS = {("grad_first_pass", 64): 128, ("grad_keys", 64): 168}
 
 # by the width of a head on chip: most heads that are worked on together
 HEADS_AT_A_TIME = {64: 32, 128: 4}
@@ -196,7 +196,7 @@ def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
     tiles = TILES[name][width]
     arguments = inspect.signature(kernel.function.fn).parameters
     launch_options: dict[str, Any] = {"num_warps": tiles.warps}
-    registers = REGISTERS.get((name, width, problem.mask_kind))
+    registers = REGISTERS.get((name, width))
     if registers is not None:
         launch_options["maxnreg"] = registers
     return Launch(

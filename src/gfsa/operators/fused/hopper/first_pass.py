@@ -18,6 +18,7 @@ from gfsa.operators.fused.hopper.tiles import (
     LOG2E,
     barriers,
     hide_queries,
+    left_operand,
     place,
     queries_of_keys,
     scores,
@@ -77,6 +78,7 @@ def grad_first_pass(
     operand = gl.convert_layout(gl.full([BM, BN], 0.0, dt, SL), PL)
     fence_async_shared()
     mbarrier.wait(bars.index(2), 0)
+    left = left_operand(k, SL, D, USED)
     gl.thread_barrier()
     z = gl.full([BM, D], 0.0, gl.float32, AL)
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
@@ -86,7 +88,7 @@ def grad_first_pass(
         q = tile_of(qs.index(now), BN, D)
         former_g = tile_of(gs.index((step + 2) % 3), BN, D)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = scores(k, q, zero, False, D, USED)
+        s = scores(left, q, zero, False, D, USED)
         z = warpgroup_mma(operand, former_g, z, is_async=True)
         # all warps are done with the step before; loads begin while products run
         gl.thread_barrier()

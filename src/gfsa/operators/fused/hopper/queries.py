@@ -20,6 +20,7 @@ from gfsa.operators.fused.hopper.tiles import (
     LOG2E,
     SPANS,
     barriers,
+    left_operand,
     place,
     scores,
     shown_keys,
@@ -99,6 +100,12 @@ def grad_queries(
     g = tile_of(gs, BM, D)
     du = tile_of(dus, BM, D)
     mbarrier.wait(bars.index(2), 0)
+    left_q = q
+    left_du = du
+    if D == 128:
+        # of narrow heads ptxas would give the registers of one of them to dS as well
+        left_q = left_operand(q, SL, D, USED)
+        left_du = left_operand(du, SL, D, USED)
     g.store((g.load(AL).to(gl.float32) * c2).to(dt))
     fence_async_shared()
     gl.thread_barrier()
@@ -114,9 +121,9 @@ def grad_queries(
             j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
             shown = shown_keys(mask, b, h, j, n, mask_b, mask_h, mask_j)
         mbarrier.wait(bars.index(now), (step // 2) & 1)
-        s = scores(q, k, zero, False, D, USED)
+        s = scores(left_q, k, zero, False, D, USED)
         da = scores(g, u, zero, False, D, USED)
-        da = scores(du, v, da, True, D, USED)
+        da = scores(left_du, v, da, True, D, USED)
         # all warps are done with the step before; loads begin while products run
         gl.thread_barrier()
         _load_step(

@@ -57,6 +57,19 @@ def scores(x, y, total, ADD: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
 
 
 @gluon.jit
+def left_operand(tile, LAYOUT: gl.constexpr, D: gl.constexpr, USED: gl.constexpr):
+    """What :func:`scores` take as ``x`` in every step: registers where all features are used.
+
+    Products of 64 rows and 64 columns read as much shared memory as can be read while they run, if
+    both sides are there.
+    """
+    if USED == D:
+        return tile.load(gl.DotOperandLayout(0, LAYOUT, 2))
+    else:
+        return tile
+
+
+@gluon.jit
 def place():
     """``(block, blocks, head, heads)`` of a program, heads counted over all sequences.
 

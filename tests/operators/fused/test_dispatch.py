@@ -107,16 +107,22 @@ def test_one_sweep_over_packed_documents(
 
 @pytest.mark.parametrize(
     ("batch", "heads", "grid"),
-    [(4, 16, (32, 8, 2)), (1, 12, (12, 8, 1)), (3, 15, (15, 8, 3)), (1, 37, (1, 8, 37))],
+    [(4, 16, (32, 9, 2)), (1, 12, (12, 9, 1)), (3, 15, (15, 9, 3)), (1, 37, (1, 9, 37))],
 )
 def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, int, int]) -> None:
-    """A block of as many heads as can be worked on together, then the next block."""
+    """A block of as many heads as can be worked on together, then the next block.
+
+    With documents, of nine blocks one is for a document that begins in the middle of eight.
+    """
     q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
-    problem = problem_of(q, q, None, Options(0.1, True))
-    assert hopper_backward.grid_of(problem, 64, 64) == grid
+    spans = torch.empty(1, 2, 512, dtype=torch.int32, device="meta")
+    packed, plain = (problem_of(q, q, mask, Options(0.1, True)) for mask in (spans, None))
+    together, blocks, groups = grid
+    assert hopper_backward.grid_of(packed, 64, 64) == grid
+    assert hopper_backward.grid_of(plain, 64, 64) == (together, blocks - 1, groups)
     together = {64: 4, 12: 4, 45: 3, 37: 1}[batch * heads]
-    expected = (together, 8, batch * heads // together)
-    assert hopper_backward.grid_of(problem, 64, 128) == expected
+    expected = (together, blocks, batch * heads // together)
+    assert hopper_backward.grid_of(packed, 64, 128) == expected
 
 
 @pytest.mark.parametrize(

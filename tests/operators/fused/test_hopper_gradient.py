@@ -17,6 +17,7 @@ from gfsa.operators.fused.hopper import backward_path
 from gfsa.operators.fused.problem import KEY_MASK, NO_MASK, SPANS, Options, Problem
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
+from support.sweep_plan import blocks_of
 
 ROOM = "gfsa.operators.fused"
 DIM, SCALE = 16, 0.3
@@ -111,6 +112,7 @@ def run(
     tiles = -(-n // wide)
     sums = np.zeros((batch, heads, tiles, wide, room))
     pointers = {"delta": delta, "lse": lse, "dc": parts, "coeffs": c, "mask": mask, "sums": sums}
+    pointers |= {"du": du, "dk": gk, "dv": gv, "dq": gq}
 
     def launch(
         name: str,
@@ -120,6 +122,12 @@ def run(
         *constants: bool,
     ) -> None:
         high, wide = TILES[width][name]
+        if kind == SPANS:
+            rows_of = np.broadcast_to(mask, (batch, 2, n))
+            pointers["plan"] = np.stack([plan_of(x, high, grids[name][1]) for x in rows_of])
+        else:
+            pointers["plan"] = mask
+        results = [x for x in names.split() if x in ("du", "dk", "dv", "dq")]
         gluon_on_cpu.launch(
             kernels[name],
             grids[name],
@@ -127,23 +135,30 @@ def run(
             *(Descriptor(x, high) for x in rows),
             *(Pointer(pointers[x].reshape(-1)) for x in names.split()),
             *numbers,
+            *(Number(x) for _ in results for x in (heads * n * room, n * room, room)),
             *(room, high, wide, visible.causal, used, kind, *constants),
         )
 
     used = room if room == DIM else backward_path.used(dim)
     first_rows = (k_, g_, v_, u, out_, du)
-    launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask")
+    launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask plan du")
     keys_rows = (k_, v_, u, g_, gk, gv)
     keys_cols = (q_, g_, du, lse, delta)
-    launch("grad_keys", keys_cols, keys_rows, "coeffs mask sums", with_queries)
+    launch("grad_keys", keys_cols, keys_rows, "coeffs mask sums plan dk dv", with_queries)
     if with_queries:
         finish, memory = kernels["finish_queries"], Pointer(sums.reshape(-1))
         numbers = (Number(heads), SCALE)
         grid = (tiles, batch * heads)
         gluon_on_cpu.launch(finish, grid, Descriptor(gq, wide), memory, *numbers, room, wide)
     else:
-        launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask")
+        launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask plan dq")
     return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
+
+
+def plan_of(spans: np.ndarray, rows: int, slots: int) -> np.ndarray:
+    """The first row and the end of each block of a sequence."""
+    blocks = [(start, end) for _, start, end in blocks_of(spans, rows, slots)]
+    return np.array(blocks + [(0, 0)] * (slots - len(blocks)))
 
 
 def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
@@ -188,6 +203,31 @@ def test_gradients(
     kernels: dict[str, Any], shape: tuple[int, int, int, int], visible: Visibility, width: int
 ) -> None:
     for got, expected in run(kernels, shape, visible, width):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+# documents as long as a block of 16 or 32 rows that begin one, two and three rows behind multiples
+# of 4, and are cut short by the next one; more of them than blocks may begin with
+PLANNED = [
+    ((2, 4, 2, 136), packed([17, 33, 35, 51], [1, 34, 35, 66])),
+    ((1, 2, 1, 148), packed([18, 41, 19, 1, 69])),
+    ((1, 3, 3, 148), packed([18, 41, 19, 1, 69], window=37)),
+    ((1, 1, 1, 148), packed([23, 63, 62], window=16)),
+    ((1, 2, 2, 260), packed([19, 17, 18, 17, 17, 33, 35, 33, 71])),
+]
+
+
+@pytest.mark.parametrize("with_queries", [False, True], ids=["dQ apart", "dQ added up"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("shape", "visible"), PLANNED)
+def test_documents_that_begin_with_blocks(
+    kernels: dict[str, Any],
+    shape: tuple[int, int, int, int],
+    visible: Visibility,
+    width: int,
+    with_queries: bool,
+) -> None:
+    for got, expected in run(kernels, shape, visible, width, with_queries=with_queries):
         np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
 
 

@@ -41,7 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dic
 
     monkeypatch.setattr(Launch, "__call__", record)
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: 132)
-    caches = (sweep._launch, sweep._plan, hopper._launches)
+    caches = (sweep._launch, sweep._plan, hopper._launches, hopper._plan)
     for cache in caches:
         cache.cache_clear()
     yield taken
@@ -63,6 +63,10 @@ def tokens(heads: int, dim: int) -> Tensor:
     return torch.zeros(2, heads, TOKENS, dim, dtype=torch.bfloat16)
 
 
+def tokens_first(heads: int, dim: int) -> Tensor:
+    return torch.zeros(2, TOKENS, heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+
+
 def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> None:
     """Tensors of the type, numbers of the size and tiles of the shape that a name stands for."""
     name = launch.kernel.function.fn.__name__
@@ -78,11 +82,12 @@ def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> Non
             continue
         if argument == "mask" and mask is not None:
             expected = torch.int32 if mask.dtype == torch.int32 else torch.uint8
-        elif argument in INTEGERS and mask is not None:
+        elif argument in INTEGERS and mask is not None and mask.dtype == torch.int32:
             expected = torch.int32
         elif argument in TOKEN_NAMES:
             expected = torch.bfloat16
         elif argument in ("mask", "plan"):
+            # not read
             continue
         else:
             expected = torch.int32 if argument == "flags" else torch.float32
@@ -124,7 +129,8 @@ def test_the_gradient_for_hopper(
 ) -> None:
     mask = seen_by(kind)
     q, g, u, out = (tokens(HEADS, dim) for _ in range(4))
-    k, v = tokens(2, dim), tokens(2, dim)
+    # results lie as what they are the gradients of
+    k, v = tokens(2, dim), tokens_first(2, dim)
     lse, coeffs = torch.zeros(2, HEADS, TOKENS), torch.zeros(HEADS, 3)
     options = Options(SCALE, kind in ("causal", "spans"))
     torch.use_deterministic_algorithms(deterministic)
@@ -141,6 +147,26 @@ def test_the_gradient_for_hopper(
         check(launch, arguments, mask)
     first, keys, queries = (by_name[x] for x in ("grad_first_pass", "grad_keys", last))
     assert keys["WITH_QUERIES"] == added_up
+    # rows are stored through memory where they are cut short
+    results = [("du_out", "du_rows", "x"), ("dk_out", "dk_rows", "x"), ("dv_out", "dv_rows", "y")]
+    if not added_up:
+        results.append(("dq_out", "dq_rows", "x"))
+    for given in (first, keys, queries):
+        for out_name, rows_name, stride in results:
+            if out_name in given:
+                assert given[out_name] is given[rows_name]
+                strides = tuple(given[f"{stride}_{side}"] for side in "bhi")
+                assert strides == given[out_name].stride()[:3]
+    if kind == "spans":
+        launches = {launch.kernel.function.fn.__name__: launch for launch, _ in launched}
+        for name in ("grad_first_pass", "grad_keys", "grad_queries"):
+            plan = by_name[name]["plan"]
+            rows, slots = by_name[name]["BM"], launches[name].grid[1]
+            assert any(
+                each["plan"] is plan and (each["ROWS"], each["slots"]) == (rows, slots)
+                for launch, each in launched
+                if launch.kernel.function.fn.__name__ == "plan_rows"
+            )
     # what one kernel writes, the next ones read
     assert first["du_rows"] is keys["du_cols"]
     assert first["delta_out"].data_ptr() == keys["delta_cols"].data_ptr()

@@ -3,14 +3,20 @@
 #   benchmarks/gpu.sh check      the tests that need a GPU, and beside them models are compiled to
 #                                warm up; two minutes and more
 #   benchmarks/gpu.sh measure    every suite; rows go to $CSV; five minutes
-#   benchmarks/gpu.sh sanitize   every kind of kernel under compute-sanitizer
+#   benchmarks/gpu.sh kernels    the tests of the Gluon kernels file by file, each within its time
+#   benchmarks/gpu.sh targets [OPTION …]   causal and packed shapes that have a target in
+#                                results/kernels.md; options of gfsa bench, --pause for one
+#   benchmarks/gpu.sh sanitize [PART …]   kinds of kernels under compute-sanitizer, all by default
 #   benchmarks/gpu.sh train PLAN …   trains plans one after another in the background, runs side by side:
 #                                rows go to $RESULTS, runs, log and pid to $RUNS. Beside it:
 #                                gfsa bench --pause $(cat $RUNS/pid)
-# GFSA_COMMIT names the commit if the files came without git.
+# GFSA_COMMIT names the commit if the files came without git; the packages may be installed or, but
+# for train, on PYTHONPATH. Logs of kernels and targets go to $LOGS. SANITIZE_TOOLS and
+# SANITIZE_SECONDS choose the sanitizer's tools and the time that each of them has.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 CSV=${CSV:-results/bench.csv}
+LOGS=${LOGS:-${TMPDIR:-/tmp}}
 RUNS=${RUNS:-runs}
 # check and measure share compiled code
 export TORCHINDUCTOR_FX_GRAPH_CACHE=1
@@ -21,35 +27,83 @@ TESTS="tests/operators/fused/test_gpu.py tests/operators/fused/test_gpu_packed.p
 SHORT=1024x6x64x64,32x12x128x64,256x6x197x64,32x12x256x64,32x12x512x64,8x12x1024x64:causal
 LONG=4x16x4096x64,2x16x8192x128,2x16x8192x128:causal
 PADDED=32x12x128x64:padded,32x12x256x64:padded,32x12x512x64:padded
+CAUSAL=4x16x4096x128:causal,8x32/8x2048x128:causal,8x12x1024x64:causal,64x8x1024x64:causal,16x16x2048x64:causal
+FUSED=tests/operators/fused
+
+gfsa_bench() { python -m gfsa_benchmarks "$@"; }
+
+FAILED=0
+# limited SECONDS NAME COMMAND …: what the command prints goes to $LOGS/NAME.log, its end to the
+# terminal; what follows runs even if it fails
+limited() {
+  local seconds=$1 name=$2 began=$SECONDS code=0
+  shift 2
+  timeout -k 10 "$seconds" "$@" >"$LOGS/$name.log" 2>&1 || code=$?
+  tail -n "${TAIL:-12}" "$LOGS/$name.log"
+  if [ "$code" = 124 ]; then echo "$name: stopped after $seconds s"; fi
+  echo "$name: exit $code, $((SECONDS - began)) s"
+  [ "$code" = 0 ] || FAILED=1
+}
+
+tests() {
+  local seconds=$1 name=$2
+  shift 2
+  limited "$seconds" "$name" python -m pytest -n "${WORKERS:-4}" -p no:cacheprovider -q -rfE "$@"
+}
+
+kernels() {
+  tests "${TEST_SECONDS:-150}" sweep $FUSED/test_gpu_sweep.py
+  tests "${TEST_SECONDS:-150}" packed $FUSED/test_gpu_packed.py
+  tests "${TEST_SECONDS:-150}" wide $FUSED/test_gpu_wide.py
+  tests "${TEST_SECONDS:-150}" hopper $FUSED/test_gpu.py -k "hopper or degree_one"
+  tests "${TEST_SECONDS:-150}" decode $FUSED/test_gpu_decode.py
+  return $FAILED
+}
+
+targets() {
+  local bench=(python -m gfsa_benchmarks --csv "$CSV" "$@")
+  TAIL=40
+  limited 150 bench-packed "${bench[@]}" --suite packed --graphs --rounds 5 \
+    --variants "plain causal rows,gfsa causal rows,gfsa" --shapes 4x16x8192x64,4x16x8192x128
+  limited 150 bench-causal "${bench[@]}" --suite ops --graphs --rounds 5 --variants gfsa \
+    --shapes "$CAUSAL"
+  limited 120 bench-lengths "${bench[@]}" --suite lengths --graphs --rounds 3 --variants gfsa \
+    --shapes 1x16x32768x128:causal
+  return $FAILED
+}
 
 check() {
   local failed=0 compiling=() model
   for model in $MODELS; do
-    gfsa bench "${COMPILED[@]}" --shapes "$model" --rounds 1 --no-append >/dev/null &
+    gfsa_bench "${COMPILED[@]}" --shapes "$model" --rounds 1 --no-append >/dev/null &
     compiling+=($!)
-    gfsa bench "${BLOCKS[@]}" --shapes "$model" --rounds 1 --no-append >/dev/null &
+    gfsa_bench "${BLOCKS[@]}" --shapes "$model" --rounds 1 --no-append >/dev/null &
     compiling+=($!)
   done
   # shellcheck disable=SC2086
-  pytest -n "${WORKERS:-12}" -p no:cacheprovider "$@" $TESTS || failed=1
+  python -m pytest -n "${WORKERS:-12}" -p no:cacheprovider "$@" $TESTS || failed=1
   for model in "${compiling[@]}"; do wait "$model" || failed=1; done
   return $failed
 }
 
 sanitize() {
+  local tool sanitizer excluded
+  sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   # compiled first: under the tool that takes minutes
-  python benchmarks/sanitize.py || return 1
-  # racecheck also reports hazards within cuDNN's kernels
-  for options in "memcheck" "racecheck --kernel-name-exclude kernel_substring=cudnn"; do
-    # shellcheck disable=SC2086
-    compute-sanitizer --tool $options --error-exitcode 1 python benchmarks/sanitize.py || return 1
+  python benchmarks/sanitize.py "$@" || return 1
+  for tool in ${SANITIZE_TOOLS:-memcheck racecheck}; do
+    # racecheck reports hazards within cuDNN's kernels; torch's own take time alone
+    excluded=native
+    if [ "$tool" = racecheck ]; then excluded=cudnn; fi
+    timeout -k 10 "${SANITIZE_SECONDS:-1800}" "$sanitizer" --tool "$tool" --error-exitcode 1 \
+      --kernel-name-exclude kernel_substring="$excluded" python benchmarks/sanitize.py "$@" ||
+      return 1
   done
 }
 
 # the other suites run even if one fails
-FAILED=0
 bench() {
-  gfsa bench --csv "$CSV" "$@" || { echo "failed: gfsa bench $*"; FAILED=1; }
+  gfsa_bench --csv "$CSV" "$@" || { echo "failed: gfsa bench $*"; FAILED=1; }
   echo "$SECONDS s"
 }
 
@@ -94,9 +148,9 @@ train() {
 }
 
 case "${1:-}" in
-  check | measure | sanitize | train) "$@" ;;
+  check | measure | kernels | targets | sanitize | train) "$@" ;;
   *)
-    echo "benchmarks/gpu.sh check | measure | sanitize | train PLAN …, got '${1:-}'" >&2
+    echo "benchmarks/gpu.sh check | measure | kernels | targets | sanitize [PART …] | train PLAN …, got '${1:-}'" >&2
     exit 2
     ;;
 esac

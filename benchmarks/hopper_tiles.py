@@ -73,20 +73,27 @@ class Call:
         return long.forward(self.q, self.k, self.v, self.coeffs, None, None, self.options)
 
     def kernel(self, name: str, tiles: Tiles) -> Work:
-        """One kernel; queries stand in for the mask, which is not read."""
+        """One kernel; queries stand in for the mask and the plan, which are not read."""
         own = (False,) if name == "grad_keys" else ()
         with mock.patch.dict(hopper.TILES, {name: {self.width: tiles}}):
-            launch = hopper._launch(name, self.problem, *own)
+            launch = hopper._launch(name, self.problem, False, *own)
         q, k, v, u, out, lse, coeffs, *_ = self.saved
         g, du, delta = self.g, torch.randn_like(q), torch.randn_like(lse)
         dq, dk, dv = (torch.empty_like(q) for _ in range(3))
         rows, deltas = hopper.as_tiles(lse), hopper.as_tiles(delta)
+        strides = q.stride()[:3]
+        numbers = (*launch.numbers, *strides)
         if name == "grad_first_pass":
             parts = lse.new_empty(q.shape[1], 3, math.prod(launch.grid) // q.shape[1])
-            return lambda: launch((q, g, rows, k, g, v, u, out, du), delta, parts, coeffs, q)
+            first = (q, g, rows, k, g, v, u, out, du)
+            return lambda: launch(first, delta, parts, coeffs, q, q, du, numbers=numbers)
         if name == "grad_keys":
-            return lambda: launch((q, g, du, rows, deltas, k, v, u, g, dk, dv), coeffs, q, coeffs)
-        return lambda: launch((k, v, u, q, g, du, dq), delta, lse, coeffs, q)
+            tensors = (q, g, du, rows, deltas, k, v, u, g, dk, dv)
+            return lambda: launch(
+                tensors, coeffs, q, coeffs, q, dk, dv, numbers=(*numbers, *strides)
+            )
+        last = (k, v, u, q, g, du, dq)
+        return lambda: launch(last, delta, lse, coeffs, q, q, dq, numbers=numbers)
 
     def plain(self) -> object:
         q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))

@@ -2,11 +2,12 @@
 
     compute-sanitizer --tool memcheck python benchmarks/sanitize.py [PART …]
 
-Parts are ``short``, ``long``, ``hopper``, ``one-pass``, ``around``, ``packed``, ``decode`` and
-``sweep``; all of them unless some are named. A line says which kernels ran. ``--tool racecheck``
-checks shared memory in the same way. The tool comes with CUDA and in the package
-nvidia-cuda-sanitizer-api. It takes minutes to check kernels that are compiled in the same run: run
-the script without it first, which fills Triton's cache on disk.
+Parts are ``sweep``, ``packed``, ``wide``, ``hopper``, ``decode``, ``one-sweep``, ``one-pass``,
+``short``, ``long`` and ``around``; all of them unless some are named, which run in their order. A
+line says which kernels ran. ``--tool racecheck`` checks shared memory in the same way.
+The tool comes with CUDA and in the package nvidia-cuda-sanitizer-api. It takes minutes to check
+kernels that are compiled in the same run: run the script without it first, which fills Triton's
+cache on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.decode import decode, new_counters
 from gfsa.operators.fused.dispatch import backward_path, forward_path
 from gfsa.operators.fused.hopper import backward_path as hopper
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, problem_of
 from gfsa.operators.fused.sweep import launch as sweep
 
 
@@ -60,17 +61,24 @@ def called(call: Call) -> None:
         options = Options(dim**-0.5, causal, dropout_p)
         paths = forward_path(q, mask, options), backward_path(q, k, v, mask, options)
         ran = " and ".join(path.__name__.split("fused.")[-1] for path in paths)  # type: ignore[attr-defined]
+        if paths[1] is hopper and hopper.adds_up_queries(problem_of(q, k, mask, options)):
+            ran += ", dQ added up"
     finish(f"{call}: {ran}")
 
 
 def packed(dim: int) -> None:
-    """Documents of 100, 1 and 187 tokens in a window."""
-    q, k, v = (randn(1, 2, 288, dim).requires_grad_() for _ in range(3))
-    visible = Visibility.packed(torch.tensor([0, 100, 101], device="cuda"), 288, window=90)
-    coeffs = torch.randn(2, 3, device="cuda", requires_grad=True)
-    y = AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
-    y.backward(torch.randn_like(y))
-    finish(f"288 tokens of {dim}, packed")
+    """Documents forward and backward, in a window and without one.
+
+    They begin beside multiples of 16 bytes of float32; some are as long as a block of 64 or 128.
+    """
+    for starts, window in (([0, 100, 101], 90), ([0, 67, 201], None)):
+        q = randn(1, 4, 332, dim).requires_grad_()
+        k, v = (randn(1, 2, 332, dim).requires_grad_() for _ in range(2))
+        visible = Visibility.packed(torch.tensor(starts, device="cuda"), 332, window=window)
+        coeffs = torch.randn(4, 3, device="cuda", requires_grad=True)
+        y = AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
+        y.backward(torch.randn_like(y))
+        finish(f"332 tokens of {dim}, packed from {starts} in a window of {window}")
 
 
 def decoded(dim: int) -> None:
@@ -92,13 +100,19 @@ def decoded(dim: int) -> None:
 
 
 def swept(dim: int) -> None:
-    """The causal forward in one sweep, where it was not timed as well; and with documents."""
-    q, k, v = randn(2, 4, 300, dim), randn(2, 2, 300, dim), randn(2, 2, 300, dim)
+    """The causal forward in one sweep, where it was not timed as well; and with documents.
+
+    Two of them begin with a block, of which one is cut short; then in a window.
+    """
+    length, starts = 435, torch.tensor([0, 61, 199, 240], device="cuda")
+    q, k, v = randn(2, 4, length, dim), randn(2, 2, length, dim), randn(2, 2, length, dim)
     coeffs = torch.randn(4, 3, device="cuda")
-    visible = Visibility.packed(torch.tensor([0, 150, 210], device="cuda"), 300)
-    for spans in (None, visible.spans(300, q.device)):
+    for window in (None, 150):
+        visible = Visibility.packed(starts, length, window=window)
+        spans = visible.spans(length, q.device)
         sweep.forward(q, k, v, coeffs, spans, None, Options(dim**-0.5, True))
-    finish(f"300 tokens of {dim} in one causal sweep")
+    sweep.forward(q, k, v, coeffs, None, None, Options(dim**-0.5, True))
+    finish(f"{length} tokens of {dim} in one causal sweep")
 
 
 def finish(ran: str) -> None:
@@ -115,17 +129,20 @@ def by_dim(run: Callable[[int], None]) -> list[Callable[[], None]]:
     return [functools.partial(run, dim) for dim in (64, 128)]
 
 
+# most that is on the chip at a time, and what waits for other programs, first
 PARTS = {
-    "decode": by_dim(decoded),
     "sweep": by_dim(swept),
+    "packed": by_dim(packed),
+    # dQ added up with dK and dV: a last block that is not full, and whole ones
+    "wide": of_calls(Call(132, 128, causal=True), Call(256, 128)),
     # lengths that are multiples of 4, beyond the short kernels' or with wider heads
     "hopper": of_calls(
         Call(260, 64, causal=True),
-        Call(260, 64, padded=True),
+        Call(260, 64, causal=True, padded=True),
         Call(100, 128, causal=True),
-        Call(132, 128, causal=True),
+        Call(100, 80, padded=True),
     ),
-    "packed": by_dim(packed),
+    "decode": by_dim(decoded),
     "short": of_calls(
         Call(100, 64, padded=True), Call(128, 64, causal=True, dropout_p=0.1), Call(197, 40)
     ),
@@ -151,7 +168,7 @@ PARTS = {
 def main(parts: list[str]) -> None:
     # one pass also where it was not timed, and dQ added up with dK and dV for few tokens
     eligibility.ONE_PASS_NARROWEST, eligibility.ONE_PASS_MASKS_ARE_MEASURED = 33, True
-    hopper.LEAST_WITH_QUERIES = 132
+    hopper.LEAST_WITH_QUERIES, hopper.WITHOUT_A_MASK_WITH_QUERIES = 132, True
     for part in parts or PARTS:
         for run in PARTS[part]:
             run()

@@ -215,6 +215,11 @@ def test_the_command_is_kept_without_paths(program, monkeypatch):
     assert small_rows()[0].command == "gfsa bench --graphs"
 
 
+def test_the_package_run_as_a_program_is_the_same_command(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/path/gfsa_benchmarks/__main__.py", "--graphs"])
+    assert small_rows()[0].command == "gfsa bench --graphs"
+
+
 def test_a_copy_without_history_can_be_told_its_commit(monkeypatch):
     monkeypatch.setenv("GFSA_COMMIT", "abc1234")
     assert small_rows()[0].commit == "abc1234"

@@ -44,6 +44,21 @@ def test_every_plan_of_ours_is_runs(plan: Path) -> None:
     assert runs_of_plan(plan)
 
 
+def test_what_is_left_adds_up() -> None:
+    """The table of the plans' page: its files are there, its last line is the sum of the others."""
+    page = (RESULTS / "plans/README.md").read_text(encoding="utf-8")
+    lines = page.partition("new runs | GPU s |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [cell[0] for cell in cells] == [*map(str, range(1, len(cells))), ""]
+    for file in re.findall(r"\]\(([^)]+)\)", "".join(lines)):
+        assert (RESULTS / "plans" / file).exists(), file
+    for at in (3, 4):
+        *parts, total = (
+            sum(int(number.replace(",", "")) for number in cell[at].split("+")) for cell in cells
+        )
+        assert sum(parts) == total
+
+
 def test_there_are_plans_and_tables() -> None:
     assert len(PLANS) >= 9
     assert len(TABLES) >= 9

@@ -1,8 +1,8 @@
 """Every line of the plans and families that wait for a GPU trains two steps on a CPU, on tiny data.
 
 What a plan asks of the GPU (compiled blocks, CUDA graphs, bfloat16) is left out; the data, the
-batch and the pretrained model are tiny. Methods, their options, the models that are trained from
-scratch and the way to a row are those of the plan.
+batch and the pretrained model are tiny, and so is the width of the decoder of pretraining. Methods,
+their options, the models that are trained from scratch and the way to a row are those of the plan.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks.image import cifar
 from support.graph_files import write_zinc
 from support.tiny_images import write_cifar10
+from support.tiny_pretraining import write_corpus
 from support.tiny_texts import corpus, save_model, write, write_glue
 
 pytestmark = [
@@ -29,24 +30,39 @@ pytestmark = [
 ]
 
 RESULTS = Path(__file__).parents[2] / "results"
-PLANS = (
-    "causal_lm-time",
-    "causal_lm-tuning",
-    "image-peers",
-    "image-tuning",
-    "stsb-streams",
-    "zinc-tuning-high",
+FILES = (
+    "plans/causal_lm-time.txt",
+    "plans/causal_lm-tuning.txt",
+    "plans/image-peers.txt",
+    "plans/image-tuning.txt",
+    "plans/pretrain-batch16.txt",
+    "plans/pretrain-controls-rates.txt",
+    "plans/pretrain-controls.txt",
+    "plans/pretrain-gates.txt",
+    "plans/pretrain-layers.txt",
+    "plans/pretrain-warmup.txt",
+    "plans/stsb-streams.txt",
+    "plans/zinc-tuning-high.txt",
+    "families/cifar10.toml",
+    "families/pretrain-gates.toml",
+    "families/stsb.toml",
+    "families/wikitext2.toml",
+    "families/zinc.toml",
 )
-FAMILIES = ("cifar10", "stsb", "wikitext2", "zinc")
 
-ON_A_CPU = {"compile": "no", "graphs": False, "precision": "fp32", "eval_batch_size": 0}
+ON_A_CPU: dict[str, Any] = {
+    "compile": "no",
+    "graphs": False,
+    "precision": "fp32",
+    "eval_batch_size": 0,
+}
 
 
-def runs_of(name: str) -> list[Run]:
-    if name in FAMILIES:
-        family = read_family(RESULTS / "families" / f"{name}.toml")
+def runs_of(file: Path) -> list[Run]:
+    if file.suffix == ".toml":
+        family = read_family(file)
         return [run for pair in family.comparisons for runs in pair.runs.values() for run in runs]
-    return runs_of_plan(RESULTS / "plans" / f"{name}.txt")
+    return runs_of_plan(file)
 
 
 def lines_of(runs: list[Run]) -> list[Run]:
@@ -81,26 +97,34 @@ def tiny_text(folder: Path) -> dict[str, Any]:
     return {"block": 16}
 
 
+def tiny_documents(folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    write_corpus(folder)
+    narrow = {"width": 32, "heads": 2, "head_dim": 16, "mlp": 64}
+    return {"vocab_size": 300, "block": 16, "eval_rows": 4, "probes": 2, **narrow}
+
+
 DATA: dict[str, Callable[[Path], dict[str, Any]]] = {
     "image": tiny_images,
     "graph": tiny_molecules,
     "glue": tiny_pairs_of_sentences,
     "causal_lm": tiny_text,
+    "pretrain": tiny_documents,
 }
 
 
-@pytest.mark.parametrize("name", [*PLANS, *FAMILIES])
+@pytest.mark.parametrize("file", FILES)
 def test_every_line_trains_two_steps(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
-    lines = lines_of(runs_of(name))
+    lines = lines_of(runs_of(RESULTS / file))
     changes = DATA[lines[0].recipe](tmp_path / "data")
     for run in lines:
         config = dataclasses.replace(run.config, max_steps=2, batch_size=4, **ON_A_CPU, **changes)
         places: dict[str, Any] = {"data_dir": tmp_path / "data", "out": tmp_path / "runs"}
         row = carry_out(dataclasses.replace(run, config=config, device="cpu", **places))
         assert (row.method, row.options, row.steps) == (run.method, run.key().options, 2)
-        assert row.metric in ("accuracy", "mae", "spearman", "perplexity")
+        assert row.metric in ("accuracy", "loss", "mae", "spearman", "perplexity")
         # two steps may leave every prediction of a tiny set the same: no rank correlation
         assert math.isfinite(row.test) or row.metric == "spearman", run

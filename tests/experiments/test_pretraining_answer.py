@@ -136,6 +136,7 @@ def test_controls_have_one_pooled_spread() -> None:
     r = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
     assert found.freedom == 2
     assert found.spread == pytest.approx(math.sqrt((r**2).sum() / 2))
+    assert found.spread is not None
     difference = found.difference("gated", "GFSA")
     assert difference is not None
     assert difference.mean == pytest.approx(0.0)

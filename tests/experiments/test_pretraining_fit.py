@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from gfsa_experiments.results.page_blocks import to_markdown
+from gfsa_experiments.results.pretraining.between import loss_after, tokens_to_reach
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
 from gfsa_experiments.results.pretraining.page import (
@@ -19,8 +19,9 @@ from gfsa_experiments.results.pretraining.page import (
     stability_blocks,
 )
 from gfsa_experiments.results.pretraining.probes import at_loss, measures
-from gfsa_experiments.results.pretraining.savings import savings, savings_of_ends, tokens_to_reach
+from gfsa_experiments.results.pretraining.savings import savings, savings_of_ends
 from gfsa_experiments.results.pretraining.stability import breakdowns
+from gfsa_experiments.results.pretraining.study import Study
 from gfsa_experiments.results.statistics import paired_difference
 from support.pretraining_runs import curve, probe_lines, runs
 
@@ -152,21 +153,24 @@ def test_a_loss_that_is_never_reached_has_no_share() -> None:
 
 def test_plain_may_have_trained_for_longer() -> None:
     """As the control of equal time, of which no filtered run sees as many tokens."""
-    table = runs({"15M": (1, 3, 10, 11.5)}, lambda x: math.log(0.7) / 5)
+    table = runs({"15M": (3, 5, 10, 11.5)}, lambda x: math.log(0.7) / 5)
     table = table[~((table.arm == "GFSA") & (table.ratio == 11.5))]
     assert max(savings_of_ends(table, "GFSA", "15M")) == 10
-    assert [cell.ratio for cell in cells(table, "GFSA")] == [1, 3, 10]
+    assert [cell.ratio for cell in cells(table, "GFSA")] == [3, 5, 10]
 
 
 def test_ends_of_whole_schedules_are_interpolated() -> None:
     # GFSA ends with 0.7 of the tokens where plain ends
-    table = runs({"15M": (1, 3, 10)}, lambda x: math.log(0.7) / 5)
+    table = runs({"15M": (3, 5, 10)}, lambda x: math.log(0.7) / 5)
     # before the shortest of its runs nothing is known
-    expected = {3: 0.7, 10: 0.7}
+    expected = {5: 0.7, 10: 0.7}
     assert savings_of_ends(table, "GFSA", "15M") == pytest.approx(expected, rel=1e-6)
     assert savings_of_ends(table[table.ratio == 10], "GFSA", "15M") == {}
+    # between 3 and 10 the loss bends in a way that two points do not tell
+    far = savings_of_ends(table[table.ratio != 5], "GFSA", "15M")
+    assert far == {}
     # worse than plain at every length: the longest is never reached
-    assert list(savings_of_ends(runs({"15M": (1, 3)}, lambda x: 0.1), "GFSA", "15M")) == [1]
+    assert list(savings_of_ends(runs({"15M": (1, 2)}, lambda x: 0.1), "GFSA", "15M")) == [1]
 
 
 def test_breakdowns_are_counted() -> None:
@@ -220,18 +224,33 @@ def test_probes_of_two_lengths_are_not_mixed() -> None:
 
 
 def test_probes_over_lengths_are_read_where_plain_has_the_same_loss() -> None:
-    # GFSA ends where plain ends with twice the tokens, and copies as plain does there
-    table = runs({"15M": (1, 3, 9)}, lambda x: -math.log(2) / 5)
+    # GFSA ends where plain ends with 1.5 times the tokens, and copies as plain does there
+    table = runs({"15M": (1, 2, 6)}, lambda x: -math.log(1.5) / 5)
     lines = []
     for run in table.to_dict("records"):
         more = run["test"] - 0.1 * run["seed"]
         own = {name: run[name] for name in RUN}
         lines += [{**line, **own} for line in probe_lines(run["arm"], run["seed"], more)]
-    study = SimpleNamespace(runs=table, probes=pd.DataFrame(lines))
-    page = to_markdown(probes_by_length(study))
+    none = pd.DataFrame()
+    page = to_markdown(probes_by_length(Study(table, none, pd.DataFrame(lines), none, none, [])))
     name = "loss, repeated random tokens, second time"
-    assert f"| {name} | 1.0 | 5.000 | −0.14 | +0.00 |" in page
+    assert f"| {name} | 1.0 | 5.000 | −0.08 | +0.00 |" in page
+    # plain has this loss between 2 and 6 tokens per parameter, which are too far apart
+    assert f"| {name} | 2.0 | 4.861 | −0.08 | – |" in page
     # plain never has the loss of GFSA's longest runs
-    assert f"| {name} | 9.0 | 4.561 | −0.14 | – |" in page
-    assert at_loss({2.0: 5.0, 3.0: 7.0}, 2.5) == pytest.approx(6.0)
-    assert at_loss({2.0: 5.0, 3.0: 7.0}, 1.9) is None
+    assert f"| {name} | 6.0 | 4.642 | −0.08 | – |" in page
+
+
+def test_a_line_is_read_between_near_lengths_alone() -> None:
+    plain = [(2e7, 2.0, 5.0), (1e7, 3.0, 7.0), (5e7, 1.0, 0.0)]
+    assert at_loss(plain, 2.5) == pytest.approx(6.0)
+    assert at_loss(plain, 3.1) is None
+    assert at_loss(plain, 1.5) is None
+    assert loss_after([10, 20, 50], [3.0, 2.0, 1.0], 200**0.5) == pytest.approx(2.5)
+    assert loss_after([10, 20, 50], [3.0, 2.0, 1.0], 30) is None
+    # where a validation was made, none is needed on the other side
+    assert loss_after([10, 20, 50], [3.0, 2.0, 1.0], 50) == 1.0
+    assert loss_after([10, 20, 50], [3.0, 2.0, 1.0], 9) is None
+    assert tokens_to_reach([10, 20, 50], [3.0, 2.0, 1.0], 2.5) == pytest.approx(200**0.5)
+    assert tokens_to_reach([10, 20, 50], [3.0, 2.0, 1.0], 1.5) is None
+    assert tokens_to_reach([10, 20, 50], [3.0, 2.0, 1.0], 1.0) == 50

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ Law = Callable[[float], float]
 
 
 def runs(
-    lengths: dict[str, Sequence[float]], gap: Law, seeds: Sequence[int] = (0, 1), noise: float = 0.0
+    lengths: Mapping[str, Sequence[float]],
+    gap: Law,
+    seeds: Sequence[int] = (0, 1),
+    noise: float = 0.0,
 ) -> pd.DataFrame:
     """Runs of plain, whose loss is 4 − log(tokens per parameter)/5, and of GFSA, ``gap`` from it.
 
@@ -43,8 +46,9 @@ def runs(
     return pd.DataFrame(rows)
 
 
-def curve(size: str, arm: str, seed: int, tokens: Sequence[float], loss: Law) -> pd.DataFrame:
-    lines = pd.DataFrame({"tokens": list(tokens), "valid loss": [loss(t) for t in tokens]})
+def curve(size: str, arm: str, seed: int, tokens: Iterable[float], loss: Law) -> pd.DataFrame:
+    points = [(at, loss(at)) for at in tokens]
+    lines = pd.DataFrame(points, columns=["tokens", "valid loss"])
     return lines.assign(
         task=size, method=arm, options="", settings="ratio=10", seed=seed, arm=arm, size=size
     )

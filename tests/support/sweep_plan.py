@@ -10,24 +10,32 @@ ROWS, HALF = 128, 64
 NUMBERS = 9
 
 
-def edges_of(spans: np.ndarray) -> list[int]:
+def edges_of(spans: np.ndarray, rows: int = ROWS) -> list[int]:
     """The first tokens of one row's documents that are at least as long as a block.
 
     If documents are out of order a window may have several, of which the last one counts.
     """
     first, last = spans
     i = np.arange(len(first))
-    found = i[(first == i) & (last - i >= ROWS - 1)]
-    return sorted({int(edge) // ROWS: int(edge) for edge in found if edge}.values())
+    found = i[(first == i) & (last - i >= rows - 1)]
+    return sorted({int(edge) // rows: int(edge) for edge in found if edge}.values())
 
 
-def blocks_of(spans: np.ndarray) -> list[tuple[int, int, int]]:
-    """Origin, beginning and end of each block of one row."""
-    origins = [0, *edges_of(spans), spans.shape[1]]
+def blocks_of(
+    spans: np.ndarray, rows: int = ROWS, slots: int | None = None
+) -> list[tuple[int, int, int]]:
+    """Origin, beginning and end of each block of ``rows`` of one row, or of less.
+
+    Args:
+        slots: as many blocks at most, or any number.
+    """
+    n = spans.shape[1]
+    most = n if slots is None else slots - -(-n // rows)
+    origins = [0, *edges_of(spans, rows)[:most], n]
     return [
-        (origin, start, min(start + ROWS, end))
+        (origin, start, min(start + rows, end))
         for origin, end in itertools.pairwise(origins)
-        for start in range(origin, end, ROWS)
+        for start in range(origin, end, rows)
     ]
 
 

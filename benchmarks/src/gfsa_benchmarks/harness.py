@@ -135,9 +135,11 @@ def _command(arguments: Sequence[str]) -> str:
     if "--csv" in kept:
         at = kept.index("--csv")
         del kept[at : at + 2]
-    # `python -m gfsa` is the same program
-    program = Path(arguments[0]).name.replace("__main__.py", "gfsa")
-    return shlex.join([program, *kept])
+    # `python -m gfsa bench` and `python -m gfsa_benchmarks` are the same program
+    path = Path(arguments[0])
+    if path.parts[-2:] == ("gfsa_benchmarks", "__main__.py"):
+        kept = ["bench", *kept]
+    return shlex.join([path.name.replace("__main__.py", "gfsa"), *kept])
 
 
 def _ratio(timing: Timing | None, reference: Timing | None) -> float | None:

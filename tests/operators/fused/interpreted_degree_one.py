@@ -49,9 +49,12 @@ def test_agrees_with_the_specification(problem: Problem, per_head: bool) -> None
     exact = [x.detach().double().requires_grad_() for x in inputs]
     out = DenseOperator.from_qk(*exact[:2], mask, **options).polynomial(exact[3], exact[2])
     expected = [out, *torch.autograd.grad(out, exact, g.double())]
+    # the gradient of q vanishes where there is one token, but for the rounding of torch's attention
+    rounding = torch.finfo(torch.float32).eps * max(y.norm() for y in expected)
     for name, x, y in zip(NAMES, got, expected, strict=True):
         assert x.shape == y.shape, name
-        assert (x.double() - y).norm() <= 2e-6 * max(y.norm(), 1e-3), name
+        most = 2e-6 * max(y.norm(), 1e-3) if y.any() else rounding
+        assert (x.double() - y).norm() <= most, name
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -1,4 +1,4 @@
-"""The plan of the causal sweep with spans on the CPU, in Triton's interpreter.
+"""The plans of the causal sweep and of gradients with spans on the CPU, in Triton's interpreter.
 
 Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
 """
@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from gfsa.operators import Visibility
+from gfsa.operators.fused.hopper.backward_path import slots_of
+from gfsa.operators.fused.hopper.plan import plan_rows
 from gfsa.operators.fused.sweep.plan import NUMBERS, plan_blocks
-from support.sweep_plan import HALF, ROWS, plan_of
+from support.sweep_plan import HALF, ROWS, blocks_of, plan_of
 
 assert support.triton_interpreter
 
@@ -33,20 +35,25 @@ def out_of_order() -> torch.Tensor:
     return visible.spans(600, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize(
+SPANS = pytest.mark.parametrize(
     "spans",
     [
         # edges in the first window, in the middle's, where windows begin, and none
         seen([50, 300, 1, 1, 127, 128, 700, 129, 40], [1476]),
         seen([128] * 10, [1280], [1] * 500 + [780]),
+        # more than the plan of a gradient has room for
+        seen([70] * 20, [140] * 10),
         seen([700, 300, 280], window=200),
         seen([300], window=1),
         seen([1]),
         out_of_order(),
     ],
-    ids=["mixed", "even", "window", "alone", "one", "out of order"],
+    ids=["mixed", "even", "many", "window", "alone", "one", "out of order"],
 )
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@SPANS
 def test_it_is_that_of_the_specification(spans: torch.Tensor, parts: int) -> None:
     batch, _, n = spans.shape
     blocks = -(-n // ROWS)
@@ -64,3 +71,19 @@ def test_it_is_that_of_the_specification(spans: torch.Tensor, parts: int) -> Non
         there = expected[..., 2:3] > 0
         np.testing.assert_array_equal(of_row[..., 2], expected[..., 2])
         np.testing.assert_array_equal(of_row * there, expected * there)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@SPANS
+def test_rows_of_gradients(spans: torch.Tensor, rows: int) -> None:
+    """Every row once, and no more documents begin with blocks than there is room for."""
+    batch, _, n = spans.shape
+    blocks = -(-n // rows)
+    slots = slots_of(blocks)
+    plan = torch.full((batch * (2 * slots + blocks + 2),), -1, dtype=torch.int32)
+    plan_rows[batch,](spans, plan, n, blocks, slots, 2 * n, rows, 4)
+    got = plan[: batch * slots * 2].view(batch, slots, 2).tolist()
+    for row, of_row in zip(spans.numpy(), got, strict=True):
+        expected = [[start, end] for _, start, end in blocks_of(row, rows, slots)]
+        assert [i for block in expected for i in range(*block)] == list(range(n))
+        assert of_row == expected + [[0, 0]] * (slots - len(expected))

@@ -107,16 +107,22 @@ def test_one_sweep_over_packed_documents(
 
 @pytest.mark.parametrize(
     ("batch", "heads", "grid"),
-    [(4, 16, (32, 8, 2)), (1, 12, (12, 8, 1)), (3, 15, (15, 8, 3)), (1, 37, (1, 8, 37))],
+    [(4, 16, (32, 9, 2)), (1, 12, (12, 9, 1)), (3, 15, (15, 9, 3)), (1, 37, (1, 9, 37))],
 )
 def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, int, int]) -> None:
-    """A block of as many heads as can be worked on together, then the next block."""
+    """A block of as many heads as can be worked on together, then the next block.
+
+    With documents, of nine blocks one is for a document that begins in the middle of eight.
+    """
     q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
-    problem = problem_of(q, q, None, Options(0.1, True))
-    assert hopper_backward.grid_of(problem, 64, 64) == grid
+    spans = torch.empty(1, 2, 512, dtype=torch.int32, device="meta")
+    packed, plain = (problem_of(q, q, mask, Options(0.1, True)) for mask in (spans, None))
+    together, blocks, groups = grid
+    assert hopper_backward.grid_of(packed, 64, 64) == grid
+    assert hopper_backward.grid_of(plain, 64, 64) == (together, blocks - 1, groups)
     together = {64: 4, 12: 4, 45: 3, 37: 1}[batch * heads]
-    expected = (together, 8, batch * heads // together)
-    assert hopper_backward.grid_of(problem, 64, 128) == expected
+    expected = (together, blocks, batch * heads // together)
+    assert hopper_backward.grid_of(packed, 64, 128) == expected
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,7 @@ def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, in
         ((4, 16, 4096, 128), Options(0.1, True), False, True),
         ((8, 32, 2048, 128), Options(0.1, True), False, True),
         ((8, 32, 2044, 128), Options(0.1, True), False, False),
-        ((4, 16, 4096, 128), Options(0.1), False, True),
+        ((4, 16, 4096, 128), Options(0.1), False, False),
         ((4, 16, 4100, 128), Options(0.1, True), False, True),
         ((4, 16, 4100, 128), Options(0.1), False, False),
         ((4, 16, 4096, 128), Options(0.1), True, False),
@@ -139,7 +145,7 @@ def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, in
 def test_dq_is_added_up_in_any_order_unless_bits_have_to_be_equal(
     shape: tuple[int, ...], options: Options, masked: bool, expected: bool
 ) -> None:
-    """Long sequences of wide heads, causal or of whole blocks, without another mask."""
+    """Long causal sequences of wide heads, without another mask."""
     q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool) if masked else None
     problem = problem_of(q, q, mask, options)
@@ -149,6 +155,16 @@ def test_dq_is_added_up_in_any_order_unless_bits_have_to_be_equal(
         assert not hopper_backward.adds_up_queries(problem)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(4096, True), (4100, False)])
+def test_dq_is_added_up_without_a_mask_once_that_is_measured(
+    length: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole blocks: nothing hides keys beyond the last one."""
+    monkeypatch.setattr(hopper_backward, "WITHOUT_A_MASK_WITH_QUERIES", True)
+    q = torch.empty(4, 16, length, 128, dtype=torch.bfloat16, device="meta")
+    assert hopper_backward.adds_up_queries(problem_of(q, q, None, Options(0.1))) is expected
 
 
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:

@@ -29,6 +29,7 @@ if eligibility.refusal_by_hopper_backward(torch.empty(1, 1, 64, 128, device="cud
 def _for_any_shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shapes that the kernel can serve, not the measured ones alone; launches are not kept."""
     monkeypatch.setattr(hopper, "LEAST_WITH_QUERIES", 1)
+    monkeypatch.setattr(hopper, "WITHOUT_A_MASK_WITH_QUERIES", True)
     hopper._launches.cache_clear()
     yield
     hopper._launches.cache_clear()

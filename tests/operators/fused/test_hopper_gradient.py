@@ -17,6 +17,7 @@ from gfsa.operators.fused.hopper import backward_path
 from gfsa.operators.fused.problem import KEY_MASK, NO_MASK, SPANS, Options, Problem
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
+from support.sweep_plan import blocks_of
 
 ROOM = "gfsa.operators.fused"
 DIM, SCALE = 16, 0.3
@@ -78,12 +79,15 @@ def run(
     exact = [x.requires_grad_() for x in exact]
     seen = visible.rows(0, n, n, CPU)
     scores = (SCALE * exact[0] @ exact[1].mT).masked_fill(~seen, -torch.inf)
-    matrix = scores.softmax(-1)
+    # a query that sees no key, as left padding leaves some: its row of the matrix is zero
+    empty = ~seen.any(-1, keepdim=True)
+    matrix = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     out = DenseOperator(matrix).polynomial(exact[3], exact[2])
     expected = torch.autograd.grad(out, exact, g)
 
     kind, mask, strides = NO_MASK, np.zeros(0, dtype=int), (0, 0, 0)
     if visible.keys is not None:
+        # with causality or without it
         kind, mask, strides = KEY_MASK, visible.keys.numpy().astype(int), (n, 0, 1)
     elif visible.needs_rows():
         kind, mask = SPANS, visible.spans(n, CPU).numpy().astype(int)
@@ -94,7 +98,8 @@ def run(
 
     u = (matrix @ exact[2]).detach().numpy()
     q_, k_, v_, g_, out_, c = (x.detach().numpy() for x in (q, k, v, g, out, coeffs))
-    lse = scores.logsumexp(-1).detach().numpy()[:, :, None]
+    # as the forward kernels save it, infinite for a query that sees no key
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], torch.inf).detach().numpy()[:, :, None]
     delta = np.full(lse.shape, np.nan)
     du, gq, gk, gv = (np.full(q_.shape, np.nan) for _ in range(4))
     numbers = (Number(heads), Number(group), Number(n), SCALE, *map(Number, strides))
@@ -107,6 +112,7 @@ def run(
     tiles = -(-n // wide)
     sums = np.zeros((batch, heads, tiles, wide, room))
     pointers = {"delta": delta, "lse": lse, "dc": parts, "coeffs": c, "mask": mask, "sums": sums}
+    pointers |= {"du": du, "dk": gk, "dv": gv, "dq": gq}
 
     def launch(
         name: str,
@@ -116,6 +122,12 @@ def run(
         *constants: bool,
     ) -> None:
         high, wide = TILES[width][name]
+        if kind == SPANS:
+            rows_of = np.broadcast_to(mask, (batch, 2, n))
+            pointers["plan"] = np.stack([plan_of(x, high, grids[name][1]) for x in rows_of])
+        else:
+            pointers["plan"] = mask
+        results = [x for x in names.split() if x in ("du", "dk", "dv", "dq")]
         gluon_on_cpu.launch(
             kernels[name],
             grids[name],
@@ -123,23 +135,30 @@ def run(
             *(Descriptor(x, high) for x in rows),
             *(Pointer(pointers[x].reshape(-1)) for x in names.split()),
             *numbers,
+            *(Number(x) for _ in results for x in (heads * n * room, n * room, room)),
             *(room, high, wide, visible.causal, used, kind, *constants),
         )
 
     used = room if room == DIM else backward_path.used(dim)
     first_rows = (k_, g_, v_, u, out_, du)
-    launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask")
+    launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask plan du")
     keys_rows = (k_, v_, u, g_, gk, gv)
     keys_cols = (q_, g_, du, lse, delta)
-    launch("grad_keys", keys_cols, keys_rows, "coeffs mask sums", with_queries)
+    launch("grad_keys", keys_cols, keys_rows, "coeffs mask sums plan dk dv", with_queries)
     if with_queries:
         finish, memory = kernels["finish_queries"], Pointer(sums.reshape(-1))
         numbers = (Number(heads), SCALE)
         grid = (tiles, batch * heads)
         gluon_on_cpu.launch(finish, grid, Descriptor(gq, wide), memory, *numbers, room, wide)
     else:
-        launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask")
+        launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask plan dq")
     return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
+
+
+def plan_of(spans: np.ndarray, rows: int, slots: int) -> np.ndarray:
+    """The first row and the end of each block of a sequence."""
+    blocks = [(start, end) for _, start, end in blocks_of(spans, rows, slots)]
+    return np.array(blocks + [(0, 0)] * (slots - len(blocks)))
 
 
 def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
@@ -147,6 +166,14 @@ def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
     numbers = [np.repeat(np.arange(len(row)), row) for row in rows]
     documents = torch.from_numpy(np.stack(numbers))[:, None]
     return Visibility(causal=True, window=window, documents=documents, in_order=True)
+
+
+def padded(lengths: Sequence[int], causal: bool = False) -> Visibility:
+    """Tokens of which so many take part, the first ones of a row or, if negative, the last ones."""
+    tokens = max(map(abs, lengths))
+    numbers = torch.arange(tokens)
+    rows = [numbers < x if x > 0 else numbers >= tokens + x for x in lengths]
+    return Visibility(torch.stack(rows)[:, None], causal=causal)
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -157,7 +184,10 @@ def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
         ((1, 2, 2, 64), Visibility(causal=True)),
         # the last block is not full
         ((2, 1, 1, 76), Visibility()),
-        ((2, 2, 1, 40), Visibility(torch.arange(40)[None, None] < torch.tensor([[[40]], [[23]]]))),
+        ((2, 2, 1, 40), padded([40, 23])),
+        # a decoder's padding, on the right and on the left: the first queries see nothing there
+        ((2, 2, 2, 40), padded([40, 23], causal=True)),
+        ((3, 1, 1, 52), padded([-52, -31, -3], causal=True)),
         # documents that begin with tiles, inside of them, several in one, and of one token
         ((2, 2, 2, 84), packed([32, 20, 1, 1, 30], [84])),
         ((1, 3, 1, 52), packed([1] * 20 + [32])),
@@ -176,11 +206,38 @@ def test_gradients(
         np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
 
 
+# documents as long as a block of 16 or 32 rows that begin one, two and three rows behind multiples
+# of 4, and are cut short by the next one; more of them than blocks may begin with
+PLANNED = [
+    ((2, 4, 2, 136), packed([17, 33, 35, 51], [1, 34, 35, 66])),
+    ((1, 2, 1, 148), packed([18, 41, 19, 1, 69])),
+    ((1, 3, 3, 148), packed([18, 41, 19, 1, 69], window=37)),
+    ((1, 1, 1, 148), packed([23, 63, 62], window=16)),
+    ((1, 2, 2, 260), packed([19, 17, 18, 17, 17, 33, 35, 33, 71])),
+]
+
+
+@pytest.mark.parametrize("with_queries", [False, True], ids=["dQ apart", "dQ added up"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("shape", "visible"), PLANNED)
+def test_documents_that_begin_with_blocks(
+    kernels: dict[str, Any],
+    shape: tuple[int, int, int, int],
+    visible: Visibility,
+    width: int,
+    with_queries: bool,
+) -> None:
+    for got, expected in run(kernels, shape, visible, width, with_queries=with_queries):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("dim", [72, 80, 96, 120])
 def test_features_that_products_leave_out(kernels: dict[str, Any], dim: int) -> None:
     """A head has room for 128 features; scores are products of the first 80 or 96, or of all."""
-    for visible in (packed([20, 1, 31]), Visibility(causal=True)):
-        for got, expected in run(kernels, (1, 2, 1, 52), visible, 128, dim, 128):
+    causal = (packed([20, 1, 31]), Visibility(causal=True), padded([-52, -31], causal=True))
+    for visible in (*causal, Visibility(), padded([52, 9])):
+        batch = 1 if visible.keys is None else len(visible.keys)
+        for got, expected in run(kernels, (batch, 2, 1, 52), visible, 128, dim, 128):
             np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-10)
 
 

@@ -40,11 +40,13 @@ def run(
     programs: int,
     parts: int,
     visible: Visibility | None = None,
+    stages: int = sweep.STAGES,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """What the kernel gives and what it should: the output, U and the logsumexps.
 
     Args:
         visible: documents and windows; a causal mask alone by default.
+        stages: tiles on the chip at a time.
     """
     draw = np.random.default_rng(n)
     dim, scale = 16, 0.3
@@ -77,7 +79,7 @@ def run(
         *(Number(x) if isinstance(x, int) else x for x in sizes),
         dim,
         parts,
-        2,
+        stages,
         kind,
     )
     assert visible is not None or flags[: total * blocks * 2].all()
@@ -96,6 +98,11 @@ def run(
     ]
 
 
+# as many tiles on the chip as on a GPU, and fewer, which are waited for more often
+STAGES = pytest.mark.parametrize("stages", [2, sweep.STAGES])
+
+
+@STAGES
 @pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
 @pytest.mark.parametrize(
     # batch, heads, group, tokens, heads at a time, programs
@@ -114,9 +121,9 @@ def run(
         (1, 1, 1, 1, 1, 1),
     ],
 )
-def test_the_filter(kernels: list[Any], shape: tuple[int, ...], parts: int) -> None:
+def test_the_filter(kernels: list[Any], shape: tuple[int, ...], parts: int, stages: int) -> None:
     *_, forward = kernels
-    for got, expected in run(forward.filter_sweep, *shape, parts):
+    for got, expected in run(forward.filter_sweep, *shape, parts, stages=stages):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 
@@ -127,6 +134,7 @@ def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
     return Visibility(causal=True, window=window, documents=documents, in_order=True)
 
 
+@STAGES
 @pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
 @pytest.mark.parametrize(
     # heads, group, tokens, heads at a time, programs; what they see
@@ -152,11 +160,11 @@ def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
     ],
 )
 def test_documents_and_windows(
-    kernels: list[Any], shape: tuple[int, ...], visible: Visibility, parts: int
+    kernels: list[Any], shape: tuple[int, ...], visible: Visibility, parts: int, stages: int
 ) -> None:
     *_, forward = kernels
     batch = 1 if visible.documents is None else len(visible.documents)
-    for got, expected in run(forward.filter_sweep, batch, *shape, parts, visible):
+    for got, expected in run(forward.filter_sweep, batch, *shape, parts, visible, stages):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
 
 

@@ -11,10 +11,12 @@ import pandas as pd
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
-from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
+from gfsa_experiments.results.pretraining.gap import Cell, cells
 from gfsa_experiments.results.pretraining.ladder import draw_ladder
+from gfsa_experiments.results.pretraining.passing import gaps_on_the_way, passings
 from gfsa_experiments.results.pretraining.speeds import speed_at
 from gfsa_experiments.results.pretraining.study import Study
+from gfsa_experiments.results.statistics import PairedDifference
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +68,7 @@ def _loss_panels(
 ) -> None:
     """Each size's longest length that plain has, mean over seeds."""
     runs, numbers = study.runs, colours_of(list(ARMS))
-    unmeasured = []
+    unmeasured, batches = [], set[int]()
     for style, size in zip(_STYLES * 9, by_size(runs) if len(runs) else [], strict=False):
         own = runs[runs["size"] == size]
         # of lengths that several arms have; plain alone may have trained for longer
@@ -88,6 +90,7 @@ def _loss_panels(
                 unmeasured.append(f"{arm} at {size}")
             else:
                 by_time.plot(curve.index / speed[0], curve, **look)
+                batches.add(speed[1])
     if not by_tokens.lines:
         for axis in (by_tokens, by_time):
             _nothing(axis, "no curve of a planned run yet")
@@ -96,6 +99,9 @@ def _loss_panels(
         lowest = min(float(np.min(line.get_ydata())) for line in by_tokens.lines)
         axis.set(xlabel=label, ylabel="validation loss (nats)", ylim=(lowest - 0.1, lowest + 1.5))
     by_tokens.legend(frameon=False, fontsize="small")
+    if batches:
+        at = " and ".join(map(str, sorted(batches)))
+        by_time.set_title(f"time of a token as measured at batches of {at}", fontsize=9)
     if unmeasured:
         text = f"time of a token not measured:\n{', '.join(unmeasured)}"
         by_time.text(
@@ -117,59 +123,91 @@ def mean_curve(
 
 
 def _gap_panel(study: Study, axis: Axes) -> None:
-    """The difference to plain of each size and length, with the curve that was fitted to them."""
+    """The difference to plain: of the longest runs on their way, and at the end of every run."""
     numbers = colours_of(list(ARMS))
-    by_arm = {arm: cells(study.runs, arm) for arm in ARMS[1:]}
+    by_arm = {arm: cells(study.runs, arm, "valid") for arm in ARMS[1:]}
     if not any(by_arm.values()):
         _nothing(axis, "no pair of planned runs yet")
         return
-    for arm, found in by_arm.items():
+    untuned = {
+        (one.size, one.tokens)
+        for one in passings(study.curves, study.runs)
+        if one.shows_untuned_plain
+    }
+    lowest = min(cell.mean for found in by_arm.values() for cell in found)
+    for at_arm, (arm, found) in enumerate(by_arm.items()):
         colour = COLOURS[numbers[arm]]
         for at, size in enumerate(dict.fromkeys(cell.size for cell in found)):
+            way = gaps_on_the_way(study.curves, study.runs, size)
+            _draw_way(axis, way, arm, colour, _STYLES[at % len(_STYLES)])
             own = [cell for cell in found if cell.size == size]
-            _draw_cells(axis, own, colour, MARKERS[at], label=f"{arm}, {size}")
-        _draw_fit(axis, found, colour)
+            fair = [cell for cell in own if (cell.size, cell.tokens) not in untuned]
+            # two arms have the same lengths: beside each other, and not one on the other
+            aside = 0.97 + 0.06 * at_arm
+            look: dict[str, Any] = {"color": colour, "marker": MARKERS[at], "aside": aside}
+            _draw_cells(axis, fair, f"{arm}, {size}", **look)
+            rest = [cell for cell in own if cell not in fair]
+            _draw_cells(axis, rest, "", hollow=True, **look)
     axis.axhline(0, color=COLOURS[numbers[PLAIN]], label=PLAIN)
     axis.set_xscale("log")
     left, right = axis.get_xlim()
     ticks = [tick for tick in _RATIOS if left / 2 <= tick <= 2 * right]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xticks([], minor=True)
+    title = "marks: ends of runs; lines: the longest runs on their way; 95 % over seeds"
+    if untuned:
+        title += "\nhollow: plain is not tuned there (its longest runs pass it lower)"
     axis.set(
         xlim=(min(ticks) / 1.2, max(ticks) * 1.2),
+        # intervals of two seeds may be wider than the panel
+        ylim=(min(1.4 * lowest, -0.02), 0.15 * abs(lowest) + 0.01),
         xlabel="tokens per parameter",
-        ylabel="test loss − plain (nats)",
-        title="intervals and bands: 95 %, over seeds",
+        ylabel="validation loss − plain (nats)",
+        title=title,
     )
-    axis.title.set_fontsize(9)
-    axis.legend(frameon=False, fontsize="small")
+    axis.title.set_fontsize(8)
+    axis.legend(frameon=False, fontsize="small", loc="lower right")
 
 
-def _draw_cells(axis: Axes, own: list[Cell], colour: str, marker: str, label: str) -> None:
+def _draw_way(
+    axis: Axes,
+    way: Mapping[float, Mapping[str, PairedDifference]],
+    arm: str,
+    colour: str,
+    style: str,
+) -> None:
+    """The gap of one arm at the validations of its longest runs, with the band of its interval."""
+    known = {ratio: gaps[arm].interval for ratio, gaps in way.items() if arm in gaps}
+    axis.plot(list(known), [gap.mean for gap in known.values()], color=colour, linestyle=style)
+    if known and all(gap.low is not None for gap in known.values()):
+        low, high = zip(*((gap.low, gap.high) for gap in known.values()), strict=True)
+        axis.fill_between(list(known), low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _draw_cells(
+    axis: Axes,
+    own: list[Cell],
+    label: str,
+    color: str,
+    marker: str,
+    aside: float,
+    hollow: bool = False,
+) -> None:
     """The means of one arm and size, with their intervals."""
-    ratios = [cell.ratio for cell in own]
+    if not own:
+        return
+    ratios = [aside * cell.ratio for cell in own]
     ends = [
         (cell.interval.low, cell.interval.high)
         if cell.interval.low is not None and cell.interval.high is not None
         else (cell.mean, cell.mean)
         for cell in own
     ]
-    axis.vlines(ratios, *zip(*ends, strict=True), color=colour, linewidth=1)
-    means = [cell.mean for cell in own]
-    axis.plot(ratios, means, linestyle="none", marker=marker, color=colour, label=label)
-
-
-def _draw_fit(axis: Axes, found: list[Cell], colour: str) -> None:
-    """The curve that was fitted to the cells of one arm, if they allow one, and its band."""
-    fit = fit_gap(found)
-    if fit is None:
-        return
-    x = np.geomspace(min(c.ratio for c in found), max(c.ratio for c in found), 60)
-    curve = [fit.at(float(value)) for value in x]
-    axis.plot(x, [point.mean for point in curve], color=colour, linewidth=1.4)
-    if fit.draws is not None:
-        low, high = zip(*((point.low, point.high) for point in curve), strict=True)
-        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    axis.vlines(ratios, *zip(*ends, strict=True), color=color, linewidth=1)
+    look: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "none"}
+    if hollow:
+        look["markerfacecolor"] = "white"
+    axis.plot(ratios, [cell.mean for cell in own], label=label or None, **look)
 
 
 def _nothing(axis: Axes, text: str) -> None:

@@ -22,6 +22,7 @@ ARMS = {
 # one for filtered runs; the best run of either by validation loss are compared.
 _FIRST = "not settings.str.contains('batch_size|epochs')"
 _SMALL_BATCH = "settings.str.contains('batch_size=16')"
+_LONG = "settings.str.contains('epochs=3')"
 LADDER = {
     "lr tuned,\nbatch 64": (f"{_FIRST} and not settings.str.contains('temp|gain')", _FIRST),
     "+ temperature\nper head": (
@@ -30,7 +31,10 @@ LADDER = {
     ),
     "+ fast rate\nfor gains": (_FIRST, _FIRST),
     "batch 16": (_SMALL_BATCH, _SMALL_BATCH),
-    "3 epochs": ("settings.str.contains('epochs=3')", "settings.str.contains('epochs=3')"),
+    "3 epochs,\nbatch 32": (
+        "settings.str.contains('epochs=3')",
+        "settings.str.contains('epochs=3')",
+    ),
 }
 
 

@@ -10,6 +10,8 @@ Both rules are those of plans, from before their runs:
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from gfsa_experiments.results.page_blocks import Block, Text
@@ -71,30 +73,41 @@ def limit_blocks(study: Study) -> list[Block]:
     """Whether the family has its controls at their best learning rates."""
     if not study.family or (study.rates.empty and RATES not in study.unfinished):
         return []
-    if RATES in study.unfinished:
-        text = (
-            "Gain only and gated heads have plain's learning rate in the family; whether another "
-            f"is better for them is not known yet ({_RATES_PLAN})."
-        )
-        return [Text(text)]
     words = (word.partition("=") for word in _settings_of_plain(study))
     rate = next((float(value) for name, _, value in words if name == "lr"), PretrainConfig.lr)
+    found = rates(study.rates) if len(study.rates) else []
     below = [
-        f"{own.arm} (better at {own.best:g})"
-        for own in rates(study.rates)
+        f"{own.arm} (better at {own.best:g}{_by(own.losses[rate] - own.losses[own.best])})"
+        for own in found
         # a run that broke down has no loss: the family's rate is not the best one either
         if own.arm in CONTROLS
         and own.best is not None
+        and rate in own.losses
         and not own.losses[rate] - own.losses[own.best] < MARGIN
     ]
-    text = (
-        f"The family has below their best, by {MARGIN} nats or more on valid after one epoch: "
-        f"{' and '.join(below)}"
-        if below
-        else f"Gain only and gated heads end nowhere {MARGIN} nats or more lower on valid than at "
-        "the family's learning rate, after one epoch"
-    )
+    if below:
+        text = (
+            f"The family has below their best, by {MARGIN} nats or more on valid after one epoch: "
+            f"{' and '.join(below)}"
+        )
+        if RATES in study.unfinished:
+            text += "; rates further out are not run yet"
+    elif RATES in study.unfinished:
+        text = (
+            "Gain only and gated heads have plain's learning rate in the family; whether another "
+            "is better for them is not known yet"
+        )
+    else:
+        text = (
+            f"Gain only and gated heads end nowhere {MARGIN} nats or more lower on valid than at "
+            "the family's learning rate, after one epoch"
+        )
     return [Text(f"{text} ({_RATES_PLAN}).")]
+
+
+def _by(nats: float) -> str:
+    """By how much; a run that broke down leaves that open."""
+    return "" if math.isnan(nats) else f" by {nats:.3f}"
 
 
 def _settings_of_plain(study: Study) -> frozenset[str]:

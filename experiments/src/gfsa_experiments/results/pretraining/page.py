@@ -11,14 +11,22 @@ from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
 from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Picture, Text
 from gfsa_experiments.results.pretraining.answer import family_table
 from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, by_size, settings_apart
+from gfsa_experiments.results.pretraining.between import APART
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
 from gfsa_experiments.results.pretraining.limits import limit_blocks
+from gfsa_experiments.results.pretraining.passing import (
+    passing_blocks,
+    passings,
+    with_tuned_plain,
+)
 from gfsa_experiments.results.pretraining.probes import Measure, at_loss, measures
 from gfsa_experiments.results.pretraining.savings import Saving, savings, savings_of_ends
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
 from gfsa_experiments.results.pretraining.study import Study
+from gfsa_experiments.results.pretraining.warmups import warmup_blocks
+from gfsa_experiments.results.pretraining.worth import worth, worth_sentences
 from gfsa_experiments.results.statistics import LEVEL, Interval
 
 NATS = Scale(1, 3)
@@ -30,13 +38,16 @@ OVER_LENGTHS = (
     "loss, tokens from 128 on",
 )
 """Probes that are shown for every length."""
+UNTUNED = "‡"
+"""Marks lengths at which plain is shown not to be tuned."""
 Speeds = Mapping[tuple[str, str, int], float]
 
 
 def blocks(study: Study, speeds: Speeds) -> list[Block]:
     """Every section that has runs, and what is missing."""
     found = [*family_table(study.family), *limit_blocks(study), *control_blocks(study)]
-    found += [*gap_blocks(study, speeds), *stability_blocks(study.stability)]
+    found += [*gap_blocks(study, speeds), *warmup_blocks(study.warmups)]
+    found += stability_blocks(study.stability)
     found += [*probe_blocks(study), *probes_by_length(study), *_coefficient_blocks(study)]
     if study.missing:
         found += [Heading("Not run yet"), Bullets(study.missing)]
@@ -126,6 +137,9 @@ def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
     by_arm = {arm: {(c.size, c.tokens): c for c in cells(runs, arm)} for arm in arms}
     places = {place: cell for found in by_arm.values() for place, cell in found.items()}
     order = by_size(runs)
+    passed = passings(study.curves, runs)
+    tuned = with_tuned_plain(runs, passed)
+    compared_to_tuned = set(zip(tuned["size"], tuned.tokens, strict=True))
     rows = []
     for place in sorted(places, key=lambda place: (order.index(place[0]), place[1])):
         own = {arm: by_arm[arm].get(place) for arm in arms}
@@ -135,31 +149,42 @@ def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
         )
         cells_of_row = [NATS.interval(cell.interval) if cell else NONE for cell in own.values()]
         name = f"{place[1] / 1e6:.0f}M"
-        ratio = f"{places[place].ratio:.1f}"
+        ratio = f"{places[place].ratio:.1f}{'' if place in compared_to_tuned else UNTUNED}"
         rows.append([place[0], name, ratio, pairs, f"{plain.test.mean():.3f}", *cells_of_row])
     text = (
         "Test loss in nats; differences are paired by seed, with Student's 95 % interval where "
         "there are two seeds or more. Every length is a run of its own with its whole schedule. "
         "Exploratory, apart from the family's comparisons."
     )
+    if len(tuned) < len(runs):
+        text += f" {UNTUNED} Not against a tuned plain model, as the next table shows."
     columns = ["size", "tokens", "tokens per parameter", "pairs", PLAIN]
     grid = Grid([*columns, *(f"{arm} − plain" for arm in arms)], rows, ("size",))
-    sentences = [fit_sentence(arm, list(by_arm[arm].values())) for arm in FITTED if arm in by_arm]
+    sentences = [fit_sentence(arm, cells(tuned, arm)) for arm in FITTED if arm in by_arm]
     for arm in FITTED:
         found = savings(study.curves, runs, arm, speeds)
         for saving in found:
-            sentences.append(saving_sentence(saving, savings_of_ends(runs, arm, saving.size)))
-    return [Heading("The gap by tokens per parameter"), Text(text), grid, Bullets(sentences)]
+            sentences.append(saving_sentence(saving, savings_of_ends(tuned, arm, saving.size)))
+    valued = [worth(runs, arm, size) for size in order for arm in arms]
+    sentences += worth_sentences([one for one in valued if one is not None])
+    return [
+        Heading("The gap by tokens per parameter"),
+        Text(text),
+        grid,
+        Bullets(sentences),
+        *passing_blocks(passed, FITTED),
+    ]
 
 
 def fit_sentence(arm: str, found: list[Cell]) -> str:
     """What the fit says of whether the gap vanishes, or why there is none."""
     fit = fit_gap(found)
     if fit is None:
+        there = ", ".join(f"{cell.ratio:.1f}" for cell in found) or "none"
         return (
             f"{arm} − plain: no fit. It needs {POINTS} numbers of tokens per parameter that differ "
-            f"by a tenth or more; there {'is' if len(found) == 1 else 'are'} "
-            f"{', '.join(f'{cell.ratio:.1f}' for cell in found)}."
+            "by a tenth or more, each with a tuned plain model; there "
+            f"{'are' if len(found) > 1 else 'is'} {there}."
         )
     most = max(cell.ratio for cell in found)
     law = f"{signed(fit.scale, 3)}·x^{signed(-fit.decay, 2)}"
@@ -312,13 +337,17 @@ def probes_by_length(study: Study) -> list[Block]:
     for ratio, cell in own[own.arm.isin([PLAIN, *arms])].groupby("ratio"):
         found = {m.name: m for m in measures(study.probes.merge(cell[RUN], on=RUN))}
         if all(m.differences.keys() >= set(arms) for m in found.values()):
-            by_length[float(ratio)] = found, cell.groupby("arm").test.mean()
+            tokens = float(cell.tokens.iloc[0])
+            by_length[float(ratio)] = found, tokens, cell.groupby("arm").test.mean()
     if not arms or len(by_length) < 2:
         return []
     rows = []
     for name in OVER_LENGTHS:
-        plain = {float(ends[PLAIN]): found[name].plain for found, ends in by_length.values()}
-        for ratio, (found, ends) in by_length.items():
+        plain = [
+            (tokens, float(ends[PLAIN]), found[name].plain)
+            for found, tokens, ends in by_length.values()
+        ]
+        for ratio, (found, _, ends) in by_length.items():
             measure = found[name]
             cells = [measure.name, f"{ratio:.1f}", NATS.number(measure.plain)]
             for arm in arms:
@@ -333,8 +362,8 @@ def probes_by_length(study: Study) -> list[Block]:
         columns += [f"{arm} − plain", "at equal loss"]
     text = (
         "By length of the run, means over seeds. At equal loss: the difference to plain's measure "
-        "where plain's test loss is the arm's, on a line between plain's two nearest lengths. "
-        "Exploratory."
+        "where plain's test loss is the arm's, on a line between plain's two nearest lengths, if "
+        f"these are no more than {APART:g} times apart. Exploratory."
     )
     return [Text(text), Grid(columns, rows, ("measure",))]
 

@@ -5,13 +5,14 @@ See :func:`gfsa_experiments.tasks.pretrain.probes.probe` for what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
-import numpy as np
 import pandas as pd
 
 from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of
+from gfsa_experiments.results.pretraining.between import are_near
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.statistics import PairedDifference, paired_difference
 
@@ -60,16 +61,22 @@ def measures(probes: pd.DataFrame) -> list[Measure]:
     return found
 
 
-def at_loss(plain: Mapping[float, float], loss: float) -> float | None:
-    """What plain's measure is where plain has ``loss``, between two lengths; None beyond them.
+def at_loss(plain: Iterable[tuple[float, float, float]], loss: float) -> float | None:
+    """What plain's measure is where plain has ``loss``, on a line between two lengths of it.
+
+    None beyond plain's lengths, and between two that are far apart (:mod:`.between`).
 
     Args:
-        plain: the measure by the loss of plain's runs, one of each length.
+        plain: for each length its tokens, and the loss and the measure of plain's runs.
     """
-    losses = sorted(plain)
-    if not losses or not losses[0] <= loss <= losses[-1]:
-        return None
-    return float(np.interp(loss, losses, [plain[x] for x in losses]))
+    ends = sorted(plain, key=lambda end: end[1])
+    for (tokens, low, at_low), (others, high, at_high) in pairwise(ends):
+        if low <= loss <= high:
+            if not are_near(tokens, others):
+                return None
+            share = (loss - low) / (high - low) if high > low else 0.0
+            return at_low + share * (at_high - at_low)
+    return None
 
 
 def _of_run(lines: pd.DataFrame) -> dict[str, float]:

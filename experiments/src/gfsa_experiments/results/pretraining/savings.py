@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 
 from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
+from gfsa_experiments.results.pretraining.between import tokens_to_reach
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.speeds import speed_at
 from gfsa_experiments.results.statistics import Interval, mean_of_groups
@@ -24,7 +24,7 @@ class Saving:
     """Of the run whose final loss is to be reached."""
     shares: dict[int, float | None]
     """By seed: the share of plain's tokens after which the arm is at plain's final loss; None if it
-    never is."""
+    never is (validations are near each other)."""
     step_time: float | None
     """The arm's time of a token as a multiple of plain's; None if it was not measured."""
     step_batch: int | None
@@ -55,8 +55,8 @@ def savings(
 ) -> list[Saving]:
     """Every size's longest comparison, by the curves of validation loss.
 
-    A curve on its way is above what a run of that length would end with, because its learning rate
-    has not fallen yet: what is saved is understated.
+    A curve on its way is above what a run of that length and a good schedule would end with,
+    because its learning rate has not fallen yet: what is saved is understated.
     """
     found = []
     for size in by_size(runs) if len(runs) else []:
@@ -66,9 +66,9 @@ def savings(
         pairs = pairs[pairs.tokens == pairs.tokens.max()]
         shares: dict[int, float | None] = {}
         for pair in pairs.to_dict("records"):
-            lines = [_curve(curves, {name: pair[name] for name in RUN})]
+            lines = [curve_of(curves, {name: pair[name] for name in RUN})]
             lines.append(
-                _curve(curves, {name: pair.get(f"{name}_of_arm", pair[name]) for name in RUN})
+                curve_of(curves, {name: pair.get(f"{name}_of_arm", pair[name]) for name in RUN})
             )
             if not all(len(line) for line in lines):
                 continue
@@ -87,33 +87,15 @@ def savings(
     return found
 
 
-def _curve(curves: pd.DataFrame, run: Mapping[str, object]) -> pd.DataFrame:
+def curve_of(curves: pd.DataFrame, run: Mapping[str, object]) -> pd.DataFrame:
+    """The validations of one run, in order; none if it left no curve."""
     own = curves
     for name, value in run.items():
+        if own.empty:
+            # a table without a line may lack the columns too
+            return own
         own = own[own[name] == value]
-    if own.empty:
-        # a table without a line may lack the columns too
-        return own
     return own.astype({"tokens": float, "valid loss": float}).sort_values("tokens")
-
-
-def tokens_to_reach(
-    tokens: Sequence[float], losses: Sequence[float], target: float
-) -> float | None:
-    """The tokens after which a curve is at ``target`` or below for the first time; None if never.
-
-    Between two validations the loss is a line over the logarithm of the tokens.
-    """
-    x, y = np.log(np.asarray(tokens, float)), np.asarray(losses, float)
-    below = np.flatnonzero(y <= target)
-    if not len(below):
-        return None
-    at = int(below[0])
-    if at == 0:
-        # before the first validation nothing is known
-        return float(np.exp(x[0]))
-    share = (y[at - 1] - target) / (y[at - 1] - y[at])
-    return float(np.exp(x[at - 1] + share * (x[at] - x[at - 1])))
 
 
 def savings_of_ends(runs: pd.DataFrame, arm: str, size: str) -> dict[float, float]:
@@ -121,7 +103,8 @@ def savings_of_ends(runs: pd.DataFrame, arm: str, size: str) -> dict[float, floa
 
     Losses at the end of runs of different lengths, interpolated over the logarithm of the tokens:
     every one has its whole schedule. A length is left out if the arm has no runs of it, if the
-    arm's shortest runs are at plain's loss already (how far before is not known), or if none is.
+    arm's shortest runs are at plain's loss already (how far before is not known), if none is, or if
+    the arm is there between two lengths that are far apart (:mod:`.between`).
     """
     own = runs[runs["size"] == size]
     ends = {

@@ -23,6 +23,9 @@ STABILITY = "pretrain-stability.txt"
 RATES = "pretrain-controls-rates.txt"
 CONTROLS = ("pretrain-controls.txt", "pretrain-layers.txt")
 BASELINE = "pretrain-baseline.txt"
+WARMUP = "pretrain-warmup.txt"
+OTHERS = ("pretrain-batch16.txt", "pretrain-gates.txt")
+"""Plans of which the page says whether their runs are there, and no more."""
 FAMILY = "pretrain"
 _EARLIER_CURVES = Path("tuning/pretrain-curves.csv")
 
@@ -49,6 +52,8 @@ class Study:
     :data:`BASELINE` below, with ``lr`` too."""
     rates: pd.DataFrame = field(default_factory=pd.DataFrame)
     baseline: pd.DataFrame = field(default_factory=pd.DataFrame)
+    warmups: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """The runs of :data:`WARMUP`, likewise."""
     unfinished: frozenset[str] = frozenset()
     """The plans that lack runs, by the names of their files."""
 
@@ -65,7 +70,8 @@ def read_study(folder: Path) -> Study:
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), plans.missing)
     _refuse_several_data(folder, runs)
-    of_plans = {name: plans.rows_of(name) for name in (STABILITY, BASELINE, RATES, *CONTROLS)}
+    names = (STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, *OTHERS)
+    of_plans = {name: plans.rows_of(name) for name in names}
     controls = pd.concat([of_plans[name] for name in CONTROLS])
     tables = {name: _read_table(folder / "pretraining" / f"{name}.csv") for name in TABLES}
     curves = [tables["curves"], _earlier_curves(folder / _EARLIER_CURVES, rows)]
@@ -81,6 +87,7 @@ def read_study(folder: Path) -> Study:
         controls=labelled(controls, [], keep_diverged=True),
         rates=labelled(of_plans[RATES], [], keep_diverged=True),
         baseline=labelled(of_plans[BASELINE], [], keep_diverged=True),
+        warmups=labelled(of_plans[WARMUP], [], keep_diverged=True),
         unfinished=frozenset(plans.unfinished),
     )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gfsa.operators.fused.eligibility import refusal_by_hopper_backward
+from gfsa.operators.fused.hopper.plan import plan_rows
 from gfsa.operators.fused.launcher import Block, Grid, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
@@ -61,6 +62,12 @@ HEADS_AT_A_TIME = {64: 32, 128: 4}
 # shortest sequences of wide heads whose dQ is added up with dK and dV: of 1,024 tokens it gains a
 # twentieth of the gradient's time, too little to give up equal bits
 LEAST_WITH_QUERIES = 2048
+# so without a causal mask, too: neither timed nor known to have run on a GPU, and more spills
+WITHOUT_A_MASK_WITH_QUERIES = False
+
+# with spans: so many blocks of a sequence allow for one more; windows that its plan takes at a time
+BLOCKS_PER_EDGE = 8
+WINDOWS = 64
 
 forward = long.forward
 
@@ -75,20 +82,31 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
     q, k, v, u, out, lse, coeffs, mask, _ = saved
     problem = problem_of(q, k, mask, options)
     with_queries = adds_up_queries(problem)
-    launches = _launches(problem, with_queries)
     mask, _ = pointers(mask, None, unused=q)
     lse = copyable_by_row(lse)
     du, delta = empty_like(q), torch.empty_like(lse)
-    lses, deltas = as_tiles(lse), as_tiles(delta)
-    grad_first = launches["grad_first_pass"]
-    dc = lse.new_empty(q.shape[1], 3, math.prod(grad_first.grid) // q.shape[1])
-    grad_first((q, g, lses, k, g, v, u, out, du), delta, dc, coeffs, mask)
     # a row of k and v for each query head; heads that share keys are added up below
     grouped = q.shape[1] != k.shape[1]
     dk, dv = (empty_like(q if grouped else x) for x in (k, v))
+    # dQ lies as dU does
+    strides = [x.stride()[:3] for x in (du, dk, dv)]
+    launches = _launches(problem, with_queries, max(map(max, strides)) >= 2**31)
+    of_du, of_dk, of_dv = strides
+    plans = _plans(problem, mask)
+    lses, deltas = as_tiles(lse), as_tiles(delta)
+    grad_first = launches["grad_first_pass"]
+    dc = lse.new_empty(q.shape[1], 3, math.prod(grad_first.grid) // q.shape[1])
+    grad_first(
+        (q, g, lses, k, g, v, u, out, du), delta, dc, coeffs, mask, plans["grad_first_pass"], du,
+        numbers=(*grad_first.numbers, *of_du),
+    )  # fmt: skip
     sums = _zeros(problem, q.device) if with_queries else coeffs
     grad_keys = launches["grad_keys"]
-    grad_keys((q, g, du, lses, deltas, k, v, u, g, dk, dv), coeffs, mask, sums)
+    grad_keys(
+        (q, g, du, lses, deltas, k, v, u, g, dk, dv),
+        coeffs, mask, sums, plans["grad_keys"], dk, dv,
+        numbers=(*grad_keys.numbers, *of_dk, *of_dv),
+    )  # fmt: skip
     if with_queries:
         # dQ may lie where dU was: sums take twice as much beside it
         del du
@@ -97,7 +115,11 @@ def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor,
         del sums
     else:
         dq = empty_like(q)
-        launches["grad_queries"]((k, v, u, q, g, du, dq), delta, lse, coeffs, mask)
+        grad_queries = launches["grad_queries"]
+        grad_queries(
+            (k, v, u, q, g, du, dq), delta, lse, coeffs, mask, plans["grad_queries"], dq,
+            numbers=(*grad_queries.numbers, *of_du),
+        )  # fmt: skip
     return dq, sum_groups(dk, k), sum_groups(dv, v), dc
 
 
@@ -111,7 +133,7 @@ def adds_up_queries(problem: Problem) -> bool:
     return (
         problem.head_dim == 128
         and problem.mask_kind == NO_MASK
-        and (problem.options.is_causal or whole_blocks)
+        and (problem.options.is_causal or (WITHOUT_A_MASK_WITH_QUERIES and whole_blocks))
         and problem.length >= LEAST_WITH_QUERIES
         and not torch.are_deterministic_algorithms_enabled()
     )
@@ -176,18 +198,58 @@ def _kernels() -> _Kernels:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(problem: Problem, with_queries: bool) -> dict[str, Launch]:
-    """Each kernel over the rows of one problem."""
+def _launches(problem: Problem, with_queries: bool, far: bool) -> dict[str, Launch]:
+    """Each kernel over the rows of one problem.
+
+    Args:
+        with_queries: whether the kernel of dK and dV adds up dQ.
+        far: whether a stride of a result needs 64 bits.
+    """
     launches = {
-        "grad_first_pass": _launch("grad_first_pass", problem),
-        "grad_keys": _launch("grad_keys", problem, with_queries),
+        "grad_first_pass": _launch("grad_first_pass", problem, far),
+        "grad_keys": _launch("grad_keys", problem, far, with_queries),
     }
     if with_queries:
         return {**launches, "finish_queries": _finish_queries(problem)}
-    return {**launches, "grad_queries": _launch("grad_queries", problem)}
+    return {**launches, "grad_queries": _launch("grad_queries", problem, far)}
 
 
-def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
+def _plans(problem: Problem, mask: Tensor) -> dict[str, Tensor]:
+    """With spans, the rows of the programs of each kernel; otherwise what is not read."""
+    if problem.mask_kind != SPANS:
+        return dict.fromkeys(TILES, mask)
+    width = width_of(problem)
+    plans: dict[int, Tensor] = {}
+    for tiles in TILES.values():
+        rows = tiles[width].rows
+        if rows not in plans:
+            blocks = -(-problem.length // rows)
+            numbers = problem.batch * (2 * slots_of(blocks) + blocks + 2)
+            plans[rows] = torch.empty(numbers, dtype=torch.int32, device=mask.device)
+            _plan(problem, rows)((), mask, plans[rows])
+    return {name: plans[tiles[width].rows] for name, tiles in TILES.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(problem: Problem, rows: int) -> Launch:
+    blocks = -(-problem.length // rows)
+    return Launch(
+        _PLAN,
+        (problem.batch, 1, 1),
+        (problem.device,),
+        (),
+        (problem.length, blocks, slots_of(blocks), problem.mask_strides[0]),
+        (rows, WINDOWS),
+        num_warps=8,
+    )
+
+
+def slots_of(blocks: int) -> int:
+    """How many blocks a sequence with spans may be cut into: programs without rows take time."""
+    return blocks + -(-blocks // BLOCKS_PER_EDGE)
+
+
+def _launch(name: str, problem: Problem, far: bool, *constants: bool) -> Launch:
     """A kernel with the constants that all have, then its own."""
     kernel = _kernels().by_name[name]
     scale, is_causal, _ = problem.options
@@ -202,7 +264,7 @@ def _launch(name: str, problem: Problem, *constants: bool) -> Launch:
     return Launch(
         kernel,
         grid_of(problem, tiles.rows, width),
-        problem.variant,
+        (*problem.variant, far),
         [block for argument in arguments if (block := block_of(argument, tiles, width))],
         (problem.heads, problem.group, problem.length, scale, mask_b, mask_h, mask_j),
         (
@@ -240,6 +302,8 @@ def width_of(problem: Problem) -> int:
 def grid_of(problem: Problem, rows: int, width: int) -> Grid:
     """A program for each block of ``rows`` tokens of each head, in the order of the launch."""
     blocks, heads = -(-problem.length // rows), problem.batch * problem.heads
+    if problem.mask_kind == SPANS:
+        blocks = slots_of(blocks)
     together = max(x for x in range(1, HEADS_AT_A_TIME[width] + 1) if heads % x == 0)
     return together, blocks, heads // together
 
@@ -256,3 +320,6 @@ def block_of(argument: str, tiles: Tiles, width: int) -> Block | None:
     sides = {"_rows": tiles.rows, "_cols": tiles.cols}
     side = sides.get(argument[-5:])
     return None if side is None else (1, 1, side, width)
+
+
+_PLAN = Kernel(plan_rows)

@@ -1,5 +1,7 @@
 """``z = Aᵀ·g``, and what follows from it row by row: dU, δ and the coefficients' gradients."""
 
+# ruff: noqa: SIM102 - Gluon compiles a subset of Python
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -16,13 +18,16 @@ from gfsa.operators.fused.hopper.tiles import (
     JIT_OPTIONS,
     KEY_MASK,
     LOG2E,
+    SPANS,
     barriers,
     hide_queries,
     left_operand,
     place,
     queries_of_keys,
+    rows_of,
     scores,
     shown_keys,
+    store_rows,
     tile_of,
     vector_of,
 )
@@ -46,8 +51,8 @@ def _load_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_first_pass(
     q_cols, g_cols, lse_cols, k_rows, g_rows, v_rows, u_rows, out_rows, du_rows,
-    delta_out, dc_out, coeffs, mask,
-    heads, group, n, scale, mask_b, mask_h, mask_j,
+    delta_out, dc_out, coeffs, mask, plan, du_out,
+    heads, group, n, scale, mask_b, mask_h, mask_j, x_b, x_h, x_i,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -67,8 +72,20 @@ def grad_first_pass(
     block, blocks, bh, total = place()
     b = bh // heads
     h = bh % heads
-    row = block * BM
-    start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
+    row, row_end = rows_of(plan, b, block, blocks, n, BM, MASK)
+    # (H, 3, B·blocks): what is added up is contiguous
+    parts = total // heads * blocks
+    dc = dc_out + h * 3 * parts + b * blocks + block
+    if MASK == SPANS:
+        if row_end == 0:
+            gl.store(dc, 0.0)
+            gl.store(dc + parts, 0.0)
+            gl.store(dc + 2 * parts, 0.0)
+            return
+    last = gl.minimum(row + BM, row_end) - 1
+    start, steps, earliest, mask = queries_of_keys(
+        mask, b, row, last, n, mask_b, BN, 4, CAUSAL, MASK
+    )
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     _load_step(q_cols, g_cols, lse_cols, qs, gs, lss, bars, b, h, start, 0, True, D, BN)
@@ -101,7 +118,7 @@ def grad_first_pass(
         s = warpgroup_mma_wait(1, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-        p = hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
+        p = hide_queries(p, row, row_end, col, mask, earliest, n, CAUSAL, MASK)
         z = warpgroup_mma_wait(0, deps=[z])
         operand = gl.convert_layout(p.to(dt), PL)
     z = warpgroup_mma(operand, tile_of(gs.index((steps - 1) % 3), BN, D), z, is_async=True)
@@ -126,7 +143,7 @@ def grad_first_pass(
     c2 = gl.load(coeffs + h * 3 + 2)
     rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, AL))
     # rows of keys that take no part hold arbitrary numbers, infinities included
-    shown = rows < n
+    shown = rows < row_end
     if MASK == KEY_MASK:
         shown = shown_keys(mask, b, h, rows, n, mask_b, mask_h, mask_j)
     z = gl.where(shown[:, None], z, 0.0)
@@ -137,14 +154,13 @@ def grad_first_pass(
     gu = gl.sum(g * u, 1)
     gv = gl.sum(g * tile_of(vs, BM, D).load(AL).to(gl.float32), 1)
     go = gl.sum(g * tile_of(outs, BM, D).load(AL).to(gl.float32), 1)
-    k.store((c1 * g + c2 * z).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(du_rows, [b, h, row, 0], ks)
-    gl.store(delta_out + bh.to(gl.int64) * n + rows, go - c0 * gv + c2 * zu, mask=rows < n)
-    # (H, 3, B·blocks): what is added up is contiguous
-    parts = total // heads * blocks
-    dc = dc_out + h * 3 * parts + b * blocks + block
+    if MASK == SPANS:
+        # rows of the next block
+        gu = gl.where(shown, gu, 0.0)
+        gv = gl.where(shown, gv, 0.0)
+    du = (c1 * g + c2 * z).to(dt)
+    store_rows(du_rows, du_out, ks, du, b, h, row, row_end, x_b, x_h, x_i, D, MASK)
+    gl.store(delta_out + bh.to(gl.int64) * n + rows, go - c0 * gv + c2 * zu, mask=rows < row_end)
     gl.store(dc, gl.sum(gv, 0))
     gl.store(dc + parts, gl.sum(gu, 0))
     gl.store(dc + 2 * parts, gl.sum(zu, 0))

@@ -5,6 +5,8 @@ and dV stay in registers; the part ``dS·K`` of dQ is added to a sum in float32 
 add in any order, so the last bits of dQ differ from run to run.
 """
 
+# ruff: noqa: SIM102 - Gluon compiles a subset of Python
+
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -23,12 +25,15 @@ from gfsa.operators.fused.hopper.tiles import (
     JIT_OPTIONS,
     KEY_MASK,
     LOG2E,
+    SPANS,
     barriers,
     hide_queries,
     place,
     queries_of_keys,
+    rows_of,
     scores,
     shown_keys,
+    store_rows,
     tile_of,
     vector_of,
 )
@@ -54,8 +59,8 @@ def _load_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_keys(
     q_cols, g_cols, du_cols, lse_cols, delta_cols, k_rows, v_rows, u_rows, g_rows, dk_rows,
-    dv_rows, coeffs, mask, sums,
-    heads, group, n, scale, mask_b, mask_h, mask_j,
+    dv_rows, coeffs, mask, sums, plan, dk_out, dv_out,
+    heads, group, n, scale, mask_b, mask_h, mask_j, x_b, x_h, x_i, y_b, y_h, y_i,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     USED: gl.constexpr, MASK: gl.constexpr, WITH_QUERIES: gl.constexpr,
 ):  # fmt: skip
@@ -64,7 +69,7 @@ def grad_keys(
     Args:
         sums: dQ/scale of all heads, tile by tile, zeros before the launch.
         WITH_QUERIES: whether dQ is added up in them. Then all keys of a block take part, but for
-            those that a causal mask hides.
+            those that a causal mask or spans hide.
     """
     W: gl.constexpr = gl.num_warps()
     dt: gl.constexpr = q_cols.dtype
@@ -84,12 +89,20 @@ def grad_keys(
         dss = gl.allocate_shared_memory(dt, [BM, BN], FLAT)
         zero_q = gl.full([BN, D], 0.0, gl.float32, QL)
     bars = barriers(3)
-    block, _, bh, _ = place()
+    block, blocks, bh, _ = place()
     b = bh // heads
     h = bh % heads
-    row = block * BM
+    row, row_end = rows_of(plan, b, block, blocks, n, BM, MASK)
+    if MASK == SPANS:
+        if row_end == 0:
+            return
     sums += bh.to(gl.int64) * gl.cdiv(n, BN) * (BN * D)
-    start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
+    last = gl.minimum(row + BM, row_end) - 1
+    # sums lie tile by tile
+    ALIGN: gl.constexpr = BN if WITH_QUERIES else 4
+    start, steps, earliest, mask = queries_of_keys(
+        mask, b, row, last, n, mask_b, BN, ALIGN, CAUSAL, MASK
+    )
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     tma.async_copy_global_to_shared(u_rows, [b, h, row, 0], bars.index(2), us)
@@ -130,7 +143,7 @@ def grad_keys(
         s = warpgroup_mma_wait(2 if USED == D else 4, deps=[s])
         lse = vector_of(lss.index(now), BN, SL) * LOG2E
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-        p = hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
+        p = hide_queries(p, row, row_end, col, mask, earliest, n, CAUSAL, MASK)
         operand = gl.convert_layout(p.to(dt), PL)
         dv = warpgroup_mma(operand, du, dv, is_async=True)
         da = warpgroup_mma_wait(1, deps=[da])
@@ -156,14 +169,10 @@ def grad_keys(
     # keys, values and U have been used: their room takes g and the results
     mbarrier.expect(bars.index(2), BM * D * 2)
     tma.async_copy_global_to_shared(g_rows, [b, h, row, 0], bars.index(2), us)
-    k.store((dk * scale).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dk_rows, [b, h, row, 0], ks)
+    dk = (dk * scale).to(dt)
+    store_rows(dk_rows, dk_out, ks, dk, b, h, row, row_end, x_b, x_h, x_i, D, MASK)
     c0 = gl.load(coeffs + h * 3)
     mbarrier.wait(bars.index(2), 1)
-    v.store((dv + c0 * u.load(AL).to(gl.float32)).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dv_rows, [b, h, row, 0], vs)
+    dv = (dv + c0 * u.load(AL).to(gl.float32)).to(dt)
+    store_rows(dv_rows, dv_out, vs, dv, b, h, row, row_end, y_b, y_h, y_i, D, MASK)
     tma.store_wait(0)

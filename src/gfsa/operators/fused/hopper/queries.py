@@ -22,8 +22,10 @@ from gfsa.operators.fused.hopper.tiles import (
     barriers,
     left_operand,
     place,
+    rows_of,
     scores,
     shown_keys,
+    store_rows,
     tile_of,
 )
 from gfsa.operators.fused.short.tiles import product_layout
@@ -47,8 +49,8 @@ def _load_step(
 @gluon.jit(**JIT_OPTIONS)
 def grad_queries(
     k_cols, v_cols, u_cols, q_rows, g_rows, du_rows, dq_rows,
-    delta_in, lse_in, coeffs, mask,
-    heads, group, n, scale, mask_b, mask_h, mask_j,
+    delta_in, lse_in, coeffs, mask, plan, dq_out,
+    heads, group, n, scale, mask_b, mask_h, mask_j, x_b, x_h, x_i,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
     USED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -72,10 +74,13 @@ def grad_queries(
         block = blocks - 1 - block
     b = bh // heads
     h = bh % heads
-    row = block * BM
+    row, row_end = rows_of(plan, b, block, blocks, n, BM, MASK)
+    if MASK == SPANS:
+        if row_end == 0:
+            return
     end = n
     if CAUSAL:
-        end = gl.minimum(row + BM, n)
+        end = gl.minimum(row + BM, row_end)
     start = 0
     i = row + gl.arange(0, BM, layout=ROWS)
     if MASK == SPANS:
@@ -83,7 +88,8 @@ def grad_queries(
         mask += b.to(gl.int64) * mask_b
         first = gl.load(mask + i, mask=i < n, other=0)
         latest = gl.load(mask + end - 1)
-        start = gl.load(mask + row) // BN * BN
+        # whole tiles before the block
+        start = row - gl.cdiv(row - gl.load(mask + row), BN) * BN
     steps = gl.cdiv(end - start, BN)
     mbarrier.expect(bars.index(2), 3 * BM * D * 2)
     tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
@@ -136,9 +142,12 @@ def grad_queries(
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
         if MASK == SPANS:
             if col < latest:
-                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                p = gl.where(j[None, :] >= first[:, None], p, 0.0)
-        if CAUSAL:
+                j = gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                p = gl.where(j[None, :] >= (first - col)[:, None], p, 0.0)
+            if col + BN > row:
+                j = gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                p = gl.where(j[None, :] <= (i - col)[:, None], p, 0.0)
+        elif CAUSAL:
             if col + BN > row:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
                 p = gl.where(j[None, :] <= i[:, None], p, 0.0)
@@ -154,8 +163,6 @@ def grad_queries(
         dq = warpgroup_mma(gl.convert_layout(ds.to(dt), PL), k, dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
     gl.thread_barrier()
-    q.store((dq * scale).to(dt))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(dq_rows, [b, h, row, 0], qs)
+    dq = (dq * scale).to(dt)
+    store_rows(dq_rows, dq_out, qs, dq, b, h, row, row_end, x_b, x_h, x_i, D, MASK)
     tma.store_wait(0)

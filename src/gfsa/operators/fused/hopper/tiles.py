@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
 )
 
@@ -23,8 +24,13 @@ VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
-    "do_not_specialize": ["heads", "mask_b", "mask_h", "mask_j"],
-    "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask", "sums"],
+    "do_not_specialize": [
+        *("heads", "mask_b", "mask_h", "mask_j"),
+        *("x_b", "x_h", "x_i", "y_b", "y_h", "y_i"),
+    ],
+    "do_not_specialize_on_alignment": [
+        *("coeffs", "dc_out", "mask", "sums", "plan", "du_out", "dk_out", "dv_out", "dq_out"),
+    ],
 }
 
 
@@ -83,6 +89,49 @@ def place():
 
 
 @gluon.jit
+def rows_of(plan, b, block, blocks, n, BM: gl.constexpr, MASK: gl.constexpr):
+    """``(first row, end)`` of a program's rows; with spans by plan, and 0 if there are none."""
+    if MASK == SPANS:
+        plan += (b * blocks + block) * 2
+        return gl.load(plan), gl.load(plan + 1)
+    else:
+        return block * BM, n
+
+
+@gluon.jit
+def store_rows(
+    rows, out, room, x, b, h, row, end, out_b, out_h, out_i, D: gl.constexpr, MASK: gl.constexpr
+):  # fmt: skip
+    """Begin to store a program's rows through shared memory; with spans those before ``end``."""
+    tile = tile_of(room, x.shape[0], D)
+    tile.store(x)
+    fence_async_shared()
+    gl.thread_barrier()
+    if MASK == SPANS:
+        if row + x.shape[0] <= end:
+            tma.async_copy_shared_to_global(rows, [b, h, row, 0], room)
+        else:
+            # a sequence of many heads may have 2³¹ numbers or more
+            at = out + b.to(gl.int64) * out_b + h.to(gl.int64) * out_h + row.to(gl.int64) * out_i
+            _store_some(tile, at, end - row, out_i, D)
+    else:
+        tma.async_copy_shared_to_global(rows, [b, h, row, 0], room)
+
+
+@gluon.jit
+def _store_some(tile, out, number, out_i, D: gl.constexpr):
+    """The first rows of a tile, a few at a time: registers are short."""
+    W: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = min(W * 256 // D, tile.shape[0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [W, 1], [1, 0])
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    for part in gl.static_range(tile.shape[0] // ROWS):
+        x = tile.slice(part * ROWS, ROWS).load(LAYOUT)
+        rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        gl.store(out + rows[:, None] * out_i + d[None, :], x, mask=(rows < number)[:, None])
+
+
+@gluon.jit
 def barriers(COUNT: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(COUNT):
@@ -94,24 +143,31 @@ def barriers(COUNT: gl.constexpr):
 
 @gluon.jit
 def queries_of_keys(
-    mask, b, row, n, mask_b, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
+    mask, b, row, last, n, mask_b, BN: gl.constexpr, ALIGN: gl.constexpr, CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """Which queries see the BM keys from ``row`` on.
+    """Which queries see the keys from ``row`` up to ``last``.
+
+    Args:
+        ALIGN: where tiles of queries may begin: at multiples of 4 at least, since the copy engine
+            takes numbers in float32 from multiples of 16 bytes on. Planned rows begin anywhere.
 
     Returns:
-        The first of them, the number of steps of BN that reach the last one, the last query of the
-        first key, and the mask of this sequence.
+        The first of them or, if that is not aligned, one before it, which causality hides; the
+        number of steps of BN that reach the last one; the last query of the first key; and the mask
+        of this sequence.
     """
+    gl.static_assert(ALIGN % 4 == 0)
     start = 0
     if CAUSAL:
         start = row
     end = n
     earliest = n
     if MASK == SPANS:
+        start = row // ALIGN * ALIGN
         mask += b.to(gl.int64) * mask_b
         earliest = gl.load(mask + n + row)
-        end = gl.load(mask + n + gl.minimum(row + BM, n) - 1) + 1
+        end = gl.load(mask + n + last) + 1
     return start, gl.cdiv(end - start, BN), earliest, mask
 
 
@@ -124,10 +180,14 @@ def shown_keys(mask, b, h, j, n, mask_b, mask_h, mask_j):
 
 
 @gluon.jit
-def hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl.constexpr):
+def hide_queries(
+    p, row, row_end, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl.constexpr
+):  # fmt: skip
     """``Aᵀ`` of keys from ``row`` on and queries from ``col`` on, zero where a key is not seen.
 
     Args:
+        row_end: keys from there on are another program's; what they see may be left in ``p`` where
+            their rows alone hold it, but not where queries do: those behind are in their document.
         spans: first keys of all queries, then last queries of all keys; neither decreases.
         earliest: the last query of the first key, which is the least of these keys' last queries.
     """
@@ -135,13 +195,16 @@ def hide_queries(p, row, col, spans, earliest, n, CAUSAL: gl.constexpr, MASK: gl
     BM: gl.constexpr = p.shape[0]
     BN: gl.constexpr = p.shape[1]
     if MASK == SPANS:
-        if col + BN - 1 > earliest:
-            i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+        if (col + BN - 1 > earliest) | (col < row + BM):
+            # from ``col`` on: rows begin anywhere, and sums with them would take registers
+            i = gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
             # loaded here, for few tiles: registers are short
-            last = gl.load(spans + n + j, mask=j < n, other=-1)
-            p = gl.where(i[None, :] <= last[:, None], p, 0.0)
-    if CAUSAL:
+            last = gl.load(spans + n + j, mask=j < row_end, other=-1) - col
+            first = j - col
+            seen = (i[None, :] >= first[:, None]) & (i[None, :] <= last[:, None])
+            p = gl.where(seen, p, 0.0)
+    elif CAUSAL:
         if col < row + BM:
             i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))

@@ -33,10 +33,14 @@ def _later(x, y):
 
 
 @triton.jit
-def _edges(spans, edges, n, blocks, ROWS: tl.constexpr, WINDOWS: tl.constexpr):
-    """By window the last edge before its end; 0 before them, and the last one again after them."""
+def find_edges(spans, edges, n, blocks, most, ROWS: tl.constexpr, WINDOWS: tl.constexpr):
+    """By window the last edge before its end; 0 before them, and the last one again after them.
+
+    Documents share blocks from the edge after ``most`` others on.
+    """
     tl.store(edges, 0)
     latest = 0
+    number = 0
     for window in range(0, blocks, WINDOWS):
         windows = window + tl.arange(0, WINDOWS)
         i = windows[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -44,6 +48,9 @@ def _edges(spans, edges, n, blocks, ROWS: tl.constexpr, WINDOWS: tl.constexpr):
         last = tl.load(spans + n + i, mask=begins, other=-1)
         # at most one in a window
         edge = tl.max(tl.where(last - i >= ROWS - 1, i, 0), 1)
+        found = (edge > 0).to(tl.int32)
+        edge = tl.where(number + tl.cumsum(found, 0) <= most, edge, 0)
+        number += tl.sum(found, 0)
         edge = tl.maximum(tl.associative_scan(edge, 0, _later), latest)
         tl.store(edges + 1 + windows, edge, mask=windows < blocks)
         latest = tl.max(edge, 0)
@@ -99,7 +106,7 @@ def plan_blocks(
         at = start + tl.arange(0, FLAGS)
         tl.store(flags + at, 0, mask=at < row_flags + LOOKED_AT)
     spans += b.to(tl.int64) * mask_b
-    _edges(spans, edges, n, blocks, ROWS, WINDOWS)
+    find_edges(spans, edges, n, blocks, blocks, ROWS, WINDOWS)
     tl.debug_barrier()
     # the window of the edge where the second half of the row begins
     middle = tl.load(edges + 1 + blocks // 2) // ROWS

@@ -1,0 +1,51 @@
+"""Short runs with longer warm-ups: which schedule is best for each arm, and what is left of gaps.
+
+The plan ``pretrain-warmup.txt`` has them beside the runs of the scaling plan.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from gfsa_experiments.results.number_format import NONE, Scale
+from gfsa_experiments.results.page_blocks import Block, Grid, Heading, Text
+from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, words_of
+from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
+
+NATS = Scale(1, 3)
+
+
+def warmup_steps(settings: str, steps: int) -> int:
+    """The steps in which a run's learning rate rises."""
+    share = float(words_of(settings).get("warmup", PretrainConfig.warmup))
+    return round(share * steps)
+
+
+def warmup_blocks(runs: pd.DataFrame) -> list[Block]:
+    """The loss of every arm by length, warm-up and rate, and each arm's best against plain's.
+
+    Nothing before a run with another warm-up than the recipe's is there.
+    """
+    if runs.empty or not runs.settings.str.contains("warmup=").any():
+        return []
+    pairs = zip(runs.settings, runs.steps, strict=True)
+    table = runs.assign(warm=[warmup_steps(text, int(steps)) for text, steps in pairs])
+    arms = arms_of(table)
+    rows = []
+    for ratio, own in table.groupby("ratio"):
+        for (lr, warm), cell in own.groupby(["lr", "warm"]):
+            losses = cell.set_index("arm").valid
+            cells = [NATS.number(losses[arm]) if arm in losses else NONE for arm in arms]
+            rows.append([f"{ratio:.1f}", f"{lr:g}", str(warm), *cells])
+        best = own.groupby("arm").valid.min()
+        gaps = [
+            NONE if arm == PLAIN else NATS.signed(best[arm] - best[PLAIN]) if arm in best else NONE
+            for arm in arms
+        ]
+        rows.append([f"{ratio:.1f}", "best", "− plain's best", *gaps])
+    text = (
+        "Validation loss in nats of runs with a schedule of their own, seed 0. One seed, and the "
+        "best of several: exploratory ([plan](plans/pretrain-warmup.txt))."
+    )
+    columns = ["tokens per parameter", "lr", "steps of warm-up", *arms]
+    return [Heading("Warm-up of the short runs"), Text(text), Grid(columns, rows)]

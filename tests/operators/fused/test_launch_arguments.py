@@ -1,0 +1,178 @@
+"""Each Gluon launch hands over what its kernel takes, in its order; nothing is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gfsa.operators import Visibility
+from gfsa.operators.fused import eligibility
+from gfsa.operators.fused.hopper import backward_path as hopper
+from gfsa.operators.fused.launcher import Launch
+from gfsa.operators.fused.problem import Options, Saved
+from gfsa.operators.fused.sweep import launch as sweep
+
+if eligibility.TRITON not in eligibility.SHORT_TRITON:
+    pytest.skip("Gluon changes with Triton's version", allow_module_level=True)
+
+SCALE, HEADS, TOKENS = 0.1, 4, 2048
+TOKEN_NAMES = {"out", "u_out", "du_out", "dk_out", "dv_out", "dq_out"}
+INTEGERS = {"flags", "spans", "plan"}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dict[str, Any]]]]:
+    """Launches with their arguments by name."""
+    taken: list[tuple[Launch, dict[str, Any]]] = []
+
+    def record(
+        self: Launch, tensors: Any, *pointers: Tensor, numbers: tuple[Any, ...] | None = None
+    ) -> None:
+        assert len(tensors) == len(self.blocks)
+        given = (*tensors, *pointers, *(self.numbers if numbers is None else numbers))
+        names = self.kernel.function.arg_names
+        taken.append((self, dict(zip(names, (*given, *self.constants), strict=True))))
+
+    monkeypatch.setattr(Launch, "__call__", record)
+    monkeypatch.setattr(sweep, "multiprocessors", lambda device: 132)
+    caches = (sweep._launch, sweep._plan, hopper._launches, hopper._plan)
+    for cache in caches:
+        cache.cache_clear()
+    yield taken
+    for cache in caches:
+        cache.cache_clear()
+
+
+def seen_by(kind: str) -> Tensor | None:
+    if kind == "keys":
+        return torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
+    if kind == "causal" or kind == "none":
+        return None
+    documents = torch.tensor([[0] * 300 + [1] * (TOKENS - 300), [0] * TOKENS])[:, None]
+    visible = Visibility(causal=True, documents=documents, in_order=True)
+    return visible.spans(TOKENS, torch.device("cpu"))
+
+
+def tokens(heads: int, dim: int) -> Tensor:
+    return torch.zeros(2, heads, TOKENS, dim, dtype=torch.bfloat16)
+
+
+def tokens_first(heads: int, dim: int) -> Tensor:
+    return torch.zeros(2, TOKENS, heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> None:
+    """Tensors of the type, numbers of the size and tiles of the shape that a name stands for."""
+    name = launch.kernel.function.fn.__name__
+    tiles = list(arguments)[: len(launch.blocks)]
+    for (argument, x), block in zip(arguments.items(), launch.blocks, strict=False):
+        number = argument in ("lse_cols", "delta_cols")
+        assert x.dtype == (torch.float32 if number else torch.bfloat16), (name, argument)
+        assert block[:2] == (1, 1), (name, argument)
+        # the copy engine's limit for a side, in numbers
+        assert max(block) <= 256, (name, argument)
+    for argument, x in arguments.items():
+        if not isinstance(x, Tensor) or argument in tiles:
+            continue
+        if argument == "mask" and mask is not None:
+            expected = torch.int32 if mask.dtype == torch.int32 else torch.uint8
+        elif argument in INTEGERS and mask is not None and mask.dtype == torch.int32:
+            expected = torch.int32
+        elif argument in TOKEN_NAMES:
+            expected = torch.bfloat16
+        elif argument in ("mask", "plan"):
+            # not read
+            continue
+        else:
+            expected = torch.int32 if argument == "flags" else torch.float32
+        assert x.dtype == expected, (name, argument)
+    known = {"heads": HEADS, "n": TOKENS, "scale": SCALE, "total": 2 * HEADS}
+    for argument, expected in known.items():
+        assert arguments.get(argument, expected) == expected, (name, argument)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["causal", "spans"])
+def test_the_causal_sweep(launched: list[Any], kind: str, dim: int) -> None:
+    mask = seen_by(kind)
+    q, k, v = tokens(HEADS, dim), tokens(2, dim), tokens(2, dim)
+    out, u, lse = sweep.forward(q, k, v, torch.zeros(HEADS, 3), mask, None, Options(SCALE, True))
+    names = [launch.kernel.function.fn.__name__ for launch, _ in launched]
+    assert names == (["plan_blocks"] if mask is not None else []) + ["filter_sweep"]
+    for launch, arguments in launched:
+        check(launch, arguments, mask)
+    _, last = launched[-1]
+    assert (last["out"] is out, last["u_out"] is u, last["u_io"] is u) == (True,) * 3
+    assert last["lse_out"] is lse
+    assert (last["out_b"], last["out_h"], last["out_i"]) == out.stride()[:3]
+    assert last["MASK"] == (0 if mask is None else 3)
+    if mask is not None:
+        # both kernels find the same numbers in the same memory
+        _, first = launched[0]
+        assert first["flags"] is last["flags"]
+        assert (first["mask_b"], first["blocks"]) == (last["mask_b"], last["blocks"])
+        assert first["TILE"] == last["PARTS"] * sweep.HALF
+        assert first["row_flags"] * 2 == last["total"] * last["blocks"] * 2
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("kind", ["none", "causal", "keys", "spans"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_gradient_for_hopper(
+    launched: list[Any], kind: str, dim: int, deterministic: bool
+) -> None:
+    mask = seen_by(kind)
+    q, g, u, out = (tokens(HEADS, dim) for _ in range(4))
+    # results lie as what they are the gradients of
+    k, v = tokens(2, dim), tokens_first(2, dim)
+    lse, coeffs = torch.zeros(2, HEADS, TOKENS), torch.zeros(HEADS, 3)
+    options = Options(SCALE, kind in ("causal", "spans"))
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        dq, dk, dv, _ = hopper.backward(g, Saved(q, k, v, u, out, lse, coeffs, mask), options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+    by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
+    added_up = dim == 128 and kind == "causal" and not deterministic
+    last = "finish_queries" if added_up else "grad_queries"
+    assert [*by_name][-3:] == ["grad_first_pass", "grad_keys", last]
+    for launch, arguments in launched:
+        check(launch, arguments, mask)
+    first, keys, queries = (by_name[x] for x in ("grad_first_pass", "grad_keys", last))
+    assert keys["WITH_QUERIES"] == added_up
+    # rows are stored through memory where they are cut short
+    results = [("du_out", "du_rows", "x"), ("dk_out", "dk_rows", "x"), ("dv_out", "dv_rows", "y")]
+    if not added_up:
+        results.append(("dq_out", "dq_rows", "x"))
+    for given in (first, keys, queries):
+        for out_name, rows_name, stride in results:
+            if out_name in given:
+                assert given[out_name] is given[rows_name]
+                strides = tuple(given[f"{stride}_{side}"] for side in "bhi")
+                assert strides == given[out_name].stride()[:3]
+    if kind == "spans":
+        launches = {launch.kernel.function.fn.__name__: launch for launch, _ in launched}
+        for name in ("grad_first_pass", "grad_keys", "grad_queries"):
+            plan = by_name[name]["plan"]
+            rows, slots = by_name[name]["BM"], launches[name].grid[1]
+            assert any(
+                each["plan"] is plan and (each["ROWS"], each["slots"]) == (rows, slots)
+                for launch, each in launched
+                if launch.kernel.function.fn.__name__ == "plan_rows"
+            )
+    # what one kernel writes, the next ones read
+    assert first["du_rows"] is keys["du_cols"]
+    assert first["delta_out"].data_ptr() == keys["delta_cols"].data_ptr()
+    if added_up:
+        assert queries["sums"] is keys["sums"]
+        assert queries["sums"].numel() == 2 * HEADS * TOKENS * 128
+    else:
+        assert queries["delta_in"] is first["delta_out"]
+        assert queries["du_rows"] is first["du_rows"]

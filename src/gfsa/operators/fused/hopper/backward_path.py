@@ -21,7 +21,9 @@ from gfsa.operators.fused.launcher import Block, Grid, Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import (
+    KEY_MASK,
     NO_MASK,
+    SPANS,
     Options,
     Problem,
     Saved,
@@ -52,9 +54,13 @@ TILES: dict[str, dict[int, Tiles]] = {
     "grad_queries": {64: Tiles(64, 64), 128: Tiles(128, 64)},
 }
 
-# by kernel and width, where the compiler would take a few more: room for four programs of four
-# warps, and for three
-REGISTERS = {("grad_first_pass", 64): 128, ("grad_keys", 64): 168}
+# by kernel, width and mask, where the compiler would take a few more: room for four programs of
+# four warps, and for three. With spans the first pass would spill too much
+REGISTERS = {
+    ("grad_first_pass", 64, NO_MASK): 128,
+    ("grad_first_pass", 64, KEY_MASK): 128,
+    **dict.fromkeys((("grad_keys", 64, mask) for mask in (NO_MASK, KEY_MASK, SPANS)), 168),
+}
 
 # by the width of a head on chip: most heads that are worked on together
 HEADS_AT_A_TIME = {64: 32, 128: 4}
@@ -258,7 +264,7 @@ def _launch(name: str, problem: Problem, far: bool, *constants: bool) -> Launch:
     tiles = TILES[name][width]
     arguments = inspect.signature(kernel.function.fn).parameters
     launch_options: dict[str, Any] = {"num_warps": tiles.warps}
-    registers = REGISTERS.get((name, width))
+    registers = REGISTERS.get((name, width, problem.mask_kind))
     if registers is not None:
         launch_options["maxnreg"] = registers
     return Launch(

@@ -76,7 +76,9 @@ def packed(dim: int) -> None:
         k, v = (randn(1, 2, 332, dim).requires_grad_() for _ in range(2))
         visible = Visibility.packed(torch.tensor(starts, device="cuda"), 332, window=window)
         coeffs = torch.randn(4, 3, device="cuda", requires_grad=True)
-        y = AttentionOperator(q, k, visible=visible, backend="fused").polynomial(coeffs, v)
+        y = AttentionOperator(q, k, visible=visible, enable_gqa=True, backend="fused").polynomial(
+            coeffs, v
+        )
         y.backward(torch.randn_like(y))
         finish(f"332 tokens of {dim}, packed from {starts} in a window of {window}")
 

@@ -13,7 +13,7 @@ import pytest
 from gfsa_experiments.results.families import read_family
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.limits import limit_blocks, limit_of_plain
-from gfsa_experiments.results.pretraining.page import control_blocks
+from gfsa_experiments.results.pretraining.page import control_table, rate_blocks
 from gfsa_experiments.results.pretraining.study import BASELINE, RATES, Study
 from gfsa_experiments.results.verdicts import Outcome
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
@@ -64,16 +64,21 @@ def test_no_other_plain_model_is_stronger(family: list[Outcome]) -> None:
 @pytest.mark.parametrize(
     ("fresh", "words"),
     [
-        ({}, "fresh seeds, which decide whether it is stronger, are not run yet"),
+        ({}, "init_std=0.04` is stronger, are not run yet"),
         ({OWN: 2.1, WIDER: 2.0}, "**the family's plain model is not the strongest**"),
-        ({OWN: 2.1, WIDER: 2.2}, "but not with fresh seeds"),
+        # all runs of a plan may have another warm-up
+        (
+            {f"{OWN} warmup=0.15": 2.1, f"{WIDER} warmup=0.15": 2.0},
+            "plain ends lower with `qk_norm=temperature init_std=0.04` by 0.1000 (test loss)",
+        ),
+        ({OWN: 2.1, WIDER: 2.2}, "init_std=0.04` it is not lower with fresh seeds"),
     ],
 )
 def test_fresh_seeds_decide(family: list[Outcome], fresh: dict[str, float], words: str) -> None:
     runs = plain_runs({OWN: 2.0, WIDER: 1.97, LEARNED: 2.3})
     controls = plain_runs(fresh or {OWN: 2.1}, seed=1)
     said = limit_of_plain(study(family, baseline=runs, controls=controls))
-    assert said.startswith("Plain with `qk_norm=temperature init_std=0.04` ends 0.02 nats or more")
+    assert said.startswith("Of 2 other plain models 1 ends 0.02 nats or more below the family's")
     assert words in said
 
 
@@ -110,12 +115,25 @@ def test_a_control_below_its_best_is_said(family: list[Outcome]) -> None:
     assert limit_blocks(study(family)) == []
 
 
+def test_the_familys_warm_up_counts(family: list[Outcome]) -> None:
+    """A control that another rate suits with a short warm-up may be at its best with a long one."""
+    losses = {"plain": (2.0, 1.5), "gain only": (2.0, 1.985), "gated": (2.0, 1.97)}
+    warmed = pd.DataFrame([{"arm": "gated", "lr": 0.002, "tokens": 100, "valid": 1.95}])
+    shorter = warmed.assign(tokens=50, valid=1.5)
+    known = study(family, rates=rates_of(losses), warmups=pd.concat([warmed, shorter]))
+    said = to_markdown(limit_blocks(known))
+    assert "Gain only and gated heads end nowhere 0.02 nats or more lower" in said
+    assert "gated 1.950, where its best of other rates with a shorter one is 1.970 at 0.003" in said
+    above = study(family, rates=rates_of(losses), warmups=warmed.assign(valid=1.995))
+    assert "gated (better at 0.003 by 0.025)" in to_markdown(limit_blocks(above))
+
+
 def test_the_first_runs_of_the_baseline_are_not_called_what_they_are_not() -> None:
     """Where all runs share a setting, the default of it is not theirs."""
-    page = to_markdown(control_blocks(study([], baseline=plain_runs({OWN: 2.0, WIDER: 1.9}))))
+    page = to_markdown(rate_blocks(study([], baseline=plain_runs({OWN: 2.0, WIDER: 1.9}))))
     assert "qk_norm=learned" not in page
     assert "plain: `init_std=0.04` 1.900, 2.000." in page
-    page = to_markdown(control_blocks(study([], baseline=plain_runs({OWN: 2.0, LEARNED: 1.9}))))
+    page = to_markdown(rate_blocks(study([], baseline=plain_runs({OWN: 2.0, LEARNED: 1.9}))))
     assert "`qk_norm=learned` 1.900, `qk_norm=temperature` 2.000." in page
 
 
@@ -124,6 +142,6 @@ def test_a_control_that_broke_down_is_named() -> None:
     filtered = runs.assign(method="gfsa", arm=["GFSA", "value residual"])
     runs = pd.concat([runs[:1], filtered])
     runs.iloc[1, runs.columns.get_loc("test")] = 1.9
-    page = to_markdown(control_blocks(study([], controls=runs)))
+    page = to_markdown(control_table(study([], controls=runs)))
     assert "| GFSA | 1.900 |" in page
     assert "Broke down, which leaves their arm out: value residual (seed 1)." in page

@@ -12,10 +12,10 @@ import pytest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.collect import write_tables
 from gfsa_experiments.results.pretraining.figure import draw
-from gfsa_experiments.results.pretraining.page import blocks
+from gfsa_experiments.results.pretraining.page import detail_blocks, first_blocks
 from gfsa_experiments.results.pretraining.speeds import read_speeds
 from gfsa_experiments.results.pretraining.study import Study, read_study
-from gfsa_experiments.results.pretraining.write import opening, write
+from gfsa_experiments.results.pretraining.write import DETAILS, PAGE, opening, write
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 from support.pretraining_runs import curve, probe_lines, runs, study_folder
 
@@ -77,11 +77,12 @@ def test_everything_is_written_from_files(folder: Path) -> None:
     written = write(folder)
     assert {path.name for path in written} == {
         "pretraining.md",
+        "pretraining-details.md",
         "pretraining.svg",
         "coefficients.svg",
         "pretraining.html",
     }
-    page = (folder / "pretraining.md").read_text()
+    page = (folder / "pretraining-details.md").read_text()
     assert "GFSA − plain (2 seeds)" in page
     # every pair differs by the same, so that there is no interval
     assert "| loss, repeated random tokens, second time | 1.000 | −0.100 |" in page
@@ -93,7 +94,12 @@ def test_everything_is_written_from_files(folder: Path) -> None:
 
 
 def test_the_page_is_what_the_rows_give() -> None:
-    page = (RESULTS / "pretraining.md").read_text(encoding="utf-8")
     study = read_study(RESULTS)
-    for made in (to_markdown(blocks(study, read_speeds(RESULTS))).strip(), opening(study)):
-        assert made in page, "run python benchmarks/pretraining_curves.py write results"
+    parts = {
+        PAGE: (opening(study), to_markdown(first_blocks(study)).strip()),
+        DETAILS: (to_markdown(detail_blocks(study, read_speeds(RESULTS))).strip(),),
+    }
+    for name, made in parts.items():
+        page = (RESULTS / name).read_text(encoding="utf-8")
+        for part in made:
+            assert part in page, "run python benchmarks/pretraining_curves.py write results"

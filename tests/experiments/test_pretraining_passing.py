@@ -11,7 +11,7 @@ import pytest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.figure import draw
-from gfsa_experiments.results.pretraining.page import blocks
+from gfsa_experiments.results.pretraining.page import detail_blocks, first_blocks
 from gfsa_experiments.results.pretraining.passing import (
     gaps_on_the_way,
     passing_blocks,
@@ -70,7 +70,7 @@ def test_a_short_plain_run_above_a_long_one_is_not_tuned(slope: float, is_untune
     lengths = set(with_tuned_plain(table, found).ratio)
     assert lengths == ({10} if is_untuned else {2, 4, 10})
     study = Study(table, curves, NONE, NONE, NONE, [])
-    page = to_markdown(blocks(study, {}))
+    page = to_markdown([*first_blocks(study), *detail_blocks(study, {})])
     assert "## What the long runs pass on the way" in page
     said = "**Short runs are not against a tuned plain model** (15M: 2.0 and 4.0 tokens"
     assert (said in page) == is_untuned
@@ -169,10 +169,13 @@ def test_warmups_are_shown_once_one_was_tried() -> None:
             {"arm": arm, "settings": text, "steps": 482, "ratio": 1.0, "lr": 2e-3, "valid": loss}
             for (arm, text), loss in losses.items()
         ]
-    )
+    ).assign(tokens=100)
+    # gates are parameters, too: fewer tokens for each of them
+    gated = {"arm": "gated", "settings": "warmup=0.5", "steps": 482, "ratio": 0.99, "lr": 2e-3}
+    table = pd.concat([table, pd.DataFrame([{**gated, "valid": 2.68, "tokens": 100}])])
     page = to_markdown(warmup_blocks(table))
-    assert "| 1.0 | 0.002 | 24 | 3.300 | 2.900 |" in page
-    assert "| 1.0 | 0.002 | 241 | 2.700 | 2.650 |" in page
-    assert "| 1.0 | best | − plain's best | – | −0.050 |" in page
+    assert "| 1.0 | 0.002 | 24 | 3.300 | 2.900 | – |" in page
+    assert "| 1.0 | 0.002 | 241 | 2.700 | 2.650 | 2.680 |" in page
+    assert "| 1.0 | best | − plain's best | – | −0.050 | −0.020 |" in page
     assert warmup_blocks(table[table.settings == ""]) == []
     assert warmup_blocks(NONE) == []

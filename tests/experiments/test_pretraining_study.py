@@ -11,7 +11,7 @@ import pytest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.arms import arm_of
 from gfsa_experiments.results.pretraining.gap import cells
-from gfsa_experiments.results.pretraining.page import blocks
+from gfsa_experiments.results.pretraining.page import detail_blocks, first_blocks
 from gfsa_experiments.results.pretraining.speeds import speeds_of
 from gfsa_experiments.results.pretraining.study import read_study
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
@@ -46,7 +46,7 @@ def test_the_plans_choose_the_runs(folder: Path) -> None:
     assert study.runs.parameters.unique().tolist() == [15_000_000]
     (sentence,) = study.missing
     assert sentence.startswith("The family pretrain has 0 of its 4 runs")
-    page = to_markdown(blocks(study, {}))
+    page = to_markdown([*first_blocks(study), *detail_blocks(study, {})])
     assert "| 15M | 157M | 10.5 | 2 | 2.000 | −0.100 |" in page
 
 

@@ -112,36 +112,25 @@ def test_the_readme_says_of_pretraining_what_its_family_says() -> None:
         assert words.format(mean, high, low, verdict, holm) in readme
 
 
-def test_leads_early_in_training_are_those_of_the_long_runs() -> None:
-    """What is written by hand of short runs: the gap on the way, which has a tuned plain model."""
+def test_leads_by_length_are_those_of_runs_with_a_tuned_plain_model() -> None:
+    """What is written by hand of the gap by tokens per parameter."""
+    details = (RESULTS / "pretraining-details.md").read_text("utf-8")
+    lines = table(details, "| size | tokens | tokens per parameter |")
+    own = [line for line in lines if line[0] == "15M"]
+    assert [line[2] for line in own] == ["1.0", "2.0", "3.4", "10.2"]  # none of them marked
+    degree1, gfsa = ([line[at].split()[0].removeprefix("−") for line in own] for at in (5, 6))
+    pairs = [line[3] for line in own]
     page = (RESULTS / "pretraining.md").read_text("utf-8")
-    lines = {line[1]: line for line in table(page, "| size | tokens per parameter | plain ends |")}
-
-    def on_the_way(column: int) -> list[str]:
-        return [
-            lines[ratio][column].split()[0].removeprefix("−") for ratio in ("1.0", "2.0", "3.4")
-        ]
-
-    degree1, gfsa = on_the_way(5), on_the_way(7)
     by_hand = " ".join(page.partition("<!-- study")[0].split())
-    assert (
-        f"GFSA is {gfsa[0]}, {gfsa[1]} and {gfsa[2]} below plain after 1.0, 2.0 and 3.4" in by_hand
-    )
-    assert f"degree 1 {degree1[0]}, {degree1[1]} and {degree1[2]}." in by_hand
-    assert f"ends at {lines['1.0'][2]} after 1.0, where its long runs are at" in by_hand
-    assert f"long runs are at {lines['1.0'][3]}." in by_hand
+    assert f"It ends {_listed(degree1)} nats below plain after 1.0, 2.0, 3.4 and 10.2" in by_hand
+    assert f"({_listed(pairs)} seeds)" in by_hand
+    assert f"GFSA {_listed(gfsa)}, at" in by_hand
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    assert (
-        f"({gfsa[0]} nats after one token per parameter, {gfsa[2]} after 3.4; exploratory)"
-        in readme
-    )
-    assert f"{degree1[0]}, {degree1[1]} and {degree1[2]} on the way of these runs" in readme
-    first = (RESULTS / "README.md").read_text("utf-8")
-    assert f"[{gfsa[0]} on the way after one token per parameter]" in first
-    # what they are worth in steps of plain
-    (worth,) = re.findall(r"degree 1 (\d+ % \([^)]*\)), GFSA (\d+ % \([^)]*\)),", page)
-    assert f"GFSA is worth {worth[1]} more steps of plain, degree 1 {worth[0]}." in by_hand
-    assert worth[0].replace(" % (", " % more steps (").replace(")", ", exploratory)") in readme
+    assert f"{degree1[2]} after 3.4 (three seeds) and {degree1[0]} after one (one seed;" in readme
+
+
+def _listed(values: list[str]) -> str:
+    return f"{', '.join(values[:-1])} and {values[-1]}"
 
 
 @pytest.mark.parametrize("name", PAGES)

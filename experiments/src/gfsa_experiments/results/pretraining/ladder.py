@@ -22,7 +22,8 @@ ARMS = {
 # one for filtered runs; the best run of either by validation loss are compared.
 _FIRST = "not settings.str.contains('batch_size|epochs')"
 _SMALL_BATCH = "settings.str.contains('batch_size=16')"
-_LONG = "settings.str.contains('epochs=3')"
+_WARMED = "settings.str.contains('warmup=0.15') and not settings.str.contains('epochs|gate')"
+_LONG = "settings.str.contains('epochs=3') and not settings.str.contains('gate')"
 LADDER = {
     "lr tuned,\nbatch 64": (f"{_FIRST} and not settings.str.contains('temp|gain')", _FIRST),
     "+ temperature\nper head": (
@@ -31,10 +32,8 @@ LADDER = {
     ),
     "+ fast rate\nfor gains": (_FIRST, _FIRST),
     "batch 16": (_SMALL_BATCH, _SMALL_BATCH),
-    "3 epochs,\nbatch 32": (
-        "settings.str.contains('epochs=3')",
-        "settings.str.contains('epochs=3')",
-    ),
+    "batch 32,\nwarm-up": (_WARMED, _WARMED),
+    "3 epochs,\nbatch 32": (_LONG, _LONG),
 }
 
 

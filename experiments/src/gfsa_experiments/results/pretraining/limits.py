@@ -5,7 +5,9 @@ Both rules are those of plans, from before their runs:
 - ``pretrain-baseline.txt``: another plain model that ends :data:`MARGIN` or more below the family's
   on valid, and lower with the fresh seeds of ``pretrain-controls.txt`` too, is stronger;
 - ``pretrain-controls-rates.txt``: a control that ends :data:`MARGIN` or more lower on valid at
-  another learning rate than the family's is not at its best in the family.
+  another learning rate than the family's is not at its best in the family. Its run at the family's
+  rate is the better one of that plan and of ``pretrain-warmup.txt``, which warms up for as many
+  steps as the family does.
 """
 
 from __future__ import annotations
@@ -25,13 +27,7 @@ CONTROLS = ("gain only", "gated")
 _PLAN = f"[plan](plans/{BASELINE})"
 _RATES_PLAN = f"[plan](plans/{RATES})"
 # how long a run is, in its settings
-_LENGTH = ("epochs=", "max_steps=")
-
-_WITH_FRESH_SEEDS = {
-    True: "and lower with fresh seeds, too: **the family's plain model is not the strongest**",
-    None: "and fresh seeds, which decide whether it is stronger, are not run yet",
-    False: "but not with fresh seeds",
-}
+_LENGTH = ("epochs=", "max_steps=", "warmup=")
 
 
 def limit_of_plain(study: Study) -> str:
@@ -54,19 +50,29 @@ def limit_of_plain(study: Study) -> str:
             f"family's after one epoch (validation loss, seed 0, {_PLAN})."
         )
     apart = settings_apart(plain.settings)
-    with_fresh_seeds = {
-        text: _ends_lower(study.controls, text, str(own.settings.iloc[0]))
-        for text in better.settings
-    }
-    parts = []
-    for ends_lower, words in _WITH_FRESH_SEEDS.items():
-        names = [f"`{apart[t]}`" for t, found in with_fresh_seeds.items() if found is ends_lower]
-        if names:
-            parts.append(
-                f"Plain with {' or '.join(names)} ends {MARGIN} nats or more below the family's "
-                f"plain model after one epoch (validation loss, seed 0, {_PLAN}), {words}."
-            )
-    return " ".join(parts)
+    of_plain = str(own.settings.iloc[0])
+    fresh = {text: _with_fresh_seeds(study.controls, text, of_plain) for text in better.settings}
+    lower = [f"`{apart[t]}` by {-d:.4f}" for t, d in fresh.items() if d is not None and d < 0]
+    not_lower = [f"`{apart[t]}`" for t, d in fresh.items() if d is not None and d >= 0]
+    unknown = [f"`{apart[t]}`" for t, d in fresh.items() if d is None]
+    said = []
+    if lower:
+        said.append(
+            "by its rule **the family's plain model is not the strongest**: with fresh seeds, too, "
+            f"plain ends lower with {' and with '.join(lower)} (test loss)"
+        )
+    if not_lower:
+        said.append(f"with {' and with '.join(not_lower)} it is not lower with fresh seeds")
+    if unknown:
+        said.append(
+            f"fresh seeds, which decide whether plain with {' or '.join(unknown)} is stronger, are "
+            "not run yet"
+        )
+    return (
+        f"Of {len(others)} other plain models {len(better)} end{'s' * (len(better) == 1)} "
+        f"{MARGIN} nats or more below the family's after one epoch (validation loss, seed 0, "
+        f"{_PLAN}): {'; '.join(said)}."
+    )
 
 
 def limit_blocks(study: Study) -> list[Block]:
@@ -76,14 +82,16 @@ def limit_blocks(study: Study) -> list[Block]:
     words = (word.partition("=") for word in _settings_of_plain(study))
     rate = next((float(value) for name, _, value in words if name == "lr"), PretrainConfig.lr)
     found = rates(study.rates) if len(study.rates) else []
+    warmed = {own.arm: _warmed_up(study.warmups, own.arm, rate) for own in found}
+    losses = {own.arm: min_known(own.losses.get(rate), warmed[own.arm]) for own in found}
     below = [
-        f"{own.arm} (better at {own.best:g}{_by(own.losses[rate] - own.losses[own.best])})"
+        f"{own.arm} (better at {own.best:g}{_by(losses[own.arm] - own.losses[own.best])})"
         for own in found
         # a run that broke down has no loss: the family's rate is not the best one either
         if own.arm in CONTROLS
         and own.best is not None
         and rate in own.losses
-        and not own.losses[rate] - own.losses[own.best] < MARGIN
+        and not losses[own.arm] - own.losses[own.best] < MARGIN
     ]
     if below:
         text = (
@@ -102,7 +110,31 @@ def limit_blocks(study: Study) -> list[Block]:
             f"Gain only and gated heads end nowhere {MARGIN} nats or more lower on valid than at "
             "the family's learning rate, after one epoch"
         )
+        only_warmed = [
+            f"{own.arm} {warmed[own.arm]:.3f}, where its best of other rates with a shorter one "
+            f"is {own.losses[own.best]:.3f} at {own.best:g}"
+            for own in found
+            if own.arm in CONTROLS
+            and own.best is not None
+            and not own.losses.get(rate, math.nan) - own.losses[own.best] < MARGIN
+        ]
+        if only_warmed:
+            text += f"; with the family's steps of warm-up {' and '.join(only_warmed)}"
     return [Text(f"{text} ({_RATES_PLAN}).")]
+
+
+def _warmed_up(runs: pd.DataFrame, arm: str, rate: float) -> float:
+    """The lowest loss of an arm's longest runs at ``rate`` in the plan of warm-ups, or NaN."""
+    if runs.empty:
+        return math.nan
+    own = runs[(runs.arm == arm) & (runs.lr == rate) & (runs.tokens == runs.tokens.max())]
+    return float(own.valid.min())
+
+
+def min_known(*values: float | None) -> float:
+    """The least of the values that are there, NaN if none is."""
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    return min(known, default=math.nan)
 
 
 def _by(nats: float) -> str:
@@ -119,10 +151,18 @@ def _without_length(settings: str) -> frozenset[str]:
     return frozenset(word for word in settings.split() if not word.startswith(_LENGTH))
 
 
-def _ends_lower(runs: pd.DataFrame, settings: str, of_plain: str) -> bool | None:
-    """Whether a plain model's mean test loss is lower over the seeds that both have."""
-    plain = runs[runs.method == PLAIN]
-    both = plain[plain.settings == settings].merge(plain[plain.settings == of_plain], on="seed")
-    if both.empty:
+def _with_fresh_seeds(runs: pd.DataFrame, settings: str, of_plain: str) -> float | None:
+    """A plain model's mean test loss less the family's, over the seeds that both have.
+
+    Whatever their warm-up, which is the same for all runs of one length.
+    """
+    plain = runs[runs.method == PLAIN] if len(runs) else runs
+    if plain.empty:
         return None
-    return bool((both.test_x - both.test_y).mean() < 0)
+    plain = plain[plain.tokens == plain.tokens.min()]
+    own, family = (
+        plain[[_without_length(text) == _without_length(wanted) for text in plain.settings]]
+        for wanted in (settings, of_plain)
+    )
+    both = own.merge(family, on="seed")
+    return None if both.empty else float((both.test_x - both.test_y).mean())

@@ -1,4 +1,4 @@
-"""The generated part of ``pretraining.md``: the gap, what is saved, stability, probes."""
+"""The generated parts of ``pretraining.md`` and ``pretraining-details.md``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gfsa_experiments.results.pretraining.probes import Measure, at_loss, measur
 from gfsa_experiments.results.pretraining.savings import Saving, savings, savings_of_ends
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
 from gfsa_experiments.results.pretraining.study import Study
-from gfsa_experiments.results.pretraining.warmups import warmup_blocks
+from gfsa_experiments.results.pretraining.warmups import warmup_blocks, warmup_steps
 from gfsa_experiments.results.pretraining.worth import worth, worth_sentences
 from gfsa_experiments.results.statistics import LEVEL, Interval
 
@@ -43,10 +43,14 @@ UNTUNED = "‡"
 Speeds = Mapping[tuple[str, str, int], float]
 
 
-def blocks(study: Study, speeds: Speeds) -> list[Block]:
-    """Every section that has runs, and what is missing."""
-    found = [*family_table(study.family), *limit_blocks(study), *control_blocks(study)]
-    found += [*gap_blocks(study, speeds), *warmup_blocks(study.warmups)]
+def first_blocks(study: Study) -> list[Block]:
+    """What the first page has below its figure: the family and the controls."""
+    return [*family_table(study.family), *limit_blocks(study), *control_table(study)]
+
+
+def detail_blocks(study: Study, speeds: Speeds) -> list[Block]:
+    """Every other section that has runs, and what is missing."""
+    found = [*gap_blocks(study, speeds), *warmup_blocks(study.warmups), *rate_blocks(study)]
     found += stability_blocks(study.stability)
     found += [*probe_blocks(study), *probes_by_length(study), *_coefficient_blocks(study)]
     if study.missing:
@@ -54,44 +58,46 @@ def blocks(study: Study, speeds: Speeds) -> list[Block]:
     return found
 
 
-def control_blocks(study: Study) -> list[Block]:
-    """Every control against GFSA and plain, each control's rates, and other plain models."""
-    found: list[Block] = []
+def control_table(study: Study) -> list[Block]:
+    """Every control against GFSA and plain."""
     table = controls(study.controls)
-    if table is not None:
-        arms = compared(table)
-        pairs = [table.difference(arm, to) for arm in arms for to in (PLAIN, GFSA)]
-        known = [pair for pair in pairs if pair is not None and pair.low is not None]
-        text = (
-            "Test loss in nats after one epoch, each arm at the rate that the plan has for it, "
-            f"seed{'s' if len(table.seeds) > 1 else ''} {', '.join(map(str, table.seeds))}, which "
-            "chose no rate ([plan](plans/pretrain-controls.txt))."
+    if table is None:
+        return []
+    arms = compared(table)
+    pairs = [table.difference(arm, to) for arm in arms for to in (PLAIN, GFSA)]
+    known = [pair for pair in pairs if pair is not None and pair.low is not None]
+    text = (
+        "Test loss in nats after one epoch, each arm at the rate that the plan has for it, "
+        f"seed{'s' if len(table.seeds) > 1 else ''} {', '.join(map(str, table.seeds))}, which "
+        "chose no rate ([plan](plans/pretrain-controls.txt))."
+    )
+    if table.spread is None:
+        text += " One seed: no interval."
+    else:
+        text += (
+            f" Intervals: 95 %, from one standard deviation of a run over all arms, "
+            f"{table.spread:.3f} ({table.freedom} degrees of freedom). Exploratory: "
+            f"{sum(pair.excludes_zero for pair in known)} of {len(known)} intervals exclude 0, "
+            f"and {(1 - LEVEL) * len(known):.1f} would by chance."
         )
-        if table.spread is None:
-            text += " One seed: no interval."
-        else:
-            text += (
-                f" Intervals: 95 %, from one standard deviation of a run over all arms, "
-                f"{table.spread:.3f} ({table.freedom} degrees of freedom). Exploratory: "
-                f"{sum(pair.excludes_zero for pair in known)} of {len(known)} intervals exclude 0, "
-                f"and {(1 - LEVEL) * len(known):.1f} would by chance."
-            )
-        broken = study.controls[study.controls.test.isna()]
-        if len(broken):
-            runs = sorted(f"{row.arm} (seed {row.seed})" for row in broken.itertuples())
-            text += f" Broke down, which leaves their arm out: {', '.join(runs)}."
-        rows = [
-            [arm, f"{mean:.3f}"]
-            + [NATS.interval(table.difference(arm, to)) for to in (PLAIN, GFSA)]
-            for arm, mean in table.means.items()
-        ]
-        columns = ["arm", "loss", "− plain", "− GFSA"]
-        found += [Heading("Controls, and which layers"), Text(text), Grid(columns, rows, ("arm",))]
+    broken = study.controls[study.controls.test.isna()]
+    if len(broken):
+        runs = sorted(f"{row.arm} (seed {row.seed})" for row in broken.itertuples())
+        text += f" Broke down, which leaves their arm out: {', '.join(runs)}."
+    rows = [
+        [arm, f"{mean:.3f}"] + [NATS.interval(table.difference(arm, to)) for to in (PLAIN, GFSA)]
+        for arm, mean in table.means.items()
+    ]
+    columns = ["arm", "loss", "− plain", "− GFSA"]
+    return [Heading("Controls, and which layers"), Text(text), Grid(columns, rows, ("arm",))]
+
+
+def rate_blocks(study: Study) -> list[Block]:
+    """The learning rates of every control, and other plain models."""
     sentences = [*_rate_sentences(study.rates), *_baseline_sentences(study.baseline)]
-    if sentences:
-        found += [] if found else [Heading("Controls, and which layers")]
-        found.append(Bullets(sentences))
-    return found
+    return (
+        [Heading("Learning rates, and other plain models"), Bullets(sentences)] if sentences else []
+    )
 
 
 def _rate_sentences(runs: pd.DataFrame) -> list[str]:
@@ -103,7 +109,15 @@ def _rate_sentences(runs: pd.DataFrame) -> list[str]:
         edge = "; at the edge of what was tried" if own.is_at_edge else ""
         best = "every run broke down" if own.best is None else f"best at {own.best:g}{edge}"
         said.append(f"{own.arm}: {', '.join(cells)} ({best})")
-    return [f"Learning rates, one epoch, seed 0, validation loss. {'. '.join(said)}."]
+    return [f"Learning rates, one epoch, {_warm(runs)}seed 0, validation loss. {'. '.join(said)}."]
+
+
+def _warm(runs: pd.DataFrame) -> str:
+    """The steps of warm-up, where all runs have as many."""
+    if "steps" not in runs:
+        return ""
+    found = {warmup_steps(*one) for one in zip(runs.settings, runs.steps, strict=True)}
+    return f"{found.pop()} steps of warm-up, " if len(found) == 1 else ""
 
 
 def _loss(value: float) -> str:
@@ -123,8 +137,8 @@ def _baseline_sentences(runs: pd.DataFrame) -> list[str]:
         kinds.setdefault(method, []).append(f"{own}{_loss(loss)}")
     lists = [f"{method}: {', '.join(lines)}" for method, lines in kinds.items()]
     return [
-        "The plain model once more, with fast gains, one epoch, seed 0, validation loss, lowest "
-        f"first ([rule](plans/pretrain-baseline.txt)). {'; '.join(lists)}."
+        f"The plain model once more, with fast gains, one epoch, {_warm(runs)}seed 0, validation "
+        f"loss, lowest first ([rule](plans/pretrain-baseline.txt)). {'; '.join(lists)}."
     ]
 
 

@@ -24,7 +24,7 @@ RATES = "pretrain-controls-rates.txt"
 CONTROLS = ("pretrain-controls.txt", "pretrain-layers.txt")
 BASELINE = "pretrain-baseline.txt"
 WARMUP = "pretrain-warmup.txt"
-OTHERS = ("pretrain-batch16.txt", "pretrain-gates.txt")
+OTHERS = ("pretrain-epoch-tuning.txt", "pretrain-long-warmup.txt", "pretrain-gates.txt")
 """Plans of which the page says whether their runs are there, and no more."""
 FAMILY = "pretrain"
 _EARLIER_CURVES = Path("tuning/pretrain-curves.csv")

@@ -1,4 +1,4 @@
-"""Write what the study shows: the page's generated part, its figures, a lens page."""
+"""Write what the study shows: the pages' generated parts, their figures, a lens page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from gfsa_experiments.results.pretraining.arms import by_size
 from gfsa_experiments.results.pretraining.coefficients import draw_coefficients, trajectories
 from gfsa_experiments.results.pretraining.figure import draw, save
 from gfsa_experiments.results.pretraining.limits import limit_of_plain
-from gfsa_experiments.results.pretraining.page import blocks
+from gfsa_experiments.results.pretraining.page import detail_blocks, first_blocks
 from gfsa_experiments.results.pretraining.speeds import read_speeds
 from gfsa_experiments.results.pretraining.study import Study, read_study
 
 PAGE = "pretraining.md"
+DETAILS = "pretraining-details.md"
 FIGURE = "pretraining.svg"
 MARKS = ("<!-- study of pretraining: begin -->", "<!-- study of pretraining: end -->")
 ANSWER = ("<!-- answer of pretraining: begin -->", "<!-- answer of pretraining: end -->")
@@ -28,17 +29,24 @@ def opening(study: Study) -> str:
     return " ".join(filter(None, (answer(study.family), limit_of_plain(study))))
 
 
+def _curves_of_tuning(results: Path) -> pd.DataFrame | None:
+    """The curves of the first runs, which are in a file of their own, and of the later ones."""
+    files = [results / "tuning" / "pretrain-curves.csv", results / "pretraining" / "curves.csv"]
+    found = [pd.read_csv(file) for file in files if file.exists()]
+    return pd.concat(found) if found else None
+
+
 def write(results: Path) -> list[Path]:
     """Write everything that the results allow; return what was written."""
     study, speeds = read_study(results), read_speeds(results)
-    path = results / PAGE
-    page = "\n".join(["# Pretraining", "", *ANSWER, "", *MARKS, ""])
-    page = path.read_text(encoding="utf-8") if path.exists() else page
+    path, details = results / PAGE, results / DETAILS
+    page = _text_of(path, ["# Pretraining", "", *ANSWER, "", *MARKS, ""])
     page = with_part(page, path, [Text(opening(study))], ANSWER)
-    page = with_part(page, path, blocks(study, speeds), MARKS)
-    tuning = results / "tuning" / "pretrain-curves.csv"
-    save(draw(study, speeds, pd.read_csv(tuning) if tuning.exists() else None), results / FIGURE)
-    written = [path, results / FIGURE]
+    page = with_part(page, path, first_blocks(study), MARKS)
+    more = _text_of(details, ["# Pretraining: details", "", *MARKS, ""])
+    more = with_part(more, details, detail_blocks(study, speeds), MARKS)
+    save(draw(study, speeds, _curves_of_tuning(results)), results / FIGURE)
+    written = [path, details, results / FIGURE]
     if len(study.coefficients):
         kept = study.runs[study.runs.arm.isin(study.coefficients.arm.unique())]
         drawn = draw_coefficients(study.coefficients, study.runs, by_size(kept)[0])
@@ -48,5 +56,9 @@ def write(results: Path) -> list[Path]:
         (results / "lens").mkdir(exist_ok=True)
         report.to_html(results / "lens" / "pretraining.html")
         written += [results / "pretraining/coefficients.svg", results / "lens/pretraining.html"]
-    write_pages({path: page})
+    write_pages({path: page, details: more})
     return written
+
+
+def _text_of(path: Path, new: list[str]) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else "\n".join(new)

@@ -84,7 +84,7 @@ def test_fresh_seeds_decide(family: list[Outcome], fresh: dict[str, float], word
 
 def rates_of(losses: Mapping[str, tuple[float, float]]) -> pd.DataFrame:
     rows = [
-        {"arm": arm, "lr": lr, "valid": loss}
+        {"arm": arm, "lr": lr, "valid": loss, "tokens": 100, "settings": ""}
         for arm, own in losses.items()
         for lr, loss in zip((0.002, 0.003), own, strict=True)
     ]
@@ -115,17 +115,26 @@ def test_a_control_below_its_best_is_said(family: list[Outcome]) -> None:
     assert limit_blocks(study(family)) == []
 
 
-def test_the_familys_warm_up_counts(family: list[Outcome]) -> None:
-    """A control that another rate suits with a short warm-up may be at its best with a long one."""
+def test_a_longer_warm_up_is_said_and_changes_no_verdict(family: list[Outcome]) -> None:
     losses = {"plain": (2.0, 1.5), "gain only": (2.0, 1.985), "gated": (2.0, 1.97)}
-    warmed = pd.DataFrame([{"arm": "gated", "lr": 0.002, "tokens": 100, "valid": 1.95}])
-    shorter = warmed.assign(tokens=50, valid=1.5)
-    known = study(family, rates=rates_of(losses), warmups=pd.concat([warmed, shorter]))
+    warmed = [{"arm": "gated", "lr": 0.002, "tokens": 100, "valid": 1.95, "settings": "warmup=0.2"}]
+    shorter = {"arm": "gated", "lr": 0.002, "tokens": 50, "valid": 1.5, "settings": "warmup=0.4"}
+    known = study(family, rates=rates_of(losses), warmups=pd.DataFrame([*warmed, shorter]))
     said = to_markdown(limit_blocks(known))
-    assert "Gain only and gated heads end nowhere 0.02 nats or more lower" in said
-    assert "gated 1.950, where its best of other rates with a shorter one is 1.970 at 0.003" in said
-    above = study(family, rates=rates_of(losses), warmups=warmed.assign(valid=1.995))
-    assert "gated (better at 0.003 by 0.025)" in to_markdown(limit_blocks(above))
+    assert "gated (better at 0.003 by 0.030)" in said
+    assert "With a longer warm-up gated ends at 1.950 at 0.002; other rates were not run" in said
+    assert "longer" not in to_markdown(limit_blocks(study(family, rates=rates_of(losses))))
+
+
+def test_pairs_of_plain_models_have_one_warm_up(family: list[Outcome]) -> None:
+    runs = plain_runs({OWN: 2.0, WIDER: 1.97})
+    short, long = {OWN: 2.5, WIDER: 2.4}, {f"{OWN} warmup=0.2": 2.1, f"{WIDER} warmup=0.2": 2.0}
+    controls = plain_runs(short | long, seed=1)
+    said = limit_of_plain(study(family, baseline=runs, controls=controls))
+    assert "by 0.1000 (test loss)" in said
+    broken = plain_runs({OWN: 2.1, WIDER: math.nan}, seed=1)
+    said = limit_of_plain(study(family, baseline=runs, controls=broken))
+    assert "it is not lower with fresh seeds" in said
 
 
 def test_the_first_runs_of_the_baseline_are_not_called_what_they_are_not() -> None:

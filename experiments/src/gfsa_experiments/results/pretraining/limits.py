@@ -5,9 +5,9 @@ Both rules are those of plans, from before their runs:
 - ``pretrain-baseline.txt``: another plain model that ends :data:`MARGIN` or more below the family's
   on valid, and lower with the fresh seeds of ``pretrain-controls.txt`` too, is stronger;
 - ``pretrain-controls-rates.txt``: a control that ends :data:`MARGIN` or more lower on valid at
-  another learning rate than the family's is not at its best in the family. Its run at the family's
-  rate is the better one of that plan and of ``pretrain-warmup.txt``, which warms up for as many
-  steps as the family does.
+  another learning rate than the family's is not at its best in the family. That plan
+  warms up for fewer steps than the family; runs of ``pretrain-warmup.txt`` with as many stand
+  beside it and change no verdict.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import pandas as pd
 
 from gfsa_experiments.results.page_blocks import Block, Text
-from gfsa_experiments.results.pretraining.arms import PLAIN, settings_apart
+from gfsa_experiments.results.pretraining.arms import PLAIN, settings_apart, words_of
 from gfsa_experiments.results.pretraining.controls import rates
 from gfsa_experiments.results.pretraining.study import BASELINE, RATES, Study
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
@@ -50,10 +50,10 @@ def limit_of_plain(study: Study) -> str:
             f"family's after one epoch (validation loss, seed 0, {_PLAN})."
         )
     apart = settings_apart(plain.settings)
-    of_plain = str(own.settings.iloc[0])
-    fresh = {text: _with_fresh_seeds(study.controls, text, of_plain) for text in better.settings}
+    fresh = {t: _with_fresh_seeds(study.controls, t, own.iloc[0]) for t in better.settings}
     lower = [f"`{apart[t]}` by {-d:.4f}" for t, d in fresh.items() if d is not None and d < 0]
-    not_lower = [f"`{apart[t]}`" for t, d in fresh.items() if d is not None and d >= 0]
+    # a run that broke down is not lower
+    not_lower = [f"`{apart[t]}`" for t, d in fresh.items() if d is not None and not d < 0]
     unknown = [f"`{apart[t]}`" for t, d in fresh.items() if d is None]
     said = []
     if lower:
@@ -82,16 +82,14 @@ def limit_blocks(study: Study) -> list[Block]:
     words = (word.partition("=") for word in _settings_of_plain(study))
     rate = next((float(value) for name, _, value in words if name == "lr"), PretrainConfig.lr)
     found = rates(study.rates) if len(study.rates) else []
-    warmed = {own.arm: _warmed_up(study.warmups, own.arm, rate) for own in found}
-    losses = {own.arm: min_known(own.losses.get(rate), warmed[own.arm]) for own in found}
     below = [
-        f"{own.arm} (better at {own.best:g}{_by(losses[own.arm] - own.losses[own.best])})"
+        f"{own.arm} (better at {own.best:g}{_by(own.losses[rate] - own.losses[own.best])})"
         for own in found
         # a run that broke down has no loss: the family's rate is not the best one either
         if own.arm in CONTROLS
         and own.best is not None
         and rate in own.losses
-        and not losses[own.arm] - own.losses[own.best] < MARGIN
+        and not own.losses[rate] - own.losses[own.best] < MARGIN
     ]
     if below:
         text = (
@@ -110,31 +108,34 @@ def limit_blocks(study: Study) -> list[Block]:
             f"Gain only and gated heads end nowhere {MARGIN} nats or more lower on valid than at "
             "the family's learning rate, after one epoch"
         )
-        only_warmed = [
-            f"{own.arm} {warmed[own.arm]:.3f}, where its best of other rates with a shorter one "
-            f"is {own.losses[own.best]:.3f} at {own.best:g}"
-            for own in found
-            if own.arm in CONTROLS
-            and own.best is not None
-            and not own.losses.get(rate, math.nan) - own.losses[own.best] < MARGIN
-        ]
-        if only_warmed:
-            text += f"; with the family's steps of warm-up {' and '.join(only_warmed)}"
-    return [Text(f"{text} ({_RATES_PLAN}).")]
+    warmed = [
+        f"{arm} ends at {loss:.3f} at {rate:g}"
+        for arm in CONTROLS
+        if not math.isnan(loss := _warmed_up(study.warmups, study.rates, arm, rate))
+    ]
+    beside = (
+        f" With a longer warm-up {' and '.join(warmed)}; other rates were not run with it."
+        if warmed
+        else ""
+    )
+    return [Text(f"{text} ({_RATES_PLAN}).{beside}")]
 
 
-def _warmed_up(runs: pd.DataFrame, arm: str, rate: float) -> float:
-    """The lowest loss of an arm's longest runs at ``rate`` in the plan of warm-ups, or NaN."""
-    if runs.empty:
+def _warmed_up(runs: pd.DataFrame, rates: pd.DataFrame, arm: str, rate: float) -> float:
+    """The lowest loss of an arm's runs at ``rate`` in the plan of warm-ups, or NaN.
+
+    Of those alone that see as many tokens as the runs of ``rates``.
+    """
+    if runs.empty or rates.empty:
         return math.nan
-    own = runs[(runs.arm == arm) & (runs.lr == rate) & (runs.tokens == runs.tokens.max())]
+    as_long = runs.tokens.isin(rates.tokens)
+    own = runs[(runs.arm == arm) & (runs.lr == rate) & as_long & ~_is_of(runs, rates)]
     return float(own.valid.min())
 
 
-def min_known(*values: float | None) -> float:
-    """The least of the values that are there, NaN if none is."""
-    known = [value for value in values if value is not None and not math.isnan(value)]
-    return min(known, default=math.nan)
+def _is_of(runs: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
+    """Which runs are among the others, too."""
+    return runs.settings.isin(others.settings)
 
 
 def _by(nats: float) -> str:
@@ -151,18 +152,21 @@ def _without_length(settings: str) -> frozenset[str]:
     return frozenset(word for word in settings.split() if not word.startswith(_LENGTH))
 
 
-def _with_fresh_seeds(runs: pd.DataFrame, settings: str, of_plain: str) -> float | None:
+def _with_fresh_seeds(runs: pd.DataFrame, settings: str, family: pd.Series) -> float | None:
     """A plain model's mean test loss less the family's, over the seeds that both have.
 
-    Whatever their warm-up, which is the same for all runs of one length.
+    Pairs have one warm-up, whichever it is, and as many tokens as the family's run of the plan.
+
+    Returns:
+        None without such a pair; NaN if a run broke down.
     """
-    plain = runs[runs.method == PLAIN] if len(runs) else runs
-    if plain.empty:
+    if runs.empty:
         return None
-    plain = plain[plain.tokens == plain.tokens.min()]
-    own, family = (
+    plain = runs[(runs.method == PLAIN) & (runs.tokens == family.tokens)]
+    plain = plain.assign(warmup=[words_of(text).get("warmup", "") for text in plain.settings])
+    own, of_family = (
         plain[[_without_length(text) == _without_length(wanted) for text in plain.settings]]
-        for wanted in (settings, of_plain)
+        for wanted in (settings, str(family.settings))
     )
-    both = own.merge(family, on="seed")
-    return None if both.empty else float((both.test_x - both.test_y).mean())
+    both = own.merge(of_family, on=["seed", "warmup"])
+    return None if both.empty else float((both.test_x - both.test_y).mean(skipna=False))

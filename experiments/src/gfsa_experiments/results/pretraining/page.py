@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import pandas as pd
 
 from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
@@ -15,7 +16,7 @@ from gfsa_experiments.results.pretraining.between import APART
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
-from gfsa_experiments.results.pretraining.limits import limit_blocks
+from gfsa_experiments.results.pretraining.limits import MARGIN, limit_blocks
 from gfsa_experiments.results.pretraining.passing import (
     passing_blocks,
     passings,
@@ -95,9 +96,23 @@ def control_table(study: Study) -> list[Block]:
 def rate_blocks(study: Study) -> list[Block]:
     """The learning rates of every control, and other plain models."""
     sentences = [*_rate_sentences(study.rates), *_baseline_sentences(study.baseline)]
+    if sentences and _warms_up_too_briefly(study):
+        sentences.append(
+            "Plain ends lower with a longer warm-up (above): by the rule of the "
+            "[plan](plans/pretrain-warmup.txt) these are not rates of tuned arms."
+        )
     return (
         [Heading("Learning rates, and other plain models"), Bullets(sentences)] if sentences else []
     )
+
+
+def _warms_up_too_briefly(study: Study) -> bool:
+    """Whether plain ends :data:`MARGIN` lower with another warm-up than that of the rates."""
+    if study.rates.empty or study.warmups.empty:
+        return False
+    rates_of, warmed = (runs[runs.arm == PLAIN] for runs in (study.rates, study.warmups))
+    as_long = warmed[warmed.tokens.isin(rates_of.tokens)]
+    return bool(as_long.valid.min() <= rates_of.valid.min() - MARGIN)
 
 
 def _rate_sentences(runs: pd.DataFrame) -> list[str]:
@@ -203,7 +218,7 @@ def fit_sentence(arm: str, found: list[Cell]) -> str:
     most = max(cell.ratio for cell in found)
     law = f"{signed(fit.scale, 3)}·x^{signed(-fit.decay, 2)}"
     text = (
-        f"{arm} − plain, fitted by {law} over x tokens per parameter: "
+        f"{arm} − plain, fitted by {law}{_powers(fit)} over x tokens per parameter: "
         f"{NATS.interval(fit.at(most))} at {most:.1f}, the most that was run. {_vanishes(fit)}"
     )
     if fit.decay in (DECAYS[0], DECAYS[-1]):
@@ -217,6 +232,15 @@ def fit_sentence(arm: str, found: list[Cell]) -> str:
         )
         text += f" The fit at {most:.1f} is {left}."
     return text
+
+
+def _powers(fit: GapFit) -> str:
+    """The 95 % interval of the power, within what was tried."""
+    if fit.draws is None:
+        return ""
+    ends = np.percentile(-fit.draws[:, 1], [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+    low, high = (signed(float(end) + 0.0, 2) for end in ends)
+    return f" (power {low} … {high})"
 
 
 def _vanishes(fit: GapFit) -> str:

@@ -36,10 +36,10 @@ def warmup_blocks(runs: pd.DataFrame) -> list[Block]:
     for _, own in table.groupby("tokens"):
         ratio = f"{own.ratio.max():.1f}"
         for (lr, warm), cell in own.groupby(["lr", "warm"]):
-            losses = cell.set_index("arm").valid
+            losses = cell.groupby("arm").valid.min().dropna()
             cells = [NATS.number(losses[arm]) if arm in losses else NONE for arm in arms]
             rows.append([ratio, f"{lr:g}", str(warm), *cells])
-        best = own.groupby("arm").valid.min()
+        best = own.groupby("arm").valid.min().dropna()
         gaps = [
             NATS.signed(best[arm] - best[PLAIN])
             if arm != PLAIN and {arm, PLAIN} <= set(best.index)

@@ -20,6 +20,7 @@ from gfsa_experiments.results.pretraining.study import Study, read_study
 PAGE = "pretraining.md"
 DETAILS = "pretraining-details.md"
 FIGURE = "pretraining.svg"
+TUNED_SIZE = "-15m"
 MARKS = ("<!-- study of pretraining: begin -->", "<!-- study of pretraining: end -->")
 ANSWER = ("<!-- answer of pretraining: begin -->", "<!-- answer of pretraining: end -->")
 
@@ -30,10 +31,18 @@ def opening(study: Study) -> str:
 
 
 def _curves_of_tuning(results: Path) -> pd.DataFrame | None:
-    """The curves of the first runs, which are in a file of their own, and of the later ones."""
+    """The curves of the first runs, which are in a file of their own, and of the later ones.
+
+    The first were all of the size that was tuned; the file of the others has several.
+    """
     files = [results / "tuning" / "pretrain-curves.csv", results / "pretraining" / "curves.csv"]
     found = [pd.read_csv(file) for file in files if file.exists()]
-    return pd.concat(found) if found else None
+    if not found:
+        return None
+    curves = pd.concat(found, ignore_index=True)
+    if "task" not in curves:
+        return curves
+    return curves[curves.task.isna() | curves.task.str.endswith(TUNED_SIZE, na=False)]
 
 
 def write(results: Path) -> list[Path]:

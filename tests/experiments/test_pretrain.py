@@ -269,6 +269,33 @@ class TestTraining:
 
         ends_as_if_never_interrupted(train, PretrainTask, tmp_path, monkeypatch)
 
+    @pytest.mark.parametrize("method", ["plain", "gfsa"])
+    def test_interrupted_in_its_only_epoch_it_goes_on_from_the_last_evaluation(
+        self, method: str, data: Path, tmp_path: Path, capsys: Any
+    ) -> None:
+        """At the defaults, which ask for no checkpoints in particular."""
+        settings = {"max_steps": 0, "epochs": 1, "evaluations": 3, "log_every": 2}
+        whole = a_run(data, tmp_path / "whole", method, **settings)
+        carry_out(whole)
+        cut = a_run(data, tmp_path / "cut", method, **settings)
+        steps = read_row(whole.folder).steps  # type: ignore[union-attr]
+        every = math.ceil(steps / 3)
+        assert every > 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PretrainTask, "loss", interrupted_at(steps - 1, PretrainTask.loss))
+            with pytest.raises(KeyboardInterrupt):
+                carry_out(cut)
+        # each takes the place of the one before
+        (checkpoint,) = (cut.folder / "checkpoints").iterdir()
+        assert checkpoint.name == f"step-{2 * every:09d}"
+        carry_out(dataclasses.replace(cut, resume=True))
+        assert f"resumed after step {2 * every}" in capsys.readouterr().out
+        for name in ("metrics.jsonl", "coefficients.csv"):
+            if (whole.folder / name).exists():
+                assert (cut.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+        assert (whole.folder / "coefficients.csv").exists() == (method == "gfsa")
+        assert not (cut.folder / "checkpoints").exists()
+
     def test_a_resumed_run_says_where_it_begins(
         self, data: Path, tmp_path: Path, capsys: Any, caplog: Any
     ) -> None:

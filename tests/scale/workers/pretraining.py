@@ -56,8 +56,8 @@ def main() -> None:
     saved = []
     save = Trainer._save
 
-    def save_once(trainer: Trainer) -> None:
-        save(trainer)
+    def save_once(trainer: Trainer, kept: int) -> None:
+        save(trainer, kept)
         saved.append(trainer.position.step)
         if len(saved) == 1:
             raise KeyboardInterrupt

@@ -173,7 +173,8 @@ class TrainConfig:
     """Refuse operations that differ from run to run on a GPU."""
     tensorboard: bool = True
     checkpoint_every: CountOrZero = 0
-    """Steps between checkpoints; 0: at the end of each epoch."""
+    """Steps between checkpoints; 0: at the end of each epoch, and within it at evaluations that are
+    a tenth of it apart."""
     checkpoints: bool = True
     """Write checkpoints; without them an interrupted run starts again from step 0."""
     lens: bool = False

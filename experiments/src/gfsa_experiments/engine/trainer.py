@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from gfsa.lens.trajectory import Trajectory
+from gfsa_experiments.engine.checkpoint_times import CheckpointTimes
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.evaluate import evaluate
@@ -190,7 +191,7 @@ class Trainer:
     def _train(self, progress: Progress | None) -> None:
         config, at = self.config, self.position
         eval_steps = config.steps_between_evaluations(self.steps_per_epoch, self.total)
-        save_steps = config.checkpoint_every or self.steps_per_epoch
+        times = CheckpointTimes(config, self.steps_per_epoch, self.total, last=at.step)
         self.model.train()
         if at.stopped:
             # a resumed run whose patience had run out
@@ -209,8 +210,8 @@ class Trainer:
             if due:
                 self.state.trajectory.record(self.bare_model, at.step)
             evaluates = "valid" in self.task.splits and due
-            saves = config.checkpoints and (at.step % save_steps == 0 or done)
-            if not (evaluates or saves or done or at.step % config.log_every == 0):
+            kept = times.kept(at.step, evaluates)
+            if not (evaluates or kept or done or at.step % config.log_every == 0):
                 continue
             # only here the host waits for the device
             pace = meter.read()
@@ -221,14 +222,15 @@ class Trainer:
             status = self._log_step(pace, rate, evaluates)
             if progress is not None:
                 progress(at.step, self.total, status)
-            if saves or (at.stopped and config.checkpoints):
-                self._save()
+            if kept or (at.stopped and config.checkpoints):
+                self._save(kept or 1)
+                times.last = at.step
             if at.stopped:
                 break
             meter.restart()
 
-    def _save(self) -> None:
-        self.checkpoints.save(self.state)
+    def _save(self, kept: int) -> None:
+        self.checkpoints.save(self.state, kept)
 
     def _log_step(self, pace: Pace, rate: float, evaluates: bool) -> str:
         """Add the last steps to the log, with a validation if one is due; returns a status."""

@@ -34,8 +34,8 @@ def saved(per_epoch: int, total: int, evaluated_every: int, **settings: Any) -> 
         ({"per_epoch": 6, "total": 18, "evaluated_every": 6}, [6, 12, 18]),
         ({"per_epoch": 6, "total": 18, "evaluated_every": 48}, [6, 12, 18]),
         # as set, and nothing beside it
-        ({"per_epoch": 50, "total": 50, "evaluated_every": 5, "checkpoint_every": 20}, [20, 40, 50]),
-        ({"per_epoch": 50, "total": 50, "evaluated_every": 5, "checkpoints": False}, []),
+        ({"per_epoch": 9, "total": 9, "evaluated_every": 1, "checkpoint_every": 4}, [4, 8, 9]),
+        ({"per_epoch": 9, "total": 9, "evaluated_every": 1, "checkpoints": False}, []),
     ],
 )
 def test_when(of_run: dict[str, Any], steps: list[int]) -> None:

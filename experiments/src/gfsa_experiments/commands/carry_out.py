@@ -30,7 +30,8 @@ def carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write
             "--jobs needs a single process, but accelerate launch has started several"
         )
     messages = _Messages(console, runs, done)
-    with resume_hint(console, runs, messages.names), progress_bars(console, len(runs)) as (progress, advance):
+    hint = resume_hint(console, runs, messages.names)
+    with hint, progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, errors = finished.run, finished.row, [finished.error]
             if row is not None and write:

@@ -41,11 +41,9 @@ def _message(folders: Sequence[Path], names: Mapping[Path, str]) -> str:
         for folder in folders
         if folder not in done and folder not in begun and (folder / "config.json").exists()
     ]
-    again = "; ".join(f"{names[folder]} has no checkpoint and begins with step 1" for folder in lost)
+    again = [f"{names[folder]} has no checkpoint and begins with step 1" for folder in lost]
     if not done and not begun:
-        return f"interrupted; {again or 'no run had begun'}, by the same command"
+        return "; ".join(["interrupted", *(again or ["no run had begun"])])
     said = [f"{len(done)} of {len(folders)} runs are done"] if done else []
     said += [f"{names[folder]} goes on after step {step}" for folder, step in begun.items()]
-    return "; ".join(
-        ["interrupted; the same command with --resume continues", *said, *filter(None, [again])]
-    )
+    return "; ".join(["interrupted; the same command with --resume continues", *said, *again])

@@ -23,6 +23,7 @@ from gfsa_experiments.engine.meters import Pace, PeakMemory, StepMeter
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
 from gfsa_experiments.engine.randomness import isolated_generators
 from gfsa_experiments.engine.run_log import Movement, RunLog
+from gfsa_experiments.engine.sealed import sealed
 from gfsa_experiments.engine.speed import peak_flops, speed, speed_text
 from gfsa_experiments.engine.step_batches import StepBatches
 from gfsa_experiments.engine.task import Task
@@ -115,26 +116,11 @@ class Trainer:
 
     def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
         """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
-        if resume:
-            self.state = self.checkpoints.resume(self.state)
-        self._measure_start()
-        self._peak_memory.start()
         if self.config.tensorboard:
             self.log.open_tensorboard()
         try:
-            self._train(progress)
-            self._peak_memory.stop()
-            if self.movement.mean() == 0.0 and self.accelerator.is_main_process:
-                warnings.warn(
-                    f"{self.folder}: no filter has moved in {self.position.step} steps: their "
-                    "learning rate is 0, or no gradient reaches them; the row says nothing about "
-                    "filters",
-                    stacklevel=2,
-                )
-            if self.state.best is not None:
-                self.evaluated_model.load_state_dict(self.state.best)
-            valid = self._final_valid()
-            self._refuse_breakdown(valid)
+            with sealed(self.task.splits["test"]):
+                valid = self._train_and_validate(resume, progress)
             test = self._evaluate("test")
             self._add_to_log({"step": self.position.step} | _prefixed("test", test))
             if self.state.rates:
@@ -149,6 +135,29 @@ class Trainer:
         # hooks that the caller adds afterwards are called in the uncompiled model only
         forget_compiled(self.bare_model)
         return self._outcome(test, valid)
+
+    def _train_and_validate(
+        self, resume: bool, progress: Progress | None
+    ) -> dict[str, float] | None:
+        """Everything before the test: the metrics on ``valid`` of the weights to report."""
+        if resume:
+            self.state = self.checkpoints.resume(self.state)
+        self._measure_start()
+        self._peak_memory.start()
+        self._train(progress)
+        self._peak_memory.stop()
+        if self.movement.mean() == 0.0 and self.accelerator.is_main_process:
+            warnings.warn(
+                f"{self.folder}: no filter has moved in {self.position.step} steps: their "
+                "learning rate is 0, or no gradient reaches them; the row says nothing about "
+                "filters",
+                stacklevel=3,
+            )
+        if self.state.best is not None:
+            self.evaluated_model.load_state_dict(self.state.best)
+        valid = self._final_valid()
+        self._refuse_breakdown(valid)
+        return valid
 
     def _final_valid(self) -> dict[str, float] | None:
         """The metrics of the reported weights on ``valid``."""

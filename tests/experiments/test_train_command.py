@@ -55,6 +55,35 @@ def test_the_printed_options_are_those_that_a_method_reads(tmp_path: Path) -> No
     assert not {"filter_lr", "filter_lr of plain", "K of degree1"} & set(printed)
 
 
+def test_settings_without_effect_are_not_printed(tmp_path: Path) -> None:
+    _, constant = train(tmp_path, TOY, "--set", "epochs=1", "--set", "schedule=constant")
+    _, linear = train(tmp_path, TOY, "--set", "epochs=1")
+    shown = [
+        [name in words for name in ("min_lr", "decay", "clip")]
+        for words in (constant.split(), linear.split())
+    ]
+    assert shown == [[False, False, True], [True, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("words", "advised"),
+    [
+        (["--method", "gfsa", "--set", "filter_lr=0.1"], True),
+        (["--method", "gfsa", "--set", "filter_lr=0.1", "--set", "gain_lr=0.1"], False),
+        (["--method", "plain,gfsa"], False),
+    ],
+)
+def test_filters_with_a_fast_rate_are_compared_with_fast_gains(
+    tmp_path: Path, words: list[str], advised: bool
+) -> None:
+    """Said once for all seeds, and before the data is looked for, which is not there."""
+    data = ["--seeds", "0,1", "--data-dir", str(tmp_path)]
+    code, output = train(tmp_path, "pretrain", *data, *words)
+    assert code == 1
+    assert "there is no techdocs" in output
+    assert output.count("filter_lr=0.1 without gain_lr: filters learn fast") == advised
+
+
 def test_filters_that_hardly_moved_are_named(tmp_path: Path) -> None:
     words = [TOY, "--method", "plain,gfsa,twicing", "--set", "epochs=1", "--each"]
     code, output = train(tmp_path, *words, "filter_lr=1e-7,1e-2")

@@ -219,6 +219,14 @@ class TrainConfig:
             unused["drop_last"] = "accumulate above 1 always leaves the last batch out"
         return unused
 
+    def advice(self, filter_lr: float | None) -> str:
+        """A sentence to whoever starts a run with these settings; empty for none.
+
+        Args:
+            filter_lr: the rate of what the method adds; None: the model's, or it adds nothing.
+        """
+        return ""
+
     def sketch(self) -> nn.Module | None:
         """The model on the device ``meta``, without weights, to try a method on.
 

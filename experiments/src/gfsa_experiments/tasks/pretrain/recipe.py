@@ -140,6 +140,15 @@ class PretrainConfig(TrainConfig):
             unused["size"] = "depth, width, heads and mlp are all given"
         return unused
 
+    def advice(self, filter_lr: float | None) -> str:
+        if filter_lr is None or self.gain_lr is not None:
+            return ""
+        return (
+            f"filter_lr={filter_lr:g} without gain_lr: filters learn fast and the plain model's "
+            "gains do not, so that filters seem to gain more than they do; --set gain_lr=0.1 for "
+            "all methods"
+        )
+
     def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
         return max(1, math.ceil(total / self.evaluations))
 

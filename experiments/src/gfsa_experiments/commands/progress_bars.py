@@ -45,7 +45,7 @@ def progress_bars(
         yield callback_of, lambda: bars.advance(all_runs)
 
 
-def print_line(console: Console, text: str) -> None:
+def print_line(console: Console, text: str, style: str | None = None) -> None:
     """One line, as it is and at once, however wide the output is taken to be."""
-    console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
     console.file.flush()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gfsa_experiments.commands.progress_bars import print_line
 from gfsa_experiments.engine.checkpoints import newest_step
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def resume_hint(console: Console, runs: Sequence[Run], names: Mapping[Path, str]
         yield
     except KeyboardInterrupt:
         message = _message([run.folder for run in runs], names)
-        console.print(message, style="yellow", markup=False, emoji=False, highlight=False)
+        print_line(console, message, style="yellow")
         raise
 
 

@@ -232,9 +232,11 @@ def _print_config(console: Console, runs: list[Run]) -> None:
 
 def _print_advice(console: Console, runs: list[Run]) -> None:
     """What to think about before the runs are compared, each sentence once."""
+    from gfsa_experiments.commands.progress_bars import print_line
+
     said = dict.fromkeys(run.config.advice(run.options.filter_lr) for run in runs)
     for sentence in filter(None, said):
-        console.print(sentence, style="yellow", markup=False, emoji=False, highlight=False)
+        print_line(console, sentence, style="yellow")
 
 
 def _print_recipes_and_methods(console: Console) -> None:

@@ -67,7 +67,7 @@ class Corpus(ABC):
         if self.has_parts:
             return "the parts that it names"
         percent = round(100 * SHARE)
-        return f"the last {percent} % of the text is test, the {percent} % before it valid"
+        return f"about the last {percent} % of the text is test, the {percent} % before it valid"
 
     def documents(self) -> dict[str, list[str]]:
         """The documents of each part."""

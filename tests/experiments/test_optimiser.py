@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import gfsa
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.optimiser import build_optimiser, set_learning_rate, share_of_peak
+from gfsa_experiments.runs.methods import MethodConfig, added_parameters, find_method
+from support.toy_recipe import ToyModel
 
 
 class _Model(nn.Module):
@@ -44,6 +47,35 @@ def test_gains_may_have_a_rate_of_their_own() -> None:
     found = {id(p): group["lr"] for group in optimiser.param_groups for p in group["params"]}
     assert found[id(model.linear.bias)] == 0.1
     assert found[id(model.linear.weight)] == found[id(model.filter)] == 1e-3
+
+
+@pytest.mark.parametrize("gain_lr", [None, 0.1])
+@pytest.mark.parametrize("method", ["plain", "degree1", "gfsa", "twicing"])
+def test_groups_are_those_that_users_get(method: str, gain_lr: float | None) -> None:
+    """What is measured on a model of transformers or torch is ``gfsa.parameter_groups`` alone."""
+    model = ToyModel(0.0)
+    options = MethodConfig(filter_lr=1e-2 if method in ("degree1", "gfsa") else None)
+    find_method(method).apply(model, options)
+    config = TrainConfig(lr=1e-3, weight_decay=0.1, gain_lr=gain_lr)
+    groups = build_optimiser(model, added_parameters(model), config, options.filter_lr).param_groups
+    rate = 1e-3 if gain_lr is None else gain_lr
+    users = gfsa.parameter_groups(model, 1e-3, options.filter_lr, 0.1, gain_lr=rate)
+    assert len(groups) == (3 if options.filter_lr else 2)
+    for ours, theirs in zip(groups, users, strict=True):
+        assert [id(p) for p in ours["params"]] == [id(p) for p in theirs["params"]]
+        assert {name: ours[name] for name in ("name", "lr", "weight_decay")} == {
+            name: theirs[name] for name in ("name", "lr", "weight_decay")
+        }
+
+
+def test_what_a_baseline_adds_is_where_filters_are() -> None:
+    model = ToyModel(0.0)
+    find_method("layerscale").apply(model, MethodConfig())
+    added = added_parameters(model)
+    groups = build_optimiser(model, added, TrainConfig(lr=1e-3), filter_lr=1e-2).param_groups
+    assert [group["name"] for group in groups] == ["weights", "biases", "filters"]
+    assert [id(p) for p in groups[2]["params"]] == [id(p) for p in added]
+    assert groups[2]["lr"] == 1e-2
 
 
 def test_schedules_rise_fall_and_end_where_told() -> None:

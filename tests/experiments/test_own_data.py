@@ -334,7 +334,7 @@ class TestCorpora:
         found = corpus_of("notes.log", tmp_path)
         documents = found.documents()
         assert "".join("".join(documents[part]) for part in PARTS) == text
-        assert found.split_by == "the last 5 % of the text is test, the 5 % before it valid"
+        assert found.split_by == "about the last 5 % of the text is test, the 5 % before it valid"
         (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n")
         with pytest.raises(ValueError, match=r"no UTF-8 text .*begins with b'\\x89PNG"):
             corpus_of("picture.png", tmp_path).documents()

@@ -269,6 +269,33 @@ class TestTraining:
 
         ends_as_if_never_interrupted(train, PretrainTask, tmp_path, monkeypatch)
 
+    @pytest.mark.parametrize("method", ["plain", "gfsa"])
+    def test_interrupted_in_its_only_epoch_it_goes_on_from_the_last_evaluation(
+        self, method: str, data: Path, tmp_path: Path, capsys: Any
+    ) -> None:
+        """At the defaults, which ask for no checkpoints in particular."""
+        settings = {"max_steps": 0, "epochs": 1, "evaluations": 3, "log_every": 2}
+        whole = a_run(data, tmp_path / "whole", method, **settings)
+        carry_out(whole)
+        cut = a_run(data, tmp_path / "cut", method, **settings)
+        steps = read_row(whole.folder).steps  # type: ignore[union-attr]
+        every = math.ceil(steps / 3)
+        assert every > 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PretrainTask, "loss", interrupted_at(steps - 1, PretrainTask.loss))
+            with pytest.raises(KeyboardInterrupt):
+                carry_out(cut)
+        # each takes the place of the one before
+        (checkpoint,) = (cut.folder / "checkpoints").iterdir()
+        assert checkpoint.name == f"step-{2 * every:09d}"
+        carry_out(dataclasses.replace(cut, resume=True))
+        assert f"resumed after step {2 * every}" in capsys.readouterr().out
+        for name in ("metrics.jsonl", "coefficients.csv"):
+            if (whole.folder / name).exists():
+                assert (cut.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+        assert (whole.folder / "coefficients.csv").exists() == (method == "gfsa")
+        assert not (cut.folder / "checkpoints").exists()
+
     def test_a_resumed_run_says_where_it_begins(
         self, data: Path, tmp_path: Path, capsys: Any, caplog: Any
     ) -> None:
@@ -378,6 +405,44 @@ class TestData:
         task = self.loss_of(str(tmp_path / "book.txt"), tmp_path)
         assert all(int((rows._host == task._end).sum()) == 1 for rows in task.rows.values())
 
+    def test_files_of_a_folder_are_documents_however_few(self, tmp_path: Path) -> None:
+        """Thirty files were glued to one document a part, and boundaries had no effect."""
+        for number in range(30):
+            (tmp_path / f"{number:02d}.md").write_text(document(number))
+        whole = self.loss_of(str(tmp_path), tmp_path)
+        starts = [int((rows._host == whole._end).sum()) for rows in whole.rows.values()]
+        assert sum(starts) in (30, 31, 32)
+        assert starts[0] >= 26
+        apart = self.loss_of(str(tmp_path), tmp_path, boundaries=True)
+        batch = a_batch(whole)
+        with torch.no_grad():
+            losses = [task.loss(task.model, batch) for task in (whole, apart)]
+        assert not torch.equal(*losses)
+
+    @pytest.mark.parametrize("boundaries", [False, True])
+    def test_a_single_document_is_told(self, boundaries: bool, tmp_path: Path) -> None:
+        (tmp_path / "book.txt").write_text("".join(map(document, range(200))))
+        task = self.loss_of(str(tmp_path / "book.txt"), tmp_path, boundaries=boundaries)
+        said = str(task.own_data)
+        assert "1 train, 1 valid, 1 test documents" in said
+        assert ("boundaries change nothing in train, valid, test" in said) == boundaries
+
+    def test_tokens_of_an_earlier_split_are_not_taken(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only of text without named parts: what was prepared of techdocs is found again."""
+        from gfsa_experiments.data.corpus import read_corpus
+        from gfsa_experiments.tasks.pretrain import tokens
+
+        (tmp_path / "own.txt").write_text("".join(map(document, range(50))))
+        named = write_corpus(tmp_path) / "techdocs"
+        corpora = [read_corpus(named), read_corpus(tmp_path / "own.txt")]
+        choice = tokens.TokenizerChoice("", 300)
+        before = [tokens._key(corpus, choice) for corpus in corpora]
+        monkeypatch.setattr(tokens, "_SPLIT", tokens._SPLIT + 1)
+        after = [tokens._key(corpus, choice) for corpus in corpora]
+        assert [old == new for old, new in zip(before, after, strict=True)] == [True, False]
+
     def test_prepared_once(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         built(data)
         monkeypatch.setattr("gfsa_experiments.tasks.pretrain.tokens.prepare", None)
@@ -419,7 +484,10 @@ class TestData:
             ("x.jsonl", "{", "x.jsonl, line 1: expected a JSON object"),
             ("x.txt.xz", "no xz", "damaged"),
             ("x.txt", "short", "too little text"),
+            ("x.txt", "", "has no text in it"),
+            ("x.txt", "word", "4 characters in 1 document;"),
             ("x.pdf", "%PDF", "no text to read"),
+            ("x.py", "import os", "end in .txt.* or data= to one file, which is read whatever"),
             ("train.txt", "text " * 100, "none for valid, test"),
         ],
     )

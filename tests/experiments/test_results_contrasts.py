@@ -195,6 +195,17 @@ def test_a_name_that_two_lines_have_is_refused() -> None:
         find_pairs(make_tables(latest(recorded)), "degree1 - plain clip=2")
 
 
+def test_the_grid_shows_the_settings_that_were_asked_for() -> None:
+    """The line of a table with settings of its own is called plain, like the one without."""
+    texts = ["gfsa filter_lr=0.01 - plain epochs=6", "gfsa filter_lr=0.01 - plain"]
+    grid = contrast_grid(make_tables(latest(MADE)), texts)
+    lines = [dict(zip(grid.columns, row, strict=True)) for row in grid.rows]
+    assert [(line["a"], line["b"]) for line in lines] == [
+        ("gfsa filter_lr=0.01", "plain epochs=6"),
+        ("gfsa filter_lr=0.01", "plain"),
+    ]
+
+
 def test_the_grid_says_what_was_equal() -> None:
     grid = contrast_grid(make_tables(latest(MADE)), ["gfsa filter_lr=0.01 - degree1"])
     line = dict(zip(grid.columns, grid.rows[0], strict=True))

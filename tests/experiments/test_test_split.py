@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gfsa_experiments
 from gfsa_experiments.engine import trainer
+from gfsa_experiments.engine.sealed import sealed
+from gfsa_experiments.engine.task import Split, as_it_is
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.run import Run, carry_out
 from gfsa_experiments.tasks import RECIPES, find_recipe
+from gfsa_experiments.tasks.pretrain.recipe import PretrainTask
 from support import toy_recipe
-from support.toy_recipe import ToyConfig, ToyTask
+from support.tiny_pretraining import a_run, write_corpus
+from support.toy_recipe import ToyConfig, ToyData, ToyTask
 
 SOURCES = Path(gfsa_experiments.__file__).parent
 
@@ -85,6 +90,70 @@ def without_test(folder: Path) -> list[dict[str, float]]:
     return [
         {k: v for k, v in line.items() if not k.startswith(("test/", *times))} for line in lines
     ]
+
+
+class ReadsEarly(ToyTask):
+    """Trains on the examples that it is tested on, by one of the ways to them."""
+
+    way = "splits"
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        dataset = self.splits["test"].dataset if self.way == "splits" else self.kept
+        if self.way == "attribute":
+            batch = {"x": dataset.x, "y": dataset.y}  # type: ignore[attr-defined]
+        else:
+            batch = dataset.__getitems__([0, 1])  # type: ignore[attr-defined]
+        return super().loss(model, batch)
+
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__(config)
+        self.kept = self.splits["test"].dataset
+
+
+@pytest.mark.parametrize("way", ["splits", "kept", "attribute"])
+def test_a_task_that_reads_its_test_split_early_is_stopped(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReadsEarly, "way", way)
+    recipe = dataclasses.replace(toy_recipe.RECIPE, build=lambda config, _: ReadsEarly(config))
+    monkeypatch.setattr(toy_recipe, "RECIPE", recipe)
+    run = toy_run(tmp_path)
+    with pytest.raises(RuntimeError, match="test split was read before the last step"):
+        carry_out(run)
+    assert not (run.folder / "row.json").exists()
+
+
+def test_a_pretraining_task_reads_no_test_tokens_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows of tokens have a second name, and need no batch."""
+    monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
+    loss = PretrainTask.loss
+
+    def early(self: PretrainTask, model: Any, batch: Any) -> Any:
+        return loss(self, model, {"part": "test", "rows": batch["rows"] * 0})
+
+    monkeypatch.setattr(PretrainTask, "loss", early)
+    with pytest.raises(RuntimeError, match="test split was read before the last step"):
+        carry_out(a_run(write_corpus(tmp_path), tmp_path / "runs"))
+
+
+DATASETS = [ToyData(3, 0), [1, 2, 3], torch.utils.data.Subset([4, 5], [0])]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dataset", DATASETS, ids=lambda dataset: type(dataset).__name__)
+def test_a_seal_is_taken_off_again(dataset: Any) -> None:
+    split = Split(dataset, as_it_is)
+    read: Any
+    for _ in range(2):
+        with sealed(split):
+            for read in (lambda: split.dataset[0], lambda: len(split), lambda: split.dataset.x):
+                with pytest.raises(RuntimeError, match="test split was read"):
+                    read()
+        assert split.dataset is dataset
+        assert len(split) == len(dataset) > 0
+        fetch = getattr(dataset, "__getitems__", None)
+        assert fetch([0]) if fetch else dataset[0]
 
 
 def test_one_place_evaluates_the_test_split() -> None:

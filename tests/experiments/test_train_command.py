@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from gfsa_experiments.engine.config import TrainConfig, from_text, parse, settin
 from gfsa_experiments.runs.row import Row, append_rows, read_rows
 from gfsa_experiments.runs.sweep import Request, numbers_of
 from gfsa_experiments.tasks import RECIPES
+from support.toy_recipe import ToyTask
 from support.train_command import train
 
 TOY = "support.toy_recipe"
@@ -51,6 +53,35 @@ def test_the_printed_options_are_those_that_a_method_reads(tmp_path: Path) -> No
     assert "K of gfsa" in printed
     # plain has no options, and degree 1 no K
     assert not {"filter_lr", "filter_lr of plain", "K of degree1"} & set(printed)
+
+
+def test_settings_without_effect_are_not_printed(tmp_path: Path) -> None:
+    _, constant = train(tmp_path, TOY, "--set", "epochs=1", "--set", "schedule=constant")
+    _, linear = train(tmp_path, TOY, "--set", "epochs=1")
+    shown = [
+        [name in words for name in ("min_lr", "decay", "clip")]
+        for words in (constant.split(), linear.split())
+    ]
+    assert shown == [[False, False, True], [True, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("words", "advised"),
+    [
+        (["--method", "gfsa", "--set", "filter_lr=0.1"], True),
+        (["--method", "gfsa", "--set", "filter_lr=0.1", "--set", "gain_lr=0.1"], False),
+        (["--method", "plain,gfsa"], False),
+    ],
+)
+def test_filters_with_a_fast_rate_are_compared_with_fast_gains(
+    tmp_path: Path, words: list[str], advised: bool
+) -> None:
+    """Said once for all seeds, and before the data is looked for, which is not there."""
+    data = ["--seeds", "0,1", "--data-dir", str(tmp_path)]
+    code, output = train(tmp_path, "pretrain", *data, *words)
+    assert code == 1
+    assert "there is no techdocs" in output
+    assert output.count("filter_lr=0.1 without gain_lr: filters learn fast") == advised
 
 
 def test_filters_that_hardly_moved_are_named(tmp_path: Path) -> None:
@@ -183,11 +214,40 @@ def test_an_interrupted_command_says_how_to_go_on(
     words = [TOY, "--set", "epochs=1"]
     code, output = train(tmp_path, *words)
     assert code == 130
-    assert "interrupted; the same command with --resume continues" in output
+    assert "with --resume continues; 1 of 1 runs are done" in output
     monkeypatch.undo()
     code, output = train(tmp_path, *words, "--resume")
     assert code == 0
     assert "1 of 1 runs done" in output
+
+
+@pytest.mark.parametrize("method", ["plain", "gfsa"])
+@pytest.mark.parametrize(("interrupted_in", "told"), [(3, 0), (5, 4)])
+def test_an_interrupted_run_is_said_to_go_on_where_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted_in: int, told: int, method: str
+) -> None:
+    """A run of one epoch, whose first checkpoint is written at its first evaluation."""
+    words = [TOY, "--method", method, "--set", "epochs=1", "--set", "eval_every=0.67"]
+    loss, calls = ToyTask.loss, iter(range(1, 100))
+
+    def interrupted(self: ToyTask, model: Any, batch: Any) -> Any:
+        if next(calls) == interrupted_in:
+            raise KeyboardInterrupt
+        return loss(self, model, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ToyTask, "loss", interrupted)
+        code, output = train(tmp_path, *words)
+    assert code == 130
+    name = f"toy toy {method} seed 0"
+    if told:
+        assert f"with --resume continues; {name} goes on after step {told}" in output
+    else:
+        assert f"interrupted; {name} has no checkpoint and begins with step 1" in output
+        assert "continues" not in output
+    code, output = train(tmp_path, *words, "--resume")
+    assert code == 0
+    assert (f"resumed after step {told}" if told else "begins with step 1") in output
 
 
 def test_runs_of_other_settings_are_told_apart(tmp_path: Path) -> None:

@@ -515,7 +515,7 @@ def test_parameter_groups() -> None:
 
 
 @pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), "1e-3", True])
-@pytest.mark.parametrize("name", ["lr", "filter_lr", "weight_decay"])
+@pytest.mark.parametrize("name", ["lr", "filter_lr", "weight_decay", "gain_lr"])
 def test_rates_of_parameter_groups_are_checked(name: str, value: Any) -> None:
     """An optimizer of torch checks the rates that it is given itself, not those of its groups."""
     model = TinyEncoder()
@@ -533,5 +533,22 @@ def test_a_rate_may_be_a_tensor() -> None:
 
 
 def test_parameter_groups_of_an_unplugged_model() -> None:
-    with pytest.raises(ValueError, match=r"has no filters; gfsa\.plug"):
-        gfsa.parameter_groups(bert(), lr=1e-3)
+    for rates in ({}, {"filter_lr": 1e-2}, {"filter_lr": 1e-2, "gain_lr": 1e-2}):
+        with pytest.raises(ValueError, match=r"has no filters; gfsa\.plug"):
+            gfsa.parameter_groups(bert(), lr=1e-3, **rates)
+    # the plain model to compare with
+    groups = gfsa.parameter_groups(bert(), lr=1e-3, gain_lr=1e-2)
+    assert [(group["name"], group["lr"]) for group in groups] == [
+        ("weights", 1e-3),
+        ("biases", 1e-2),
+    ]
+
+
+def test_gains_may_have_a_rate_of_their_own() -> None:
+    model = bert(2)
+    gfsa.plug(model)
+    usual = gfsa.parameter_groups(model, lr=1e-4, weight_decay=0.1)
+    groups = gfsa.parameter_groups(model, lr=1e-4, weight_decay=0.1, gain_lr=1e-2)
+    assert [group["lr"] for group in groups] == [1e-4, 1e-2, 1e-4]
+    for group, before in zip(groups, usual, strict=True):
+        assert group == before | {"lr": group["lr"]}

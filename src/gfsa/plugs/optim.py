@@ -18,6 +18,8 @@ def parameter_groups(
     lr: float,
     filter_lr: float | None = None,
     weight_decay: float = 0.0,
+    *,
+    gain_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """Optimiser groups: the filters with their own learning rate and no weight decay.
 
@@ -26,25 +28,32 @@ def parameter_groups(
         optimizer = AdamW(gfsa.parameter_groups(model, lr=2e-5, filter_lr=1e-2))
 
     A filter's few numbers per head have far to go in a short fine-tuning run: at the model's usual
-    learning rate they hardly move. Frozen parameters are left out.
+    learning rate they hardly move. Frozen parameters are left out. Compare with a plain model at
+    its best: trained from scratch, its gains may want a fast rate as much as filters do, and
+    ``gain_lr`` without ``filter_lr`` takes a model without filters too.
 
     Args:
         model: a plugged model.
         lr: for all parameters but the filters'.
         filter_lr: for the filters; default: as ``lr``.
         weight_decay: for weights of two or more dimensions; biases, norms and filters get none.
+        gain_lr: for what is not decayed, filters excepted: biases, gains of norms, temperatures;
+            default: as ``lr``.
     """
     # torch's optimisers check their own defaults, not the numbers of a group
-    for name, value in (("lr", lr), ("filter_lr", filter_lr), ("weight_decay", weight_decay)):
+    rates = {"lr": lr, "filter_lr": filter_lr, "weight_decay": weight_decay, "gain_lr": gain_lr}
+    for name, value in rates.items():
         if value is not None and not isinstance(value, Tensor):
             _check_number(name, value)
-    of_filters = trained_parameters(model, filter_lr)
+    is_plain = gain_lr is not None and filter_lr is None and not filters_of(model)
+    of_filters = [] if is_plain else trained_parameters(model, filter_lr)
     known = {id(p) for p in of_filters}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    groups = [
-        {"name": "weights", "params": [p for p in rest if p.dim() > 1], "lr": lr}
-        | {"weight_decay": weight_decay},
-        {"name": "biases", "params": [p for p in rest if p.dim() <= 1], "lr": lr}
+    weights = [p for p in rest if p.dim() > 1]
+    biases = [p for p in rest if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [
+        {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
+        {"name": "biases", "params": biases, "lr": lr if gain_lr is None else gain_lr}
         | {"weight_decay": 0.0},
         filter_group(of_filters, lr if filter_lr is None else filter_lr),
     ]

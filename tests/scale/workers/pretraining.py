@@ -1,6 +1,8 @@
-"""Run by torchrun: pretrain a tiny decoder that FSDP2 shards, interrupted once and resumed.
+"""Run by torchrun: pretrain a tiny decoder on two processes, interrupted once and resumed.
 
-torchrun --nproc-per-node=2 tests/scale/workers/pretraining.py DATA OUT
+FSDP2 shards it, or each process has a copy (DDP):
+
+torchrun --nproc-per-node=2 tests/scale/workers/pretraining.py DATA OUT sharded|replicated
 """
 
 from __future__ import annotations
@@ -47,17 +49,18 @@ def sharding(**given: Any) -> accelerate.Accelerator:
 
 
 def main() -> None:
-    data, out = map(Path, sys.argv[1:])
+    data, out = map(Path, sys.argv[1:3])
     run = a_run(data, out, "gfsa", **SETTINGS)
-    runs.Accelerator = sharding  # type: ignore[misc]
-    with pytest.raises(ValueError, match=r"ema=0\.9 needs all weights in one process"):
-        runs.carry_out(a_run(data, out / "refused", "gfsa", ema=0.9))
+    if sys.argv[3] == "sharded":
+        runs.Accelerator = sharding  # type: ignore[misc]
+        with pytest.raises(ValueError, match=r"ema=0\.9 needs all weights in one process"):
+            runs.carry_out(a_run(data, out / "refused", "gfsa", ema=0.9))
 
     saved = []
     save = Trainer._save
 
-    def save_once(trainer: Trainer) -> None:
-        save(trainer)
+    def save_once(trainer: Trainer, kept: int) -> None:
+        save(trainer, kept)
         saved.append(trainer.position.step)
         if len(saved) == 1:
             raise KeyboardInterrupt
@@ -68,6 +71,8 @@ def main() -> None:
     AcceleratorState._reset_state()
     runs.carry_out(dataclasses.replace(run, resume=True))
     assert saved == [2, 4], saved
+    kinds = {"sharded": DistributedType.FSDP, "replicated": DistributedType.MULTI_CPU}
+    assert PartialState().distributed_type == kinds[sys.argv[3]]
 
 
 if __name__ == "__main__":

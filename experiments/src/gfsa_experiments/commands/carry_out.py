@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from gfsa_experiments.commands.progress_bars import progress_bars
+from gfsa_experiments.commands.resume_hint import resume_hint
 from gfsa_experiments.runs.row import Row, append_rows
 from gfsa_experiments.runs.run import Run
 from gfsa_experiments.runs.run_many import carry_out_all
@@ -31,7 +30,8 @@ def carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write
             "--jobs needs a single process, but accelerate launch has started several"
         )
     messages = _Messages(console, runs, done)
-    with _resume_hint(console), progress_bars(console, len(runs)) as (progress, advance):
+    hint = resume_hint(console, runs, messages.names)
+    with hint, progress_bars(console, len(runs)) as (progress, advance):
         for finished in carry_out_all(runs, jobs, progress):
             run, row, errors = finished.run, finished.row, [finished.error]
             if row is not None and write:
@@ -44,16 +44,6 @@ def carry_out(console: Console, runs: list[Run], jobs: int, results: Path, write
             advance()
     messages.summary()
     return messages.failed
-
-
-@contextmanager
-def _resume_hint(console: Console) -> Iterator[None]:
-    """Print at Ctrl-C how the runs can go on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print("interrupted; the same command with --resume continues", style="yellow")
-        raise
 
 
 def _append(results: Path, run: Run, row: Row, was_finished: bool) -> str:

@@ -122,6 +122,7 @@ def train(
             console.print(f"{results} has all of these runs")
             return
     _print_config(console, runs)
+    _print_advice(console, runs)
     failed = carry_out(console, compare_once(runs, results), jobs, results, write=rank == 0)
     if failed:
         raise typer.Exit(1)
@@ -209,7 +210,7 @@ def _refuse_sweep_with_plan(context: typer.Context) -> None:
 
 
 def _print_config(console: Console, runs: list[Run]) -> None:
-    """The settings of the first run, and of each method the options that it reads."""
+    """The settings of the first run that have an effect, and the options of each method."""
     import dataclasses
 
     from rich.table import Table
@@ -217,14 +218,25 @@ def _print_config(console: Console, runs: list[Run]) -> None:
     from gfsa_experiments.runs.methods import find_method
 
     table = Table(title=f"{runs[0]} (settings of the first run)", show_header=False)
+    unused = runs[0].config.unused()
     for name, value in dataclasses.asdict(runs[0].config).items():
-        table.add_row(name, str(value))
+        if name not in unused:
+            table.add_row(name, str(value))
     first_of_method = {run.method: run for run in reversed(runs)}
     for method in dict.fromkeys(run.method for run in runs):
         options = first_of_method[method].options
         for name in find_method(method).used_options(options):
             table.add_row(f"{name} of {method}", str(getattr(options, name)))
     console.print(table)
+
+
+def _print_advice(console: Console, runs: list[Run]) -> None:
+    """What to think about before the runs are compared, each sentence once."""
+    from gfsa_experiments.commands.progress_bars import print_line
+
+    said = dict.fromkeys(run.config.advice(run.options.filter_lr) for run in runs)
+    for sentence in filter(None, said):
+        print_line(console, sentence, style="yellow")
 
 
 def _print_recipes_and_methods(console: Console) -> None:

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from gfsa_experiments.data.held_out import SHARE, split_documents
 from gfsa_experiments.data.hub import load_parts
 from gfsa_experiments.data.own import (
     HUB,
@@ -31,10 +32,6 @@ _LINES = (".jsonl", ".ndjson")
 # in a folder; a csv beside the text is no text
 _IN_FOLDERS = (*_TEXT, *_LINES, ".parquet")
 _SHOWN_UNREAD = 3
-# of each, where the files name no parts
-_HELD_OUT = 0.05
-# with fewer documents a held-out share of them would be none, or most of the text
-_FEW_DOCUMENTS = 40
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,16 @@ class Corpus(ABC):
         """How the parts were made, as a sentence."""
         if self.has_parts:
             return "the parts that it names"
-        percent = round(100 * _HELD_OUT)
-        return f"the last {percent} % of the text is test, the {percent} % before it valid"
+        percent = round(100 * SHARE)
+        return f"about the last {percent} % of the text is test, the {percent} % before it valid"
 
     def documents(self) -> dict[str, list[str]]:
         """The documents of each part."""
         found = self.read()
+        if not any(map(any, found.values())):
+            raise ValueError(f"{self.root} has no text in it: expected a document or more, got 0")
         if not self.has_parts:
-            found = _split(found["train"], self.root)
+            found = split_documents(found["train"], self.root)
         for name, documents in found.items():
             if not any(documents):
                 raise ValueError(f"the {name} part of {self.root} has no text in it")
@@ -137,7 +136,7 @@ class HubCorpus(Corpus):
         if len(self.tables) != 2:
             return super().split_by
         (other,) = set(self.tables) - {"train"}
-        held_out = f"the last {round(100 * _HELD_OUT)} % of its documents to train on are valid"
+        held_out = f"the last {round(100 * SHARE)} % of its documents to train on are valid"
         return held_out if other == "test" else f"its valid is reported as test; {held_out}"
 
     def read(self) -> dict[str, list[str]]:
@@ -146,7 +145,7 @@ class HubCorpus(Corpus):
             return found
         (other,) = set(found) - {"train"}
         train = found["train"]
-        held_out = max(1, round(_HELD_OUT * len(train)))
+        held_out = max(1, round(SHARE * len(train)))
         return {"train": train[:-held_out], "valid": train[-held_out:], "test": found[other]}
 
     def _texts(self, part: str) -> list[str]:
@@ -189,7 +188,8 @@ def read_corpus(path: Path, column: str = "text") -> FileCorpus:
     if not texts:
         raise ValueError(
             f"{path} has no text to read: expected files that end in {', '.join(_IN_FOLDERS)}, "
-            f"plain or with {' or '.join(PACKED)} behind it{entries_of(path)}"
+            f"plain or with {' or '.join(PACKED)} behind it, or data= to one file, which is read "
+            f"whatever its ending{entries_of(path)}"
         )
     if not named:
         parts = {"train": tuple(texts)}
@@ -255,29 +255,3 @@ def _text_in(line: str, column: str) -> tuple[str | None, str]:
         f"expected a JSON object whose key {column} is a string, got {got}; set text= to the key "
         "of the text"
     ), ""
-
-
-def _split(documents: list[str], root: str) -> dict[str, list[str]]:
-    """The last documents to test on, those before them to validate on: 5 % of the text each.
-
-    A text of few documents is cut at ends of lines instead.
-    """
-    pieces = documents
-    if len(documents) < _FEW_DOCUMENTS:
-        pieces = [line for document in documents for line in document.splitlines(keepends=True)]
-    ends = []
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        ends.append(size)
-    begins = [1 - 2 * _HELD_OUT, 1 - _HELD_OUT]
-    first, second = (sum(end <= share * size for end in ends) for share in begins)
-    parts = {"train": pieces[:first], "valid": pieces[first:second], "test": pieces[second:]}
-    if not all(parts.values()):
-        raise ValueError(
-            f"{root} is too little text to be split into {', '.join(PARTS)}: it has "
-            f"{len(documents)} documents of {len(pieces)} pieces; give a file for each part"
-        )
-    if pieces is documents:
-        return parts
-    return {name: ["".join(part)] for name, part in parts.items()}

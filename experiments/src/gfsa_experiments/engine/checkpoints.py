@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_KEPT = 2
 _STATE = "loop.json"
 
 
@@ -28,6 +27,7 @@ def write_checkpoint(
     state: dict[str, Any],
     save: Callable[[Path], None],
     accelerator: Accelerator,
+    kept: int,
 ) -> None:
     """Write a checkpoint and delete older ones; every process calls this.
 
@@ -37,6 +37,7 @@ def write_checkpoint(
         state: the position of the training loop, as JSON data.
         save: writes everything else into the folder it is given, in every process.
         accelerator: the processes.
+        kept: how many stay, with the new one.
     """
     unfinished, finished = folder / f".writing-{step}", folder / f"step-{step:09d}"
     if accelerator.is_main_process:
@@ -53,7 +54,7 @@ def write_checkpoint(
         shutil.rmtree(finished, ignore_errors=True)
         unfinished.rename(finished)
         _flush(folder)
-        for old in checkpoints(folder)[_KEPT:]:
+        for old in checkpoints(folder)[kept:]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
@@ -81,6 +82,12 @@ def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, the newest first."""
     # a checkpoint that was being deleted when the machine stopped may have lost its state
     return sorted((p for p in folder.glob("step-*") if (p / _STATE).exists()), reverse=True)
+
+
+def newest_step(folder: Path) -> int:
+    """The steps that the newest checkpoint in ``folder`` has done; 0 if there is none."""
+    found = checkpoints(folder)
+    return int(found[0].name.removeprefix("step-")) if found else 0
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -173,7 +173,8 @@ class TrainConfig:
     """Refuse operations that differ from run to run on a GPU."""
     tensorboard: bool = True
     checkpoint_every: CountOrZero = 0
-    """Steps between checkpoints; 0: at the end of each epoch."""
+    """Steps between checkpoints; 0: at the end of each epoch, and within it at evaluations that are
+    a tenth of it apart."""
     checkpoints: bool = True
     """Write checkpoints; without them an interrupted run starts again from step 0."""
     lens: bool = False
@@ -217,6 +218,14 @@ class TrainConfig:
         if self.accumulate > 1:
             unused["drop_last"] = "accumulate above 1 always leaves the last batch out"
         return unused
+
+    def advice(self, filter_lr: float | None) -> str:
+        """A sentence to whoever starts a run with these settings; empty for none.
+
+        Args:
+            filter_lr: the rate of what the method adds; None: the model's, or it adds nothing.
+        """
+        return ""
 
     def sketch(self) -> nn.Module | None:
         """The model on the device ``meta``, without weights, to try a method on.

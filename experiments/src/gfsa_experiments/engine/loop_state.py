@@ -86,8 +86,8 @@ class LoopCheckpoints:
         self.log = log
         self._randomness_file = f"randomness-{accelerator.process_index}.pt"
 
-    def save(self, state: LoopState) -> None:
-        """Write a checkpoint, and the log."""
+    def save(self, state: LoopState, kept: int) -> None:
+        """Write a checkpoint, and the log; so many of the newest checkpoints are kept."""
 
         def save(folder: Path) -> None:
             with without_note_of_tied_weights():
@@ -102,9 +102,8 @@ class LoopCheckpoints:
             "rates": state.rates,
             "coefficients": state.trajectory.to_plain(),
         }
-        write_checkpoint(
-            self.folder / "checkpoints", state.position.step, plain, save, self.accelerator
-        )
+        folder = self.folder / "checkpoints"
+        write_checkpoint(folder, state.position.step, plain, save, self.accelerator, kept)
         self.log.write_metrics()
 
     def resume(self, state: LoopState) -> LoopState:

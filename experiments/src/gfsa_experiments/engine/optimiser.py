@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import gfsa
+from gfsa.plugs.optim import FILTERS
 from gfsa_experiments.engine.config import TrainConfig
 
 
@@ -18,38 +21,35 @@ def build_optimiser(
     config: TrainConfig,
     filter_lr: float | None,
 ) -> torch.optim.Optimizer:
-    """AdamW in up to three groups: decayed, not decayed (biases, norms), added by a method.
+    """AdamW on the groups of :func:`gfsa.parameter_groups`: weights, gains and biases, filters.
 
     Args:
         added: parameters that a method added to the model; they are not decayed.
         filter_lr: the learning rate of ``added``; None for ``config.lr``.
     """
-    of_method = {id(p) for p in added}
-    # models of timm name parameters that are not decayed: positions and class tokens
-    not_decayed: set[str] = getattr(model, "no_weight_decay", set)()
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in of_method:
-            decays = parameter.dim() > 1 and name not in not_decayed
-            (decayed if decays else others).append(parameter)
-    learned = [p for p in added if p.requires_grad]
-    choices = [
-        (decayed, config.weight_decay, config.lr),
-        (others, 0.0, config.lr if config.gain_lr is None else config.gain_lr),
-        (learned, 0.0, config.lr if filter_lr is None else filter_lr),
-    ]
-    groups = [
-        {"params": parameters, "weight_decay": decay, "peak": peak, "lr": peak}
-        for parameters, decay, peak in choices
-        if parameters
-    ]
+    rates = {
+        "weights": config.lr,
+        "biases": config.lr if config.gain_lr is None else config.gain_lr,
+        FILTERS: config.lr if filter_lr is None else filter_lr,
+    }
+    filters = gfsa.filters_of(model).values()
+    # a rate without a filter that learns is refused there; what baselines add is no filter
+    of_filters = any(p.requires_grad for f in filters for p in f.parameters())
+    groups = gfsa.parameter_groups(
+        model,
+        rates["weights"],
+        rates[FILTERS] if of_filters else None,
+        config.weight_decay,
+        gain_lr=rates["biases"],
+    )
+    groups = _with_exceptions(groups, model, added, rates)
     if not groups:
         raise ValueError("there is nothing to train: every parameter of the model is frozen")
-    device = next(iter(decayed + others + learned)).device
-    if config.graphs:
-        for group in groups:
-            # a CUDA graph reads the learning rate from the device
+    device = groups[0]["params"][0].device
+    for group in groups:
+        # what a schedule takes its share of; a CUDA graph reads the learning rate from the device
+        group["peak"] = group["lr"]
+        if config.graphs:
             group["lr"] = torch.tensor(group["peak"], device=device)
     return torch.optim.AdamW(
         groups,
@@ -57,6 +57,44 @@ def build_optimiser(
         fused=device.type == "cuda",
         capturable=config.graphs,
     )
+
+
+def _with_exceptions(
+    groups: list[dict[str, Any]],
+    model: nn.Module,
+    added: Sequence[nn.Parameter],
+    rates: dict[str, float],
+) -> list[dict[str, Any]]:
+    """``groups`` with two exceptions, which a recipe with filters of gfsa alone does not have.
+
+    Models of timm name parameters that are not decayed, positions and class tokens, which go to the
+    biases; and what baselines added to the model goes where filters are.
+    """
+    found = {id(p): group["name"] for group in groups for p in group["params"]}
+    not_decayed: set[str] = getattr(model, "no_weight_decay", set)()
+    wanted = dict(found)
+    for name, parameter in model.named_parameters():
+        if name in not_decayed and found.get(id(parameter)) == "weights":
+            wanted[id(parameter)] = "biases"
+    wanted |= {id(p): FILTERS for p in added if p.requires_grad}
+    if wanted == found:
+        return groups
+    decays = {group["name"]: group["weight_decay"] for group in groups}
+    regrouped = [
+        {
+            "name": name,
+            # filters in the order in which they were added, the others in that of the model
+            "params": [
+                p
+                for p in (added if name == FILTERS else model.parameters())
+                if wanted.get(id(p)) == name
+            ],
+            "lr": rate,
+            "weight_decay": decays.get(name, 0.0),
+        }
+        for name, rate in rates.items()
+    ]
+    return [group for group in regrouped if group["params"]]
 
 
 def set_learning_rate(

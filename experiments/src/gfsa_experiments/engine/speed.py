@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,16 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak * 1e12 for part, peak in _PEAK.items() if part in name), None)
+
+
+def warn_of_unknown_peak(device: torch.device) -> None:
+    """Say why rows and logs have no MFU on this GPU; Python shows it once."""
+    if device.type == "cuda" and peak_flops(device) is None:
+        warnings.warn(
+            f"no MFU is reported: the peak of {torch.cuda.get_device_name(device)} is not known, "
+            f"only of {', '.join(_PEAK)}",
+            stacklevel=2,
+        )
 
 
 def speed_text(found: dict[str, float]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,21 +13,21 @@ from accelerate import Accelerator
 from torch import nn
 
 from gfsa.lens.trajectory import Trajectory
+from gfsa_experiments.engine.checkpoint_times import CheckpointTimes
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model, forget_compiled
 from gfsa_experiments.engine.config import TrainConfig
 from gfsa_experiments.engine.evaluate import evaluate
 from gfsa_experiments.engine.loop_state import LoopCheckpoints, LoopState, Position
 from gfsa_experiments.engine.meters import Pace, PeakMemory, StepMeter
 from gfsa_experiments.engine.optimiser import WeightAverage, build_optimiser, set_learning_rate
+from gfsa_experiments.engine.progress import Progress, Report
 from gfsa_experiments.engine.randomness import isolated_generators
 from gfsa_experiments.engine.run_log import Movement, RunLog
-from gfsa_experiments.engine.speed import peak_flops, speed, speed_text
+from gfsa_experiments.engine.sealed import sealed
+from gfsa_experiments.engine.speed import peak_flops, speed, warn_of_unknown_peak
 from gfsa_experiments.engine.step_batches import StepBatches
 from gfsa_experiments.engine.task import Task
 from gfsa_experiments.engine.train_step import EagerStep, GraphedStep
-
-Progress = Callable[[int, int, str], None]
-"""Called with steps done, steps in all, and a short status."""
 
 
 @dataclass
@@ -95,6 +94,8 @@ class Trainer:
         self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
         self._peak_memory = PeakMemory(accelerator.device)
         found = peak_flops(accelerator.device)
+        if task.work is not None and accelerator.is_main_process:
+            warn_of_unknown_peak(accelerator.device)
         self._peak_flops = None if found is None else found * accelerator.num_processes
 
     @property
@@ -114,26 +115,11 @@ class Trainer:
 
     def fit(self, resume: bool = False, progress: Progress | None = None) -> Outcome:
         """Train to the end (from the last checkpoint, if ``resume``) and evaluate."""
-        if resume:
-            self.state = self.checkpoints.resume(self.state)
-        self._measure_start()
-        self._peak_memory.start()
         if self.config.tensorboard:
             self.log.open_tensorboard()
         try:
-            self._train(progress)
-            self._peak_memory.stop()
-            if self.movement.mean() == 0.0 and self.accelerator.is_main_process:
-                warnings.warn(
-                    f"{self.folder}: no filter has moved in {self.position.step} steps: their "
-                    "learning rate is 0, or no gradient reaches them; the row says nothing about "
-                    "filters",
-                    stacklevel=2,
-                )
-            if self.state.best is not None:
-                self.evaluated_model.load_state_dict(self.state.best)
-            valid = self._final_valid()
-            self._refuse_breakdown(valid)
+            with sealed(self.task.splits["test"]):
+                valid = self._train_and_validate(resume, progress)
             test = self._evaluate("test")
             self._add_to_log({"step": self.position.step} | _prefixed("test", test))
             if self.state.rates:
@@ -148,6 +134,29 @@ class Trainer:
         # hooks that the caller adds afterwards are called in the uncompiled model only
         forget_compiled(self.bare_model)
         return self._outcome(test, valid)
+
+    def _train_and_validate(
+        self, resume: bool, progress: Progress | None
+    ) -> dict[str, float] | None:
+        """Everything before the test: the metrics on ``valid`` of the weights to report."""
+        if resume:
+            self.state = self.checkpoints.resume(self.state)
+        self._measure_start()
+        self._peak_memory.start()
+        self._train(progress)
+        self._peak_memory.stop()
+        if self.movement.mean() == 0.0 and self.accelerator.is_main_process:
+            warnings.warn(
+                f"{self.folder}: no filter has moved in {self.position.step} steps: their "
+                "learning rate is 0, or no gradient reaches them; the row says nothing about "
+                "filters",
+                stacklevel=3,
+            )
+        if self.state.best is not None:
+            self.evaluated_model.load_state_dict(self.state.best)
+        valid = self._final_valid()
+        self._refuse_breakdown(valid)
+        return valid
 
     def _final_valid(self) -> dict[str, float] | None:
         """The metrics of the reported weights on ``valid``."""
@@ -190,7 +199,7 @@ class Trainer:
     def _train(self, progress: Progress | None) -> None:
         config, at = self.config, self.position
         eval_steps = config.steps_between_evaluations(self.steps_per_epoch, self.total)
-        save_steps = config.checkpoint_every or self.steps_per_epoch
+        times = CheckpointTimes(config, self.steps_per_epoch, self.total, last=at.step)
         self.model.train()
         if at.stopped:
             # a resumed run whose patience had run out
@@ -209,8 +218,8 @@ class Trainer:
             if due:
                 self.state.trajectory.record(self.bare_model, at.step)
             evaluates = "valid" in self.task.splits and due
-            saves = config.checkpoints and (at.step % save_steps == 0 or done)
-            if not (evaluates or saves or done or at.step % config.log_every == 0):
+            kept = times.kept(at.step, evaluates)
+            if not (evaluates or kept or done or at.step % config.log_every == 0):
                 continue
             # only here the host waits for the device
             pace = meter.read()
@@ -218,20 +227,25 @@ class Trainer:
             if pace.seconds_per_step is not None:
                 self.state.rates.append(pace.seconds_per_step)
             self._refuse_divergence(pace.loss)
-            status = self._log_step(pace, rate, evaluates)
+            report = self._log_step(pace, rate, evaluates)
+            if evaluates:
+                # whoever watches the run, or finds it killed, has the metrics so far
+                self.log.write_metrics()
             if progress is not None:
-                progress(at.step, self.total, status)
-            if saves or (at.stopped and config.checkpoints):
-                self._save()
+                progress(report)
+            if kept or (at.stopped and config.checkpoints):
+                self._save(kept or 1)
+                times.last = at.step
             if at.stopped:
                 break
             meter.restart()
 
-    def _save(self) -> None:
-        self.checkpoints.save(self.state)
+    def _save(self, kept: int) -> None:
+        self.checkpoints.save(self.state, kept)
 
-    def _log_step(self, pace: Pace, rate: float, evaluates: bool) -> str:
-        """Add the last steps to the log, with a validation if one is due; returns a status."""
+    def _log_step(self, pace: Pace, rate: float, evaluates: bool) -> Report:
+        """Add the last steps to the log, with a validation if one is due."""
+        scores = None
         line = {"step": self.position.step, "loss": pace.loss, "lr": rate}
         if evaluates:
             # the memory of evaluation does not count: its batches may be larger
@@ -242,7 +256,16 @@ class Trainer:
             self._peak_memory.start()
         step_speed = {} if pace.seconds_per_step is None else self._speed(pace.seconds_per_step)
         self._add_to_log(line, step_speed)
-        return f"loss {pace.loss:.3g}{speed_text(step_speed)}"
+        metric = self.task.metric
+        return Report(
+            self.position.step,
+            self.total,
+            pace.loss,
+            self._tokens(),
+            metric,
+            None if scores is None else scores[metric],
+            step_speed,
+        )
 
     def _evaluate(self, split: str) -> dict[str, float]:
         return evaluate(self.task, self.evaluated_model, split, self.config, self.accelerator)
@@ -296,12 +319,17 @@ class Trainer:
             return {}
         return speed(work, self.config.batch_size / seconds_per_step, self._peak_flops)
 
+    def _tokens(self) -> int | None:
+        """How many tokens were trained on so far, if the task declares its work per example."""
+        work = self.task.work
+        return None if work is None else self.position.step * self.config.batch_size * work.tokens
+
     def _add_to_curve(self, scores: dict[str, float]) -> None:
         """Append a validation to the curve: step, tokens, seconds of training, metric."""
-        at, work = self.position, self.task.work
+        at, tokens = self.position, self._tokens()
         point: dict[str, float] = {"step": at.step}
-        if work is not None:
-            point["tokens"] = at.step * self.config.batch_size * work.tokens
+        if tokens is not None:
+            point["tokens"] = tokens
         metric = self.task.metric
         at.curve.append(
             point | {"seconds": round(at.seconds, 3), f"valid {metric}": scores[metric]}

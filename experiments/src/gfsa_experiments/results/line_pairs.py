@@ -17,11 +17,17 @@ Place = tuple[ResultTable, Line]
 def contrast_grid(tables: Sequence[ResultTable], texts: Sequence[str]) -> Grid:
     """Every contrast that the texts ask for; all of them are exploratory."""
     rows = []
-    for table, a, b, found in (pair for text in texts for pair in find_pairs(tables, text)):
-        arrow = "" if table.higher_is_better else " ↓"
-        task = f"{table.recipe}: {table.task}, {table.metric}{arrow}"
-        line = {"task": task, "a": a.name, "b": b.name, "pairs": str(len(found.test.seeds))}
-        rows.append(line | contrast_cells(found, scale_of(table)))
+    for text in texts:
+        of_a, of_b = _sides(text)
+        for table, a, b, found in find_pairs(tables, text):
+            arrow = "" if table.higher_is_better else " ↓"
+            line = {
+                "task": f"{table.recipe}: {table.task}, {table.metric}{arrow}",
+                "a": _asked_name(a, of_a),
+                "b": _asked_name(b, of_b),
+                "pairs": str(len(found.test.seeds)),
+            }
+            rows.append(line | contrast_cells(found, scale_of(table)))
     words = ("task", "a", "b", "reading", "at")
     return Grid(list(rows[0]), [list(row.values()) for row in rows], words)
 
@@ -34,9 +40,7 @@ def find_pairs(
     A line is a method and some of its options or settings. Where one table has both, they are
     compared in it; otherwise each must be a single line of the task, with settings of its own.
     """
-    parts = re.split(r"\s[-−]\s", text)
-    if len(parts) != 2 or not all(part.strip() for part in parts):
-        raise ValueError(f"--contrast takes 'A - B', two lines of a table, got {text!r}")
+    parts = _sides(text)
     found = []
 
     def task(table: ResultTable) -> tuple[str, str, str]:
@@ -57,6 +61,20 @@ def find_pairs(
         names = sorted({line.name for table in tables for line in table.lines})
         raise ValueError(f"no task has both lines of {text!r} over common seeds; {_list(names)}")
     return found
+
+
+def _sides(text: str) -> list[str]:
+    """``A`` and ``B`` of ``A - B``."""
+    parts = re.split(r"\s[-−]\s", text)
+    if len(parts) != 2 or not all(part.strip() for part in parts):
+        raise ValueError(f"--contrast takes 'A - B', two lines of a table, got {text!r}")
+    return parts
+
+
+def _asked_name(line: Line, text: str) -> str:
+    """The name of a line, and the settings by which it was asked for: its table has them."""
+    known = line.name.split()
+    return " ".join([*known, *(word for word in text.split() if word not in known)])
 
 
 def _matching(tables: Sequence[ResultTable], words: Sequence[str]) -> list[Place]:

@@ -28,10 +28,11 @@ from gfsa_experiments.engine.config import (
     settings_of,
     without_folders,
 )
+from gfsa_experiments.engine.progress import Progress
 from gfsa_experiments.engine.randomness import seed_everything
 from gfsa_experiments.engine.sharding import is_sharded, refuse_with_sharding, whole_weights
 from gfsa_experiments.engine.task import Task
-from gfsa_experiments.engine.trainer import Progress, Trainer
+from gfsa_experiments.engine.trainer import Trainer
 from gfsa_experiments.runs.fingerprint import fingerprint
 from gfsa_experiments.runs.finish import keep_files, row_of
 from gfsa_experiments.runs.methods import (

@@ -27,7 +27,7 @@ from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_
 from gfsa_experiments.tasks.pretrain.packing import positions_in_documents, within_documents
 from gfsa_experiments.tasks.pretrain.probes import probe
 from gfsa_experiments.tasks.pretrain.rows import TokenRows
-from gfsa_experiments.tasks.pretrain.tokens import TokenizerChoice, token_files
+from gfsa_experiments.tasks.pretrain.tokens import Part, TokenizerChoice, token_files
 
 SOURCE = DataSource(
     "text for pretraining",
@@ -140,6 +140,15 @@ class PretrainConfig(TrainConfig):
             unused["size"] = "depth, width, heads and mlp are all given"
         return unused
 
+    def advice(self, filter_lr: float | None) -> str:
+        if filter_lr is None or self.gain_lr is not None:
+            return ""
+        return (
+            f"filter_lr={filter_lr:g} without gain_lr: filters learn fast and the plain model's "
+            "gains do not, so that filters seem to gain more than they do; --set gain_lr=0.1 for "
+            "all methods"
+        )
+
     def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
         return max(1, math.ceil(total / self.evaluations))
 
@@ -206,7 +215,7 @@ class PretrainTask(Task):
                 name=found.meta.name,
                 source=config.data,
                 splits={name: part.tokens for name, part in found.meta.parts.items()},
-                split_by=found.split_by,
+                split_by=f"{found.split_by}; {_documents(found.meta.parts, config.boundaries)}",
                 unit="tokens",
                 digest=digest_of(part.sha256 for part in found.meta.parts.values()),
             )
@@ -287,6 +296,15 @@ class PretrainTask(Task):
             use_cache=False,
         ).loss
         return loss
+
+
+def _documents(parts: dict[str, Part], boundaries: bool) -> str:
+    """``30 train, 1 valid, 1 test documents``, and of which of them boundaries change nothing."""
+    said = ", ".join(f"{part.documents:,} {name}" for name, part in parts.items()) + " documents"
+    alone = [name for name, part in parts.items() if part.documents == 1]
+    if boundaries and alone:
+        said += f"; boundaries change nothing in {', '.join(alone)}, a single document"
+    return said
 
 
 def _in_bf16(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

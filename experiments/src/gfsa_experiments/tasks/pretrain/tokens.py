@@ -27,6 +27,8 @@ TOKENIZER = "tokenizer.json"
 END = "<|endoftext|>"
 """Begins every document, so that the end of one is predicted, and nothing from one to the next."""
 _FORMAT = 1
+# 2: documents stay whole, whatever their number; counts for text that names no parts
+_SPLIT = 2
 _DOCUMENTS_AT_ONCE = 2_000
 
 
@@ -211,7 +213,9 @@ def _check_sizes(folder: Path, meta: Meta) -> None:
 
 def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
-    digest = sha256(f"{_FORMAT} {choice.description} {corpus.has_parts}".encode())
+    # tokens of text that an earlier rule split are not taken; named parts were never split
+    parts = corpus.has_parts or f"split {_SPLIT}"
+    digest = sha256(f"{_FORMAT} {choice.description} {parts}".encode())
     for line in corpus.identity():
         digest.update(line.encode())
     return digest.hexdigest()[:16]

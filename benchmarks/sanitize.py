@@ -2,9 +2,11 @@
 
     compute-sanitizer --tool memcheck python benchmarks/sanitize.py [PART …]
 
-Parts are ``sweep``, ``packed``, ``wide``, ``hopper``, ``decode``, ``one-sweep``, ``one-pass``,
-``short``, ``long`` and ``around``; all of them unless some are named, which run in their order. A
-line says which kernels ran. ``--tool racecheck`` checks shared memory in the same way.
+Parts are ``control``, ``sweep``, ``packed``, ``wide``, ``hopper``, ``decode``, ``one-sweep``,
+``one-pass``, ``short``, ``long`` and ``around``; all of them unless some are named, which run in
+their order. A line says which kernels ran. ``--tool racecheck`` checks shared memory in the same
+way; it reports races in the sweeps, and ``control`` shows whether it does so for any kernel whose
+warps hand numbers over by barriers in memory.
 The tool comes with CUDA and in the package nvidia-cuda-sanitizer-api. It takes minutes to check
 kernels that are compiled in the same run: run the script without it first, which fills Triton's
 cache on disk.
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from handover import NUMBERS, handed_over
 from torch import Tensor
 
 from gfsa.functional import graph_filter_attention
@@ -117,6 +120,14 @@ def swept(dim: int) -> None:
     finish(f"{length} tokens of {dim} in one causal sweep")
 
 
+def control() -> None:
+    """No kernel of gfsa's: see ``handover.py``."""
+    found, expected = handed_over(), sum(range(NUMBERS))
+    if found != expected:
+        raise RuntimeError(f"expected the sum {expected} of what was handed over, got {found}")
+    finish(f"{NUMBERS} numbers handed from one warp to four")
+
+
 def finish(ran: str) -> None:
     """Wait for the kernels, so that an error is theirs."""
     torch.cuda.synchronize()
@@ -133,6 +144,7 @@ def by_dim(run: Callable[[int], None]) -> list[Callable[[], None]]:
 
 # most that is on the chip at a time, and what waits for other programs, first
 PARTS = {
+    "control": [control],
     "sweep": by_dim(swept),
     "packed": by_dim(packed),
     # dQ added up with dK and dV: a last block that is not full, and whole ones
@@ -162,6 +174,8 @@ PARTS = {
         Call(1100, 64, degree=1, causal=True),
         Call(1100, 64, degree=1),
         Call(1100, 128, degree=1, causal=True),
+        # keeps A·V for cuDNN's gradient
+        Call(4100, 128, degree=1, causal=True),
     ),
     "around": of_calls(Call(64, 64, degree=1, padded=True)),
 }

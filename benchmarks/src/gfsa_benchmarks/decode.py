@@ -147,6 +147,7 @@ def _variant(
     position = torch.full((shape.batch, 1), shape.tokens, device=setting.device)
     with torch.no_grad():
         model(prompt, past_key_values=cache, logits_to_keep=1)
+    rewind = _rewinding(cache, static)
 
     called = model
     if setting.compiled:
@@ -158,21 +159,20 @@ def _variant(
             torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad(), _measured(kernel):
             logits = called(prompt[:, :1], past_key_values=cache, position_ids=position).logits
-        _rewind(cache, static)
+        rewind()
         return logits
 
     backend = "torch" if name == "plain" else "fused" if kernel else "sdpa"
     return Variant(name, backend, forward, step=None)
 
 
-def _rewind(cache: Any, static: bool) -> None:
-    """Remove the new token, so that every call decodes at the same length."""
+def _rewinding(cache: Any, static: bool) -> Callable[[], None]:
+    """What removes the new token, so that every call decodes at the same length."""
     if not static:
-        cache.crop(-1)
-        return
+        return lambda: cache.crop(-1)
     lengths = []
     for layer in cache.layers:
         companions = getattr(layer, "gfsa_powers", {}).values()
         lengths += [held.cumulative_length for held in (layer, *itertools.chain(*companions))]
-    # one launch for all layers, so that it does not count in a captured step
-    torch._foreach_sub_(lengths, 1)
+    # found once, and one launch for all layers: a compiled step takes as long as the host does
+    return lambda: torch._foreach_sub_(lengths, 1)

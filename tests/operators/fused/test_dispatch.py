@@ -114,9 +114,21 @@ def test_gradients_go_block_by_block(batch: int, heads: int, grid: tuple[int, in
     q = torch.empty(batch, heads, 512, 64, dtype=torch.bfloat16, device="meta")
     problem = problem_of(q, q, None, Options(0.1, True))
     assert hopper_backward.grid_of(problem, 64, 64) == grid
-    together = {64: 4, 12: 4, 45: 3, 37: 1}[batch * heads]
+    together = {64: 8, 12: 6, 45: 5, 37: 1}[batch * heads]
     expected = (together, 8, batch * heads // together)
     assert hopper_backward.grid_of(problem, 64, 128) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "wide", "narrow"),
+    [(2048, 8, 16), (8192, 8, 16), (8196, 4, 16), (16384, 4, 16), (32768, 2, 16), (131072, 1, 16)],
+)
+def test_long_sequences_of_wide_heads_go_few_at_a_time(length: int, wide: int, narrow: int) -> None:
+    """What is worked on together stays in the cache."""
+    q = torch.empty(1, 16, length, 64, dtype=torch.bfloat16, device="meta")
+    problem = problem_of(q, q, None, Options(0.1, True))
+    assert hopper_backward.grid_of(problem, 64, 128)[::2] == (wide, 16 // wide)
+    assert hopper_backward.grid_of(problem, 64, 64)[::2] == (narrow, 16 // narrow)
 
 
 @pytest.mark.parametrize(

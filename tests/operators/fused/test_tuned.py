@@ -285,9 +285,28 @@ def test_errors_are_those_to_the_dense_operator(
 ) -> None:
     """On a CPU torch's kernels take the place of the fused ones."""
     monkeypatch.setattr(tune_gpu, "_BACKENDS", ("sdpa", "sdpa"))
-    monkeypatch.setattr(tune_gpu, "LONGEST_CHECK", 24)
     gpu = tune_gpu.GPU(torch.device("cpu"))
     fused, by_torch = gpu.errors(shape)
     assert fused == by_torch
     assert 1e-4 < by_torch < 2e-2
     assert "need an NVIDIA GPU" in (gpu.refusal(shape) or "")
+
+
+@pytest.mark.parametrize("tokens", tuned.LENGTHS)
+def test_what_is_timed_is_checked(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the same length, with several heads; the maps of the check fit a small GPU."""
+    asked: list[tuple[int, ...]] = []
+
+    def tensors(gpu: tune_gpu.GPU, shape: Shape, *sizes: int) -> None:
+        asked.append(sizes)
+        raise InterruptedError
+
+    monkeypatch.setattr(tune_gpu.GPU, "_tensors", tensors)
+    gpu = tune_gpu.GPU(torch.device("cpu"))
+    for measure in (gpu.errors, gpu._times):
+        with pytest.raises(InterruptedError):
+            measure(Shape(2, 128, tokens, True, False))
+    (batch, heads, checked), (_, _, timed) = asked
+    assert checked == timed == tokens
+    assert heads > 1
+    assert batch * heads * tokens**2 <= 2**25

@@ -274,7 +274,8 @@ def grad_keys_once(
     parts = total // heads * blocks
     dc = dc_out + h * 2 * parts + b * blocks + block
     tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
-    tl.store(dc + parts, tl.sum(tl.sum(z * v, 1), 0))
+    # both axes at once, as in grad_first_pass
+    tl.store(dc + parts, tl.sum(z * v))
     store_tile(dv_rows, c0 * g + c1 * z, b, h, row, BM, D)
     store_tile(dk_rows, dk * scale, b, h, row, BM, D)
 

@@ -99,7 +99,7 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
     """Why another operator may serve ``call`` faster, or None if none does.
 
     Calls that have not been measured, and tested on the GPU, are left to torch's own kernels.
-    Dropout and grouped heads of degree 2 are tested, and measured without them alone.
+    Dropout of degree 2 is tested, and measured without it alone.
     """
     length, head_dim = call.q.shape[-2:]
     if not _is_measured(call.q.device):

@@ -17,9 +17,10 @@ from gfsa.operators.dense import DenseOperator
 from gfsa.operators.fused.tuned import Machine, Shape, this_machine
 
 HEADS = 16
-# as many tokens in a batch whatever their length, and few where the dense operator checks
+# as many tokens in a batch whatever their length
 TOKENS = 16384
-LONGEST_CHECK = 512
+# entries of the maps that the dense operator writes in float64 where it checks: 256 MiB each
+CHECKED_ENTRIES = 2**25
 # calls are timed a few at a time, fewer where one of them takes longer than SAMPLE_MS
 ROUNDS, CALLS, SAMPLE_MS = 5, 5, 10.0
 THREADS = 16
@@ -63,8 +64,9 @@ class GPU:
             self._call(shape, q, k, v, mask, coeffs, torch.randn_like(v), _BACKENDS[0])
 
     def errors(self, shape: Shape) -> tuple[float, float]:
-        length = min(shape.tokens, LONGEST_CHECK)
-        q, k, v, mask, coeffs = self._tensors(shape, 2, 3, length)
+        # of the tokens that are timed: other lengths have other tiles and other kernels
+        batch, heads = checked(shape.tokens)
+        q, k, v, mask, coeffs = self._tensors(shape, batch, heads, shape.tokens)
         g = torch.randn_like(v)
         exact = [x.detach().double().requires_grad_() for x in (q, k, v, coeffs)]
         dense = DenseOperator.from_qk(exact[0], exact[1], mask, shape.causal)
@@ -135,6 +137,12 @@ class GPU:
         operator = AttentionOperator(q, k, mask, is_causal=shape.causal, backend=backend)
         y = operator.polynomial(coeffs, v)
         return [y, *torch.autograd.grad(y, (q, k, v, coeffs), g)]
+
+
+def checked(tokens: int) -> tuple[int, int]:
+    """Sequences and heads of the call whose errors are measured: as many as fit, six at most."""
+    fit = CHECKED_ENTRIES // tokens**2
+    return (2, 3) if fit >= 6 else (1, max(1, fit))
 
 
 def _error(x: Tensor, y: Tensor) -> float:

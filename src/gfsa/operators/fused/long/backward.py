@@ -125,6 +125,9 @@ def grad_first_pass(
     out = load_tile(out_rows, b, h, row, BM, D).to(tl.float32)
     gv = tl.sum(g * v, 1)
     zu = tl.sum(z * u, 1)
+    # both axes at once: Triton 3.6 does not compile the sum of zu for Blackwell, whose products lie
+    # in memory of their own; here, where it takes fewer registers than beside its store
+    dc2 = tl.sum(z * u)
     delta = tl.sum(g * out, 1) - c0 * gv + c2 * zu
     tl.store(delta_out + bh.to(tl.int64) * n + j, delta, mask=j < n)
     # (H, 3, B·blocks): what is added up is contiguous
@@ -132,7 +135,7 @@ def grad_first_pass(
     dc = dc_out + h * 3 * parts + b * tl.num_programs(0) + block
     tl.store(dc, tl.sum(gv, 0))
     tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
-    tl.store(dc + 2 * parts, tl.sum(zu, 0))
+    tl.store(dc + 2 * parts, dc2)
     store_tile(du_rows, c1 * g + c2 * z, b, h, row, BM, D)
 
 

@@ -78,7 +78,9 @@ def attend(
     if q.is_cuda:
         mask = as_additive(mask, q.dtype)
     # looked up in each call: context parallel replaces it
-    return F.scaled_dot_product_attention(q, k, x, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+    return F.scaled_dot_product_attention(
+        q, k, x, attn_mask=mask, dropout_p=dropout_p, is_causal=False, scale=scale
+    )
 
 
 def as_additive(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -342,7 +342,7 @@ def test_a_padded_prompt_in_a_static_cache_is_described(
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_padded_prompt_in_a_static_cache_generates_the_same(
-    name: str, side: str, monkeypatch: pytest.MonkeyPatch
+    name: str, side: str, seen: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As dense attention without a cache, and as an unplugged model if the filter is A."""
     batch = batches()[side]
@@ -356,6 +356,9 @@ def test_a_padded_prompt_in_a_static_cache_generates_the_same(
 
     model = plugged(name)
     found = generated(model, cache_implementation="static")
+    # of the two layers' prompts; a decoded token has an operator of its own
+    assert len(seen) == 2
+    assert all(mask is None and visible.keys.shape == (3, 1, N) for mask, visible in seen)
     with monkeypatch.context() as patch, written_by_transformers():
         patch.setattr(attention, "choose", lambda *_: Choice("dense", "the specification"))
         torch.testing.assert_close(found, generated(model, use_cache=False))

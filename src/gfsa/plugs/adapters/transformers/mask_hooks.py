@@ -9,20 +9,19 @@ torch's attention alone reads them and they would be large.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
 from gfsa.operators.by_rows import rows_at_once
 from gfsa.plugs.adapters.transformers.code_names import names_in
-from gfsa.plugs.adapters.transformers.config_view import ConfigView
-from gfsa.plugs.adapters.transformers.masks import NAME, DescribedMask
+from gfsa.plugs.adapters.transformers.generate_masks import describe_for_generate
+from gfsa.plugs.adapters.transformers.mask_view import MaskConfigView
+from gfsa.plugs.adapters.transformers.masks import DescribedMask
 from gfsa.plugs.tracing.candidates import looks_like_attention
 
 _HANDLES = "_gfsa_mask_handles"
@@ -36,36 +35,6 @@ _CREATORS = frozenset(
         "create_sliding_window_causal_mask",
     )
 )
-
-
-class MaskConfigView(ConfigView):
-    """A model's config while it makes its masks.
-
-    Args:
-        config: the real one.
-        positions_given: whether the caller gave position ids, which may be those of packed
-            documents; those that a model makes itself are of one document.
-    """
-
-    positions_given: bool
-
-    def __init__(self, config: Any, positions_given: bool) -> None:
-        super().__init__(config)
-        object.__setattr__(self, "positions_given", positions_given)
-
-    @property
-    def _attn_implementation(self) -> str | None:
-        name: str | None = self.real._attn_implementation
-        # a user may have registered another mask function for sdpa
-        if name == "sdpa" and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask:
-            return NAME
-        return name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MaskConfigView:
-        return MaskConfigView(copy.deepcopy(self.real, memo), self.positions_given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MaskConfigView, (self.real, self.positions_given)
 
 
 class _TakeView:
@@ -129,7 +98,9 @@ def set_mask_hooks(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             # torch calls no hook after a forward that Ctrl-C ended
             _take_view_away(module)
-    for maker in _makers(model):
+    makers = list(_makers(model))
+    describe_for_generate(model, makers)
+    for maker in makers:
         enter = maker.register_forward_pre_hook(_TakeView(maker), with_kwargs=True)
         leave = maker.register_forward_hook(_LeaveView(), always_call=True)
         _keep(maker, enter, leave)

@@ -31,8 +31,9 @@ def is_needed(visible: Visibility, q: Tensor, k: Tensor, x: Tensor, dropout_p: f
         return True
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or x.requires_grad):
         return False
-    # one mask is kept for all layers: not more than each of them keeps for its queries
-    return bool(masks_in(visible) * length * length > q.numel())
+    # one mask is kept for all layers, and saves each of them the second run for its gradient: worth
+    # as much memory as one layer keeps for q, k, v and A·v
+    return bool(masks_in(visible) * length * length > 4 * q.numel())
 
 
 def apply_registered(

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 import gfsa
-from gfsa.operators import AttentionOperator, by_rows
+from gfsa.operators import AttentionOperator, attention, by_rows
+from gfsa.operators.choice import Choice
 from support.sizes import LargestTensor
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.masking_utils import sliding_window_causal_mask_function  # noqa: E402
+
 from gfsa.plugs.adapters.transformers import mask_hooks  # noqa: E402
-from gfsa.plugs.adapters.transformers.masks import DescribedMask  # noqa: E402
+from gfsa.plugs.adapters.transformers.masks import DescribedMask, describe_mask  # noqa: E402
 
 N = 12
 
@@ -190,17 +193,42 @@ def test_gradients_are_those_of_a_written_mask(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(got, wanted)
 
 
-def test_layers_without_a_filter_get_tensors() -> None:
-    model, batch = plugged("llama", layers=[2]), batches()["left"]
+@pytest.mark.parametrize(("entries", "kind"), [(2**25, Tensor), (40, DescribedMask)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+def test_layers_without_a_filter_get_what_torch_takes(
+    name: str, entries: int, kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors, or descriptions of masks that would be large."""
+    monkeypatch.setattr(by_rows, "MOST_ENTRIES", entries)
+    model, batch = plugged(name, layers=[2]), batches()["left"]
     got: list[Any] = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(
+    first = model.transformer.h[0].attn if name == "gpt2" else model.model.layers[0].self_attn
+    first.register_forward_pre_hook(
         lambda module, args, kwargs: got.append(kwargs["attention_mask"]), with_kwargs=True
     )
     with torch.no_grad():
         y = result(model(**batch))
         with written_by_transformers():
             torch.testing.assert_close(y, result(model(**batch)))
-    assert all(isinstance(mask, Tensor) for mask in got)
+    assert isinstance(got[0], kind)
+
+
+def test_a_compiled_layer_without_a_filter_is_causal_by_its_kernel() -> None:
+    torch._dynamo.reset()
+    model = plugged("llama", layers=[2])
+    batch = {**batches()["plain"], "use_cache": False}
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                calls.append((node.kwargs["attn_mask"], node.kwargs["is_causal"]))
+        return graph
+
+    with torch.no_grad():
+        found = result(torch.compile(model, backend=backend, fullgraph=True)(**batch))
+        torch.testing.assert_close(found, result(model(**batch)))
+    assert calls == [(None, True)] * 3
 
 
 def test_a_mask_of_the_user_is_honoured(seen: list[tuple[Any, Any]]) -> None:
@@ -269,21 +297,111 @@ def test_a_compiled_decoder_is_one_graph_and_the_same(name: str, kind: str) -> N
         assert calls == [(None, True)] * 2
 
 
-def test_no_tensor_of_all_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", ["all", [2]])
+def test_no_tensor_of_all_queries_and_keys(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for a layer without a filter, nor for a prompt in a static cache."""
     length = 1024
     monkeypatch.setattr(by_rows, "MOST_ENTRIES", 2 * 32 * length)
     model = gpt2(attn_implementation="sdpa").eval()
     model.transformer.wpe = torch.nn.Embedding(length, 16)
-    gfsa.plug(model, K=3, wK=0.1)
+    gfsa.plug(model, K=3, wK=0.1, layers=layers)
     ids = torch.zeros(2, length, dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[0, :300] = 0
+    cache = transformers.StaticCache(config=model.config, max_cache_len=length + 8)
     with torch.no_grad():
-        for batch in ({"attention_mask": mask}, {"position_ids": torch.arange(length)[None] % 100}):
+        for batch in (
+            {"attention_mask": mask},
+            {"position_ids": torch.arange(length)[None] % 100},
+            {"attention_mask": mask, "past_key_values": cache, "use_cache": True},
+        ):
             with LargestTensor() as largest:
-                model(input_ids=ids, use_cache=False, **batch)
+                model(input_ids=ids, **{"use_cache": False, **batch})
             # a mask has a byte for each query and key, of one sequence
             assert largest.bytes < length * length
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_padded_prompt_in_a_static_cache_is_described(
+    name: str, side: str, seen: list[tuple[Any, Any]]
+) -> None:
+    model, batch = plugged(name), batches()[side]
+    with torch.no_grad(), written_by_transformers():
+        expected = result(model(**batch, use_cache=False))
+    seen.clear()
+    cache = transformers.StaticCache(config=model.config, max_cache_len=N + 4)
+    with torch.no_grad():
+        torch.testing.assert_close(result(model(**batch, past_key_values=cache)), expected)
+    assert len(seen) == 2
+    for mask, visible in seen:
+        assert mask is None
+        assert visible.keys.shape == (3, 1, N)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_padded_prompt_in_a_static_cache_generates_the_same(
+    name: str, side: str, seen: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As dense attention without a cache, and as an unplugged model if the filter is A."""
+    batch = batches()[side]
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+
+    def generated(model: Any, **cache: Any) -> tuple[Tensor, Tensor]:
+        found = model.generate(
+            **batch, **settings, **cache, disable_compile=True, return_dict_in_generate=True
+        )
+        return found.sequences, torch.stack(found.logits)
+
+    model = plugged(name)
+    found = generated(model, cache_implementation="static")
+    # of the two layers' prompts; a decoded token has an operator of its own
+    assert len(seen) == 2
+    assert all(mask is None and visible.keys.shape == (3, 1, N) for mask, visible in seen)
+    with monkeypatch.context() as patch, written_by_transformers():
+        patch.setattr(attention, "choose", lambda *_: Choice("dense", "the specification"))
+        torch.testing.assert_close(found, generated(model, use_cache=False))
+    torch.manual_seed(0)
+    unplugged = MODELS[name](2).double().eval()
+    expected = generated(unplugged, cache_implementation="static")
+    gfsa.plug(unplugged, K=3, w0=0.0, w1=1.0, wK=0.0)
+    torch.testing.assert_close(generated(unplugged, cache_implementation="static"), expected)
+    assert not torch.allclose(found[1], expected[1])
+
+
+def test_a_mask_of_more_tokens_than_there_are_is_an_error_as_it_was() -> None:
+    model, ids = plugged("llama"), batches()["plain"]["input_ids"]
+    mask = torch.ones(3, N + 4, dtype=torch.long)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="does not broadcast"):
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_that_hides_nothing_is_left_out_of_a_compiled_graph(padded: bool) -> None:
+    """One graph for all lengths within the window, and one for those beyond."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
+    def window(ids: Tensor) -> tuple[Tensor, int | None]:
+        batch, length = ids.shape
+        mask = describe_mask(
+            *(batch, length, length, 0, 0, sliding_window_causal_mask_function(8)),
+            attention_mask=ids.bool() if padded else None,
+            local_size=8,
+        )
+        return ids + 1, mask.visible.window
+
+    for lengths, expected in (((5, 6, 8), None), ((9, 20, 30), 8)):
+        for length in lengths:
+            assert window(torch.ones(2, length, dtype=torch.long))[1] == expected
+    assert len(graphs) == 2
 
 
 @pytest.mark.slow
@@ -380,6 +498,9 @@ def test_a_description_answers_like_the_mask() -> None:
     assert torch.equal(described == 0, mask == 0)
     assert torch.equal(described != mask.mT, mask != mask.mT)
     assert described.sum() == mask.sum()
+    longer = DescribedMask(visible, 2, 5, "cpu", keys=7)
+    assert torch.equal(longer.tensor(), torch.nn.functional.pad(mask, (0, 2)))
+    assert longer.shape == longer.to("meta").shape == (2, 1, 5, 7)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

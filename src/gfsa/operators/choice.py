@@ -13,7 +13,7 @@ from gfsa.operators import fused
 from gfsa.operators.call import AttentionCall
 
 # not torch.nn.functional's, which may be replaced when this module is imported
-_TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
+TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 Backend = Literal["auto", "dense", "sdpa", "fused"]
 # torch 2.6's compiler cannot call get_args
 _BACKENDS = get_args(Backend)
@@ -69,7 +69,7 @@ def reason_for_sdpa_alone(call: AttentionCall) -> str | None:
         return "only torch's attention knows which tokens of a nested tensor belong together"
     # context parallel replaces torch's function, so that a call with the tokens of one process
     # attends to all tokens
-    if F.scaled_dot_product_attention is not _TORCH_ATTENTION:
+    if F.scaled_dot_product_attention is not TORCH_ATTENTION:
         return "torch's attention is replaced (context parallel), and only the replacement knows A"
     return None
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.operators.base import Operator, repeat_heads
-from gfsa.operators.by_rows import apply_by_rows
+from gfsa.operators.by_rows import apply_by_rows, as_additive
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.choice import reason_for_sdpa_alone
+from gfsa.operators.registered_rows import apply_registered, is_needed
 from gfsa.operators.visibility import Visibility
 
 
@@ -52,8 +53,7 @@ class SDPAOperator(Operator):
     def apply(self, x: Tensor) -> Tensor:
         call = self.call
         if call.visible is not None:
-            replaced = reason_for_sdpa_alone(call) is not None
-            return apply_by_rows(self._attend, call.visible, call.q, call.k, x, not replaced)
+            return _apply_described(call, call.visible, x)
         if call.attn_mask is not None and call.enable_gqa:
             # torch's grouped-query kernels accept no mask; keys are repeated once for all passes
             x = repeat_heads(x, call.q)
@@ -76,10 +76,6 @@ class SDPAOperator(Operator):
             scale=call.scale,
             enable_gqa=enable_gqa,
         )
-
-    def _attend(self, q: Tensor, k: Tensor, x: Tensor, mask: Tensor) -> Tensor:
-        call = self.call
-        return SDPAOperator(AttentionCall(q, k, mask, call.dropout_p, scale=call.scale)).apply(x)
 
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         q = self.call.q
@@ -113,9 +109,13 @@ def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: i
     return tokens
 
 
-def as_additive(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask (True takes part) as numbers to add to the scores: log 1 = 0, log 0 = -inf."""
-    return attn_mask.to(dtype).log()
+def _apply_described(call: AttentionCall, visible: Visibility, x: Tensor) -> Tensor:
+    """``A·x`` where torch's kernels need a mask for what a query sees."""
+    q, k = call.q, call.k
+    in_blocks = reason_for_sdpa_alone(call) is None
+    if in_blocks and is_needed(visible, q, k, x, call.dropout_p):
+        return apply_registered(visible, q, k, x, call.scale)
+    return apply_by_rows(visible, q, k, x, call.dropout_p, call.scale, in_blocks)
 
 
 def _described(call: AttentionCall) -> AttentionCall:
@@ -143,8 +143,6 @@ def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
         # torch takes one or the other
         attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False
     if attn_mask is not None and attn_mask.dtype == torch.bool and q.is_cuda:
-        # for a row without any key and a bool mask, cuDNN's attention averages values that the
-        # mask hides and gives NaN gradients; for an additive mask it gives zeros
         attn_mask = as_additive(attn_mask, q.dtype)
     if scale is not None and scale < 0 and q.is_cuda:
         # cuDNN's attention gives NaN for a negative scale

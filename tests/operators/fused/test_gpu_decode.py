@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,17 +121,45 @@ def _error(x: Tensor, y: Tensor) -> float:
 
 
 def gpt2() -> Any:
-    torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=4, n_head=4, n_embd=256, vocab_size=512)
-    model = transformers.GPT2LMHeadModel(config).cuda().eval()
+    return plugged(transformers.GPT2LMHeadModel, config)
+
+
+GROUPED: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def llama() -> Any:
+    return plugged(transformers.LlamaForCausalLM, transformers.LlamaConfig(**GROUPED))
+
+
+def mistral() -> Any:
+    """With a window that the prompt fits into, and the 30 tokens after it do not."""
+    config = transformers.MistralConfig(**GROUPED, sliding_window=16)
+    return plugged(transformers.MistralForCausalLM, config)
+
+
+def plugged(kind: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    model = kind(config).cuda().eval()
     gfsa.plug(model, K=3, w0=0.2, w1=0.9, wK=-0.3)
     return model
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generation(cache: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = gpt2()
+@pytest.mark.parametrize(("make", "beams"), [(gpt2, 1), (gpt2, 3), (llama, 1), (mistral, 1)])
+def test_generation(
+    make: Callable[[], Any], beams: int, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
     ids = torch.randint(1, 512, (2, 9), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, :4] = 0

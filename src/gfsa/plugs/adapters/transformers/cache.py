@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 
 from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
+from gfsa.operators.exporting import is_exporting
 from gfsa.plugs.adapters.transformers.companions import GrowingPowers, append, empty_like
 from gfsa.plugs.adapters.transformers.one_launch import (
     decode_in_one_launch,
@@ -38,7 +39,6 @@ from gfsa.plugs.adapters.transformers.past_check import (
     watch,
 )
 from gfsa.plugs.adapters.transformers.product_check import name_of
-from gfsa.plugs.exporting import is_exporting
 
 # the methods of a cache layer, besides those that fill it, that companions repeat
 _REPEATED = (

@@ -3,23 +3,25 @@
 A model makes its masks by its config's attention implementation. During the forward of a model with
 plugged layers inside, its config is a view that returns the name of the mask function of
 :mod:`~gfsa.plugs.adapters.transformers.masks`; outside of the forward, and for everyone else, the
-config is the real one. Attention layers inside that have no filter get masks as tensors.
+config is the real one. Attention layers inside that have no filter get masks as tensors, unless
+torch's attention alone reads them and they would be large.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import PreTrainedModel
 
+from gfsa.operators.by_rows import rows_at_once
 from gfsa.plugs.adapters.transformers.code_names import names_in
-from gfsa.plugs.adapters.transformers.config_view import ConfigView
-from gfsa.plugs.adapters.transformers.masks import NAME, written_out
+from gfsa.plugs.adapters.transformers.generate_masks import describe_for_generate
+from gfsa.plugs.adapters.transformers.mask_view import MaskConfigView
+from gfsa.plugs.adapters.transformers.masks import DescribedMask
 from gfsa.plugs.tracing.candidates import looks_like_attention
 
 _HANDLES = "_gfsa_mask_handles"
@@ -33,36 +35,6 @@ _CREATORS = frozenset(
         "create_sliding_window_causal_mask",
     )
 )
-
-
-class MaskConfigView(ConfigView):
-    """A model's config while it makes its masks.
-
-    Args:
-        config: the real one.
-        positions_given: whether the caller gave position ids, which may be those of packed
-            documents; those that a model makes itself are of one document.
-    """
-
-    positions_given: bool
-
-    def __init__(self, config: Any, positions_given: bool) -> None:
-        super().__init__(config)
-        object.__setattr__(self, "positions_given", positions_given)
-
-    @property
-    def _attn_implementation(self) -> str | None:
-        name: str | None = self.real._attn_implementation
-        # a user may have registered another mask function for sdpa
-        if name == "sdpa" and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask:
-            return NAME
-        return name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MaskConfigView:
-        return MaskConfigView(copy.deepcopy(self.real, memo), self.positions_given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MaskConfigView, (self.real, self.positions_given)
 
 
 class _TakeView:
@@ -96,13 +68,26 @@ def _take_view_away(module: Any) -> None:
 
 
 class _WriteOut:
-    """Before the forward of an attention layer without a filter: masks become tensors."""
+    """Before the forward of an attention layer without a filter: masks become what it takes."""
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        written = {name: written_out(value) for name, value in kwargs.items()}
-        return tuple(written_out(value) for value in args), written
+        written = {name: _without_filter(module, value) for name, value in kwargs.items()}
+        return tuple(_without_filter(module, value) for value in args), written
+
+
+def _without_filter(module: Any, mask: Any) -> Any:
+    """An argument of an attention layer that has no filter, with a mask that it takes."""
+    if not isinstance(mask, DescribedMask):
+        return mask
+    visible, length = mask.visible, mask.shape[-2]
+    if visible.causal and not visible.needs_rows() and getattr(module, "is_causal", False):
+        # causal by itself, as in eager mode; a compiled model of transformers writes the triangle
+        return None
+    if not torch.compiler.is_compiling() and rows_at_once(visible, length) < length:
+        return mask
+    return mask.tensor()
 
 
 def set_mask_hooks(model: nn.Module) -> None:
@@ -113,7 +98,9 @@ def set_mask_hooks(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             # torch calls no hook after a forward that Ctrl-C ended
             _take_view_away(module)
-    for maker in _makers(model):
+    makers = list(_makers(model))
+    describe_for_generate(model, makers)
+    for maker in makers:
         enter = maker.register_forward_pre_hook(_TakeView(maker), with_kwargs=True)
         leave = maker.register_forward_hook(_LeaveView(), always_call=True)
         _keep(maker, enter, leave)

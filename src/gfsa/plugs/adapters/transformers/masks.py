@@ -6,7 +6,7 @@ boundaries of packed documents. That is O(N) numbers instead of N², also while 
 where transformers cannot look whether anything is hidden and would write out the triangle.
 
 Masks that are no such thing (chunks, images that see themselves, a user's own function), and those
-of a few new tokens with a cache, are transformers' own.
+of new tokens after others in a cache, are transformers' own.
 """
 
 from __future__ import annotations
@@ -25,32 +25,50 @@ from transformers.masking_utils import (
 )
 
 from gfsa.operators import Visibility
+from gfsa.operators.by_rows import apply_by_rows
+from gfsa.operators.choice import TORCH_ATTENTION
+from gfsa.operators.exporting import is_exporting
 
 NAME = "gfsa|sdpa"
 """The name under which the mask function is registered, that of the filtered attention."""
 
 
 class DescribedMask:
-    """What a bool mask ``(B, 1, N, N)`` says, True where a query sees a key.
+    """What a bool mask ``(B, 1, N, M)`` says, True where a query sees a key.
 
-    A plugged attention layer reads :attr:`visible`. Any other code may treat it as the tensor: what
-    it asks for is answered by the mask, which is then written out, once for all layers.
+    A plugged attention layer reads :attr:`visible`, and torch's attention takes it in eager mode.
+    Any other code may treat it as the tensor: what it asks for is answered by the mask, which is
+    then written out, once for all layers.
+
+    Args:
+        visible: what the N queries see of the first N keys.
+        keys: M, N by default; a static cache has rows after its tokens, which no query sees.
     """
 
     ndim = 4
     dtype = torch.bool
 
     def __init__(
-        self, visible: Visibility, batch: int, length: int, device: torch.device | str
+        self,
+        visible: Visibility,
+        batch: int,
+        length: int,
+        device: torch.device | str,
+        keys: int | None = None,
     ) -> None:
         self.visible = visible
-        self.shape = torch.Size((batch, 1, length, length))
+        self.shape = torch.Size((batch, 1, length, length if keys is None else keys))
         self.device = torch.device(device)
 
     def tensor(self) -> Tensor:
         """The mask, written out."""
-        length = self.shape[-1]
-        return self.visible.whole(length, self.device).expand(self.shape)
+        batch, _, length, keys = self.shape
+        mask = self.visible.whole(length, self.device).expand(batch, 1, length, length)
+        return mask if keys == length else torch.nn.functional.pad(mask, (0, keys - length))
+
+    def fits(self, query: Tensor, key: Tensor) -> bool:
+        """Whether a layer's queries and keys, ``(B, H, N or M, D)``, are those of the mask."""
+        return query.shape[-2] == self.shape[-2] and key.shape[-2] == self.shape[-1]
 
     def dim(self) -> int:
         return self.ndim
@@ -70,7 +88,7 @@ class DescribedMask:
         keys = None if old.keys is None else old.keys.to(device)
         documents = None if old.documents is None else old.documents.to(device)
         visible = Visibility(keys, None, old.causal, old.window, documents, old.in_order)
-        return DescribedMask(visible, self.shape[0], self.shape[-1], device)
+        return DescribedMask(visible, self.shape[0], self.shape[-2], device, self.shape[-1])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("visible", "shape", "device"):
@@ -105,8 +123,31 @@ class DescribedMask:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(written_out, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if function is TORCH_ATTENTION and isinstance(kwargs.get("attn_mask"), cls):
+            y = _attend(*args, **kwargs)
+            if y is not None:
+                return y
+        args, kwargs = tree_map(written_out, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: DescribedMask,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Torch's attention under a description; None if it is not of these queries and keys."""
+    if is_causal or not attn_mask.fits(query, key):
+        return None
+    tokens = query.shape[-2]
+    key, value = key[..., :tokens, :], value[..., :tokens, :]
+    return apply_by_rows(attn_mask.visible, query, key, value, dropout_p, scale)
 
 
 def written_out(mask: Any) -> Any:
@@ -142,10 +183,11 @@ def describe_mask(
     if (
         not use_vmap
         and not torch.jit.is_tracing()
-        and _is_square(q_length, kv_length, q_offset, kv_offset, attention_mask)
+        and _is_of_first_tokens(q_length, kv_length, q_offset, kv_offset, attention_mask, causal)
     ):
+        padding = None if attention_mask is None else attention_mask[:, :q_length]
         visible = _describe(
-            *(batch_size, q_length, mask_function, attention_mask, local_size, config, device),
+            *(batch_size, q_length, mask_function, padding, local_size, config, device),
             causal=causal,
         )
     if visible is not None and not visible.needs_rows():
@@ -160,7 +202,7 @@ def describe_mask(
             # the model asked for the mask itself; packed documents ask for it, too
             visible = None
     if visible is not None:
-        return DescribedMask(visible, batch_size, q_length, device)
+        return DescribedMask(visible, batch_size, q_length, device, kv_length)
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -179,11 +221,19 @@ def describe_mask(
     )
 
 
-def _is_square(
-    q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, padding: Tensor | None
+def _is_of_first_tokens(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
+    causal: bool,
 ) -> bool:
-    """Whether queries and keys are the same tokens, the first ones."""
-    if kv_offset != 0 or q_length != kv_length:
+    """Whether queries are the first tokens, and see no other keys than theirs."""
+    if kv_offset != 0:
+        return False
+    if q_length != kv_length and not (causal and 1 < q_length < kv_length):
+        # more keys than queries are a prompt in a static cache; a decoded token is never the first
         return False
     if isinstance(q_offset, Tensor):
         # of a static cache, on the device: for a decoded token it is not read, which would wait
@@ -191,7 +241,10 @@ def _is_square(
             return False
     elif q_offset != 0:
         return False
-    return padding is None or padding.shape[-1] == kv_length
+    if padding is None or padding.shape[-1] == kv_length:
+        return True
+    # transformers hides what the mask does not reach, and a prompt's mask ends with the prompt
+    return bool(q_length < kv_length and q_length <= padding.shape[-1])
 
 
 def _describe(
@@ -214,12 +267,21 @@ def _describe(
     if window is not None and not causal:
         # transformers' window to both sides includes its last token
         window = window + 1
-    if window is not None and not masking_utils.is_tracing(padding) and window >= length:
+    if window is not None and _may_compare_length(padding) and window >= length:
         window = None
     documents = None
     if causal and padding is None and _may_be_packed(mask_function, config):
         documents = _documents(mask_function, batch_size, length, device)
     return Visibility(keys, None, causal, window, documents, in_order=documents is not None)
+
+
+def _may_compare_length(padding: Tensor | None) -> bool:
+    """Whether the result may depend on the length, as whether a window hides anything does."""
+    if torch.compiler.is_compiling():
+        # a compiled graph is compiled once more beyond the window; an exported program has to serve
+        # all lengths
+        return not is_exporting()
+    return not masking_utils.is_tracing(padding)
 
 
 def _may_be_packed(mask_function: Any, config: Any) -> bool:

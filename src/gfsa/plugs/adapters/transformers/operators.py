@@ -128,8 +128,10 @@ def _sdpa_operator(
             **kwargs,
         )
     if isinstance(attention_mask, DescribedMask):
-        tokens = query.shape[2]
-        if position_bias is None and tokens == key.shape[2] == attention_mask.shape[-1]:
+        if position_bias is None and attention_mask.fits(query, key):
+            if key.shape[2] != query.shape[2]:
+                # the prompt in a static cache: the rows after it are empty
+                key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
             return AttentionOperator(
                 *(query, key, None, dropout, False, scaling, _grouped(query, key)),
                 dropout_after=_dropout_place(module, dropout),

@@ -79,13 +79,13 @@ def compiled_step(plugged: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(GraphLowering, "compile_to_module", stop)
     capability = eligibility.capability
     torch.compiler.reset()
-    with nothing_launched(), monkeypatch.context() as patch, torch.no_grad():
+    # pytest's own patches would leave the settings hidden; the compiler would build programs to
+    # learn what this CPU can do
+    caches = torch._functorch.config.patch(enable_autograd_cache=False)
+    settings = torch._inductor.config.patch({"fx_graph_cache": False, "cpp.vec_isa_ok": False})
+    with nothing_launched(), monkeypatch.context() as patch, torch.no_grad(), caches, settings:
         patch.setattr(eligibility, "capability", capability)
         patch.setattr(eligibility, "_capability", lambda device: (9, 0))
-        patch.setattr(torch._functorch.config, "enable_autograd_cache", False)
-        patch.setattr(torch._inductor.config, "fx_graph_cache", False)
-        # the compiler would build programs to learn what this CPU can do
-        patch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)
         step = torch.compile(plugged.forward, fullgraph=True, backend=compiler)
         token, position = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), HELD)
         with pytest.raises(BackendCompilerFailed, match="Written"):

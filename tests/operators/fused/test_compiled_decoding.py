@@ -79,11 +79,10 @@ def compiled_step(plugged: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(GraphLowering, "compile_to_module", stop)
     capability = eligibility.capability
     torch.compiler.reset()
-    # pytest's own patches would leave the settings hidden; the compiler would build programs to
-    # learn what this CPU can do
-    caches = torch._functorch.config.patch(enable_autograd_cache=False)
-    settings = torch._inductor.config.patch({"fx_graph_cache": False, "cpp.vec_isa_ok": False})
-    with nothing_launched(), monkeypatch.context() as patch, torch.no_grad(), caches, settings:
+    # pytest's own patches would leave the settings hidden
+    gradients = torch._functorch.config.patch(enable_autograd_cache=False)
+    graphs = torch._inductor.config.patch(fx_graph_cache=False)
+    with nothing_launched(), monkeypatch.context() as patch, torch.no_grad(), gradients, graphs:
         patch.setattr(eligibility, "capability", capability)
         patch.setattr(eligibility, "_capability", lambda device: (9, 0))
         step = torch.compile(plugged.forward, fullgraph=True, backend=compiler)

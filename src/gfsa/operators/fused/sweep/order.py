@@ -149,9 +149,9 @@ def take(items, slot, phase):
 def done_with(items, slot):
     """Leave the item's slot to the next one, after all that :func:`take` and :func:`told` read."""
     _, _, empty = items
-    # One thread arrives, for all that have read: a warp may be behind. The barrier is that of these
-    # warps alone. compute-sanitizer's racecheck, which does not follow it through the arrival and
-    # into the wait of :func:`wait_for_room`, reports the next item's numbers as a race.
+    # One thread arrives on behalf of all warps of the partition, so all of them must have read the
+    # slot first. compute-sanitizer's racecheck reports a race between these reads and the next
+    # item's writes all the same; benchmarks/sanitize.py has a control for that.
     gl.thread_barrier()
     mbarrier.arrive(empty.index(slot), count=1)
 

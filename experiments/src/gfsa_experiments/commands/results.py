@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from gfsa_experiments.results.overview import Judged
+    from gfsa_experiments.results.family_summary import Judged
     from gfsa_experiments.results.page_blocks import Block
     from gfsa_experiments.results.tables import ResultTable
 
 PAGE = "README.md"
+FAMILIES = "families.md"
 
 
 def results(
@@ -49,7 +50,7 @@ def results(
     ] = None,
     write: Annotated[
         bool,
-        typer.Option("--write", help=f"Update {PAGE} and RECIPE.md in the folder."),
+        typer.Option("--write", help=f"Update {PAGE}, {FAMILIES} and RECIPE.md in the folder."),
     ] = False,
 ) -> None:
     """Compare methods over paired seeds: differences with intervals, verdicts, costs."""
@@ -158,7 +159,8 @@ def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> 
 
 
 def _family(found: _Folder, name: str, plan: Path | None) -> list[Block]:
-    from gfsa_experiments.results.overview import family_blocks
+    from gfsa_experiments.results.family_details import family_section
+    from gfsa_experiments.results.family_summary import family_blocks, is_complete
     from gfsa_experiments.results.page_blocks import Commands
 
     judged = {family.name: (family, outcomes) for family, outcomes in found.judged}
@@ -168,6 +170,8 @@ def _family(found: _Folder, name: str, plan: Path | None) -> list[Block]:
     if plan is not None:
         plan.write_text("\n".join([f"# {family.title}", *family.plan, ""]), encoding="utf-8")
         typer.echo(f"wrote {plan}: {len(family.keys)} runs", err=True)
+    if is_complete(outcomes):
+        return family_section(family, outcomes)
     commands = [f"gfsa train {arguments}" for arguments in family.plan]
     return [*family_blocks(family, outcomes), Commands(commands)]
 
@@ -191,7 +195,8 @@ def _print(blocks: list[Block], markdown: bool) -> None:
 
 
 def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None:
-    """Update the first page and one page per recipe, all of them or none."""
+    """Update the first page, that of families and one per recipe, all of them or none."""
+    from gfsa_experiments.results.family_details import families_page
     from gfsa_experiments.results.overview import costs, domain_of, overview
     from gfsa_experiments.results.page_blocks import Picture, Text, updated_page, write_pages
     from gfsa_experiments.results.page_sections import sections
@@ -209,10 +214,16 @@ def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None
         head = [Picture(place, "Relative error reduction by domain, with 95 % intervals")]
     titles = {recipe: domain_of(recipe, tables) for recipe, tables in by_recipe.items()}
     links = ", ".join(f"[{title}]({recipe}.md)" for recipe, title in titles.items())
-    pointer = f"Tables, commands, figures of the paper: {links}. " if links else ""
+    pointer = f"Families line by line and seed by seed: [{FAMILIES}]({FAMILIES}). "
+    pointer = pointer if found.judged else ""
+    pointer += f"Tables, commands, figures of the paper: {links}. " if links else ""
     foot = Text(f"{pointer}{source.text}")
     first = [*head, *overview(found.tables, found.judged), *costs(found.times), foot]
     pages = {folder / PAGE: updated_page(folder / PAGE, "Results", first)}
+    if found.judged:
+        path = folder / FAMILIES
+        blocks = [source, *families_page(found.judged)]
+        pages[path] = updated_page(path, "Confirmatory families", blocks)
     for recipe, tables in by_recipe.items():
         path, title = folder / f"{recipe}.md", titles[recipe]
         blocks = [source, *sections(tables, paper)]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gfsa_experiments.results.contrasts import Contrast
     from gfsa_experiments.results.statistics import Interval
-    from gfsa_experiments.results.tables import ResultTable
+    from gfsa_experiments.results.tables import Line, ResultTable
 
 SHARES = {
     "accuracy",
@@ -63,10 +63,14 @@ class Scale:
 
 
 def scale_of(table: ResultTable) -> Scale:
+    return scale_of_lines(table.lines)
+
+
+def scale_of_lines(lines: Sequence[Line]) -> Scale:
     """Enough digits for the spread over seeds of a typical line; rows have shares in percent."""
-    spreads = [line.std for line in table.lines if line.std]
-    size = table.rows.test.abs().mean() if len(table.rows) else 0.0
-    return Scale(1, decimals_for(median(spreads) if spreads else None, size))
+    spreads = [line.std for line in lines if line.std]
+    sizes = [abs(value) for line in lines for value in line.rows.test]
+    return Scale(1, decimals_for(median(spreads) if spreads else None, mean(sizes or [0.0])))
 
 
 def contrast_cells(found: Contrast | None, scale: Scale) -> dict[str, str]:

@@ -10,20 +10,11 @@ from typing import Any
 import pandas as pd
 
 from gfsa_experiments.results.contrasts import Contrast, pooled_reduction
-from gfsa_experiments.results.families import Family
-from gfsa_experiments.results.number_format import (
-    Scale,
-    contrast_cells,
-    decimals_for,
-    p_value,
-    percent,
-    ratio,
-    span,
-)
+from gfsa_experiments.results.family_summary import Judged, all_families
+from gfsa_experiments.results.number_format import percent, ratio, span
 from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Text
 from gfsa_experiments.results.statistics import LEVEL
-from gfsa_experiments.results.tables import DEGREE_1, Line, ResultTable, coefficients_of
-from gfsa_experiments.results.verdicts import Outcome
+from gfsa_experiments.results.tables import DEGREE_1, Line, ResultTable, coefficients_of, learns_c0
 
 DOMAINS = {
     "pretrain": "pretraining",
@@ -41,7 +32,6 @@ _OF_DATA = {"bigclonebench": "code clones", "devign": "code defects"}
 FILTERS = {DEGREE_1: "degree 1", "gfsa": "GFSA"}
 # where a method ran with several options, the first page shows this choice, whatever its outcome
 OWN_RATE = "filter_lr=0.01"
-Judged = tuple[Family, list[Outcome]]
 _FROM_SCRATCH = ("pretrain", "image", "graph", "speech", "lra", "stdlib", "digits")
 
 
@@ -102,20 +92,7 @@ def headline(table: ResultTable, method: str) -> Line | None:
 
 def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Block]:
     """What is confirmed, and the domains; ``every`` has the tables of the whole folder."""
-    blocks: list[Block] = [Heading("Confirmatory comparisons")]
-    waiting = []
-    for family, outcomes in judged:
-        lacks_runs = any(outcome.missing for outcome in outcomes)
-        # why pairs do not count, the table says
-        unusable = any(outcome.unusable for outcome in outcomes)
-        if lacks_runs and not unusable:
-            waiting.append(_sentence(family, outcomes))
-        else:
-            blocks += family_blocks(family, outcomes)
-    # what has a verdict comes first
-    blocks += [Bullets(waiting)] if waiting else []
-    if not any(_is_complete(outcomes) for _, outcomes in judged):
-        blocks.insert(1, Text("No family is complete yet, so nothing is called better or worse."))
+    blocks = [Heading("Confirmatory comparisons"), *all_families(judged)]
     found = domains(every)
     if found:
         methods = [FILTERS.get(name, name) for name in found[0].to_plain]
@@ -131,53 +108,6 @@ def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Blo
     return [*blocks, Bullets(notes)] if notes else blocks
 
 
-def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
-    """The table of one family; a family without any row takes one sentence."""
-    if all(outcome.missing == len(outcome.comparison.seeds) for outcome in outcomes):
-        return [Text(_sentence(family, outcomes))]
-    rows = []
-    for outcome in outcomes:
-        spread = None if outcome.contrast is None else pd.Series(outcome.contrast.test.values).std()
-        scale = Scale(1, decimals_for(spread, outcome.contrast.error if outcome.contrast else 0.0))
-        cells = contrast_cells(outcome.contrast, scale)
-        row = {
-            "comparison": outcome.comparison.name,
-            "metric": outcome.comparison.metric,
-            "pairs": str(outcome.pairs),
-            **{name: cells[name] for name in ("difference", "error reduction", "p")},
-            "p (Holm)": p_value(outcome.p_holm),
-            "verdict": outcome.verdict,
-            "at": cells["at"],
-        }
-        rows.append(row)
-    words = ("comparison", "metric", "verdict", "at")
-    grid = Grid(list(rows[0]), [list(row.values()) for row in rows], words)
-    return [Text(f"{_link(family)}: {family.title}, {_state(family)}."), grid]
-
-
-def _sentence(family: Family, outcomes: Sequence[Outcome]) -> str:
-    """A family that lacks runs."""
-    names = "; ".join(outcome.comparison.name for outcome in outcomes)
-    count = f"{len(outcomes)} comparison{'s' if len(outcomes) > 1 else ''} ({names})"
-    seeds = span(len(outcome.comparison.seeds) for outcome in outcomes)
-    missing = span(outcome.missing for outcome in outcomes)
-    begun = any(outcome.missing < len(outcome.comparison.seeds) for outcome in outcomes)
-    run = f"{missing} of {seeds} pairs missing: no verdict" if begun else "not run"
-    return f"{_link(family)}: {family.title}, {count}, {seeds} seeds, {_state(family)}, {run}."
-
-
-def _is_complete(outcomes: Sequence[Outcome]) -> bool:
-    return all(outcome.is_complete for outcome in outcomes)
-
-
-def _link(family: Family) -> str:
-    return f"[{family.name}](families/{family.path.name})"
-
-
-def _state(family: Family) -> str:
-    return "planned" if family.registered is None else f"registered {family.registered:%Y-%m-%d}"
-
-
 def _domain_cells(domain: Domain) -> list[str]:
     compared = [*domain.to_plain.values(), domain.second_pass]
     pairs = [len(contrast.test.seeds) for contrasts in compared for contrast in contrasts]
@@ -190,7 +120,7 @@ def _domain_cells(domain: Domain) -> list[str]:
 
 
 def _coefficient_note(tables: Sequence[ResultTable]) -> list[str]:
-    rows = [row for table in tables for row in table.rows.itertuples() if _learns_c0(row)]
+    rows = [row for table in tables for row in table.rows.itertuples() if learns_c0(row)]
     scratch = [coefficients_of(row)[0] for row in rows if _from_scratch(row)]
     tuned = [coefficients_of(row)[0] for row in rows if not _from_scratch(row)]
     notes = []
@@ -207,12 +137,6 @@ def _coefficient_note(tables: Sequence[ResultTable]) -> list[str]:
             f"{high:.2f}.".replace("-", "−").replace("fine−", "fine-")
         )
     return notes
-
-
-def _learns_c0(row: Any) -> bool:
-    learned = [word for word in row.options.split() if word.startswith("learn=")]
-    named = row.method in ("gfsa", "gfsa-even", DEGREE_1, "polynomial")
-    return bool(row.coefficients) and named and all("w0" in word for word in learned)
 
 
 def _from_scratch(row: Any) -> bool:

@@ -28,13 +28,13 @@ class Line:
     """The rows with a finite result, by seed."""
     failed: tuple[int, ...]
     """The seeds without a finite result."""
-    to_plain: Contrast | None
+    to_plain: Contrast | None = None
     """None for plain itself, without plain and without common seeds."""
-    to_degree1: Contrast | None
+    to_degree1: Contrast | None = None
     """None without a single line of degree 1 to compare with, and for that line."""
-    times: tuple[float, ...]
+    times: tuple[float, ...] = ()
     """Seconds per step relative to plain, for each device on which both ran alone."""
-    memories: tuple[float, ...]
+    memories: tuple[float, ...] = ()
     """Peak memory relative to plain, for each device on which both ran."""
     adjusted_p: float | None = None
     """Holm's, over every comparison of the folder with plain."""
@@ -82,6 +82,11 @@ class Line:
         if not known or len({len(coefficients) for coefficients in known}) > 1:
             return None
         return tuple(pd.DataFrame(known).mean())
+
+    @property
+    def c0(self) -> list[float]:
+        """The weight of the identity in each run that learns it, averaged over heads and layers."""
+        return [coefficients_of(row)[0] for row in self.rows.itertuples() if learns_c0(row)]
 
     @property
     def gpu_seconds(self) -> float | None:
@@ -218,6 +223,13 @@ def coefficients_of(row: Any) -> tuple[float, ...]:
             f"the row of {row.recipe} {row.task} {row.method} seed {row.seed} has coefficients "
             f"{row.coefficients!r}; expected numbers, c0 c1 c2 …, separated by spaces"
         ) from None
+
+
+def learns_c0(row: Any) -> bool:
+    """Whether the run has filters whose weight of the identity is learned."""
+    learned = [word for word in row.options.split() if word.startswith("learn=")]
+    named = row.method in ("gfsa", "gfsa-even", DEGREE_1, "polynomial")
+    return bool(row.coefficients) and named and all("w0" in word for word in learned)
 
 
 def _none_if_missing(value: float) -> float | None:

@@ -10,6 +10,7 @@ import pandas as pd
 from gfsa_experiments.results.contrasts import Contrast, contrast, finite
 from gfsa_experiments.results.families import Comparison, Family, is_of
 from gfsa_experiments.results.statistics import LEVEL, holm
+from gfsa_experiments.results.tables import Line
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Outcome:
     """Pairs of which a run ended without a finite number."""
     contrast: Contrast | None = None
     p_holm: float | None = None
+    lines: dict[str, Line] = field(default_factory=dict)
+    """The runs of ``a`` and ``b`` by these names; none before the family is complete."""
 
     @property
     def pairs(self) -> int:
@@ -63,7 +66,7 @@ def outcomes(family: Family, rows: pd.DataFrame) -> list[Outcome]:
     found = [_outcome(comparison, rows) for comparison in family.comparisons]
     if not all(outcome.is_complete for outcome in found):
         # no peeking: a family is read when it is complete
-        return [replace(outcome, failed=0, contrast=None) for outcome in found]
+        return [replace(outcome, failed=0, contrast=None, lines={}) for outcome in found]
     # a comparison without a p value still counts among those that are corrected for
     tests = [outcome.contrast.test.p if outcome.contrast is not None else None for outcome in found]
     adjusted = holm([1.0 if p is None else p for p in tests])
@@ -86,7 +89,23 @@ def _outcome(comparison: Comparison, rows: pd.DataFrame) -> Outcome:
     missing = len(comparison.seeds) - len(pairs)
     unusable = reasons.dropna().value_counts(sort=False).to_dict()
     failed = len(pairs) - len(finite(a).merge(finite(b), on="seed"))
-    return Outcome(comparison, missing, unusable, failed, None if failed else contrast(a, b))
+    found = None if failed else contrast(a, b)
+    lines = {comparison.a: a, comparison.b: b}
+    return Outcome(
+        comparison,
+        missing,
+        unusable,
+        failed,
+        found,
+        lines={name: _line(rows) for name, rows in lines.items() if len(rows)},
+    )
+
+
+def _line(rows: pd.DataFrame) -> Line:
+    rows = rows.sort_values("seed", kind="stable")
+    kept = finite(rows)
+    failed = tuple(rows.seed.drop(kept.index))
+    return Line(rows.method.iloc[0], rows.options.iloc[0], kept, failed)
 
 
 def _facts(pairs: pd.DataFrame) -> Iterable[tuple[str, str, str, str]]:

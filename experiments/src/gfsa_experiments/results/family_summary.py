@@ -1,0 +1,163 @@
+"""Families in a line or a table: what is compared, which runs it took, and the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from gfsa_experiments.results.families import Family
+from gfsa_experiments.results.number_format import (
+    Scale,
+    contrast_cells,
+    decimals_for,
+    p_value,
+    span,
+)
+from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Text
+from gfsa_experiments.results.tables import Line
+from gfsa_experiments.results.verdicts import Outcome
+
+if TYPE_CHECKING:
+    from gfsa_experiments.runs.run import Key
+
+Judged = tuple[Family, list[Outcome]]
+_WORDS = ("family", "comparison", "verdict", "at")
+
+
+@dataclass(frozen=True, eq=False)
+class FamilyLine:
+    """A line as the family's file names it, with its runs."""
+
+    name: str
+    key: Key
+    """That of its first run."""
+    metric: str
+    line: Line
+
+
+def all_families(judged: Sequence[Judged]) -> list[Block]:
+    """A line for each family with runs, one for all others, and one table of what is compared."""
+    said = [summary(family, outcomes) for family, outcomes in judged if _has_runs(outcomes)]
+    planned = [
+        f"{link(family)} ({_count(outcomes)}, {_seeds(outcomes)} seeds)"
+        for family, outcomes in judged
+        if not _has_runs(outcomes)
+    ]
+    if planned:
+        said.append(f"Planned, not run: {', '.join(planned)}.")
+    blocks: list[Block] = [Bullets(said)] if said else []
+    if not any(is_complete(outcomes) for _, outcomes in judged):
+        blocks.insert(0, Text("No family is complete yet, so nothing is called better or worse."))
+    rows = [
+        {"family": family.name} | _cells(outcome)
+        for family, outcomes in judged
+        if _has_table(outcomes)
+        for outcome in outcomes
+    ]
+    return [*blocks, _grid(rows)] if rows else blocks
+
+
+def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
+    """One family by itself; without any row it takes one sentence."""
+    said = Text(summary(family, outcomes))
+    return [said, _grid([_cells(found) for found in outcomes])] if _has_runs(outcomes) else [said]
+
+
+def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
+    """What is compared on what, and the runs it took or lacks."""
+    metrics = ", ".join(dict.fromkeys(outcome.comparison.metric for outcome in outcomes))
+    head = f"{link(family)}: {family.title}, {metrics}, {state(family)}"
+    if is_complete(outcomes):
+        return f"{head}; {runs_of(outcomes)}."
+    names = "; ".join(outcome.comparison.name for outcome in outcomes)
+    head = f"{head}, {_count(outcomes)} ({names}), {_seeds(outcomes)} seeds"
+    if not _has_runs(outcomes):
+        return f"{head}, not run."
+    if any(outcome.unusable for outcome in outcomes):
+        return f"{head}, pairs that do not count: no verdict."
+    missing = span(outcome.missing for outcome in outcomes)
+    return f"{head}, {missing} of {_seeds(outcomes)} pairs missing: no verdict."
+
+
+def runs_of(outcomes: Sequence[Outcome]) -> str:
+    """``36 runs at commit e5f14d8, 73.5–82.5 GPU seconds each``"""
+    lines = [own.line for own in lines_of(outcomes)]
+    count = sum(len(line.rows) + len(line.failed) for line in lines)
+    seconds = [line.gpu_seconds for line in lines if line.gpu_seconds is not None]
+    cost = f", {span(seconds, digits=3)} GPU seconds each" if seconds else ""
+    return f"{count} runs {_at_commits(lines)}{cost}"
+
+
+def lines_of(outcomes: Iterable[Outcome]) -> list[FamilyLine]:
+    """Every line of a complete family once, in the order of the comparisons."""
+    found: dict[tuple[object, ...], FamilyLine] = {}
+    for outcome in outcomes:
+        for name, line in outcome.lines.items():
+            keys = outcome.comparison.keys(name)
+            one = FamilyLine(name, keys[0], outcome.comparison.metric, line)
+            # two comparisons may give one name settings of their own
+            found.setdefault((name, *keys), one)
+    return list(found.values())
+
+
+def _at_commits(lines: Sequence[Line]) -> str:
+    """A pair of two commits would not count, so commits can only differ between pairs."""
+    commits = list(dict.fromkeys(commit for line in lines for commit in line.rows.commit))
+    if len(commits) > 1:
+        return f"at commits {', '.join(commits)} (each pair at one)"
+    return f"at commit {commits[0]}" if commits else "without a commit"
+
+
+def contrast_scale(outcome: Outcome) -> Scale:
+    """Digits for the spread over pairs."""
+    found = outcome.contrast
+    spread = None if found is None else pd.Series(found.test.values).std()
+    return Scale(1, decimals_for(spread, 0.0 if found is None else found.error))
+
+
+def _cells(outcome: Outcome) -> dict[str, str]:
+    cells = contrast_cells(outcome.contrast, contrast_scale(outcome))
+    return {
+        "comparison": outcome.comparison.name,
+        "pairs": str(outcome.pairs),
+        **{name: cells[name] for name in ("difference", "on valid", "error reduction")},
+        "p (Holm)": p_value(outcome.p_holm),
+        "verdict": outcome.verdict,
+        "at": cells["at"],
+    }
+
+
+def _grid(rows: Sequence[dict[str, str]]) -> Grid:
+    return Grid(list(rows[0]), [list(row.values()) for row in rows], _WORDS)
+
+
+def is_complete(outcomes: Sequence[Outcome]) -> bool:
+    return all(outcome.is_complete for outcome in outcomes)
+
+
+def _has_runs(outcomes: Sequence[Outcome]) -> bool:
+    return any(outcome.missing < len(outcome.comparison.seeds) for outcome in outcomes)
+
+
+def _has_table(outcomes: Sequence[Outcome]) -> bool:
+    """A family that lacks runs has nothing to show; why pairs do not count, the table says."""
+    return is_complete(outcomes) or any(outcome.unusable for outcome in outcomes)
+
+
+def _count(outcomes: Sequence[Outcome]) -> str:
+    return f"{len(outcomes)} comparison{'s' if len(outcomes) > 1 else ''}"
+
+
+def _seeds(outcomes: Sequence[Outcome]) -> str:
+    return span(len(outcome.comparison.seeds) for outcome in outcomes)
+
+
+def link(family: Family) -> str:
+    return f"[{family.name}](families/{family.path.name})"
+
+
+def state(family: Family) -> str:
+    return "planned" if family.registered is None else f"registered {family.registered:%Y-%m-%d}"

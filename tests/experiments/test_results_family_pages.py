@@ -1,0 +1,150 @@
+"""What pages say of a family beside its verdicts: valid, coefficients, GPU seconds, commits."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gfsa_experiments.results.families import Family, read_family
+from gfsa_experiments.results.family_details import families_page
+from gfsa_experiments.results.family_summary import all_families, runs_of
+from gfsa_experiments.results.load_rows import latest
+from gfsa_experiments.results.page_blocks import to_markdown
+from gfsa_experiments.results.verdicts import outcomes
+from gfsa_experiments.runs.row import Row
+
+TEXT = """
+title = "A toy"
+registered = 2026-11-16T00:00:00Z
+recipe = "support.toy_recipe"
+metric = "accuracy"
+seeds = "100-102"
+settings = "epochs=3"
+
+[lines]
+gfsa = "gfsa filter_lr=1e-2"
+gain = "gfsa learn=w1"
+plain = "plain epochs=4"
+
+[[comparison]]
+a = "gfsa"
+b = "plain"
+
+[[comparison]]
+a = "gfsa"
+b = "gain"
+"""
+TEST = {"gfsa": [60.0, 61.0, 62.5], "gain": [57.0, 58.2, 58.0], "plain": [55.0, 57.0, 57.0]}
+COEFFICIENTS = {
+    "gfsa": ["-0.2 1.0 0.4", "0.1 1.0 0.4", "-0.2 1.0 0.4"],
+    "gain": ["0.0 1.5"] * 3,
+    "plain": [""] * 3,
+}
+SECONDS = {"gfsa": 60.0, "gain": 50.0, "plain": 40.0}
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    path = tmp_path / "toy.toml"
+    path.write_text(TEXT)
+    return read_family(path)
+
+
+def rows_of(family: Family) -> list[Row]:
+    """A row for each run, two runs at once; on valid each number is 1 lower, those of gfsa 2."""
+    recorded = {}
+    for comparison in family.comparisons:
+        for line, runs in comparison.runs.items():
+            for at, run in enumerate(runs):
+                recorded[run.key()] = Row(
+                    **run.key()._asdict(),
+                    metric="accuracy",
+                    higher_is_better=True,
+                    test=TEST[line][at],
+                    valid=TEST[line][at] - (2 if line == "gfsa" else 1),
+                    coefficients=COEFFICIENTS[line][at],
+                    epochs=3.0,
+                    seconds=SECONDS[line],
+                    jobs=2,
+                    device="NVIDIA H200",
+                    commit="abc1234",
+                    date="2026-11-16T01:00:00+00:00",
+                    command=run.command,
+                )
+    return list(recorded.values())
+
+
+def pages(family: Family, rows: list[Row]) -> tuple[str, str]:
+    """The part of the first page, and the page of families."""
+    judged = [(family, outcomes(family, latest(rows).rows))]
+    return to_markdown(all_families(judged)), to_markdown(families_page(judged))
+
+
+def row_of(page: str, first: str) -> dict[str, str]:
+    """The cells of the row that begins like this, by the names of their columns."""
+    lines = page.splitlines()
+    (at,) = [at for at, line in enumerate(lines) if line.startswith(first)]
+    above = at
+    while lines[above - 1].startswith("|"):
+        above -= 1
+    names, values = ([c.strip() for c in lines[i].strip("|").split("|")] for i in (above, at))
+    return dict(zip(names, values, strict=True))
+
+
+def test_a_comparison_has_its_difference_on_valid(family: Family) -> None:
+    first, page = pages(family, rows_of(family))
+    for found in (row_of(first, "| toy | gfsa − plain |"), row_of(page, "| gfsa − plain |")):
+        assert found["difference"].startswith("+4.83 (")
+        assert found["on valid"].startswith("+3.83 (")
+    assert row_of(page, "| gfsa − plain |")["one commit"] == "3/3"
+    assert "- gfsa − plain (seeds 100–102): +5.00, +4.00, +5.50" in page
+
+
+def test_a_line_has_its_coefficients_and_what_a_run_costs(family: Family) -> None:
+    first, page = pages(family, rows_of(family))
+    gfsa, gain, plain = (row_of(page, f"| {name} | `") for name in ("gfsa", "gain", "plain"))
+    assert (gfsa["c0 c1 …"], gfsa["sum"], gfsa["c0 < 0"]) == ("−0.100 1.000 0.400", "1.300", "2/3")
+    # c0 is not learned
+    assert (gain["sum"], gain["c0 < 0"]) == ("1.500", "–")
+    assert (plain["c0 c1 …"], plain["sum"]) == ("–", "–")
+    assert [line["GPU seconds"] for line in (gfsa, gain, plain)] == ["30", "25", "20"]
+    # not registered, so that it stands here and not among the comparisons
+    assert gain["to plain"].startswith("+1.4 (")
+    assert "9 runs at commit abc1234, 20–30 GPU seconds each." in first
+
+
+def test_settings_of_a_line_are_those_that_others_lack(family: Family) -> None:
+    page = pages(family, rows_of(family))[1]
+    runs = {name: row_of(page, f"| {name} | `")["runs"] for name in ("gfsa", "plain")}
+    assert runs == {"gfsa": "`gfsa filter_lr=0.01 epochs=3.0`", "plain": "`plain epochs=4.0`"}
+
+
+def test_pairs_of_several_commits(family: Family) -> None:
+    rows = [
+        dataclasses.replace(row, commit="def5678") if row.seed == 102 else row
+        for row in rows_of(family)
+    ]
+    said = runs_of(outcomes(family, latest(rows).rows))
+    assert said.startswith("9 runs at commits abc1234, def5678 (each pair at one), 20–30 GPU")
+
+
+def test_nothing_is_shown_of_a_family_that_lacks_a_run(family: Family) -> None:
+    first, page = pages(family, rows_of(family)[:-1])
+    for text in (first, page):
+        assert "1 of 3 pairs missing: no verdict" in text
+        assert "|" not in text
+        assert "GPU seconds" not in text
+
+
+def test_a_run_that_broke_down_is_named(family: Family) -> None:
+    rows = [
+        dataclasses.replace(row, test=float("nan"))
+        if (row.method, row.seed) == ("plain", 101)
+        else row
+        for row in rows_of(family)
+    ]
+    page = pages(family, rows)[1]
+    assert row_of(page, "| plain | `")["seeds"] == "2, failed: seed 101"
+    assert "- gfsa − plain: not finite in 1 of 3 pairs: no verdict." in page

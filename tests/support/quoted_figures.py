@@ -1,0 +1,299 @@
+"""The figures that prose quotes, each from the rows; prose is wrong where it says another."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from gfsa_experiments.results.contrasts import Contrast, contrast, pooled_reduction
+from gfsa_experiments.results.families import is_of, read_families
+from gfsa_experiments.results.family_summary import Judged, is_complete, lines_of
+from gfsa_experiments.results.load_rows import Runs, read_folder, read_folder_if_any
+from gfsa_experiments.results.overview import Domain, domains
+from gfsa_experiments.results.statistics import Interval
+from gfsa_experiments.results.tables import Line, ResultTable, make_tables
+from gfsa_experiments.results.verdicts import Outcome, outcomes
+from support.prose import count_word
+
+
+class Figures:
+    """Everything that is read from a folder of rows, when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def runs(self) -> Runs:
+        return read_folder(self.folder)
+
+    @cached_property
+    def complete(self) -> list[Judged]:
+        """The families with all their runs."""
+        families = read_families(self.folder)
+        judged = [(family, outcomes(family, self.runs.rows)) for family in families]
+        return [(family, found) for family, found in judged if is_complete(found)]
+
+    @cached_property
+    def tables(self) -> list[ResultTable]:
+        keys = {key for family in read_families(self.folder) for key in family.keys}
+        return make_tables(self.runs.where(lambda rows: ~is_of(rows, keys)))
+
+    @cached_property
+    def tuning(self) -> pd.DataFrame:
+        return read_folder_if_any(self.folder / "tuning").rows
+
+    def of_family(self, name: str) -> list[Outcome]:
+        (found,) = [found for family, found in self.complete if family.name == name]
+        return found
+
+    def outcome(self, family: str, a: str, b: str) -> Outcome:
+        (found,) = [o for o in self.of_family(family) if o.comparison.name == f"{a} − {b}"]
+        return found
+
+    def family_difference(self, family: str, a: str, b: str = "plain") -> Interval:
+        """Of any two lines of a complete family, compared by it or not."""
+        lines = {own.name: own.line for own in lines_of(self.of_family(family))}
+        found = contrast(lines[a].rows, lines[b].rows)
+        assert found is not None
+        return found.test.interval
+
+    def line(self, recipe: str, task: str, method: str, options: str, settings: str = "") -> Line:
+        """The one exploratory line of a task, of several tables that with a setting."""
+        (found,) = [
+            line
+            for table in self.tables
+            if table.recipe == recipe and table.task == task and settings in table.settings
+            for line in table.lines
+            if (line.method, line.options) == (method, options)
+        ]
+        return found
+
+    def domain(self, name: str) -> Domain:
+        (found,) = [domain for domain in domains(self.tables) if domain.name == name]
+        return found
+
+    def reduction(self, domain: str, method: str) -> float:
+        """The relative reduction of the error in percent."""
+        found = pooled_reduction(self.domain(domain).to_plain[method])
+        assert found is not None
+        return found.mean
+
+    def losses_of_plain(self, settings: str) -> float:
+        """The validation loss of the run of pretraining, seed 0, with exactly these settings."""
+        rows = self.tuning
+        own = rows[(rows.recipe == "pretrain") & (rows.task == "techdocs qwen3-15m")]
+        own = own[(own.method == "plain") & (own.seed == 0) & (own.settings == settings)]
+        (loss,) = own.valid
+        return float(loss)
+
+    def step_times(self, variant: str) -> list[float]:
+        """A compiled step of pretraining relative to plain, by the newest commit that timed it."""
+        rows = pd.read_csv(self.folder / "bench.csv")
+        rows = rows[(rows.suite == "pretrain-step") & (rows.variant == variant)]
+        return rows[rows.commit == rows.sort_values("date").commit.iloc[-1]].fwd_bwd_ratio.tolist()
+
+    def text(self, page: str) -> str:
+        """A page whose generated part another test compares with the rows."""
+        return (self.folder / page).read_text("utf-8")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Words with a place for each number, and what the rows give for these places."""
+
+    words: str
+    values: Callable[[Figures], list[str]]
+
+
+def size(value: float, decimals: int) -> str:
+    return f"{abs(value):.{decimals}f}"
+
+
+def signed(value: float, decimals: int) -> str:
+    return f"{value:+.{decimals}f}".replace("-", "−")
+
+
+def ends(values: list[float], decimals: int) -> list[str]:
+    return [f"{end:.{decimals}f}" for end in (min(values), max(values))]
+
+
+def _runs_with_negative_c0(figures: Figures, *families: str) -> list[str]:
+    """``12`` of the families' runs that learn c0 from scratch, if it is negative in all of them."""
+    c0 = [c for name in families for own in lines_of(figures.of_family(name)) for c in own.line.c0]
+    assert all(value < 0 for value in c0)
+    return [str(len(c0))]
+
+
+def _more_steps(figures: Figures) -> list[str]:
+    """What degree 1 is worth: by the ends of runs, and by plain's longer runs of the family."""
+    details = figures.text("pretraining-details.md")
+    (shares,) = re.findall(
+        r"degree 1 (?:reaches|is at).*?takes ([\d, and]+) % of the tokens", details
+    )
+    (longer,) = re.findall(r"worth in more steps of plain.*?degree 1 (\d+) %", details)
+    found = [100 * (100 / int(share) - 1) for share in re.findall(r"\d+", shares)]
+    return ends([*found, int(longer)], 0)
+
+
+def _gaps_by_length(figures: Figures, arm: str) -> dict[str, float]:
+    """Tokens per parameter → arm − plain of the 15M models."""
+    lines = figures.text("pretraining-details.md").splitlines()
+    (top,) = [at for at, line in enumerate(lines) if line.startswith("| size | tokens | tokens p")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[top : top + 12]]
+    at = rows[0].index(f"{arm} − plain")
+    own = [row for row in rows[2:] if row[0] == "15M"]
+    return {row[2]: float(row[at].split()[0].replace("−", "-")) for row in own}
+
+
+def _lead_before_tuning(figures: Figures) -> float:
+    """GFSA − plain where plain had its learning rate tuned and nothing else, best runs."""
+    rows = figures.tuning
+    own = rows[(rows.recipe == "pretrain") & (rows.steps == 802) & (rows.seed == 0)]
+    plain = own[(own.method == "plain") & own.settings.isin(["", *_RATES])]
+    gfsa = own[(own.method == "gfsa") & own.settings.isin(["", *_RATES])]
+    return float(gfsa.valid.min() - plain.valid.min())
+
+
+_RATES = [f"lr={rate}" for rate in ("0.0005", "0.002", "0.004")]
+_TUNED = "batch_size=32 lr=0.002 gain_lr=0.1{} qk_norm=temperature"
+
+
+def _gains_of_warmup(figures: Figures) -> list[str]:
+    """How much lower plain ends with 241 steps of warm-up than with 5 % of the run."""
+    lengths = (("epochs=0.3 ", "0.5"), ("epochs=0.6 ", "0.25"), ("", "0.15"))
+    found = [
+        figures.losses_of_plain(epochs + _TUNED.format(""))
+        - figures.losses_of_plain(epochs + _TUNED.format(f" warmup={longer}"))
+        for epochs, longer in lengths
+    ]
+    return ends(found, 2)
+
+
+def _gains_of_gain_lr(figures: Figures) -> list[str]:
+    pairs = [
+        ("lr=0.002 qk_norm=temperature", "lr=0.002 gain_lr=0.3 qk_norm=temperature"),
+        (
+            "batch_size=16 lr=0.002 qk_norm=temperature",
+            "batch_size=16 lr=0.002 gain_lr=0.1 qk_norm=temperature",
+        ),
+    ]
+    found = [figures.losses_of_plain(a) - figures.losses_of_plain(b) for a, b in pairs]
+    return ends(found, 2)
+
+
+def _lead_on_zinc(figures: Figures) -> list[str]:
+    """At the rate of the exploratory table; none may be left at the best rate of each arm."""
+    line = figures.line("graph", "zinc graphormer-slim", "gfsa", "K=2 filter_lr=0.01")
+    assert line.to_plain is not None
+    rows = figures.tuning
+    own = rows[(rows.recipe == "graph") & (rows.task == "zinc graphormer-slim")]
+    best = own.groupby(["method", "settings"]).valid.mean().groupby("method").min()
+    assert best["gfsa"] >= best["plain"]
+    return [size(line.to_plain.test.mean, 2)]
+
+
+def _seeds_on_zinc(figures: Figures) -> list[str]:
+    rows = figures.tuning
+    own = rows[(rows.recipe == "graph") & (rows.task == "zinc graphormer-slim")]
+    return [count_word(own.seed.nunique())]
+
+
+def _c0_from_scratch(figures: Figures) -> tuple[str, str]:
+    (found,) = re.findall(
+        r"c0 is negative in (\d+) of (\d+) runs that learned it", figures.text("README.md")
+    )
+    return found
+
+
+def _pairs_of_domains(figures: Figures) -> list[str]:
+    found = [
+        len(one.test.seeds)
+        for domain in domains(figures.tables)
+        for contrasts in (*domain.to_plain.values(), domain.second_pass)
+        for one in contrasts
+    ]
+    return [count_word(min(found)), count_word(max(found))]
+
+
+def _of_loss_and_perplexity(figures: Figures) -> list[str]:
+    """A difference in nats as a share of the loss, and of the perplexity."""
+    outcome = figures.outcome("pretrain", "gfsa", "plain")
+    found: Contrast | None = outcome.contrast
+    assert found is not None
+    nats = abs(found.test.mean)
+    return [size(nats, 3), size(100 * nats / found.error, 1), size(100 * math.expm1(-nats), 1)]
+
+
+def _seeds(figures: Figures, family: str) -> str:
+    return count_word(figures.of_family(family)[0].pairs)
+
+
+def _cifar10(figures: Figures) -> list[str]:
+    task = next(t.task for t in figures.tables if t.recipe == "image" and "24" in t.task)
+    line = figures.line("image", task, "degree1", "filter_lr=0.01")
+    assert line.to_plain is not None
+    return [signed(line.to_plain.test.mean, 1)]
+
+
+def _stsb(figures: Figures) -> list[str]:
+    line = figures.line("glue", "stsb minilm", "gfsa", "learn=w0 filter_lr=0.01")
+    assert line.to_plain is not None
+    return [
+        signed(line.to_plain.test.mean, 2),
+        signed(figures.family_difference("stsb", "w0").mean, 2),
+    ]
+
+
+CLAIMS = [
+    # leads that shrank
+    Claim(
+        "from {} nats to {}",
+        lambda f: [size(_lead_before_tuning(f), 2), size(_gaps_by_length(f, "GFSA")["3.4"], 2)],
+    ),
+    Claim(
+        "to {} after three",
+        lambda f: [size(f.family_difference("pretrain", "gfsa").mean, 3)],
+    ),
+    Claim("STS-B from {} (dev) to {} (test)", _stsb),
+    Claim("Graphormer on ZINC] from {} to none", _lead_on_zinc),
+    Claim("Graphormer on ZINC to nothing ({} seeds)", _seeds_on_zinc),
+    # pretraining
+    Claim("{} to {} % more", _more_steps),
+    Claim(
+        "{} after 3.4 (three seeds) and {} after one (one seed;",
+        lambda f: [size(_gaps_by_length(f, "degree 1")[at], 3) for at in ("3.4", "1.0")],
+    ),
+    Claim("the warm-up ({} to {} nats in short runs)", _gains_of_warmup),
+    Claim("a fast rate for the norm gains], ({} to {})", _gains_of_gain_lr),
+    Claim(
+        "gated heads bring {} (all exploratory)",
+        lambda f: [size(f.family_difference("pretrain", "gated").mean, 3)],
+    ),
+    Claim("{} nats are {} % of the loss and {} % of the perplexity", _of_loss_and_perplexity),
+    Claim("{} to {}× the time of a step", lambda f: ends(f.step_times("gfsa degree 1"), 2)),
+    Claim("{} to {}× with degree 1", lambda f: ends(f.step_times("gfsa degree 1"), 2)),
+    Claim("{} to {}× with GFSA", lambda f: ends(f.step_times("gfsa"), 2)),
+    # other domains
+    Claim("{} points on CIFAR-10 with 24 layers", _cifar10),
+    Claim(
+        "{} % lower perplexity in language modelling",
+        lambda f: [size(f.reduction("language modelling", "gfsa"), 0)],
+    ),
+    Claim("{} % fewer errors on images", lambda f: [size(f.reduction("images", "degree1"), 0)]),
+    Claim("{} to {} seeds, plain models that were not tuned", _pairs_of_domains),
+    # coefficients
+    Claim("negative in {} of {} runs", lambda f: list(_c0_from_scratch(f))),
+    Claim("in each of {} runs", lambda f: [_c0_from_scratch(f)[0]]),
+    Claim("in the {} of the pretraining family", lambda f: _runs_with_negative_c0(f, "pretrain")),
+    # sizes of families
+    Claim("{} seeds: GFSA ends", lambda f: [_seeds(f, "pretrain")]),
+    Claim("(15M parameters, {} seeds)", lambda f: [_seeds(f, "pretrain")]),
+    Claim("STS-B, test set, {} seeds", lambda f: [_seeds(f, "stsb")]),
+]
+"""Numbers of the prose that are no quote of a family's comparison with its interval or verdict."""

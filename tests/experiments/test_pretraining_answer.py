@@ -13,13 +13,20 @@ import pytest
 
 from gfsa_experiments.results.families import read_family, tomllib
 from gfsa_experiments.results.page_blocks import to_markdown
-from gfsa_experiments.results.pretraining.answer import QUESTIONS, answer, family_table
+from gfsa_experiments.results.pretraining.answer import (
+    QUESTIONS,
+    answer,
+    answers,
+    family_tables,
+)
 from gfsa_experiments.results.pretraining.controls import controls, rates
 from gfsa_experiments.results.verdicts import Outcome, outcomes
 from gfsa_experiments.runs.row import Row
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
-FAMILY = Path(__file__).parents[2] / "results/families/pretrain.toml"
+FOLDER = Path(__file__).parents[2] / "results/families"
+FAMILY = FOLDER / "pretrain.toml"
+LENGTHS = {"pretrain": "10 tokens", "pretrain-epoch": "3.4 tokens"}
 NOISE = (0.001, -0.002, 0.0, 0.002, -0.001, 0.0005)
 
 
@@ -57,10 +64,25 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_every_comparison_of_the_family_has_a_question() -> None:
-    content = tomllib.loads(FAMILY.read_text(encoding="utf-8"))
-    asked = {(own["a"], own["b"]) for own in content["comparison"]}
+def test_every_comparison_of_the_families_has_a_question() -> None:
+    asked = set()
+    for name in LENGTHS:
+        content = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+        asked |= {(own["a"], own["b"]) for own in content["comparison"]}
     assert asked == set(QUESTIONS)
+
+
+def test_every_family_has_a_paragraph_and_a_table(verdicts: Any) -> None:
+    """Each with the length of its runs, in the order of the families."""
+    families = {"pretrain-epoch": verdicts(degree1=-0.03), "pretrain": verdicts()}
+    first, second = answers(families, LENGTHS).split("\n\n")
+    assert first.startswith("*After 3.4 tokens.* **Confirmed: degree 1 ends lower than plain.**")
+    assert second.startswith("*After 10 tokens.* **Not confirmed:")
+    page = to_markdown(family_tables(families, LENGTHS))
+    assert page.count("does GFSA end lower than plain?") == 2
+    assert page.index("families/pretrain-epoch.toml") < page.index("families/pretrain.toml")
+    assert answers({}, LENGTHS).startswith("**Nothing is confirmed:**")
+    assert family_tables({}, LENGTHS) == []
 
 
 def test_a_gain_is_confirmed(verdicts: Any) -> None:
@@ -108,7 +130,7 @@ def test_an_interval_that_excludes_zero_confirms_nothing(verdicts: Any) -> None:
 def test_no_number_before_the_last_run(verdicts: Any) -> None:
     judged = verdicts(without=1, gfsa=-0.5)
     assert "no number is read from it" in answer(judged)
-    page = to_markdown(family_table(judged))
+    page = to_markdown(family_tables({"pretrain": judged}, LENGTHS))
     assert "0.5" not in page
     assert "of 6 pairs missing: no verdict" in page
 

@@ -44,7 +44,7 @@ def plain_runs(losses: Mapping[str, float], seed: int = 0) -> pd.DataFrame:
 
 
 def study(family: list[Outcome], **parts: Any) -> Study:
-    return Study(NONE, NONE, NONE, NONE, NONE, [], family, **parts)
+    return Study(NONE, NONE, NONE, NONE, NONE, [], {"pretrain": family}, **parts)
 
 
 def test_before_the_last_run_of_the_plan_nothing_is_known(family: list[Outcome]) -> None:

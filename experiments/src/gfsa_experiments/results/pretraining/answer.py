@@ -1,11 +1,11 @@
-"""What the family says, in sentences: each outcome has its wording before its runs are read.
+"""What families say, in sentences: each outcome has its wording before its runs are read.
 
 *Confirmed* stands for Holm's p below 0.05 over the whole family, and for nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gfsa_experiments.results.number_format import Scale, p_value
 from gfsa_experiments.results.page_blocks import Block, Grid, Heading, Text
@@ -21,9 +21,20 @@ QUESTIONS = {
     ("gfsa", "gain"): "is it more than a learned gain per head?",
     ("gfsa", "gated"): "is it more than gated heads bring?",
     ("gfsa", "longer"): "is it more than plain brings in GFSA's time?",
+    ("degree1", "gain"): "is degree 1 more than a learned gain per head?",
+    ("degree1", "gated"): "is degree 1 more than gated heads bring?",
+    ("degree1", "residual"): "is degree 1 more than a fixed value residual brings?",
 }
 NAMES = {"gfsa": "GFSA", "degree1": "degree 1", "gain": "gain only", "gated": "gated heads"}
-NAMES |= {"longer": "plain for GFSA's time"}
+NAMES |= {"longer": "plain for GFSA's time", "residual": "value residual"}
+
+
+def answers(families: Mapping[str, Sequence[Outcome]], lengths: Mapping[str, str]) -> str:
+    """A paragraph for each family, which begins with the length of its runs."""
+    if not families:
+        return answer([])
+    said = (f"*After {lengths[name]}.* {answer(found)}" for name, found in families.items())
+    return "\n\n".join(said)
 
 
 def answer(outcomes: Sequence[Outcome]) -> str:
@@ -109,10 +120,26 @@ def _size(found: Interval) -> str:
     return f"{abs(found.mean):.3f}{inside}"
 
 
-def family_table(outcomes: Sequence[Outcome]) -> list[Block]:
-    """The family's comparisons; before the last run, how many pairs there are and no number."""
-    if not outcomes:
+def family_tables(
+    families: Mapping[str, Sequence[Outcome]], lengths: Mapping[str, str]
+) -> list[Block]:
+    """The comparisons of every family under one heading."""
+    if not families:
         return []
+    text = (
+        "Test loss in nats, fresh seeds, registered before the runs; Student's 95 % interval over "
+        "pairs. *Better* and *worse*: Holm's p below 0.05 over all comparisons of the family; "
+        "*suggestive*: the interval alone excludes 0. Commits, seed by seed: "
+        "[families](families.md)."
+    )
+    blocks: list[Block] = [Heading("Confirmatory families"), Text(text)]
+    for name, outcomes in families.items():
+        blocks += [Text(f"[{name}](families/{name}.toml), {lengths[name]}:"), _table(outcomes)]
+    return blocks
+
+
+def _table(outcomes: Sequence[Outcome]) -> Grid:
+    """A family's comparisons; before the last run, how many pairs there are and no number."""
     rows = []
     for outcome in outcomes:
         pair = (outcome.comparison.a, outcome.comparison.b)
@@ -127,14 +154,5 @@ def family_table(outcomes: Sequence[Outcome]) -> list[Block]:
                 outcome.verdict,
             ]
         )
-    text = (
-        "Test loss in nats, fresh seeds, [registered](families/pretrain.toml) before the runs; "
-        "Student's 95 % interval over pairs. *Better* and *worse*: Holm's p below 0.05 over all "
-        "of these; *suggestive*: the interval alone excludes 0."
-    )
     columns = ["question", "difference", "pairs", "nats", "p (Holm)", "verdict"]
-    return [
-        Heading("Confirmatory family"),
-        Text(text),
-        Grid(columns, rows, ("question", "difference", "verdict")),
-    ]
+    return Grid(columns, rows, ("question", "difference", "verdict"))

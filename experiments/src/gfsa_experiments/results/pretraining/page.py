@@ -10,13 +10,13 @@ import pandas as pd
 
 from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
 from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Picture, Text
-from gfsa_experiments.results.pretraining.answer import family_table
+from gfsa_experiments.results.pretraining.answer import family_tables
 from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, by_size, settings_apart
 from gfsa_experiments.results.pretraining.between import APART
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
-from gfsa_experiments.results.pretraining.limits import MARGIN, limit_blocks
+from gfsa_experiments.results.pretraining.limits import MARGIN, limit_blocks, limit_of_plain
 from gfsa_experiments.results.pretraining.passing import (
     passing_blocks,
     passings,
@@ -25,7 +25,7 @@ from gfsa_experiments.results.pretraining.passing import (
 from gfsa_experiments.results.pretraining.probes import Measure, at_loss, measures
 from gfsa_experiments.results.pretraining.savings import Saving, savings, savings_of_ends
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
-from gfsa_experiments.results.pretraining.study import Study
+from gfsa_experiments.results.pretraining.study import FAMILIES, Study
 from gfsa_experiments.results.pretraining.warmups import warmup_blocks, warmup_steps
 from gfsa_experiments.results.pretraining.worth import worth, worth_sentences
 from gfsa_experiments.results.statistics import LEVEL, Interval
@@ -45,8 +45,14 @@ Speeds = Mapping[tuple[str, str, int], float]
 
 
 def first_blocks(study: Study) -> list[Block]:
-    """What the first page has below its figure: the family and the controls."""
-    return [*family_table(study.family), *limit_blocks(study), *control_table(study)]
+    """What the first page has below its figure: the families and the controls."""
+    return [*family_tables(study.families, FAMILIES), *_limits(study), *control_table(study)]
+
+
+def _limits(study: Study) -> list[Block]:
+    """What limits the family of the longest runs."""
+    said = limit_of_plain(study)
+    return [*([Text(f"Of family pretrain: {said}")] if said else []), *limit_blocks(study)]
 
 
 def detail_blocks(study: Study, speeds: Speeds) -> list[Block]:
@@ -344,7 +350,7 @@ def probe_blocks(study: Study) -> list[Block]:
     size = by_size(runs)[0]
     own = runs[runs["size"] == size]
     arms = own.groupby("tokens").arm.nunique()
-    tokens = arms[arms == arms.max()].index.max()
+    tokens = arms[arms > 1].index.max() if (arms > 1).any() else arms.index.max()
     chosen = own[own.tokens == tokens]
     found = measures(study.probes.merge(chosen[RUN], on=RUN))
     others = [arm for arm in arms_of(chosen) if any(arm in m.differences for m in found)]

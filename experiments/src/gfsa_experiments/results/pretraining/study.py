@@ -1,11 +1,12 @@
 """Which runs the study of pretraining is about, and what they left behind.
 
-The plans and the family say which runs belong to it, so that no run is chosen by its outcome. A
+The plans and the families say which runs belong to it, so that no run is chosen by its outcome. A
 family that is not complete is left out: nothing is read from it before its last run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +27,11 @@ BASELINE = "pretrain-baseline.txt"
 WARMUP = "pretrain-warmup.txt"
 OTHERS = ("pretrain-epoch-tuning.txt", "pretrain-long-warmup.txt", "pretrain-gates.txt")
 """Plans of which the page says whether their runs are there, and no more."""
-FAMILY = "pretrain"
+FAMILIES = {
+    "pretrain-epoch": "3.4 tokens a parameter",
+    "pretrain": "10 tokens a parameter",
+}
+"""The length of the runs of each family, in the order of the page."""
 _EARLIER_CURVES = Path("tuning/pretrain-curves.csv")
 
 
@@ -45,8 +50,8 @@ class Study:
     """The runs of the plan :data:`STABILITY`, with the columns of ``runs``."""
     missing: list[str]
     """What was asked for and is not there, in sentences."""
-    family: list[Outcome] = field(default_factory=list)
-    """The family's comparisons, complete or not; none without the family's file."""
+    families: Mapping[str, list[Outcome]] = field(default_factory=dict)
+    """The comparisons of each of :data:`FAMILIES` that is registered, complete or not."""
     controls: pd.DataFrame = field(default_factory=pd.DataFrame)
     """The runs of :data:`CONTROLS`, with the columns of ``runs``; those of :data:`RATES` and
     :data:`BASELINE` below, with ``lr`` too."""
@@ -57,6 +62,11 @@ class Study:
     unfinished: frozenset[str] = frozenset()
     """The plans that lack runs, by the names of their files."""
 
+    @property
+    def family(self) -> list[Outcome]:
+        """The comparisons of the longest runs, which other plans ask questions about."""
+        return self.families.get("pretrain", [])
+
 
 def read_study(folder: Path) -> Study:
     """The study of a folder of results."""
@@ -65,8 +75,11 @@ def read_study(folder: Path) -> Study:
     rows = rows[rows.recipe == "pretrain"]
     plans = _Plans(folder / "plans", rows)
     planned = plans.rows_of(SCALING)
-    family = folder / FOLDER / f"{FAMILY}.toml"
-    planned, judged = _with_family(family, rows, planned, plans.missing)
+    families = {}
+    for name in FAMILIES:
+        family = _registered(folder / FOLDER / f"{name}.toml")
+        if family is not None:
+            planned, families[name] = _with_family(family, rows, planned, plans.missing)
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), plans.missing)
     _refuse_several_data(folder, runs)
@@ -83,7 +96,7 @@ def read_study(folder: Path) -> Study:
         coefficients=_of_runs(tables["coefficients"], runs),
         stability=labelled(of_plans[STABILITY], [], keep_diverged=True),
         missing=plans.missing,
-        family=judged,
+        families=families,
         controls=labelled(controls, [], keep_diverged=True),
         rates=labelled(of_plans[RATES], [], keep_diverged=True),
         baseline=labelled(of_plans[BASELINE], [], keep_diverged=True),
@@ -128,13 +141,16 @@ class _Plans:
         return found
 
 
+def _registered(path: Path) -> Family | None:
+    """The family of a file; None if there is no file, or if it is planned and no more."""
+    family = read_family(path) if path.exists() else None
+    return None if family is None or family.registered is None else family
+
+
 def _with_family(
-    path: Path, rows: pd.DataFrame, planned: pd.DataFrame, missing: list[str]
+    family: Family, rows: pd.DataFrame, planned: pd.DataFrame, missing: list[str]
 ) -> tuple[pd.DataFrame, list[Outcome]]:
     """The planned rows with those of the family, if it is complete, and what the family says."""
-    if not path.exists():
-        return planned, []
-    family = read_family(path)
     own = rows[is_of(rows, family.keys)]
     judged = outcomes(family, own)
     if not all(outcome.is_complete for outcome in judged):
@@ -149,12 +165,12 @@ def _with_family(
 def _why_incomplete(family: Family, own: pd.DataFrame) -> str:
     if len(own) < len(family.keys):
         return (
-            f"The family {FAMILY} has {len(own)} of its {len(family.keys)} runs; nothing is "
+            f"The family {family.name} has {len(own)} of its {len(family.keys)} runs; nothing is "
             "read from them before the last."
         )
     return (
-        f"The family {FAMILY} has all its runs, but some pairs do not count: "
-        f"`gfsa results --family {FAMILY}` says why. Nothing is read from them."
+        f"The family {family.name} has all its runs, but some pairs do not count: "
+        f"`gfsa results --family {family.name}` says why. Nothing is read from them."
     )
 
 

@@ -8,14 +8,13 @@ import pandas as pd
 
 from gfsa.lens.report import LensReport
 from gfsa_experiments.results.page_blocks import Text, with_part, write_pages
-from gfsa_experiments.results.pretraining.answer import answer
+from gfsa_experiments.results.pretraining.answer import answers
 from gfsa_experiments.results.pretraining.arms import by_size
 from gfsa_experiments.results.pretraining.coefficients import draw_coefficients, trajectories
 from gfsa_experiments.results.pretraining.figure import draw, save
-from gfsa_experiments.results.pretraining.limits import limit_of_plain
 from gfsa_experiments.results.pretraining.page import detail_blocks, first_blocks
 from gfsa_experiments.results.pretraining.speeds import read_speeds
-from gfsa_experiments.results.pretraining.study import Study, read_study
+from gfsa_experiments.results.pretraining.study import FAMILIES, Study, read_study
 
 PAGE = "pretraining.md"
 DETAILS = "pretraining-details.md"
@@ -26,8 +25,8 @@ ANSWER = ("<!-- answer of pretraining: begin -->", "<!-- answer of pretraining: 
 
 
 def opening(study: Study) -> str:
-    """The page's first paragraph: what is confirmed, and against which plain model."""
-    return " ".join(filter(None, (answer(study.family), limit_of_plain(study))))
+    """The page's first paragraphs: what is confirmed."""
+    return answers(study.families, FAMILIES)
 
 
 def _curves_of_tuning(results: Path) -> pd.DataFrame | None:

@@ -167,17 +167,24 @@ def layer_in(cache: Any, index: int | None, module: Any) -> Any:
             f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
             "None), so the powers of past tokens have no place. Pass use_cache=False"
         )
-    shares = module.__dict__.get("is_kv_shared_layer", False)
-    # a module's own getattr is slow for what it lacks
-    if hasattr(type(module), "is_kv_shared_layer"):
-        shares = module.is_kv_shared_layer
-    source = _source_of(module) if shares else index
+    source = _source_of(module) if _shares(module) else index
     if source is None or source >= len(cache.layers):
         raise ValueError(
             f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
             "keys and values of another layer. Pass use_cache=False"
         )
     return cache.layers[source]
+
+
+def _shares(module: Any) -> bool:
+    """Whether a module uses the keys and values of another layer."""
+    # a compiled call that has read __dict__ itself checks all that is in it, for every token
+    if torch.compiler.is_compiling():
+        return bool(getattr(module, "is_kv_shared_layer", False))
+    # a module's own getattr is slow for what it lacks
+    if hasattr(type(module), "is_kv_shared_layer"):
+        return bool(module.is_kv_shared_layer)
+    return bool(module.__dict__.get("is_kv_shared_layer", False))
 
 
 def _of_self_attention(cache: Any) -> Any:

@@ -230,7 +230,6 @@ def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, 
     _refuse_export_of_static(layer)
     if not hasattr(layer, "gfsa_powers"):
         layer.gfsa_powers = {}
-        layer.gfsa_heads = {}
         for name in _REPEATED:
             if hasattr(layer, name):
                 setattr(layer, name, _RepeatedMethod(layer, name))
@@ -238,7 +237,7 @@ def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, 
     if companions is None:
         _refuse_a_past_without_powers(layer, new)
         companions = layer.gfsa_powers[owner] = [empty_like(layer) for _ in range(count)]
-        layer.gfsa_heads[owner] = heads
+        companions[0].gfsa_heads = heads
         # a layer that grows without a window has lengths that tell everything
         if type(companions[0]) is not GrowingPowers:
             watch(layer, owner)
@@ -247,10 +246,10 @@ def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, 
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
             f"has degree {count + 1}; start from a new cache"
         )
-    elif layer.gfsa_heads[owner] != heads:
+    elif companions[0].gfsa_heads != heads:
         raise ValueError(
-            f"this cache keeps powers of the heads {list(layer.gfsa_heads[owner])}, the filter now "
-            f"needs those of {list(heads)}; start from a new cache"
+            f"this cache keeps powers of the heads {list(companions[0].gfsa_heads)}, the filter "
+            f"now needs those of {list(heads)}; start from a new cache"
         )
     refuse_another_past(layer, owner, companions[:count], new)
     return companions

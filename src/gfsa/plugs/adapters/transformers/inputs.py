@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
     """Its arguments in order, without ``self``."""
     pair: tuple[str, str] | None
     """The names of queries and keys, if it takes both."""
-    index: tuple[str, ...]
+    cache_index: tuple[str, ...]
     """Arguments that say which layer of the cache is meant."""
     others_first: int
     """How many positional arguments come before the first that the hook looks for."""
@@ -76,7 +76,7 @@ def look_at_inputs(
         cache = given.get(name)
         if cache is not None:
             index: int | None = getattr(module, "layer_idx", None)
-            if arguments.index:
+            if arguments.cache_index:
                 index = given.get("layer_idx", index)
                 index = None if index is None else index + given.get("cycle_offset", 0)
             return args, {**kwargs, CACHE: (cache, index)}

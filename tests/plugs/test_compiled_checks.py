@@ -128,9 +128,9 @@ def test_what_a_plugged_layer_adds_to_a_compiled_token() -> None:
     # θ, base and basis; with degree 2 U and its length
     assert [count - inputs[0] for count in inputs] == [0, 3, 5]
     # the filter, the hook and the config are skipped with the module
-    assert live[1] <= live[0]
+    assert live[1] - live[0] <= 2
     # to find the powers, and whether the layer was filled by another model
-    assert live[2] - live[0] <= 16
+    assert live[2] - live[0] <= 14
 
 
 @pytest.mark.parametrize("change", ["theta", "base", "basis", "another base"])

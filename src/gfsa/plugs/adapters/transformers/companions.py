@@ -234,7 +234,9 @@ def append(companion: Any, tokens: Tensor, keys: int) -> Tensor:
     # an offloading cache has moved the companion to the CPU together with the keys
     companion.prefetch()
     all_tokens: Tensor
-    if type(companion) is GrowingPowers or isinstance(companion, TracedStaticPowers):
+    kind = type(companion)
+    # not by isinstance, which is slow here
+    if kind is GrowingPowers or kind is StaticPowers or kind is TracedStaticPowers:
         all_tokens = companion.add(tokens)
     else:
         # the layer's slot for values gets a tensor without features
@@ -252,9 +254,10 @@ def room_for_one(companion: Any, like: Tensor) -> Tensor:
     """
     companion.prefetch()
     rows: Tensor
-    if type(companion) is GrowingPowers:
+    kind = type(companion)
+    if kind is GrowingPowers:
         rows = companion.room_for_one(like)
-    elif isinstance(companion, TracedStaticPowers):
+    elif kind is StaticPowers or kind is TracedStaticPowers:
         rows = companion.keys
     else:
         row = like.new_empty(like.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +63,18 @@ def test_the_memory_of_a_cache() -> None:
     )
     assert "the cache of plain" in decode.memory_of_caches(case)
     assert [variant.backend for variant in case.variants] == ["torch", "sdpa", "sdpa"]
+
+
+def test_a_compiled_token_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "decode_host.py"
+    spec = importlib.util.spec_from_file_location("decode_host", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shown = module.measure(SHAPE, "gfsa", calls=2)
+    assert shown.startswith("gfsa ")
+    assert "ms a token" in shown
+    assert "without guards" in shown

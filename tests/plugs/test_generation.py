@@ -15,6 +15,7 @@ import gfsa
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.operators import attention
 from gfsa.plugs.adapters.transformers import past_check
+from gfsa.plugs.adapters.transformers.inputs import Arguments, look_at_inputs
 from support.random_filters import randomise
 from support.zoo import VOCABULARY, ZOO
 
@@ -673,11 +674,10 @@ def test_a_cache_may_come_without_its_name(name: str) -> None:
     model, ids = plugged(name), prompt()["input_ids"]
     seen: list[Any] = []
     attention = next(m for m in model.modules() if hasattr(m, "gfsa"))
-    handover = next(
-        hook for hook in attention._forward_pre_hooks.values() if hasattr(hook, "positional")
-    )
+    handover = look_at_inputs
+    assert handover in attention._forward_pre_hooks.values()
     cache = transformers.DynamicCache(config=model.config)
-    place = handover.positional.index("past_key_values")
+    place = Arguments.of(type(attention)).positional.index("past_key_values")
     args = (ids,) * place + (cache,)
     seen.append(handover(attention, args, {}))
     seen.append(handover(attention, args[:1], {"past_key_values": cache}))

@@ -29,6 +29,12 @@ from gfsa.plugs.adapters.transformers.function_lookup import (
     eager_function_of,
     functions_of,
 )
+from gfsa.plugs.adapters.transformers.inputs import (
+    ARGUMENTS,
+    CACHE,
+    Arguments,
+    look_at_inputs,
+)
 from gfsa.plugs.adapters.transformers.mask_hooks import set_mask_hooks
 from gfsa.plugs.adapters.transformers.operators import OperatorMaker, operator_maker
 from gfsa.plugs.adapters.transformers.product_check import (
@@ -37,24 +43,18 @@ from gfsa.plugs.adapters.transformers.product_check import (
     refusal_by_trial,
 )
 from gfsa.plugs.adapters.transformers.refusals import (
-    OTHER_TOKENS,
-    QUERY_AND_KEY,
     refusal_by_owner,
     refusal_of_interface,
     refusal_of_traced,
 )
 from gfsa.plugs.adapters.transformers.renamed_layers import renamings_of
 from gfsa.plugs.backbone import kind_of_layer
-from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design, require_same_tokens
+from gfsa.plugs.cross_attention import REASON, Owners, crosses_by_design
 from gfsa.plugs.renaming import Renaming
 from gfsa.plugs.tracing.adapter import TracerAdapter
 from gfsa.plugs.tracing.candidates import computes_softmax, looks_like_attention
 
 PREFIX = "gfsa|"
-_CACHE = "gfsa_cache"
-_CACHES = ("past_key_values", "layer_past")
-# arguments that say which layer of the cache is meant, where a module serves several of them
-_CACHE_INDEX = ("layer_idx", "cycle_offset")
 
 
 class InterfaceAdapter(Adapter):
@@ -95,7 +95,8 @@ class InterfaceAdapter(Adapter):
 
     def install(self, module: Any) -> None:
         module.config = _ConfigView(module.config)
-        handle = module.register_forward_pre_hook(_InputHook(module), with_kwargs=True)
+        module.__dict__[ARGUMENTS] = Arguments.of(type(module))
+        handle = module.register_forward_pre_hook(look_at_inputs, with_kwargs=True)
         module.__dict__["_gfsa_handle"] = handle
         # looked up and registered here, not in a forward that may be compiled: a side effect in a
         # compiled call would make the next call compile again
@@ -105,15 +106,20 @@ class InterfaceAdapter(Adapter):
 
     def remove(self, module: Any) -> None:
         module.__dict__.pop("_gfsa_handle").remove()
-        del module.__dict__["_gfsa_eager"]
+        del module.__dict__["_gfsa_eager"], module.__dict__[ARGUMENTS]
         module.__dict__.pop("_gfsa_name", None)
         forget_check(module)
         module.config = module.config.real
 
     def mark(self, model: nn.Module) -> None:
+        views: dict[int, Any] = {}
+        module: Any
         for name, module in model.named_modules():
             if "_gfsa_handle" in module.__dict__:
                 module.__dict__["_gfsa_name"] = name
+                # one view for all layers, as they have one config: a compiled call checks what it
+                # reads of it once, not once a layer
+                module.config = views.setdefault(id(module.config.real), module.config)
         set_mask_hooks(model)
         enter_where_plugged(model)
 
@@ -132,7 +138,7 @@ class ModelTracerAdapter(TracerAdapter):
         enter_where_plugged(model)
 
     def wants_maps(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
-        if _wants_maps(module, given):
+        if _wants_maps(module, getattr(module, "config", None), given):
             return True
         if "output_attentions" in given or torch.compiler.is_compiling():
             return False
@@ -192,49 +198,6 @@ def _register(implementation: str | None) -> str:
     return name
 
 
-class _InputHook:
-    """A hook that looks at the arguments of a plugged module before its forward.
-
-    It raises if the keys are those of another sequence, and adds the cache, with the index of its
-    layer, to the keywords, which transformers passes on to the attention function.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.positional = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        names = set(self.positional)
-        self.pair = next((pair for pair in QUERY_AND_KEY if names.issuperset(pair)), None)
-        self.index = tuple(name for name in _CACHE_INDEX if name in names)
-        # how many positional arguments come before the first that this hook looks for
-        wanted = OTHER_TOKENS.union(_CACHES, self.pair or (), self.index).intersection(names)
-        self.others_first = min(map(self.positional.index, wanted), default=len(self.positional))
-
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = kwargs
-        if len(args) > self.others_first:
-            given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-        for name in OTHER_TOKENS.intersection(given):
-            if given[name] is not None:
-                raise ValueError(
-                    f"{name_of(module)} was plugged as self-attention but is given {name}: "
-                    "cross-attention has no powers. Leave it out with plug(..., layers=...)"
-                )
-        if self.pair is not None:
-            query, key = (given.get(name) for name in self.pair)
-            if isinstance(query, Tensor) and isinstance(key, Tensor):
-                require_same_tokens(module, query, key)
-        for name in _CACHES:
-            cache = given.get(name)
-            if cache is not None:
-                index: int | None = getattr(module, "layer_idx", None)
-                if self.index:
-                    index = given.get("layer_idx", index)
-                    index = None if index is None else index + given.get("cycle_offset", 0)
-                return args, {**kwargs, _CACHE: (cache, index)}
-        return None
-
-
 def _filtered_attention(
     operator_for: OperatorMaker,
     module: Any,
@@ -247,13 +210,15 @@ def _filtered_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that a plugged module calls in place of the implementation's own."""
-    cache = kwargs.pop(_CACHE, None)
+    cache = kwargs.pop(CACHE, None)
     operator, value = operator_for(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     operator = _with_past(module, operator, query, value, dropout, cache)
     y = module.gfsa(operator, value)
-    weights = _filter_map(module, operator, value) if _wants_maps(module, kwargs) else None
+    # not by getattr: to ask whether there is a config costs a compiled call checks in each layer
+    wants_maps = _wants_maps(module, module.config.real, kwargs)
+    weights = _filter_map(module, operator, value) if wants_maps else None
     return y.transpose(1, 2).contiguous(), weights
 
 
@@ -284,12 +249,10 @@ def _with_past(
     return CachedOperator(operator, layer, index, new, query.shape[1], keys)
 
 
-def _wants_maps(module: Any, kwargs: Mapping[str, Any]) -> bool:
+def _wants_maps(module: Any, config: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the caller asked for attention maps: by keyword, by config, or by a recorder."""
     if kwargs.get("output_attentions"):
         return True
-    config = getattr(module, "config", None)
-    config = getattr(config, "real", config)
     compiling = torch.compiler.is_compiling()
     known: dict[str, Any] = {}
     if not compiling and isinstance(config, PreTrainedConfig):

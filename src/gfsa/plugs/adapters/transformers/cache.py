@@ -167,17 +167,24 @@ def layer_in(cache: Any, index: int | None, module: Any) -> Any:
             f"{name_of(module)} does not say which layer of the cache it uses (its layer_idx is "
             "None), so the powers of past tokens have no place. Pass use_cache=False"
         )
-    shares = module.__dict__.get("is_kv_shared_layer", False)
-    # a module's own getattr is slow for what it lacks
-    if hasattr(type(module), "is_kv_shared_layer"):
-        shares = module.is_kv_shared_layer
-    source = _source_of(module) if shares else index
+    source = _source_of(module) if _shares(module) else index
     if source is None or source >= len(cache.layers):
         raise ValueError(
             f"layer {index} ({name_of(module)}) has no layer of its own in the cache: it uses the "
             "keys and values of another layer. Pass use_cache=False"
         )
     return cache.layers[source]
+
+
+def _shares(module: Any) -> bool:
+    """Whether a module uses the keys and values of another layer."""
+    # a compiled call that has read __dict__ itself checks all that is in it, for every token
+    if torch.compiler.is_compiling():
+        return bool(getattr(module, "is_kv_shared_layer", False))
+    # a module's own getattr is slow for what it lacks
+    if hasattr(type(module), "is_kv_shared_layer"):
+        return bool(module.is_kv_shared_layer)
+    return bool(module.__dict__.get("is_kv_shared_layer", False))
 
 
 def _of_self_attention(cache: Any) -> Any:
@@ -223,7 +230,6 @@ def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, 
     _refuse_export_of_static(layer)
     if not hasattr(layer, "gfsa_powers"):
         layer.gfsa_powers = {}
-        layer.gfsa_heads = {}
         for name in _REPEATED:
             if hasattr(layer, name):
                 setattr(layer, name, _RepeatedMethod(layer, name))
@@ -231,7 +237,7 @@ def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, 
     if companions is None:
         _refuse_a_past_without_powers(layer, new)
         companions = layer.gfsa_powers[owner] = [empty_like(layer) for _ in range(count)]
-        layer.gfsa_heads[owner] = heads
+        companions[0].gfsa_heads = heads
         # a layer that grows without a window has lengths that tell everything
         if type(companions[0]) is not GrowingPowers:
             watch(layer, owner)
@@ -240,10 +246,10 @@ def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, 
             f"this cache was filled by a filter of degree {len(companions) + 1}, the filter now "
             f"has degree {count + 1}; start from a new cache"
         )
-    elif layer.gfsa_heads[owner] != heads:
+    elif companions[0].gfsa_heads != heads:
         raise ValueError(
-            f"this cache keeps powers of the heads {list(layer.gfsa_heads[owner])}, the filter now "
-            f"needs those of {list(heads)}; start from a new cache"
+            f"this cache keeps powers of the heads {list(companions[0].gfsa_heads)}, the filter "
+            f"now needs those of {list(heads)}; start from a new cache"
         )
     refuse_another_past(layer, owner, companions[:count], new)
     return companions

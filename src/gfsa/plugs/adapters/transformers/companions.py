@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -133,7 +133,7 @@ class GrowingPowers(DynamicLayer):
         return other
 
 
-class StaticPowers(StaticLayer):
+class TracedStaticPowers(StaticLayer):
     """A static layer, with the counters that the kernel for a decoded token leaves at zero."""
 
     _layer_type = None
@@ -144,9 +144,9 @@ class StaticPowers(StaticLayer):
         """Append the newest tokens; returns all rows."""
         if not self.is_initialized:
             self.lazy_initialization(tokens, tokens[..., :0])
-        new = tokens.shape[2]
-        position = torch.arange(new, device=self.device) + self.cumulative_length
-        self.cumulative_length.add_(new)
+        new, length = tokens.shape[2], self.cumulative_length
+        position = torch.arange(new, device=length.device) + length
+        length.add_(new)
         rows: Any = self.keys
         try:
             rows.index_copy_(2, position, tokens)
@@ -163,6 +163,24 @@ class StaticPowers(StaticLayer):
             )
             # as the layer's own tensors: a graph that writes to it can be captured
             torch._dynamo.mark_static_address(self.counters)
+
+    def prefetch(self) -> None:
+        rows: Any = self.keys
+        if self.is_initialized and rows.device != self.cumulative_length.device:
+            super().prefetch()
+
+
+class StaticPowers(TracedStaticPowers, nn.Module):
+    """:class:`TracedStaticPowers` as a module, because of what a compiled call checks each time.
+
+    Torch skips those of a module whose attributes are the same objects as in the last call, if they
+    are tensors, numbers or names; the attributes of any other object are checked one by one. (A
+    device is none of these, so a forward asks the length for its device, which it never leaves.)
+    """
+
+    def __init__(self, max_cache_len: int) -> None:
+        nn.Module.__init__(self)
+        StaticLayer.__init__(self, max_cache_len)
 
 
 def _can_be_written(tokens: Tensor) -> bool:
@@ -198,6 +216,9 @@ def empty_like(layer: Any) -> Any:
         companion.record_past = layer.record_past
         return companion
     if kind is StaticLayer:
+        # a graph that is traced cannot make a module
+        if torch.compiler.is_compiling():
+            return TracedStaticPowers(max_cache_len=layer.max_cache_len)
         return StaticPowers(max_cache_len=layer.max_cache_len)
     if kind is StaticSlidingWindowLayer:
         # max_cache_len is already the smaller of the window and the length
@@ -213,7 +234,9 @@ def append(companion: Any, tokens: Tensor, keys: int) -> Tensor:
     # an offloading cache has moved the companion to the CPU together with the keys
     companion.prefetch()
     all_tokens: Tensor
-    if type(companion) is GrowingPowers or type(companion) is StaticPowers:
+    kind = type(companion)
+    # not by isinstance, which is slow here
+    if kind is GrowingPowers or kind is StaticPowers or kind is TracedStaticPowers:
         all_tokens = companion.add(tokens)
     else:
         # the layer's slot for values gets a tensor without features
@@ -231,9 +254,10 @@ def room_for_one(companion: Any, like: Tensor) -> Tensor:
     """
     companion.prefetch()
     rows: Tensor
-    if type(companion) is GrowingPowers:
+    kind = type(companion)
+    if kind is GrowingPowers:
         rows = companion.room_for_one(like)
-    elif type(companion) is StaticPowers:
+    elif kind is StaticPowers or kind is TracedStaticPowers:
         rows = companion.keys
     else:
         row = like.new_empty(like.shape)

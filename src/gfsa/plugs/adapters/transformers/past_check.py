@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def watch(layer: Any, owner: int) -> None:
@@ -24,17 +24,32 @@ def watch(layer: Any, owner: int) -> None:
         layer: of the cache, just filled with the first tokens whose powers are added.
         owner: the index of the module that attends to it.
     """
-    if not hasattr(layer, "gfsa_fillings"):
-        layer.gfsa_fillings = {}
-        layer.update = _CountedUpdate(layer)
-    layer.gfsa_fillings[owner] = 1
+    update = layer.__dict__.get("update")
+    if not isinstance(update, _TracedUpdate):
+        # a graph that is traced cannot make a module
+        is_traced = torch.compiler.is_compiling()
+        kind = _TracedUpdate if is_traced else _CountedUpdate
+        update = layer.update = kind(layer)
+    name = _fillings_for(owner)
+    update.counted = (*update.counted, name)
+    setattr(layer, name, 1)
 
 
 def forget_fillings(layer: Any) -> None:
     """After a reset there is no past to which powers could fail to belong."""
-    fillings = getattr(layer, "gfsa_fillings", {})
-    for owner in fillings:
-        fillings[owner] = 0
+    update = layer.__dict__.get("update")
+    if isinstance(update, _TracedUpdate):
+        for name in update.counted:
+            setattr(layer, name, 0)
+
+
+def _fillings_for(owner: int) -> str:
+    """The attribute of a layer that counts how often it was filled since a module added powers.
+
+    One number for each module, and not a dict of them: what a compiled call changes is set after
+    it, in every layer for every token, and an attribute is set much faster than a dict is.
+    """
+    return f"gfsa_fillings_{owner}"
 
 
 def refuse_another_past(layer: Any, owner: int, companions: list[Any], new: int) -> None:
@@ -51,12 +66,13 @@ def refuse_another_past(layer: Any, owner: int, companions: list[Any], new: int)
                     f"the cache holds {int(held) - new} earlier tokens, but the powers of "
                     f"{int(known)}: {_CAUSES}"
                 )
-    fillings = getattr(layer, "gfsa_fillings", None)
+    name = _fillings_for(owner)
+    fillings = getattr(layer, name, None)
     if fillings is None:
         return
-    if fillings[owner] != 1:
+    if fillings != 1:
         raise ValueError(f"the cache holds tokens without their powers: {_CAUSES}")
-    fillings[owner] = 0
+    setattr(layer, name, 0)
 
 
 _CAUSES = (
@@ -72,15 +88,25 @@ def _is_on_device(length: Any) -> bool:
     return torch.compiler.is_compiling() or length.device.type != "cpu"
 
 
-class _CountedUpdate:
+class _TracedUpdate:
     """``update`` of one cache layer, which counts its calls for each module; up to two."""
+
+    counted: tuple[str, ...] = ()
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        fillings = self.layer.gfsa_fillings
-        for owner, times in fillings.items():
+        layer = self.layer
+        for name in self.counted:
             # a number that grows would be compiled again and again
-            fillings[owner] = min(times + 1, 2)
-        return type(self.layer).update(self.layer, *args, **kwargs)
+            setattr(layer, name, min(getattr(layer, name) + 1, 2))
+        return type(layer).update(layer, *args, **kwargs)
+
+
+class _CountedUpdate(_TracedUpdate, nn.Module):
+    """:class:`_TracedUpdate` as a module, as :class:`~.companions.StaticPowers` is one."""
+
+    def __init__(self, layer: Any) -> None:
+        nn.Module.__init__(self)
+        _TracedUpdate.__init__(self, layer)

@@ -1,0 +1,220 @@
+"""What a compiled token costs on the host: inputs of its graph, and checks before each call.
+
+Torch checks what a graph was compiled for before every call, and a token is short. It skips modules
+whose attributes are the same objects as before, if they are of kinds that it knows. A plugged layer
+may add a few checks, not all those of its module.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._C._dynamo import guards as checks
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+import gfsa
+from gfsa.plugs.adapters.transformers.companions import StaticPowers, TracedStaticPowers
+
+transformers.logging.set_verbosity_error()
+
+HEADS, HELD, ROWS = 4, 5, 16
+
+
+def model(layers: int, degree: int) -> Any:
+    """A GPT-2 with filters of a degree, or without any (0)."""
+    config = transformers.GPT2Config(
+        vocab_size=32,
+        n_embd=8 * HEADS,
+        n_layer=layers,
+        n_head=HEADS,
+        n_positions=ROWS,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    made = transformers.GPT2LMHeadModel(config).eval()
+    if degree:
+        gfsa.plug(made, K=3 if degree == 2 else None, w0=0.1, w1=0.8)
+    return made
+
+
+def filled(made: Any) -> Any:
+    cache = transformers.StaticCache(config=made.config, max_cache_len=ROWS)
+    ids = torch.randint(32, (1, HELD), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        made(ids, past_key_values=cache)
+    return cache
+
+
+class Compiled:
+    """A compiled step that decodes the same token again and again, and what was compiled."""
+
+    def __init__(self, made: Any, cache: Any) -> None:
+        torch.compiler.reset()
+        self.model, self.cache = made, cache
+        self.inputs: list[int] = []
+        self.step = torch.compile(made.forward, backend=self.backend, fullgraph=True)
+
+    def backend(self, graph: Any, inputs: list[Any]) -> Any:
+        self.inputs.append(len(inputs))
+        return graph.forward
+
+    def token(self) -> Tensor:
+        token, position = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), HELD)
+        with torch.no_grad():
+            logits: Tensor = self.step(
+                token, past_key_values=self.cache, position_ids=position
+            ).logits
+        for layer in self.cache.layers:
+            for held in (layer, *(c for some in own_powers(layer) for c in some)):
+                held.cumulative_length.sub_(1)
+        return logits
+
+    def live_checks(self) -> int:
+        """The checks that are made in every call, without those that torch skips."""
+        (entry,) = _debug_get_cache_entry_list(self.model.forward.__func__.__code__)
+        return sum(1 for _ in _live(entry.guard_manager.root))
+
+
+def own_powers(layer: Any) -> Any:
+    return getattr(layer, "gfsa_powers", {}).values()
+
+
+def _live(manager: Any) -> Iterator[Any]:
+    yield manager
+    if manager.is_tag_safe_root():
+        return
+    yield from manager.get_leaf_guards()
+    if isinstance(manager, checks.DictGuardManager):
+        pairs = manager.get_key_value_managers().values()
+        inner = [part for pair in pairs for part in pair if part is not None]
+    else:
+        inner = manager.get_child_managers()
+    for other in inner:
+        yield from _live(other)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def for_each_layer(degree: int) -> tuple[int, int]:
+    """Inputs and checks that a further layer of a model adds."""
+    found = []
+    for layers in (2, 4):
+        made = model(layers, degree)
+        compiled = Compiled(made, filled(made))
+        for _ in range(3):
+            compiled.token()
+        (inputs,) = compiled.inputs
+        found.append((inputs, compiled.live_checks()))
+    (few, few_checks), (many, many_checks) = found
+    return (many - few) // 2, (many_checks - few_checks) // 2
+
+
+@pytest.mark.skipif(
+    not hasattr(checks.GuardManager, "is_tag_safe_root"), reason="this torch skips no checks"
+)
+def test_what_a_plugged_layer_adds_to_a_compiled_token() -> None:
+    inputs, live = zip(*map(for_each_layer, (0, 1, 2)), strict=True)
+    # θ, base and basis; with degree 2 U and its length
+    assert [count - inputs[0] for count in inputs] == [0, 3, 5]
+    # the filter, the hook and the config are skipped with the module
+    assert live[1] - live[0] <= 2
+    # to find the powers, and whether the layer was filled by another model
+    assert live[2] - live[0] <= 14
+
+
+@pytest.mark.parametrize("change", ["theta", "base", "basis", "another base"])
+def test_a_compiled_token_sees_what_changes(change: str) -> None:
+    made = model(2, 2)
+    cache = filled(made)
+    compiled = Compiled(made, cache)
+    before = compiled.token()
+    filters = gfsa.filters_of(made).values()
+    with torch.no_grad():
+        for filter in filters:
+            if change == "another base":
+                filter.base = filter.base + 0.5
+            else:
+                getattr(filter, change).add_(0.5)
+    after = compiled.token()
+    assert len(compiled.inputs) == 1, "nothing has to be compiled again"
+    torch.compiler.reset()
+    compiled.step = made.forward
+    assert (before - after).abs().max() > 1e-3
+    torch.testing.assert_close(after, compiled.token())
+
+
+def test_all_layers_share_one_view_of_their_config() -> None:
+    made = model(3, 2)
+    other = copy.deepcopy(made)
+    for one in (made, other, pickle.loads(pickle.dumps(made))):
+        views = {id(block.attn.config): block.attn.config for block in one.transformer.h}
+        (view,) = views.values()
+        assert view.real is one.config
+    other.set_attn_implementation("eager")
+    assert made.transformer.h[0].attn.config._attn_implementation == "gfsa|sdpa"
+    assert other.transformer.h[2].attn.config._attn_implementation == "gfsa|eager"
+    gfsa.unplug(made)
+    assert all(block.attn.config is made.config for block in made.transformer.h)
+    assert not any(name.startswith("_gfsa") for name in vars(made.transformer.h[0].attn))
+
+
+def test_a_checkpoint_has_the_filters_numbers_alone() -> None:
+    plain, plugged = model(1, 0), model(1, 2)
+    added = set(plugged.state_dict()) - set(plain.state_dict())
+    prefix = "transformer.h.0.attn.gfsa."
+    assert added == {f"{prefix}theta", f"{prefix}_extra_state"}
+    assert plugged.to(torch.bfloat16).state_dict()[f"{prefix}theta"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copied_static_cache_counts_for_itself(how: str) -> None:
+    made = model(2, 2)
+    cache = filled(made)
+    other = copy.deepcopy(cache) if how == "deepcopy" else pickle.loads(pickle.dumps(cache))
+    for layer, copied in zip(cache.layers, other.layers, strict=True):
+        assert copied.update.layer is copied is not layer
+        (((powers,),), ((own,),)) = own_powers(copied), own_powers(layer)
+        assert type(powers) is StaticPowers
+        assert powers is not own
+        assert torch.equal(powers.keys, own.keys)
+    token = torch.tensor([[3]])
+    with torch.no_grad():
+        first, second = (made(token, past_key_values=held).logits for held in (cache, other))
+    assert torch.equal(first, second)
+
+
+def test_a_cache_that_a_compiled_prompt_has_filled() -> None:
+    """A graph cannot make modules: such powers are checked one by one, and are the same."""
+    made = model(2, 2)
+    prompt = torch.randint(32, (1, HELD), generator=torch.Generator().manual_seed(1))
+    cache = transformers.StaticCache(config=made.config, max_cache_len=ROWS)
+    token = torch.tensor([[3]])
+    step = torch.compile(made, backend="eager")
+    with torch.no_grad():
+        step(prompt, past_key_values=cache)
+        got = step(token, past_key_values=cache).logits
+        wanted = made(torch.cat([prompt, token], 1), use_cache=False).logits[:, -1:]
+    kinds = {type(c) for layer in cache.layers for some in own_powers(layer) for c in some}
+    assert kinds == {TracedStaticPowers}
+    torch.testing.assert_close(got, wanted)
+
+
+def test_powers_of_a_static_layer_are_no_part_of_a_model() -> None:
+    made = model(2, 2)
+    modules = set(made.modules())
+    for layer in filled(made).layers:
+        (((powers,),),) = (own_powers(layer),)
+        assert isinstance(powers, nn.Module)
+        assert powers not in modules
+        assert not powers.state_dict()

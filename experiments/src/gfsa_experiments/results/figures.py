@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,13 @@ from gfsa_experiments.results.statistics import Interval
 from gfsa_experiments.results.tables import ResultTable
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 CONFIRMATORY = ("#000000", "D")
-WIDTH, ROW = 7.4, 0.46
+# inches: of a family's comparison and of a domain, which has two marks
+WIDTH, ROWS = 7.4, (0.27, 0.42)
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class Mark:
     interval: Interval
     tasks: tuple[float, ...] = ()
     """The means of single tasks, drawn as strokes."""
+    verdict: str = ""
+    """Of a comparison of a family."""
 
 
 def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
     """Families that are complete first, then the domains."""
     found = [
-        Mark(f"{family.name}: {outcome.comparison.name}", "", reduction)
+        Mark(f"{family.name}: {outcome.comparison.name}", "", reduction, verdict=outcome.verdict)
         for family, outcomes in judged
         for outcome in outcomes
         if outcome.contrast is not None and (reduction := outcome.contrast.reduction) is not None
@@ -69,24 +74,40 @@ def plot(tables: Sequence[ResultTable], path: Path, judged: Sequence[Judged] = (
 
 
 def draw(drawn: Sequence[Mark]) -> Figure:
-    """The figure; right is better."""
+    """The figure; right is better.
+
+    Families above domains, each part with a scale of its own: what tuned comparisons of many seeds
+    show is small beside the intervals of a few seeds.
+    """
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     if not drawn:
         raise ValueError("no run can be compared with plain, so there is nothing to plot")
-    labels = list(dict.fromkeys(mark.label for mark in drawn))
     methods = list(dict.fromkeys(mark.method for mark in drawn if mark.method))
     # with plain, which no mark is of, so that no other method gets its colour
     numbers = series_of(["plain", *methods])[1:]
     looks = {"": CONFIRMATORY}
     looks |= {m: (COLOURS[n], MARKERS[n]) for m, n in zip(methods, numbers, strict=True)}
-    figure = Figure(figsize=(WIDTH, 1.1 + ROW * len(labels)), layout="constrained")
-    axis = figure.add_subplot()
+    families = [mark for mark in drawn if not mark.method]
+    parts = [part for part in (families, [mark for mark in drawn if mark.method]) if part]
+    heights = [ROWS[part is not families] * len({mark.label for mark in part}) for part in parts]
+    height = 0.8 + sum(0.4 + own for own in heights)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots(len(parts), height_ratios=heights, squeeze=False)[:, 0]
+    for axis, part in zip(axes, parts, strict=True):
+        _draw_part(axis, part, looks)
+    axes[-1].set_xlabel("relative error reduction in percent, 95 % interval (right is better)")
+    handles = _legend(drawn, looks)
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_part(axis: Axes, drawn: Sequence[Mark], looks: Mapping[str, tuple[str, str]]) -> None:
+    """Marks of one scale, those of one label close together."""
+    labels = list(dict.fromkeys(mark.label for mark in drawn))
     axis.axvline(0, color="#000000", linewidth=0.8)
     for mark in drawn:
         beside = [other for other in drawn if other.label == mark.label]
-        # the marks of one label lie close together
         offset = 0.26 * (beside.index(mark) - (len(beside) - 1) / 2)
         height, (colour, shape) = labels.index(mark.label) + offset, looks[mark.method]
         if len(mark.tasks) > 1:
@@ -96,14 +117,27 @@ def draw(drawn: Sequence[Mark]) -> Figure:
             axis.plot([low, high], [height, height], color=colour, linewidth=1.6)
         fill = "white" if mark.method else colour
         axis.plot(mean, height, marker=shape, color=colour, mfc=fill, markersize=6)
+        if mark.verdict:
+            axis.annotate(
+                mark.verdict,
+                (1.01, height),
+                xycoords=axis.get_yaxis_transform(),
+                va="center",
+                fontsize=8,
+                annotation_clip=False,
+            )
     axis.set_yticks(range(len(labels)), labels, fontsize=9)
     axis.set_ylim(len(labels) - 0.45, -0.55)
-    axis.set_xlabel("relative error reduction in percent, 95 % interval (right is better)")
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    legend = [
+
+
+def _legend(drawn: Sequence[Mark], looks: Mapping[str, tuple[str, str]]) -> list[Line2D]:
+    from matplotlib.lines import Line2D
+
+    found = [
         Line2D(
             [],
             [],
@@ -116,9 +150,7 @@ def draw(drawn: Sequence[Mark]) -> Figure:
         if any(mark.method == method for mark in drawn)
     ]
     if any(len(mark.tasks) > 1 for mark in drawn):
-        stroke = Line2D(
-            [], [], color="#777777", marker="|", linestyle="none", label="a single task"
-        )
-        legend.append(stroke)
-    figure.legend(handles=legend, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
-    return figure
+        look = "#777777"
+        stroke = Line2D([], [], color=look, marker="|", linestyle="none", label="a single task")
+        found.append(stroke)
+    return found

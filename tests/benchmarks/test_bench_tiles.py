@@ -97,6 +97,27 @@ def test_packed_rows(by_turns: list[Any], capsys: pytest.CaptureFixture[str]) ->
     assert shown.count("causal rows") == len(module.CANDIDATES)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_heads_at_a_time(
+    is_packed: bool, by_turns: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script's own part; what it launches runs on a GPU alone."""
+    module = script("heads_at_a_time")
+    module.DEVICE, module.BACKEND = "cpu", "sdpa"
+    module.captured = lambda work: work
+    module.interleaved = lambda works, *rest, **options: tiles.interleaved(works, 1, None)
+    text = "1x4x256x16@1,2" if is_packed else "1x4/2x32x16@1,2"
+    usual = module.sweep.heads_at_a_time, module.gradient.heads_at_a_time
+    module.measured(text, is_packed, None)
+    forward, both = capsys.readouterr().out.splitlines()
+    name = "causal rows" if is_packed else "plain"
+    numbers = f"ms: {name} 1.000; 1: 1.000 (1.000), 2: 1.000 (1.000)"
+    assert forward == f"{text.partition('@')[0]} forward, {numbers}"
+    assert both == f"{text.partition('@')[0]} both, {numbers}"
+    assert len(by_turns) == 6
+    assert usual == (module.sweep.heads_at_a_time, module.gradient.heads_at_a_time)
+
+
 def test_a_decoded_token(by_turns: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     module = script("decode_splits")
     shape = Shape.parse("2x4x64x16")

@@ -16,7 +16,7 @@ from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.long import cudnn_backward
 from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.operator import FusedOperator
-from gfsa.operators.fused.problem import Options, problem_of
+from gfsa.operators.fused.problem import NO_MASK, SPANS, Options, problem_of
 from gfsa.operators.fused.short import launch as short
 from gfsa.operators.fused.sweep import launch as sweep
 
@@ -129,6 +129,21 @@ def test_long_sequences_of_wide_heads_go_few_at_a_time(length: int, wide: int, n
     problem = problem_of(q, q, None, Options(0.1, True))
     assert hopper_backward.grid_of(problem, 64, 128)[::2] == (wide, 16 // wide)
     assert hopper_backward.grid_of(problem, 64, 64)[::2] == (narrow, 16 // narrow)
+    spans = torch.empty(1, 2, length, dtype=torch.int32, device="meta")
+    packed = problem_of(q, q, spans, Options(0.1, True))
+    assert hopper_backward.grid_of(packed, 64, 64)[::2] == (2, 8)
+    assert hopper_backward.grid_of(packed, 64, 128)[::2] == (wide, 16 // wide)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "packed"),
+    [(1024, 128, 128), (2048, 64, 128), (4096, 32, 128), (16384, 8, 32), (32768, 4, 16)],
+)
+def test_the_sweep_goes_over_as_many_tokens_as_stay_in_the_cache(
+    length: int, heads: int, packed: int
+) -> None:
+    assert sweep.heads_at_a_time(length, NO_MASK) == heads
+    assert sweep.heads_at_a_time(length, SPANS) == packed
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ REGISTERS = {("grad_keys", 64, SPANS): 168}
 # are faster at 2,048 and 4,096 tokens, fewer at 32,768; the limit between them was not timed
 HEADS_AT_A_TIME = {64: 32, 128: 8}
 TOKENS_AT_A_TIME = {128: 2**16}
+# of narrow heads with spans: two were faster than 4 to 64 in rows of 8,192 tokens
+PACKED_HEADS_AT_A_TIME = 2
 
 # shortest sequences of wide heads whose dQ is added up with dK and dV: of 1,024 tokens it gains a
 # twentieth of the gradient's time, too little to give up equal bits
@@ -245,11 +247,19 @@ def width_of(problem: Problem) -> int:
 def grid_of(problem: Problem, rows: int, width: int) -> Grid:
     """A program for each block of ``rows`` tokens of each head, in the order of the launch."""
     blocks, heads = -(-problem.length // rows), problem.batch * problem.heads
+    most = heads_at_a_time(problem, width)
+    together = max(x for x in range(1, most + 1) if heads % x == 0)
+    return together, blocks, heads // together
+
+
+def heads_at_a_time(problem: Problem, width: int) -> int:
+    """How many heads at most are worked on together."""
+    if problem.mask_kind == SPANS and width == 64:
+        return PACKED_HEADS_AT_A_TIME
     most = HEADS_AT_A_TIME[width]
     if width in TOKENS_AT_A_TIME:
         most = max(1, min(most, TOKENS_AT_A_TIME[width] // problem.length))
-    together = max(x for x in range(1, most + 1) if heads % x == 0)
-    return together, blocks, heads // together
+    return most
 
 
 def used(head_dim: int) -> int:

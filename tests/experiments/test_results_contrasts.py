@@ -92,9 +92,9 @@ def test_pairs_of_one_commit_are_counted() -> None:
 @pytest.mark.parametrize(
     ("changes", "budget"),
     [
-        ({}, "equal epochs, equal time"),
+        ({}, "equal epochs, 1.00× time"),
         ({"seconds": 12.0}, "equal epochs, 1.20× time"),
-        ({"epochs": 4.25}, "0.85× epochs, equal time"),
+        ({"epochs": 4.25}, "0.85× epochs, 1.00× time"),
         # runs with others beside them, or on another machine, have no comparable time
         ({"jobs": 3}, "equal epochs"),
         ({"device": "another"}, "equal epochs"),
@@ -111,7 +111,7 @@ def test_times_of_runs_that_all_shared_the_machine_are_rough() -> None:
     plain = frame(rows("plain", DEGREE_1, seconds=10.0, jobs=5, epochs=5.75))
     found = contrast(frame(rows("gfsa", GFSA, seconds=10.2, jobs=5)), plain)
     assert found is not None
-    assert found.budget == "0.87× epochs, equal time (5 runs at once)"
+    assert found.budget == "0.87× epochs, 1.02× time (5 runs at once)"
 
 
 def test_a_failed_run_is_no_pair() -> None:

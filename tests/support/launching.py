@@ -26,5 +26,6 @@ def launch(*command: str, timeout: float = 240) -> str:
         env=environment,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    # of two processes the one that failed first is at the beginning
+    assert done.returncode == 0, f"{done.stderr[:4000]}\n…\n{done.stderr[-4000:]}"
     return done.stdout

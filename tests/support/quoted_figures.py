@@ -131,14 +131,21 @@ def _runs_with_negative_c0(figures: Figures, *families: str) -> list[str]:
 
 
 def _more_steps(figures: Figures) -> list[str]:
-    """What degree 1 is worth: by the ends of runs, and by plain's longer runs of the family."""
+    """What degree 1 is worth: by the ends of runs at 3.4, by plain's longer runs at 10."""
     details = figures.text("pretraining-details.md")
     (shares,) = re.findall(
-        r"degree 1 (?:reaches|is at).*?takes ([\d, and]+) % of the tokens", details
+        r"degree 1 (?:reaches|is at).*?after [\d.]+ and 3\.4 tokens .*? takes \d+ and (\d+) %",
+        details,
     )
     (longer,) = re.findall(r"worth in more steps of plain.*?degree 1 (\d+) %", details)
-    found = [100 * (100 / int(share) - 1) for share in re.findall(r"\d+", shares)]
-    return ends([*found, int(longer)], 0)
+    return [f"{100 * (100 / int(shares) - 1):.0f}", longer]
+
+
+def _step_of_family(figures: Figures) -> list[str]:
+    """The time of a step with degree 1 in plain's, in the runs of the family."""
+    lines = {own.name: own.line.rows for own in lines_of(figures.of_family("pretrain-epoch"))}
+    times = [lines[name].seconds_per_step.astype(float).sum() for name in ("degree1", "plain")]
+    return [size(times[0] / times[1], 2)]
 
 
 def _lead_before_tuning(figures: Figures) -> float:
@@ -257,7 +264,12 @@ CLAIMS = [
     Claim("Graphormer on ZINC] from {} to none", _lead_on_zinc),
     Claim("Graphormer on ZINC to nothing ({} seeds)", _seeds_on_zinc),
     # pretraining
-    Claim("{} to {} % more", _more_steps),
+    Claim("about {} % more steps at 3.4 and {} % at 10", _more_steps),
+    Claim("step took {}× plain's in these runs", _step_of_family),
+    Claim(
+        "gated heads end {} lower than degree 1",
+        lambda f: [size(f.family_difference("pretrain", "gated", "degree1").mean, 3)],
+    ),
     Claim("the warm-up ({} to {} nats in short runs)", _gains_of_warmup),
     Claim("a fast rate for the norm gains], ({} to {})", _gains_of_gain_lr),
     Claim("{} nats are {} % of the loss and {} % of the perplexity", _of_loss_and_perplexity),

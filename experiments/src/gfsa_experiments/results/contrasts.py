@@ -15,7 +15,7 @@ from gfsa_experiments.results.statistics import (
 )
 
 # runs whose costs differ by no more are taken to have had the same
-SAME_DATA, SAME_TIME = 0.01, 0.05
+SAME_DATA = 0.01
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,12 @@ class Contrast:
 
     @property
     def budget(self) -> str:
-        """What both had the same amount of: ``equal epochs``, ``equal time``, or the ratios."""
+        """Epochs and time relative to the second line; ``equal epochs`` if they are."""
         epochs, seconds = f"{self.epochs:.2f}× epochs", ""
         if abs(self.epochs - 1) <= SAME_DATA:
             epochs = "equal epochs"
         if self.seconds is not None:
-            same = abs(self.seconds - 1) <= SAME_TIME
-            seconds = "equal time" if same else f"{self.seconds:.2f}× time"
+            seconds = f"{self.seconds:.2f}× time"
             seconds += f" ({self.jobs} runs at once)" if self.jobs > 1 else ""
         return ", ".join(filter(None, (epochs, seconds)))
 

@@ -1,4 +1,4 @@
-"""The forest plot: relative error reductions with their intervals, confirmed ones filled."""
+"""The forest plot: relative error reductions with their intervals, those of families filled."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 CONFIRMATORY = ("#000000", "D")
+AXIS = "relative error reduction in percent, 95 % interval (right is better)"
 # inches: of a family's comparison and of a domain, which has two marks
 WIDTH, ROWS = 7.4, (0.27, 0.42)
 
@@ -80,6 +81,7 @@ def draw(drawn: Sequence[Mark]) -> Figure:
     show is small beside the intervals of a few seeds.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     if not drawn:
         raise ValueError("no run can be compared with plain, so there is nothing to plot")
@@ -92,11 +94,14 @@ def draw(drawn: Sequence[Mark]) -> Figure:
     parts = [part for part in (families, [mark for mark in drawn if mark.method]) if part]
     heights = [ROWS[part is not families] * len({mark.label for mark in part}) for part in parts]
     height = 0.8 + sum(0.4 + own for own in heights)
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.08)
+    figure = Figure(figsize=(WIDTH, height), layout=layout)
     axes = figure.subplots(len(parts), height_ratios=heights, squeeze=False)[:, 0]
     for axis, part in zip(axes, parts, strict=True):
         _draw_part(axis, part, looks)
-    axes[-1].set_xlabel("relative error reduction in percent, 95 % interval (right is better)")
+    axes[-1].set_xlabel(AXIS)
+    if len(parts) > 1:
+        axes[0].set_xlabel(f"{AXIS}; another scale than below", fontsize=8)
     handles = _legend(drawn, looks)
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     return figure

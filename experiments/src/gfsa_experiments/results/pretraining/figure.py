@@ -34,7 +34,7 @@ def draw(
     """The four panels; one without data says what is missing.
 
     Args:
-        tuning: the curves of the runs by which the plain model was tuned.
+        tuning: the rows of the runs by which the plain model was tuned.
     """
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def draw(
     _loss_panels(study, speeds, by_tokens, by_time)
     _gap_panel(study, gaps)
     if tuning is None or tuning.empty:
-        _nothing(ladder, "no curves of tuning runs")
+        _nothing(ladder, "no rows of tuning runs")
     else:
         draw_ladder(tuning, ladder)
     return figure
@@ -73,7 +73,7 @@ def _loss_panels(
         own = runs[runs["size"] == size]
         # of lengths that several arms have; plain alone may have trained for longer
         shared = own.groupby("tokens").arm.nunique()
-        tokens = shared[shared == shared.max()].index.max()
+        tokens = (shared[shared > 1] if (shared > 1).any() else shared).index.max()
         own = own[own.tokens == tokens]
         # runs of another length may have other batches
         batch = int(own.batch_size.iloc[0])
@@ -99,6 +99,7 @@ def _loss_panels(
         lowest = min(float(np.min(line.get_ydata())) for line in by_tokens.lines)
         axis.set(xlabel=label, ylabel="validation loss (nats)", ylim=(lowest - 0.1, lowest + 1.5))
     by_tokens.legend(frameon=False, fontsize="small")
+    by_tokens.set_title("the longest runs of each size, means over seeds", fontsize=9)
     if batches:
         at = " and ".join(map(str, sorted(batches)))
         by_time.set_title(f"time of a token as measured at batches of {at}", fontsize=9)
@@ -135,6 +136,9 @@ def _gap_panel(study: Study, axis: Axes) -> None:
         if one.shows_untuned_plain
     }
     lowest = min(cell.mean for found in by_arm.values() for cell in found)
+    highest = max(
+        (cell.interval.high or 0.0 for found in by_arm.values() for cell in found), default=0.0
+    )
     for at_arm, (arm, found) in enumerate(by_arm.items()):
         colour = COLOURS[numbers[arm]]
         for at, size in enumerate(dict.fromkeys(cell.size for cell in found)):
@@ -160,7 +164,10 @@ def _gap_panel(study: Study, axis: Axes) -> None:
     axis.set(
         xlim=(min(ticks) / 1.2, max(ticks) * 1.2),
         # intervals of two seeds may be wider than the panel
-        ylim=(min(1.4 * lowest, -0.02), 0.15 * abs(lowest) + 0.01),
+        ylim=(
+            min(1.4 * lowest, -0.02),
+            min(max(0.15 * abs(lowest), 1.1 * highest), abs(lowest)) + 0.01,
+        ),
         xlabel="tokens per parameter",
         ylabel="validation loss − plain (nats)",
         title=title,

@@ -11,7 +11,13 @@ import pandas as pd
 from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
 from gfsa_experiments.results.page_blocks import Block, Bullets, Grid, Heading, Picture, Text
 from gfsa_experiments.results.pretraining.answer import family_tables
-from gfsa_experiments.results.pretraining.arms import PLAIN, arms_of, by_size, settings_apart
+from gfsa_experiments.results.pretraining.arms import (
+    PLAIN,
+    arms_of,
+    by_size,
+    settings_apart,
+    words_of,
+)
 from gfsa_experiments.results.pretraining.between import APART
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
@@ -29,6 +35,7 @@ from gfsa_experiments.results.pretraining.study import FAMILIES, Study
 from gfsa_experiments.results.pretraining.warmups import warmup_blocks, warmup_steps
 from gfsa_experiments.results.pretraining.worth import worth, worth_sentences
 from gfsa_experiments.results.statistics import LEVEL, Interval
+from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 NATS = Scale(1, 3)
 FITTED = ("degree 1", "GFSA")
@@ -52,7 +59,14 @@ def first_blocks(study: Study) -> list[Block]:
 def _limits(study: Study) -> list[Block]:
     """What limits the family of the longest runs."""
     said = limit_of_plain(study)
-    return [*([Text(f"Of family pretrain: {said}")] if said else []), *limit_blocks(study)]
+    return [
+        *(
+            [Text(f"Family pretrain. {said} The plain model of pretrain-epoch: see *Not known*.")]
+            if said
+            else []
+        ),
+        *limit_blocks(study),
+    ]
 
 
 def detail_blocks(study: Study, speeds: Speeds) -> list[Block]:
@@ -73,8 +87,12 @@ def control_table(study: Study) -> list[Block]:
     arms = compared(table)
     pairs = [table.difference(arm, to) for arm in arms for to in (PLAIN, GFSA)]
     known = [pair for pair in pairs if pair is not None and pair.low is not None]
+    shares = {
+        words_of(text).get("warmup", str(PretrainConfig.warmup)) for text in study.controls.settings
+    }
+    warm = f"{100 * float(shares.pop()):g} % of the steps are warm-up, " if len(shares) == 1 else ""
     text = (
-        "Test loss in nats after one epoch, each arm at the rate that the plan has for it, "
+        f"Test loss in nats after one epoch, {warm}each arm at the rate that the plan has for it, "
         f"seed{'s' if len(table.seeds) > 1 else ''} {', '.join(map(str, table.seeds))}, which "
         "chose no rate ([plan](plans/pretrain-controls.txt))."
     )
@@ -189,7 +207,7 @@ def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
     text = (
         "Test loss in nats; differences are paired by seed, with Student's 95 % interval where "
         "there are two seeds or more. Every length is a run of its own with its whole schedule. "
-        "Exploratory, apart from the family's comparisons."
+        "Exploratory, apart from the families' comparisons."
     )
     if len(tuned) < len(runs):
         text += f" {UNTUNED} Not against a tuned plain model, as the next table shows."

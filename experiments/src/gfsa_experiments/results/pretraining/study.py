@@ -25,7 +25,8 @@ RATES = "pretrain-controls-rates.txt"
 CONTROLS = ("pretrain-controls.txt", "pretrain-layers.txt")
 BASELINE = "pretrain-baseline.txt"
 WARMUP = "pretrain-warmup.txt"
-OTHERS = ("pretrain-epoch-tuning.txt", "pretrain-long-warmup.txt", "pretrain-gates.txt")
+LONGER_WARMUP = "pretrain-epoch-tuning.txt"
+OTHERS = ("pretrain-long-warmup.txt", "pretrain-gates.txt")
 """Plans of which the page says whether their runs are there, and no more."""
 FAMILIES = {
     "pretrain-epoch": "3.4 tokens a parameter",
@@ -58,7 +59,8 @@ class Study:
     rates: pd.DataFrame = field(default_factory=pd.DataFrame)
     baseline: pd.DataFrame = field(default_factory=pd.DataFrame)
     warmups: pd.DataFrame = field(default_factory=pd.DataFrame)
-    """The runs of :data:`WARMUP`, likewise."""
+    """The runs of :data:`WARMUP`, and of :data:`LONGER_WARMUP` those with the same other settings,
+    likewise."""
     unfinished: frozenset[str] = frozenset()
     """The plans that lack runs, by the names of their files."""
 
@@ -83,9 +85,12 @@ def read_study(folder: Path) -> Study:
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), plans.missing)
     _refuse_several_data(folder, runs)
-    names = (STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, *OTHERS)
+    names = (STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, LONGER_WARMUP, *OTHERS)
     of_plans = {name: plans.rows_of(name) for name in names}
     controls = pd.concat([of_plans[name] for name in CONTROLS])
+    longer = of_plans[LONGER_WARMUP]
+    longer = longer[longer.settings.str.contains("gain_lr=0.1 ")]
+    warmups = pd.concat([of_plans[WARMUP], longer]).drop_duplicates(RUN)
     tables = {name: _read_table(folder / "pretraining" / f"{name}.csv") for name in TABLES}
     curves = [tables["curves"], _earlier_curves(folder / _EARLIER_CURVES, rows)]
     curve_lines = pd.concat([part for part in curves if len(part)] or curves)
@@ -100,7 +105,7 @@ def read_study(folder: Path) -> Study:
         controls=labelled(controls, [], keep_diverged=True),
         rates=labelled(of_plans[RATES], [], keep_diverged=True),
         baseline=labelled(of_plans[BASELINE], [], keep_diverged=True),
-        warmups=labelled(of_plans[WARMUP], [], keep_diverged=True),
+        warmups=labelled(warmups, [], keep_diverged=True),
         unfinished=frozenset(plans.unfinished),
     )
 

@@ -1,6 +1,7 @@
 """Runs with longer warm-ups: which schedule is best for each arm, and what is left of gaps.
 
-The plan ``pretrain-warmup.txt`` has them beside the runs of the scaling plan.
+The plan ``pretrain-warmup.txt`` has them beside the runs of the scaling plan, and
+``pretrain-epoch-tuning.txt`` longer ones of one epoch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def warmup_blocks(runs: pd.DataFrame) -> list[Block]:
         rows.append([ratio, "best", "− plain's best", *gaps])
     text = (
         "Validation loss in nats of runs with a schedule of their own, seed 0. One seed, and the "
-        "best of several: exploratory ([plan](plans/pretrain-warmup.txt))."
+        "best of several: exploratory ([plan](plans/pretrain-warmup.txt), "
+        "[longer ones](plans/pretrain-epoch-tuning.txt))."
     )
     columns = ["tokens per parameter", "lr", "steps of warm-up", *arms]
     return [Heading("Warm-up"), Text(text), Grid(columns, rows)]

@@ -29,19 +29,13 @@ def opening(study: Study) -> str:
     return answers(study.families, FAMILIES)
 
 
-def _curves_of_tuning(results: Path) -> pd.DataFrame | None:
-    """The curves of the first runs, which are in a file of their own, and of the later ones.
-
-    The first were all of the size that was tuned; the file of the others has several.
-    """
-    files = [results / "tuning" / "pretrain-curves.csv", results / "pretraining" / "curves.csv"]
-    found = [pd.read_csv(file) for file in files if file.exists()]
-    if not found:
+def _rows_of_tuning(results: Path) -> pd.DataFrame | None:
+    """The rows of the size that was tuned, on our own corpus."""
+    file = results / "tuning" / "pretrain.csv"
+    if not file.exists():
         return None
-    curves = pd.concat(found, ignore_index=True)
-    if "task" not in curves:
-        return curves
-    return curves[curves.task.isna() | curves.task.str.endswith(TUNED_SIZE, na=False)]
+    rows = pd.read_csv(file, keep_default_na=False, na_values={"valid": [""]})
+    return rows[rows.task.str.endswith(TUNED_SIZE)]
 
 
 def write(results: Path) -> list[Path]:
@@ -53,7 +47,7 @@ def write(results: Path) -> list[Path]:
     page = with_part(page, path, first_blocks(study), MARKS)
     more = _text_of(details, ["# Pretraining: details", "", *MARKS, ""])
     more = with_part(more, details, detail_blocks(study, speeds), MARKS)
-    save(draw(study, speeds, _curves_of_tuning(results)), results / FIGURE)
+    save(draw(study, speeds, _rows_of_tuning(results)), results / FIGURE)
     written = [path, details, results / FIGURE]
     if len(study.coefficients):
         kept = study.runs[study.runs.arm.isin(study.coefficients.arm.unique())]

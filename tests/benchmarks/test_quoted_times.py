@@ -108,9 +108,8 @@ def ratio_of(timed: Timed) -> Decimal:
 
 def is_quoted(ratio: Decimal, quoted: str) -> bool:
     """Whether a number is a ratio with fewer decimals; either way from the middle."""
-    return (
-        abs(Decimal(quoted) - ratio) <= Decimal(1).scaleb(Decimal(quoted).as_tuple().exponent) / 2
-    )
+    decimals = len(quoted.partition(".")[2])
+    return abs(Decimal(quoted) - ratio) <= Decimal(5).scaleb(-decimals - 1)
 
 
 def wrong(quoted: list[str], timed: list[Timed]) -> list[str]:

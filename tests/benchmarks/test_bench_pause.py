@@ -27,10 +27,12 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(child.pid, flush=True)
 time.sleep(60)
 """
-# stops a process, says so, and waits to be ended
+# stops a process, says so, and waits to be ended; what a shell starts in the background ignores
+# Ctrl-C, and so would the tests' processes
 PAUSING = """
-import sys, time
+import signal, sys, time
 from gfsa_benchmarks.pause import paused
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with paused(int(sys.argv[1])):
     print("paused", flush=True)
     time.sleep(60)

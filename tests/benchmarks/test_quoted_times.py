@@ -136,7 +136,9 @@ def test_every_line_of_the_table_is_compared() -> None:
     assert len(shown) == len(TABLE)
 
 
-@pytest.mark.parametrize(("where", "quoted", "timed"), cells(), ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("where", "quoted", "timed"), [*cells()], ids=lambda value: str(value)[:40]
+)
 def test_a_cell_has_the_numbers_of_its_rows(
     where: str, quoted: list[str], timed: list[Timed]
 ) -> None:

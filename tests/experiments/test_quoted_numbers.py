@@ -104,7 +104,7 @@ def all_quotes() -> Iterator[Quote]:
         yield from quotes_in(passage)
 
 
-@pytest.mark.parametrize("quote", all_quotes(), ids=str)
+@pytest.mark.parametrize("quote", [*all_quotes()], ids=str)
 def test_a_quoted_comparison_is_one_of_a_family(quote: Quote) -> None:
     """Line, difference, interval, Holm's p and verdict."""
     shown = [

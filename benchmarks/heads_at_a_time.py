@@ -3,9 +3,10 @@
     python benchmarks/heads_at_a_time.py 1x16x32768x128@2,4,8,16 4x16x4096x128@16,32,64
     python benchmarks/heads_at_a_time.py --packed 4x16x8192x64@2,8,32,64 --pause PID
 
-For each number the forward sweep with so many heads, then forward and backward with so many in the
-gradient, as CUDA graphs; ratios are to plain causal attention or, of packed rows, to the filter on
-causal rows of equal work. The order of the work changes no bit of the output, which is checked.
+For each number of heads: the forward with so many in its sweep, then forward and backward with so
+many in the gradient, as CUDA graphs. Ratios are to plain causal attention or, of packed rows, to
+the filter on causal rows of equal work. The order of the work changes no bit of the output, which
+is checked.
 The fastest go into ``operators/fused/sweep/launch.py`` and ``hopper/backward_path.py``.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -36,21 +38,16 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @contextmanager
-def in_the_sweep(heads: int) -> Iterator[None]:
-    """Launches of the forward with so many heads at a time."""
-    sweep._launch.cache_clear()
-    with mock.patch.object(sweep, "heads_at_a_time", return_value=heads):
-        yield
-    sweep._launch.cache_clear()
+def working_on(heads: int, module: Any, launches: Any) -> Iterator[None]:
+    """Launches of a module with so many heads at a time.
 
-
-@contextmanager
-def in_the_gradient(heads: int) -> Iterator[None]:
-    """Launches of the gradient with so many heads at a time, or the next divisor below."""
-    gradient._launches.cache_clear()
-    with mock.patch.object(gradient, "heads_at_a_time", return_value=heads):
+    Args:
+        launches: the function of the module that keeps its launches.
+    """
+    launches.cache_clear()
+    with mock.patch.object(module, "heads_at_a_time", return_value=heads):
         yield
-    gradient._launches.cache_clear()
+    launches.cache_clear()
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
@@ -117,10 +114,10 @@ def measured(text: str, is_packed: bool, pause: int | None) -> None:
     works["both"] = [captured(reference.both)]
     heads = [int(number) for number in numbers.split(",")]
     for number in heads:
-        with in_the_sweep(number):
+        with working_on(number, sweep, sweep._launch):
             assert torch.equal(own.forward(), expected), f"another result with {number} heads"
             works["forward"].append(captured(own.forward))
-        with in_the_gradient(number):
+        with working_on(number, gradient, gradient._launches):
             works["both"].append(captured(own.both))
     for what, timed in works.items():
         times = [t.median for t in interleaved(timed, ROUNDS, torch.device(DEVICE), pause=pause)]

@@ -10,7 +10,7 @@ import pytest
 
 from gfsa_experiments.results.number_format import p_value
 from gfsa_experiments.results.pretraining.answer import NAMES
-from gfsa_experiments.results.statistics import Interval
+from gfsa_experiments.results.statistics import Interval, holm
 from gfsa_experiments.results.verdicts import Outcome
 from support.prose import (
     COUNTS,
@@ -19,6 +19,7 @@ from support.prose import (
     VERDICTS,
     Passage,
     Quote,
+    count_word,
     passages_of,
     prose_with_results,
     quotes_in,
@@ -200,6 +201,22 @@ def test_another_last_digit_anywhere_is_noticed() -> None:
             digit = str((int(passage.text[end - 1]) + 1) % 10)
             changed = passage.text[: end - 1] + digit + passage.text[end:]
             assert not is_right(Passage(passage.page, changed)), changed
+
+
+def test_verdicts_hold_over_all_families_as_pretraining_says() -> None:
+    """The page quotes Holm's p over the comparisons of every complete family together."""
+    ps = []
+    for outcome in all_outcomes():
+        assert outcome.contrast is not None
+        assert outcome.contrast.test.p is not None
+        ps.append(outcome.contrast.test.p)
+    adjusted = zip(all_outcomes(), holm(ps), strict=True)
+    shown = {o.comparison.name: p_value(p) for o, p in adjusted if o.verdict == "better"}
+    page = " ".join((ROOT / "results/pretraining.md").read_text("utf-8").split())
+    assert f"over all {len(ps)} comparisons of the {count_word(len(FIGURES.complete))}" in page
+    assert f"{shown['degree1 − plain']} (degree 1 − plain)" in page
+    assert f"{shown['degree1 − gain']} (degree 1 − gain only)" in page
+    assert len(shown) == 2
 
 
 def test_quotes_are_found_in_prose() -> None:

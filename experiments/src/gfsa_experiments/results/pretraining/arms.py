@@ -84,6 +84,12 @@ def by_size(runs: pd.DataFrame) -> list[str]:
     return [str(size) for size in order.index]
 
 
+def longest_compared(runs: pd.DataFrame) -> int:
+    """The tokens of the longest runs that several arms have; plain alone may train for longer."""
+    arms = runs.groupby("tokens").arm.nunique()
+    return int((arms[arms > 1] if (arms > 1).any() else arms).index.max())
+
+
 def arms_of(runs: pd.DataFrame) -> list[str]:
     """The arms: plain, degree 1 and GFSA first, then the others by name."""
     known = [PLAIN, "degree 1", "GFSA"]

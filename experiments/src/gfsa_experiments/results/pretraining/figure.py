@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
-from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
+from gfsa_experiments.results.pretraining.arms import PLAIN, by_size, longest_compared
 from gfsa_experiments.results.pretraining.gap import Cell, cells
 from gfsa_experiments.results.pretraining.ladder import draw_ladder
 from gfsa_experiments.results.pretraining.passing import gaps_on_the_way, passings
@@ -71,15 +71,13 @@ def _loss_panels(
     unmeasured, batches = [], set[int]()
     for style, size in zip(_STYLES * 9, by_size(runs) if len(runs) else [], strict=False):
         own = runs[runs["size"] == size]
-        # of lengths that several arms have; plain alone may have trained for longer
-        shared = own.groupby("tokens").arm.nunique()
-        tokens = (shared[shared > 1] if (shared > 1).any() else shared).index.max()
+        tokens = longest_compared(own)
         own = own[own.tokens == tokens]
         # runs of another length may have other batches
         batch = int(own.batch_size.iloc[0])
         for arm in ARMS:
             seeds = own[own.arm == arm].seed
-            curve = mean_curve(study.curves, size, arm, int(tokens), set(seeds))
+            curve = mean_curve(study.curves, size, arm, tokens, set(seeds))
             if curve is None:
                 continue
             look: dict[str, Any] = {"color": COLOURS[numbers[arm]], "linestyle": style}

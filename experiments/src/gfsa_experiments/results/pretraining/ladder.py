@@ -21,7 +21,7 @@ ARMS = {
 # one for filtered runs; the best run of either by validation loss are compared.
 _FIRST = "not settings.str.contains('batch_size|epochs')"
 _SMALL_BATCH = "settings.str.contains('batch_size=16')"
-_WARMED = "settings.str.contains('warmup={}') and not settings.str.contains('epochs|gate|size=16')"
+_WARMED = "settings.str.contains('warmup={}') and not settings.str.contains('epochs|gate')"
 _LONG = "settings.str.contains('epochs=3') and not settings.str.contains('gate')"
 LADDER = {
     "lr tuned,\nbatch 64": (f"{_FIRST} and not settings.str.contains('temp|gain')", _FIRST),

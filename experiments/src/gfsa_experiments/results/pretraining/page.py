@@ -15,6 +15,7 @@ from gfsa_experiments.results.pretraining.arms import (
     PLAIN,
     arms_of,
     by_size,
+    longest_compared,
     settings_apart,
     words_of,
 )
@@ -59,14 +60,10 @@ def first_blocks(study: Study) -> list[Block]:
 def _limits(study: Study) -> list[Block]:
     """What limits the family of the longest runs."""
     said = limit_of_plain(study)
-    return [
-        *(
-            [Text(f"Family pretrain. {said} The plain model of pretrain-epoch: see *Not known*.")]
-            if said
-            else []
-        ),
-        *limit_blocks(study),
-    ]
+    if not said:
+        return limit_blocks(study)
+    text = f"Family pretrain. {said} The plain model of pretrain-epoch: see *Not known*."
+    return [Text(text), *limit_blocks(study)]
 
 
 def detail_blocks(study: Study, speeds: Speeds) -> list[Block]:
@@ -367,8 +364,7 @@ def probe_blocks(study: Study) -> list[Block]:
     runs = study.runs.merge(study.probes[RUN].drop_duplicates(), on=RUN)
     size = by_size(runs)[0]
     own = runs[runs["size"] == size]
-    arms = own.groupby("tokens").arm.nunique()
-    tokens = arms[arms > 1].index.max() if (arms > 1).any() else arms.index.max()
+    tokens = longest_compared(own)
     chosen = own[own.tokens == tokens]
     found = measures(study.probes.merge(chosen[RUN], on=RUN))
     others = [arm for arm in arms_of(chosen) if any(arm in m.differences for m in found)]

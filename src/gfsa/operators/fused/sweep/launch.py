@@ -25,8 +25,8 @@ FLAGS = 2048
 # by head dim: 64 keys a tile or twice as many, as registers allow, and tiles that fit on the chip
 PARTS = {64: 2, 128: 1}
 STAGES = 3
-# tokens, counted once for each head, that are worked on at a time: few stay in the GPU's cache. The
-# fastest on an H200 at 2,048 to 32,768 tokens (benchmarks/heads_at_a_time.py)
+# tokens, counted once for each head, that are worked on at a time: few stay in the GPU's cache.
+# Chosen by times on an H200 at 2,048 to 32,768 tokens, as benchmarks/heads_at_a_time.py takes them
 TOKENS_AT_A_TIME = 2**17
 # documents that a row with spans is taken to have: a block reads the keys of its own
 DOCUMENTS = 4

@@ -2,6 +2,7 @@
 
     python benchmarks/decode_host.py 1x12x1024x64
     python benchmarks/decode_host.py 1x2x40x8 --variants plain gfsa          # a trial, on a CPU
+    python benchmarks/decode_host.py 1x12x1024x64 --pause $(cat runs/pid)    # beside training
 
 For each variant of the suite ``decode-static``, compiled as ``gfsa bench --compile`` compiles it:
 the time of a token where calls follow each other, the same without torch's guards, the time after
@@ -24,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gfsa_benchmarks import decode
 from gfsa_benchmarks.case import Setting, Shape
+from gfsa_benchmarks.pause import check_pausable, paused
 
 VARIANTS = ("plain", "gfsa degree 1", "gfsa", "gfsa kernel")
 
@@ -54,27 +56,37 @@ def fastest_ms(step: Callable[[], object], calls: int, alone: bool, rounds: int 
     return min(found)
 
 
-def on_gpu(step: Callable[[], object], calls: int) -> str:
-    """Kernels, and copies and fills of memory, that a profiler saw for a token."""
+def on_gpu(step: Callable[[], object], calls: int, listed: int = 12) -> str:
+    """Kernels, and copies and fills of memory, that a profiler saw for a token.
+
+    Args:
+        listed: how many kernels get a line of their own, those that take most time together.
+    """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(calls):
             step()
         synchronize()
-    ran, graphs = 0, 0
-    busy = 0.0
+    graphs = 0
+    spent: dict[str, list[float]] = {}
     for event in profiler.events():
         graphs += event.name == "cudaGraphLaunch"
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            ran += 1
-            busy += event.time_range.elapsed_us() / 1e3
+            spent.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
+    ran = sum(map(len, spent.values()))
+    busy = sum(map(sum, spent.values()))
     each = f"{ran / graphs:.1f} kernels in each" if graphs else "none was captured"
-    return (
+    lines = [
         f"GPU busy {busy / calls:.3f} ms, {ran / calls:.1f} kernels; "
         f"{graphs / calls:.1f} graphs launched, {each}"
-    )
+    ]
+    slowest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:listed]
+    for name, times in slowest:
+        total, count = sum(times) / calls * 1e3, len(times) / calls
+        lines.append(f"    {total:7.1f} µs, {count:5.1f} × {total / count:5.1f}  {name[:90]}")
+    return "\n".join(lines)
 
 
-def measure(shape: Shape, name: str, calls: int) -> str:
+def measure(shape: Shape, name: str, calls: int, pause: int | None) -> str:
     cuda = torch.cuda.is_available()
     kind = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     setting = Setting(torch.device(kind[0]), kind[1], compiled="model")
@@ -83,11 +95,12 @@ def measure(shape: Shape, name: str, calls: int) -> str:
     # compiled, warmed up, recorded, replayed
     for _ in range(5):
         step()
-    times = [fastest_ms(step, calls, alone=False), fastest_ms(step, calls, alone=True)]
-    seen = on_gpu(step, calls) if cuda else "no GPU: the host computes, too"
-    # last, because the first guards after it are slow
-    with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-        unguarded = fastest_ms(step, calls, alone=False)
+    with paused(pause):
+        times = [fastest_ms(step, calls, alone=False), fastest_ms(step, calls, alone=True)]
+        seen = on_gpu(step, calls) if cuda else "no GPU: the host computes, too"
+        # last, because the first guards after it are slow
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            unguarded = fastest_ms(step, calls, alone=False)
     return (
         f"{name:14s} {times[0]:.3f} ms a token, {unguarded:.3f} without guards; "
         f"a call returns after {times[1]:.3f} ms; {seen}"
@@ -101,14 +114,19 @@ def main() -> None:
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=None)
     parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--pause", type=int, help="a process that is stopped while times are taken")
     given = parser.parse_args()
+    if given.pause is not None:
+        check_pausable(given.pause)
     some = VARIANTS if torch.cuda.is_available() else VARIANTS[:-1]
     names = given.variants or some
     if len(names) == 1:
-        print(measure(given.shape, names[0], given.calls), flush=True)
+        print(measure(given.shape, names[0], given.calls, given.pause), flush=True)
         return
     for name in names:
-        own = (str(given.shape), "--variants", name, "--calls", str(given.calls))
+        own = [str(given.shape), "--variants", name, "--calls", str(given.calls)]
+        if given.pause is not None:
+            own += ["--pause", str(given.pause)]
         subprocess.run([sys.executable, __file__, *own], check=True)
 
 

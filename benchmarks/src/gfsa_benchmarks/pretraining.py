@@ -14,8 +14,8 @@ from gfsa.plugs import filters_of, plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.training import backend_of
 from gfsa_experiments.engine.compiling import compile_blocks, compile_model
+from gfsa_experiments.engine.next_token_loss import NextTokenLoss
 from gfsa_experiments.engine.optimiser import build_optimiser
-from gfsa_experiments.tasks.pretrain.loss import NextTokenLoss
 from gfsa_experiments.tasks.pretrain.model import Sizes, build_decoder
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 

@@ -22,10 +22,10 @@ from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.splits import PARTS
 from gfsa_experiments.data.tokenizers import gpt2_tokenizer, token_ids, train_tokenizer
 from gfsa_experiments.engine.config import Count, ShareBelowOne, TrainConfig, check_multiple
+from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss
 from gfsa_experiments.engine.task import OwnData, Recipe, Split, Task, TensorRows, as_it_is
 from gfsa_experiments.tasks.causal_lm.data import count_words, own_lines, read_corpus
 
-_IGNORED = -100
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout")
 
 
@@ -134,14 +134,18 @@ class CausalLMTask(Task):
                 f"{model.config.vocab_size}; set tokenizer=own"
             )
         self.model = model
+        self._mean = NextTokenLoss(config.compile != "no")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._cross_entropy(model, batch["input_ids"].long(), "mean")
+        return self._mean(*self._logits(model, batch["input_ids"].long()))
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         ids = batch["input_ids"].long()
-        total = self._cross_entropy(model, ids, "sum").double()
-        return total, ids.numel() - len(ids), batch["words"].double().sum()
+        logits, targets = self._logits(model, ids)
+        total = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return total.double(), ids.numel() - len(ids), batch["words"].double().sum()
 
     def score(self, predictions: list[Any]) -> dict[str, float]:
         totals, tokens, words = zip(*predictions, strict=True)
@@ -156,17 +160,12 @@ class CausalLMTask(Task):
         """The first block of the validation text."""
         return {"input_ids": self.first_examples(1)["input_ids"].long()}
 
-    def _cross_entropy(self, model: nn.Module, ids: Tensor, reduction: str) -> Tensor:
+    def _logits(self, model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What every position predicts, and the token that follows it."""
         with causal_by_kernel(self.model):
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
         # the last token of a block has no target: ignoring it is cheaper than slicing
-        targets = F.pad(ids[:, 1:], (0, 1), value=_IGNORED)
-        return F.cross_entropy(
-            logits.float().flatten(0, 1),
-            targets.flatten(),
-            ignore_index=_IGNORED,
-            reduction=reduction,
-        )
+        return logits, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
 
 
 def _exp(value: float) -> float:

@@ -20,9 +20,9 @@ from gfsa_experiments.engine.config import (
     Schedule,
     TrainConfig,
 )
+from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss
 from gfsa_experiments.engine.speed import Work
 from gfsa_experiments.engine.task import DataSource, OwnData, Recipe, Split, Task, as_it_is
-from gfsa_experiments.tasks.pretrain.loss import IGNORED, NextTokenLoss
 from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_decoder
 from gfsa_experiments.tasks.pretrain.packing import positions_in_documents, within_documents
 from gfsa_experiments.tasks.pretrain.probes import probe

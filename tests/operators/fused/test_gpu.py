@@ -126,6 +126,10 @@ HOPPER = [
     Problem(3, 4, 512, 64, dtype=BF16, device="cuda", mask="keys"),
     Problem(3, 4, 1000, 64, 2, dtype=FP16, device="cuda", mask="keys", is_causal=True),
     Problem(2, 2, 644, 72, dtype=BF16, device="cuda", mask="keys", projected=True),
+    Problem(2, 3, 1500, 80, dtype=BF16, device="cuda", mask="keys", is_causal=True),
+    Problem(3, 4, 1000, 128, 2, dtype=BF16, device="cuda", mask="keys", is_causal=True),
+    Problem(2, 4, 2048, 128, 1, dtype=FP16, device="cuda", mask="keys", is_causal=True),
+    Problem(2, 4, 1024, 128, dtype=BF16, device="cuda", mask="keys", projected=True),
 ]
 
 

@@ -216,6 +216,8 @@ def test_wide_heads_need_shared_memory(
         call(2, 12, 300, 64, attn_mask=KEYS.expand(2, 12, 300, 300)),
         call(8, 12, 1024, 64, is_causal=True, dropout_p=0.1),
         call(2, 16, 8192, 128),
+        call(2, 4, 300, 128, attn_mask=KEYS),
+        call(2, 4, 300, 80, attn_mask=KEYS, is_causal=True, key_heads=2),
         call(32, 12, 128, 64, degree=1),
         call(8, 12, 1024, 64, is_causal=True, degree=1),
         call(2, 16, 8192, 128, degree=1),
@@ -233,7 +235,7 @@ def test_auto_takes_what_was_measured(asked: Asked) -> None:
     ("asked", "reason"),
     [
         (call(2, 4, 300, 64, attn_mask=torch.ones(300, 300).bool()), "beyond 256 tokens"),
-        (call(2, 4, 300, 128, attn_mask=KEYS), "not measured for head dims beyond 64"),
+        (call(2, 4, 200, 128, attn_mask=torch.ones(200, 200).bool()), "beyond 64"),
         (call(2, 4, 300, 128, dropout_p=0.1), "not measured for head dims beyond 64"),
     ],
 )

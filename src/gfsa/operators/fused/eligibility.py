@@ -119,10 +119,11 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
         ):
             return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
         return None
-    if mask is not None and not is_key_mask(mask) and length > SHORT_LENGTH:
+    by_query = mask is not None and not is_key_mask(mask)
+    if by_query and length > SHORT_LENGTH:
         return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
-    if head_dim > SHORT_HEAD_DIM and (mask is not None or call.dropout_p):
-        return "masks and dropout are not measured for head dims beyond 64"
+    if head_dim > SHORT_HEAD_DIM and (by_query or call.dropout_p):
+        return "dropout and masks over queries are not measured for head dims beyond 64"
     return None
 
 

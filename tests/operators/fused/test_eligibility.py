@@ -96,7 +96,7 @@ PACKED = Visibility.packed(torch.tensor([0, 10, 100]), 100)
 @pytest.mark.parametrize(
     ("visible", "degree", "reason"),
     [
-        (PACKED, 1, "degree 1 take neither windows nor documents"),
+        (Visibility(window=8), 1, "queries see later tokens"),
         (Visibility(window=8), 2, "queries see later tokens"),
         (Visibility(causal=True, documents=PACKED.documents), 2, "in_order is False"),
     ],
@@ -106,17 +106,20 @@ def test_refused_descriptions(visible: Visibility, degree: int, reason: str) -> 
         choice.choose("fused", *call(2, 4, 100, 64, visible=visible, degree=degree))
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("visible", [PACKED, Visibility(causal=True, window=8)])
 def test_windows_and_documents_where_they_are_measured(
-    visible: Visibility, monkeypatch: pytest.MonkeyPatch
+    visible: Visibility, compiling: bool, degree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for head_dim in (64, 128):
-        asked = call(1, 4, 8192, head_dim, visible=visible)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    for length, head_dim in ((300, 64), (8192, 80), (8192, 128), (40000, 128)):
+        asked = call(1, 4, length, head_dim, visible=visible, degree=degree)
         assert choice.choose("auto", *asked).backend == "fused"
-    short = call(2, 4, 100, 64, visible=visible)
+    short = call(2, 4, 100, 64, visible=visible, degree=degree)
     assert "rows of more than 256 tokens" in choice.choose("auto", *short).reason
     assert choice.choose("fused", *short).backend == "fused"
-    dropped = call(1, 4, 8192, 64, visible=visible, dropout_p=0.1)
+    dropped = call(1, 4, 8192, 64, visible=visible, dropout_p=0.1, degree=degree)
     assert "measured without dropout" in choice.choose("auto", *dropped).reason
     monkeypatch.setattr(eligibility, "capability", lambda device: (10, 0))
     assert "gfsa tune measures neither windows" in choice.choose("auto", *asked).reason
@@ -206,6 +209,8 @@ def test_wide_heads_need_shared_memory(
     refusal = eligibility.refusal(*call(2, 4, 300, 128))
     assert refusal is None if taken else "99 KiB" in refusal
     assert eligibility.refusal(*call(2, 4, 300, 128, degree=1)) is None
+    packed = eligibility.refusal(*call(2, 4, 300, 128, degree=1, visible=PACKED))
+    assert packed is None if taken else "windows and documents" in packed
 
 
 @pytest.mark.parametrize(

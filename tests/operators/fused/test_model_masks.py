@@ -95,8 +95,9 @@ def test_a_compiled_model_keeps_the_kernels_in_its_graph(
     assert found.count("gfsa.filter_attention_backward.default") == 2
 
 
+@pytest.mark.parametrize("K", [3, None])
 def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
-    monkeypatch: pytest.MonkeyPatch,
+    K: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window and documents of 4, 2 and 3 tokens: both layers get the same few numbers."""
     sizes = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
@@ -108,7 +109,7 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
         sliding_window=3,
     )
     model = transformers.MistralModel(config).train()
-    gfsa.plug(model)
+    gfsa.plug(model, K=K)
     masks: list[torch.Tensor] = []
     attend = operator.filter_attention
 

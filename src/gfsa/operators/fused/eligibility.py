@@ -90,8 +90,8 @@ def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
     return (
         _refusal_of_device(call.q)
         or _refusal_of_tokens(call.q, v)
-        or _refusal_of_options(call, degree)
-        or _refusal_of_wide_heads(call.q, degree)
+        or _refusal_of_options(call)
+        or _refusal_of_wide_heads(call, degree)
     )
 
 
@@ -412,27 +412,29 @@ def _refusal_of_tokens(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _refusal_of_wide_heads(q: Tensor, degree: int) -> str | None:
-    """The gradient of degree 2 holds tiles of 145 KiB at a head dim of 128."""
-    if degree == 1 or q.shape[-1] <= SHORT_HEAD_DIM:
+def _refusal_of_wide_heads(call: AttentionCall, degree: int) -> str | None:
+    """The gradient of degree 2 holds tiles of 145 KiB at a head dim of 128.
+
+    Filters of degree 1 take it with windows and documents alone.
+    """
+    q = call.q
+    if (degree == 1 and call.visible is None) or q.shape[-1] <= SHORT_HEAD_DIM:
         return None
     major, minor = capability(q.device)
     # 99 KiB a program, by the table of compute capabilities in CUDA's programming guide
     if major == 12 or (major == 8 and minor in (6, 9)):
         return (
-            f"the fused kernels of degree 2 take head dims up to {SHORT_HEAD_DIM} on GPUs with "
-            f"99 KiB of shared memory a program, as this one of compute capability "
-            f"{major}.{minor}, got {q.shape[-1]}"
+            "the fused kernels of degree 2, and of windows and documents, take head dims up to "
+            f"{SHORT_HEAD_DIM} on GPUs with 99 KiB of shared memory a program, as this one of "
+            f"compute capability {major}.{minor}, got {q.shape[-1]}"
         )
     return None
 
 
-def _refusal_of_options(call: AttentionCall, degree: int) -> str | None:
+def _refusal_of_options(call: AttentionCall) -> str | None:
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return "the fused kernels take bool masks, not additive ones"
     if call.visible is not None:
-        if degree == 1:
-            return "the fused kernels of degree 1 take neither windows nor documents"
         refusal = refusal_of_spans(call.visible)
         if refusal is not None:
             return f"the fused kernels take causal windows and documents alone, here {refusal}"

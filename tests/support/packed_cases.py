@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,13 @@ from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator, Visibilit
 from gfsa.operators.fused.operator import FusedOperator
 from support.dropout import surviving
 from support.fused_cases import NAMES, Problem, error
+
+
+def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
+    """Documents of these lengths, row by row."""
+    numbers = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    documents = torch.stack(numbers)[:, None]
+    return Visibility(causal=True, window=window, documents=documents, in_order=True)
 
 
 @dataclass(frozen=True)
@@ -54,15 +62,9 @@ class Packed:
         return q, k, v, coeffs[:, : self.degree + 1].contiguous(), g
 
     def visible(self) -> Visibility:
-        documents = torch.stack(
-            [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in self.lengths]
-        )
-        return Visibility(
-            causal=True,
-            window=self.window,
-            documents=documents[:, None].to(self.device),
-            in_order=True,
-        )
+        visible = packed(*self.lengths, window=self.window)
+        assert visible.documents is not None
+        return dataclasses.replace(visible, documents=visible.documents.to(self.device))
 
     def call(self, q: Tensor, k: Tensor, dropout_p: float = 0.0) -> AttentionCall:
         """Without dropout, unless it is asked for."""

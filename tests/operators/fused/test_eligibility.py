@@ -66,6 +66,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
+SPANS = torch.zeros(1, 2, 2048, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +369,8 @@ def test_degree_one_compiled_is_one_pass_where_that_was_measured(
         (128, None, (9, 0), None),
         (96, None, (9, 0), "head dims of (64, 128), got 96"),
         (64, KEYS, (9, 0), "no mask but causality"),
+        (128, SPANS, (9, 0), None),
+        (64, SPANS, (8, 0), "Hopper"),
         (64, None, (8, 0), "Hopper"),
     ],
 )
@@ -412,15 +415,43 @@ def test_wide_heads_of_degree_one(
     assert choice.choose("auto", *call(2, 4, length, head_dim, degree=1)).backend == "fused"
 
 
+@pytest.mark.parametrize(
+    ("length", "head_dim", "options", "serves"),
+    [
+        (2048, 64, {}, True),
+        # of any length
+        (50, 64, {}, True),
+        (300, 128, {}, True),
+        (40000, 128, {}, True),
+        # the kernels of degree 2 serve these
+        (2048, 80, {}, False),
+        (2048, 32, {}, False),
+        (2048, 64, {"dropout_p": 0.1}, False),
+        (2048, 64, {"scale": -0.1}, False),
+    ],
+)
+def test_spans_in_one_pass(
+    length: int, head_dim: int, options: dict[str, Any], serves: bool
+) -> None:
+    spans = torch.zeros(1, 2, length, dtype=torch.int32)
+    asked = {"scale": None, "dropout_p": 0.0, **options}
+    q = OnHopper(2, 4, length, head_dim)
+    assert eligibility.one_pass_is_fastest(q, spans, **asked, is_causal=True) is serves
+
+
 def test_cudnns_gradient_for_long_rows_of_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is absent or turned off, or every run has to give the same bits."""
-    by_cudnn = eligibility.leaves_gradient_to_cudnn
+
+    def by_cudnn(q: Any, mask: Any = None) -> bool:
+        return eligibility.leaves_gradient_to_cudnn(q, mask)
+
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     assert not by_cudnn(OnHopper(2, 4, 8192, 128))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     with torch.backends.cudnn.flags(enabled=False):
         assert not by_cudnn(OnHopper(2, 4, 8192, 128))
     assert by_cudnn(OnHopper(2, 4, 8192, 128))
+    assert not by_cudnn(OnHopper(2, 4, 8192, 128), SPANS)
     assert not by_cudnn(OnHopper(2, 4, 4096, 128))
     assert not by_cudnn(OnHopper(2, 4, 8192, 64))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

@@ -13,6 +13,7 @@ from torch import Tensor
 from gfsa.operators.base import Coefficients
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import tuned
+from gfsa.operators.fused.problem import are_spans
 from gfsa.operators.visibility import refusal_of_spans
 
 
@@ -219,7 +220,13 @@ def _refusal_of_device_by_gluon(q: Tensor) -> str | None:
 def one_pass_is_fastest(
     q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool = False
 ) -> bool:
-    """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements."""
+    """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements.
+
+    With spans they are wherever they serve: the others are those of degree 2, whose second power
+    counts for nothing.
+    """
+    if are_spans(mask):
+        return refusal_by_one_pass(q, mask, scale, dropout_p, is_causal) is None
     length, head_dim = q.shape[2:]
     if length < ONE_PASS_SHORTEST or head_dim < ONE_PASS_NARROWEST:
         return False
@@ -240,6 +247,9 @@ def refusal_by_one_pass(
         return "they have no dropout"
     if scale is not None and scale <= 0.0:
         return "they take positive scales only"
+    if are_spans(mask):
+        refusal = refusal_by_sweep_once(q, mask, is_causal)
+        return None if refusal is None else f"they take spans in one sweep only: {refusal}"
     if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
         return "they take bool masks of keys only"
     if q.shape[3] > ONE_PASS_WIDEST:
@@ -249,12 +259,13 @@ def refusal_by_one_pass(
     return None
 
 
-def leaves_gradient_to_cudnn(q: Tensor) -> bool:
+def leaves_gradient_to_cudnn(q: Tensor, mask: Tensor | None) -> bool:
     """Whether one pass saves ``A·V`` for cuDNN's gradient, the fastest of long rows of wide heads.
 
-    Its five products outweigh what is done around it there; own kernels take seven.
+    Its five products outweigh what is done around it there; own kernels take seven. It takes no
+    spans.
     """
-    if q.shape[3] <= ONE_PASS_WIDEST or q.shape[2] < CUDNN_ONCE_FROM:
+    if mask is not None or q.shape[3] <= ONE_PASS_WIDEST or q.shape[2] < CUDNN_ONCE_FROM:
         return False
     return cudnn_attention_is_on()
 
@@ -263,7 +274,7 @@ def refusal_by_sweep_once(q: Tensor, mask: Tensor | None, is_causal: bool) -> st
     """Why one causal sweep does not serve the forward of a call that one pass serves, or None."""
     if not is_causal:
         return "it takes causal calls only"
-    if q.shape[2] < SWEEP_ONCE_FROM:
+    if q.shape[2] < SWEEP_ONCE_FROM and not are_spans(mask):
         return f"it takes {SWEEP_ONCE_FROM} tokens or more, got {q.shape[2]}"
     return refusal_by_hopper_once(q, mask)
 
@@ -286,8 +297,8 @@ def refusal_by_hopper_once(q: Tensor, mask: Tensor | None) -> str | None:
 
     They are written in Gluon, as the short kernels are; Triton's serve what they refuse.
     """
-    if mask is not None:
-        return "they take no mask but causality"
+    if mask is not None and not are_spans(mask):
+        return "they take no mask but causality and spans"
     if q.shape[3] not in HOPPER_ONCE_HEAD_DIMS:
         return f"they take head dims of {HOPPER_ONCE_HEAD_DIMS}, got {q.shape[3]}"
     return _refusal_of_device_by_gluon(q)

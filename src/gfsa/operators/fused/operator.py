@@ -31,8 +31,9 @@ class FusedOperator(Operator):
     made; besides what attention saves for its backward pass, ``A·V`` is saved.
 
     A filter of degree 1 is one pass with the combination at its end, which saves nothing more than
-    attention; shorter sequences, windows and documents take the kernels of degree 2 with c2 = 0,
-    and calls that neither serves run torch's attention with one launch each way around it.
+    attention; shorter sequences, and windows and documents that one pass refuses, take the kernels
+    of degree 2 with c2 = 0, and calls that neither serves run torch's attention with one launch
+    each way around it.
 
     Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
     """

@@ -86,15 +86,16 @@ def _seen(spans, row, n, TILE: gl.constexpr):
 @gluon.jit
 def _tell_seen(items, slot, spans, row, n, TILE: gl.constexpr):
     """Tell what a block's two warpgroups see; returns its first tile."""
+    # all is loaded before anything is told, so that loads wait for each other least
     first, until, latest = _seen(spans, row, n, TILE)
+    next_first, next_until, next_latest = _seen(spans, row + HALF, n, TILE)
     tell(items, slot, FIRST_TILE, first)
     tell(items, slot, MASKED_UNTIL, until)
     tell(items, slot, LATEST, latest)
-    next_first, until, latest = _seen(spans, row + HALF, n, TILE)
     # documents that are out of order may begin before
     tell(items, slot, FIRST_TILE + 1, gl.maximum(next_first, first))
-    tell(items, slot, MASKED_UNTIL + 1, until)
-    tell(items, slot, LATEST + 1, latest)
+    tell(items, slot, MASKED_UNTIL + 1, next_until)
+    tell(items, slot, LATEST + 1, next_latest)
     return first
 
 
@@ -116,19 +117,22 @@ def _load_tokens(
     item = 0
     while item < total * blocks:
         item = draw(counter)
-        # a number that is too high ends the other warps' loops
-        bh, place_in_head = place(gl.minimum(item, total * blocks - 1), total, blocks, span)
-        block = blocks - 1 - place_in_head
-        b = bh // heads
-        h = bh % heads
         begin = 0
         if MASK == SPANS:
+            # before it is given; of a number that is too high, what the last item sees
+            bh, place_in_head = place(gl.minimum(item, total * blocks - 1), total, blocks, span)
+            spans = mask + (bh // heads).to(gl.int64) * mask_b
+            row = (blocks - 1 - place_in_head) * ROWS
             wait_for_room(items, islot, iphase)
-            spans = mask + b.to(gl.int64) * mask_b
-            begin = _tell_seen(items, islot, spans, block * ROWS, n, TILE)
+            begin = _tell_seen(items, islot, spans, row, n, TILE)
+        # a number that is too high ends the other warps' loops
         give(items, item, islot, iphase)
         islot, iphase = following(islot, iphase, DRAWN)
         if item < total * blocks:
+            bh, place_in_head = place(item, total, blocks, span)
+            block = blocks - 1 - place_in_head
+            b = bh // heads
+            h = bh % heads
             for half in gl.static_range(2):
                 mbarrier.wait(qempty.index(half), qphase)
                 mbarrier.expect(qfull.index(half), HALF * D * 2)

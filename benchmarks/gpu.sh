@@ -118,7 +118,8 @@ measure() {
   bench "${BLOCKS[@]}" --shapes "${MODELS// /,}" --rounds 9
   bench --suite models --graphs --variants "gfsa,gfsa even layers" --shapes "${MODELS// /,}" --rounds 9
   bench --suite lengths --rounds 3
-  bench --suite packed --graphs --variants "plain causal rows,gfsa" --rounds 5
+  bench --suite packed --graphs --rounds 5 \
+    --variants "plain causal rows,gfsa,gfsa degree 1 causal rows,gfsa degree 1"
   bench --suite decode --rounds 9
   return $FAILED
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -70,20 +71,22 @@ def called(call: Call) -> None:
 
 
 def packed(dim: int) -> None:
-    """Documents forward and backward, in a window and without one.
+    """Documents forward and backward, of degrees 1 and 2, in a window and without one.
 
     They begin beside multiples of 16 bytes of float32; some are as long as a block of 64 or 128.
     """
-    for starts, window in (([0, 100, 101], 90), ([0, 67, 201], None)):
+    cases = (([0, 100, 101], 90), ([0, 67, 201], None))
+    for (starts, window), degree in itertools.product(cases, (1, 2)):
         q = randn(1, 4, 332, dim).requires_grad_()
         k, v = (randn(1, 2, 332, dim).requires_grad_() for _ in range(2))
         visible = Visibility.packed(torch.tensor(starts, device="cuda"), 332, window=window)
-        coeffs = torch.randn(4, 3, device="cuda", requires_grad=True)
+        coeffs = torch.randn(4, degree + 1, device="cuda", requires_grad=True)
         y = AttentionOperator(q, k, visible=visible, enable_gqa=True, backend="fused").polynomial(
             coeffs, v
         )
         y.backward(torch.randn_like(y))
-        finish(f"332 tokens of {dim}, packed from {starts} in a window of {window}")
+        of = f"332 tokens of {dim}, packed from {starts} in a window of {window}"
+        finish(f"{of}: degree {degree}")
 
 
 def decoded(dim: int) -> None:

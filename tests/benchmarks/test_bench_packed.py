@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gfsa.operators import AttentionOperator, Visibility
+from gfsa.operators import AttentionCall, AttentionOperator, DenseOperator, Visibility
 from gfsa_benchmarks import packed
 from gfsa_benchmarks.case import Setting, Shape
+from support.packed_cases import packed as visible_in
 
 CPU = Setting(torch.device("cpu"), torch.float32)
 
@@ -32,12 +33,24 @@ def test_packed_rows_and_documents_alone_are_the_same(monkeypatch: pytest.Monkey
     # the same tokens for each variant
     randn = torch.Generator().manual_seed(3)
     tokens = [torch.randn(2, 1, 96, 4, generator=randn) for _ in range(3)]
-    monkeypatch.setattr(packed, "_tokens", lambda *_: [*tokens, torch.tensor([[0.1, 0.8, 0.1]])])
+    coeffs = torch.tensor([[0.1, 0.8, 0.1]])
+
+    def same_tokens(*_: object, degree: int = 2) -> list[torch.Tensor]:
+        return [*tokens, coeffs[:, : degree + 1]]
+
+    monkeypatch.setattr(packed, "_tokens", same_tokens)
     case = packed.packed(Shape(2, 1, 96, 4), CPU)
-    assert [v.name for v in case.variants][2:] == ["gfsa", "gfsa sdpa", "gfsa by document"]
-    together, sdpa, alone = (v.forward() for v in case.variants[2:])
+    by_name = {v.name: v for v in case.variants}
+    assert [*by_name][2:5] == ["gfsa", "gfsa sdpa", "gfsa by document"]
+    together, sdpa, alone = (v.forward() for v in case.variants[2:5])
     torch.testing.assert_close(together, alone)
     torch.testing.assert_close(sdpa, alone)
     q, k, v = tokens
+    visible = visible_in(*(packed.document_lengths(96, row) for row in range(2)))
+    operator = DenseOperator.from_call(AttentionCall(q, k, visible=visible))
+    once = operator.polynomial(coeffs[:, :2], v)
+    torch.testing.assert_close(by_name["gfsa degree 1"].forward(), once)
+    causal = AttentionOperator(q, k, is_causal=True).polynomial(coeffs[:, :2], v)
+    torch.testing.assert_close(by_name["gfsa degree 1 causal rows"].forward(), causal)
     other = AttentionOperator(q, k, is_causal=True).polynomial(torch.tensor([[0.1, 0.8, 0.1]]), v)
     assert not torch.allclose(alone, other)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 # seconds after which a wait counts as a deadlock
 PATIENCE = 20.0
@@ -108,6 +109,19 @@ class Numbers(Descriptor):
     @property
     def tile_bytes(self) -> int:
         return self.rows * 4
+
+
+def moved_tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each tile of tokens that is moved from now on, how many heads its tensor has."""
+    taken: list[int] = []
+    tile = Descriptor.tile
+
+    def note(self: Descriptor, where: Sequence[int]) -> np.ndarray:
+        taken.append(self.memory.shape[1])
+        return tile(self, where)
+
+    monkeypatch.setattr(Descriptor, "tile", note)
+    return taken
 
 
 class Shared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,16 @@ import torch
 from torch import Tensor
 
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator, Visibility
-from gfsa.operators.fused.autograd import filter_attention
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.operator import FusedOperator
 from support.dropout import surviving
 from support.fused_cases import NAMES, Problem, error
+
+
+def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
+    """Documents of these lengths, row by row."""
+    numbers = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    documents = torch.stack(numbers)[:, None]
+    return Visibility(causal=True, window=window, documents=documents, in_order=True)
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Packed:
     scale: float | None = None
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    degree: int = 2
 
     def __str__(self) -> str:
         # rows of a hundred documents would make a long name
@@ -38,7 +46,8 @@ class Packed:
             for row in self.lengths
         )
         options = (self.window, self.key_heads, self.dropout_p, self.projected, self.scale)
-        return f"{rows} {self.heads}x{self.head_dim} {options} {self.dtype}"
+        degree = "" if self.degree == 2 else f" degree {self.degree}"
+        return f"{rows} {self.heads}x{self.head_dim} {options} {self.dtype}{degree}"
 
     @property
     def length(self) -> int:
@@ -49,24 +58,20 @@ class Packed:
         """q, k, v, coefficients and the output's gradient."""
         sizes = (len(self.lengths), self.heads, self.length, self.head_dim, self.key_heads)
         problem = Problem(*sizes, projected=self.projected, dtype=self.dtype, device=self.device)
-        return problem.tensors()
+        q, k, v, coeffs, g = problem.tensors()
+        return q, k, v, coeffs[:, : self.degree + 1].contiguous(), g
 
     def visible(self) -> Visibility:
-        documents = torch.stack(
-            [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in self.lengths]
-        )
-        return Visibility(
-            causal=True,
-            window=self.window,
-            documents=documents[:, None].to(self.device),
-            in_order=True,
-        )
+        visible = packed(*self.lengths, window=self.window)
+        assert visible.documents is not None
+        return dataclasses.replace(visible, documents=visible.documents.to(self.device))
 
-    def call(self, q: Tensor, k: Tensor) -> AttentionCall:
-        """Without dropout."""
+    def call(self, q: Tensor, k: Tensor, dropout_p: float = 0.0) -> AttentionCall:
+        """Without dropout, unless it is asked for."""
         return AttentionCall(
             q,
             k,
+            dropout_p=dropout_p,
             scale=self.head_dim**-0.5 if self.scale is None else self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             visible=self.visible(),
@@ -79,19 +84,20 @@ def run(packed: Packed, seed: int = 7) -> tuple[list[Tensor], list[Tensor]]:
     Both as [out, dq, dk, dv, dc].
     """
     q, k, v, coeffs, g = packed.tensors()
-    call = packed.call(q, k)
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     drop = packed.dropout_p
-    key = torch.tensor([seed], device=packed.device) if drop else None
-    spans = packed.visible().spans(packed.length, q.device)
-    assert call.scale is not None
-    out = filter_attention(*inputs, spans, key, Options(call.scale, True, drop))
+    if drop:
+        # as the operator will draw it
+        torch.manual_seed(seed)
+        key = int(torch.randint(2**32, (1,), device=packed.device))
+        torch.manual_seed(seed)
+    out = FusedOperator(packed.call(q, k, drop)).polynomial(coeffs, v)
     got = [out, *torch.autograd.grad(out, inputs, g)]
 
     exact = [x.detach().double().requires_grad_() for x in inputs]
     matrix = DenseOperator.from_call(packed.call(*exact[:2])).matrix
     if drop:
-        sizes = (*q.shape[:3], seed, drop, packed.device)
+        sizes = (*q.shape[:3], key, drop, packed.device)
         matrix = matrix * (surviving(*sizes).double() / (1 - drop))
     out = DenseOperator(matrix).polynomial(exact[3], exact[2])
     expected = [out, *torch.autograd.grad(out, exact, g.double())]

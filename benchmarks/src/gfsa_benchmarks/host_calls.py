@@ -32,6 +32,8 @@ def nothing_launched() -> Iterator[None]:
     from gfsa.operators.fused.long import launch as long
     from gfsa.operators.fused.short import launch as short
     from gfsa.operators.fused.short import prepared
+    from gfsa.operators.fused.sweep import degree_one_path as sweep_once
+    from gfsa.operators.fused.sweep import launch as sweep
 
     def call_launch(launch: Any, tensors: Any, *pointers: Tensor, numbers: Any = None) -> None:
         strides = tuple([x.stride() for x in tensors])
@@ -46,7 +48,7 @@ def nothing_launched() -> Iterator[None]:
         (eligibility, "_refusal_of_device_by_gluon", lambda q: None),
         (eligibility, "capability", lambda device: (9, 0)),
         (eligibility, "TRITON", eligibility.MEASURED_TRITON),
-        (short, "multiprocessors", lambda device: 132),
+        *((module, "multiprocessors", lambda device: 132) for module in (short, sweep, sweep_once)),
         (decode, "_splits", lambda *call: 2),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (long, "cudnn_would_run", lambda *call: False),

@@ -38,6 +38,8 @@ def packed(shape: Shape, setting: Setting) -> Case:
             _together("gfsa", "fused", documents, shape, setting),
             _together("gfsa sdpa", "sdpa", documents, shape, setting),
             _alone("gfsa by document", documents, shape, setting),
+            _causal("gfsa degree 1 causal rows", batch, length, shape, setting, degree=1),
+            _together("gfsa degree 1", "fused", documents, shape, setting, degree=1),
         ],
     )
 
@@ -72,19 +74,23 @@ def equal_rows(documents: Sequence[Sequence[int]]) -> tuple[int, int]:
     return max(1, round(tokens / length)), length
 
 
-def _tokens(batch: int, length: int, shape: Shape, setting: Setting) -> list[Tensor]:
+def _tokens(
+    batch: int, length: int, shape: Shape, setting: Setting, degree: int = 2
+) -> list[Tensor]:
     size = (batch, shape.heads, length, shape.dim)
     tokens = [setting.randn(*size).requires_grad_() for _ in range(3)]
     # none is zero, so that no operator can skip a term
-    coeffs = torch.tensor([0.1, 0.8, 0.1]).repeat(shape.heads, 1).to(setting.device)
+    coeffs = torch.tensor([0.1, 0.8, 0.1])[: degree + 1].repeat(shape.heads, 1).to(setting.device)
     return [*tokens, coeffs.requires_grad_()]
 
 
-def _causal(name: str, batch: int, length: int, shape: Shape, setting: Setting) -> Variant:
+def _causal(
+    name: str, batch: int, length: int, shape: Shape, setting: Setting, degree: int = 2
+) -> Variant:
     def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
         return graph_filter_attention(q, k, v, coeffs, is_causal=True)
 
-    inputs = _tokens(batch, length, shape, setting)
+    inputs = _tokens(batch, length, shape, setting, degree=degree)
     q, k, v, coeffs = inputs
     backend = which_backend(q, k, v, coeffs, is_causal=True).backend
     return variant(name, backend, run, inputs)
@@ -103,8 +109,9 @@ def _together(
     documents: Sequence[Sequence[int]],
     shape: Shape,
     setting: Setting,
+    degree: int = 2,
 ) -> Variant:
-    inputs = _tokens(shape.batch, shape.tokens, shape, setting)
+    inputs = _tokens(shape.batch, shape.tokens, shape, setting, degree=degree)
     rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in documents]
     numbers = torch.stack(rows)[:, None].to(setting.device)
 
@@ -113,7 +120,8 @@ def _together(
         return Visibility(causal=True, documents=numbers, in_order=True)
 
     q, k, v, _ = inputs
-    if backend == "fused" and refusal_by_fused(AttentionCall(q, k, visible=described()), v, 2):
+    call = AttentionCall(q, k, visible=described())
+    if backend == "fused" and refusal_by_fused(call, v, degree):
         backend = "auto"
 
     def operator(q: Tensor, k: Tensor) -> AttentionOperator:

@@ -8,6 +8,7 @@ import support.triton_interpreter  # isort:skip  (before anything imports triton
 import pytest
 import torch
 
+from gfsa.filters import GFSA
 from gfsa.operators import AttentionCall, DenseOperator, Visibility
 from gfsa.operators.fused.long import tile_sizes
 from gfsa.operators.fused.operator import FusedOperator
@@ -48,6 +49,11 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         Packed([[80, 3, 47], [20, 20, 90]], heads=2, key_heads=1, window=50),
         Packed([[40, 30]], heads=1, dropout_p=0.3, window=25),
         Packed([[1]]),
+        # by the same kernels, with c2 = 0
+        Packed([[32, 48, 16]], degree=1),
+        Packed([[5, 59], [32, 32], [64]], heads=1, projected=True, scale=-0.3, degree=1),
+        Packed([[80, 3, 47], [20, 20, 90]], heads=2, key_heads=1, window=50, degree=1),
+        Packed([[40, 30]], heads=1, dropout_p=0.3, window=25, degree=1),
     ],
     ids=str,
 )
@@ -85,9 +91,31 @@ def test_scores_of_another_document_are_no_maximum() -> None:
     assert error(y[:, :, 70:], exact.polynomial(coeffs.double(), v.double())[:, :, 70:]) <= 2e-6
 
 
-def test_compiled_whole() -> None:
+@pytest.mark.parametrize("learn", [("w0", "w1"), ("w1",)], ids="-".join)
+def test_a_filter_of_degree_one(learn: tuple[str, ...]) -> None:
+    """The gradient of what it learns: of two numbers at most, although the kernels give three."""
+    packed = Packed([[20, 13], [33]], key_heads=1, window=9, degree=1)
+    q, k, v, _, g = packed.tensors()
+    layer = GFSA(2, K=None, learn=learn, w0=0.4, w1=0.7)
+    theta = layer.theta
+    results = []
+    for operator, dtype in (
+        (FusedOperator, torch.float32),
+        (DenseOperator.from_call, torch.float64),
+    ):
+        layer.to(dtype)
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = layer(operator(packed.call(*inputs[:2])), inputs[2])
+        results.append([y, *torch.autograd.grad(y, [*inputs, theta], g.to(dtype))])
+    for got, expected in zip(*results, strict=True):
+        assert got.shape == expected.shape
+        assert error(got, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_compiled_whole(degree: int) -> None:
     """The spans are computed inside of the graph."""
-    packed = Packed([[10, 8]], heads=1)
+    packed = Packed([[10, 8]], heads=1, degree=degree)
     q, k, v, coeffs, g = packed.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     documents = packed.visible().documents

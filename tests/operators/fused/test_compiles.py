@@ -384,9 +384,17 @@ def test_plan_of_a_causal_sweep() -> None:
 @pytest.mark.skipif(
     eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
 )
-@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_degree_one_in_one_causal_sweep(dim: int) -> None:
-    """Nothing spills, and the softmax runs beside a product."""
+@pytest.mark.parametrize(
+    ("dim", "mask", "most_stack"),
+    [
+        (64, problem.NO_MASK, 0),
+        (64, problem.SPANS, 0),
+        pytest.param(128, problem.NO_MASK, 0, marks=pytest.mark.slow),
+        pytest.param(128, problem.SPANS, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_degree_one_in_one_causal_sweep(dim: int, mask: int, most_stack: int) -> None:
+    """Nothing spills in a loop, and the softmax runs beside a product."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -399,24 +407,27 @@ def test_degree_one_in_one_causal_sweep(dim: int) -> None:
             **dict.fromkeys(("k_in", "v_in"), tiles.keys),
         }.items()
     }
-    types["counter"] = "*i32"
+    types |= {"counter": "*i32", "mask": "*i32"}
     constants = {
-        "D": dim, "TILE": tiles.keys, "STAGES": tiles.stages, "POWERS": 3, "KEEPS": dim == 128,
-        "group": 1,
+        "D": dim, "TILE": tiles.keys, "STAGES": tiles.stages, "POWERS": 3,
+        "KEEPS": dim == 128 and mask == problem.NO_MASK, "MASK": mask, "group": 1,
     }  # fmt: skip
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, types, constants, 4)
-    print(dim, usage)
-    assert "STACK:0 " in usage
+    print(dim, mask, usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= most_stack
     assert compiled.metadata.shared <= SHARED[90] * 1024
     # the next scores are waited for while a product is in flight, and the exponentials follow
-    # before that is waited for: in each warpgroup's loop, and in what follows it
-    ptx = compiled.asm["ptx"]
-    loops = re.findall(r"wgmma\.wait_group\.sync\.aligned 1;(.*?)wgmma\.wait_group", ptx, re.DOTALL)
+    # before that is waited for: in each warpgroup's loop, of which a last tile is not part
+    sass = disassembled(compiled.asm["cubin"])
+    wait = r"WARPGROUP\.DEPBAR"
+    loops = re.findall(rf"{wait}\.LE gsb0, 0x1 ;(.*?){wait}", sass, re.DOTALL)
     assert len(loops) == 4
-    assert sum(loop.count("ex2.approx") == tiles.keys // 2 + 2 for loop in loops) == 2
+    beside = [loop for loop in loops if loop.count("MUFU.EX2") == tiles.keys // 2 + 2]
+    assert len(beside) == 2
+    assert not any(re.search(r"\b(LDL|STL)\b", loop) for loop in beside)
     # as above
-    assert disassembled(compiled.asm["cubin"]).count("WARPGROUP.DEPBAR") <= 14
-    assert releases(ptx) == ["bar.sync", "bar.sync"]
+    assert len(re.findall(wait, sass)) <= 14
+    assert releases(compiled.asm["ptx"]) == ["bar.sync", "bar.sync"]
 
 
 def releases(ptx: str) -> list[str]:
@@ -556,9 +567,10 @@ def compile_backward(
 @pytest.mark.skipif(
     eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
 )
+@pytest.mark.parametrize("mask", [problem.NO_MASK, problem.SPANS])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", degree_one_path.KERNELS)
-def test_degree_one_for_hopper(name: str, dim: int) -> None:
+def test_degree_one_for_hopper(name: str, dim: int, mask: int) -> None:
     """Nothing spills, narrow programs share a multiprocessor, and products run beside the rest."""
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -576,10 +588,11 @@ def test_degree_one_for_hopper(name: str, dim: int) -> None:
             described[argument] = f"tensordesc<{number}{list(block)},{layout!r}>"
     constants = {
         "D": dim, "BM": tiles.rows, "BN": tiles.cols, "CAUSAL": True,
-        "POWERS": 3, "group": 1,
+        "POWERS": 3, "MASK": mask, "group": 1,
     }  # fmt: skip
+    described["mask"] = "*i32"
     compiled, usage = compile_for(HOPPER, GluonASTSource, kernel, described, constants, tiles.warps)
-    print(name, usage)
+    print(name, mask, usage)
     assert "STACK:0 " in usage
     together = 3 if dim == 64 else 2
     registers = int(re.search(r"REG:(\d+)", usage)[1]) * tiles.warps * 32

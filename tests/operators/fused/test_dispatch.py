@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from gfsa.operators import AttentionCall, Visibility
-from gfsa.operators.fused import autograd, degree_one_attention, eligibility
+from gfsa.operators.fused import autograd, degree_one_attention, eligibility, operator
 from gfsa.operators.fused.dispatch import backward_path, forward_path
 from gfsa.operators.fused.hopper import backward_path as hopper_backward
 from gfsa.operators.fused.long import cudnn_backward
@@ -207,6 +207,37 @@ def test_packed_documents_go_to_kernels_of_any_length(
     assert backward_path(q, q, q, spans, Options(0.1, True)) is backward
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "options", "kernels"),
+    [
+        (64, {}, "filter_once"),
+        (128, {}, "filter_once"),
+        (80, {}, "filter_attention"),
+        (64, {"dropout_p": 0.1}, "filter_attention"),
+        (64, {"scale": -0.3}, "filter_attention"),
+    ],
+)
+def test_packed_documents_of_degree_one(
+    head_dim: int, options: dict[str, Any], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass where it serves, else the kernels of degree 2; never torch's attention."""
+    taken = []
+
+    def taking(name: str) -> Any:
+        def take(q: torch.Tensor, k: object, v: object, coeffs: torch.Tensor, *_: object) -> Any:
+            taken.append((name, coeffs.shape[1]))
+            return q
+
+        return take
+
+    for name in ("filter_once", "filter_attention"):
+        monkeypatch.setattr(operator, name, taking(name))
+    q = torch.zeros(1, 2, 300, head_dim, dtype=torch.bfloat16)
+    call = AttentionCall(q, q, visible=Visibility.packed(torch.tensor([0, 40]), 300), **options)
+    FusedOperator(call).polynomial(torch.ones(2, 2), q)
+    assert taken == [(kernels, 2 if kernels == "filter_once" else 3)]
+
+
 def test_each_stride_of_64_bits_has_code_of_its_own() -> None:
     """Code whose first stride has 64 bits, the second 32, would cut a second one of 64."""
     q = torch.empty(2, 2, 16, 16, dtype=torch.bfloat16)
@@ -262,7 +293,7 @@ def test_nothing_is_kept_for_a_gradient_that_will_not_come(
         kept.append(others[-1])
         return q.clone(), q.new_empty(0), q.new_empty(0)
 
-    monkeypatch.setattr(eligibility, "leaves_gradient_to_cudnn", lambda q: True)
+    monkeypatch.setattr(eligibility, "leaves_gradient_to_cudnn", lambda q, mask: True)
     monkeypatch.setattr(degree_one_attention, "_run", run)
     q = torch.zeros(1, 2, 8, 16, requires_grad=True)
     given = (q, q, q, torch.ones(2, 2), None, Options(0.1, True))

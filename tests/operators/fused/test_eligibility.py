@@ -66,6 +66,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 KEYS = torch.ones(2, 1, 1, 300, dtype=torch.bool)
+SPANS = torch.zeros(1, 2, 2048, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ PACKED = Visibility.packed(torch.tensor([0, 10, 100]), 100)
 @pytest.mark.parametrize(
     ("visible", "degree", "reason"),
     [
-        (PACKED, 1, "degree 1 take neither windows nor documents"),
+        (Visibility(window=8), 1, "queries see later tokens"),
         (Visibility(window=8), 2, "queries see later tokens"),
         (Visibility(causal=True, documents=PACKED.documents), 2, "in_order is False"),
     ],
@@ -106,17 +107,20 @@ def test_refused_descriptions(visible: Visibility, degree: int, reason: str) -> 
         choice.choose("fused", *call(2, 4, 100, 64, visible=visible, degree=degree))
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("visible", [PACKED, Visibility(causal=True, window=8)])
 def test_windows_and_documents_where_they_are_measured(
-    visible: Visibility, monkeypatch: pytest.MonkeyPatch
+    visible: Visibility, compiling: bool, degree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for head_dim in (64, 128):
-        asked = call(1, 4, 8192, head_dim, visible=visible)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    for length, head_dim in ((300, 64), (8192, 80), (8192, 128), (40000, 128)):
+        asked = call(1, 4, length, head_dim, visible=visible, degree=degree)
         assert choice.choose("auto", *asked).backend == "fused"
-    short = call(2, 4, 100, 64, visible=visible)
+    short = call(2, 4, 100, 64, visible=visible, degree=degree)
     assert "rows of more than 256 tokens" in choice.choose("auto", *short).reason
     assert choice.choose("fused", *short).backend == "fused"
-    dropped = call(1, 4, 8192, 64, visible=visible, dropout_p=0.1)
+    dropped = call(1, 4, 8192, 64, visible=visible, dropout_p=0.1, degree=degree)
     assert "measured without dropout" in choice.choose("auto", *dropped).reason
     monkeypatch.setattr(eligibility, "capability", lambda device: (10, 0))
     assert "gfsa tune measures neither windows" in choice.choose("auto", *asked).reason
@@ -206,6 +210,8 @@ def test_wide_heads_need_shared_memory(
     refusal = eligibility.refusal(*call(2, 4, 300, 128))
     assert refusal is None if taken else "99 KiB" in refusal
     assert eligibility.refusal(*call(2, 4, 300, 128, degree=1)) is None
+    packed = eligibility.refusal(*call(2, 4, 300, 128, degree=1, visible=PACKED))
+    assert packed is None if taken else "windows and documents" in packed
 
 
 @pytest.mark.parametrize(
@@ -365,6 +371,8 @@ def test_degree_one_compiled_is_one_pass_where_that_was_measured(
         (128, None, (9, 0), None),
         (96, None, (9, 0), "head dims of (64, 128), got 96"),
         (64, KEYS, (9, 0), "no mask but causality"),
+        (128, SPANS, (9, 0), None),
+        (64, SPANS, (8, 0), "Hopper"),
         (64, None, (8, 0), "Hopper"),
     ],
 )
@@ -409,15 +417,43 @@ def test_wide_heads_of_degree_one(
     assert choice.choose("auto", *call(2, 4, length, head_dim, degree=1)).backend == "fused"
 
 
+@pytest.mark.parametrize(
+    ("length", "head_dim", "options", "serves"),
+    [
+        (2048, 64, {}, True),
+        # of any length
+        (50, 64, {}, True),
+        (300, 128, {}, True),
+        (40000, 128, {}, True),
+        # the kernels of degree 2 serve these
+        (2048, 80, {}, False),
+        (2048, 32, {}, False),
+        (2048, 64, {"dropout_p": 0.1}, False),
+        (2048, 64, {"scale": -0.1}, False),
+    ],
+)
+def test_spans_in_one_pass(
+    length: int, head_dim: int, options: dict[str, Any], serves: bool
+) -> None:
+    spans = torch.zeros(1, 2, length, dtype=torch.int32)
+    asked = {"scale": None, "dropout_p": 0.0, **options}
+    q = OnHopper(2, 4, length, head_dim)
+    assert eligibility.one_pass_is_fastest(q, spans, **asked, is_causal=True) is serves
+
+
 def test_cudnns_gradient_for_long_rows_of_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is absent or turned off, or every run has to give the same bits."""
-    by_cudnn = eligibility.leaves_gradient_to_cudnn
+
+    def by_cudnn(q: Any, mask: Any = None) -> bool:
+        return eligibility.leaves_gradient_to_cudnn(q, mask)
+
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     assert not by_cudnn(OnHopper(2, 4, 8192, 128))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     with torch.backends.cudnn.flags(enabled=False):
         assert not by_cudnn(OnHopper(2, 4, 8192, 128))
     assert by_cudnn(OnHopper(2, 4, 8192, 128))
+    assert not by_cudnn(OnHopper(2, 4, 8192, 128), SPANS)
     assert not by_cudnn(OnHopper(2, 4, 4096, 128))
     assert not by_cudnn(OnHopper(2, 4, 8192, 64))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

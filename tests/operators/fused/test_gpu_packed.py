@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +13,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
+from gfsa.filters import GFSA
 from gfsa.functional import graph_filter_attention
 from gfsa.operators import AttentionOperator, Visibility
+from gfsa.operators.choice import Backend
+from gfsa.operators.fused import degree_one_attention
+from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.sweep import degree_one_path as sweep_once
 from support.fused_cases import NAMES, error
 from support.packed_cases import Packed, assert_as_exact_as_attention, run
 
@@ -44,12 +52,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("packed", CASES, ids=str)
+# in one pass, and by the kernels of degree 2: other head dims, dropout, a negative scale
+DEGREE_ONE = [
+    *(dataclasses.replace(packed, degree=1) for packed in CASES),
+    on_gpu([1] * 100 + [63, 65, 127, 129, 16], head_dim=128, degree=1),
+    on_gpu([1024], window=1, degree=1),
+    # longer than what one pass takes without documents
+    on_gpu([*MIXED, 1000], key_heads=1, window=2000, degree=1),
+]
+
+
+@pytest.mark.parametrize("packed", [*CASES, *DEGREE_ONE], ids=str)
 def test_as_exact_as_attention(packed: Packed) -> None:
     assert_as_exact_as_attention(packed)
 
 
-@pytest.mark.parametrize("packed", [CASES[0], CASES[3], CASES[12]], ids=str)
+REPEATED = [CASES[0], CASES[3], CASES[12]]
+REPEATED += [dataclasses.replace(packed, degree=1) for packed in REPEATED]
+
+
+@pytest.mark.parametrize("packed", REPEATED, ids=str)
 def test_the_same_bits_again(packed: Packed) -> None:
     """Also of launches that bypass Triton's launcher, from the second call on."""
     results = []
@@ -63,8 +85,9 @@ def test_the_same_bits_again(packed: Packed) -> None:
 
 @pytest.mark.parametrize("heads", [2, pytest.param(12, id="one sweep")])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_documents_are_documents_alone(head_dim: int, heads: int) -> None:
-    packed = on_gpu(MIXED, head_dim=head_dim, heads=heads)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_packed_documents_are_documents_alone(degree: int, head_dim: int, heads: int) -> None:
+    packed = on_gpu(MIXED, head_dim=head_dim, heads=heads, degree=degree)
     q, k, v, coeffs, g = packed.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     together = AttentionOperator(q, k, visible=packed.visible(), backend="fused")
@@ -79,9 +102,10 @@ def test_packed_documents_are_documents_alone(head_dim: int, heads: int) -> None
         assert error(mine, other) <= 0.02, name
 
 
-def test_memory_is_linear_in_the_length() -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_memory_is_linear_in_the_length(degree: int) -> None:
     """A bool mask of all queries and keys alone would take 64 MiB."""
-    packed = on_gpu(MIXED)
+    packed = on_gpu(MIXED, degree=degree)
     q, k, v, coeffs, g = packed.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
 
@@ -106,9 +130,10 @@ def step_of(documents: Tensor, inputs: list[Tensor], g: Tensor) -> list[Tensor]:
     return [y, *torch.autograd.grad(y, inputs, g)]
 
 
-def test_captured_in_a_graph() -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_captured_in_a_graph(degree: int) -> None:
     """Replays see the documents that the caller has written since."""
-    first, second = on_gpu([200, 312]), on_gpu([400, 50, 62])
+    first, second = on_gpu([200, 312], degree=degree), on_gpu([400, 50, 62])
     q, k, v, coeffs, g = first.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     documents = first.visible().documents
@@ -126,8 +151,9 @@ def test_captured_in_a_graph() -> None:
             assert torch.equal(x, y), name
 
 
-def test_compiled_whole() -> None:
-    packed = on_gpu([200, 312])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_compiled_whole(degree: int) -> None:
+    packed = on_gpu([200, 312], degree=degree)
     q, k, v, coeffs, g = packed.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
 
@@ -144,3 +170,59 @@ def test_compiled_whole() -> None:
         torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
     ):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fused"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_degree_one_is_one_pass(
+    head_dim: int, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A filter's learned numbers too, whose gradient is that of torch's attention by rows."""
+    packed = on_gpu(MIXED, head_dim=head_dim, heads=4, key_heads=2, degree=1)
+    q, k, v, _, g = packed.tensors()
+    layer = GFSA(4, K=None, w0=0.3, w1=0.8).cuda()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    taken, run_once = [], degree_one_attention._run
+
+    def note(*args: Any) -> Any:
+        taken.append(args[4])
+        return run_once(*args)
+
+    monkeypatch.setattr(degree_one_attention, "_run", note)
+    results = []
+    for name in (backend, "sdpa"):
+        operator = AttentionOperator(q, k, visible=packed.visible(), enable_gqa=True, backend=name)
+        y = layer(operator, v)
+        results.append([y, *torch.autograd.grad(y, [*inputs, layer.theta], g)])
+    assert [mask.dtype for mask in taken] == [torch.int32]
+    for name, mine, other in zip(NAMES, *results, strict=True):
+        assert error(mine, other) <= 0.02, name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("programs", "span"), [(1, 128), (2, 1), (7, 5), (1000, 128), (1000, 1)])
+def test_degree_one_by_any_number_of_programs(
+    programs: int, span: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = on_gpu(
+        *([300, 1, 1, 698, 100], [50] * 22),
+        heads=6, key_heads=2, head_dim=head_dim, window=400, degree=1,
+    )  # fmt: skip
+    q, k, v, coeffs, _ = packed.tensors()
+    spans, options = packed.visible().spans(packed.length, q.device), Options(0.1, True)
+    with torch.no_grad():
+        expected = degree_one_attention.filter_once(q, k, v, coeffs, spans, options)
+        sweep_once._launch.cache_clear()
+        monkeypatch.setattr(sweep_once, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(sweep_once, "heads_at_a_time", lambda problem: span)
+        got = degree_one_attention.filter_once(q, k, v, coeffs, spans, options)
+    sweep_once._launch.cache_clear()
+    assert torch.equal(got, expected)
+
+
+def test_degree_one_registration() -> None:
+    packed = on_gpu([200, 312], degree=1)
+    q, k, v, coeffs, _ = packed.tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    spans = packed.visible().spans(packed.length, q.device)
+    torch.library.opcheck(degree_one_attention.forward, (*inputs, spans, True, 0.125, False))

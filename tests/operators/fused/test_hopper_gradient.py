@@ -17,6 +17,7 @@ from gfsa.operators.fused.hopper import backward_path
 from gfsa.operators.fused.problem import KEY_MASK, NO_MASK, SPANS, Options, Problem
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
+from support.packed_cases import packed
 
 ROOM = "gfsa.operators.fused"
 DIM, SCALE = 16, 0.3
@@ -144,13 +145,6 @@ def run(
     else:
         launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask")
     return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
-
-
-def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
-    """Documents of these lengths, row by row."""
-    numbers = [np.repeat(np.arange(len(row)), row) for row in rows]
-    documents = torch.from_numpy(np.stack(numbers))[:, None]
-    return Visibility(causal=True, window=window, documents=documents, in_order=True)
 
 
 def padded(lengths: Sequence[int], causal: bool = False) -> Visibility:

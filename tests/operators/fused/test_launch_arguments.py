@@ -12,10 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gfsa.operators import Visibility
-from gfsa.operators.fused import eligibility
+from gfsa.operators.fused import degree_one_launch, eligibility
 from gfsa.operators.fused.hopper import backward_path as hopper
+from gfsa.operators.fused.hopper import degree_one_path as hopper_once
 from gfsa.operators.fused.launcher import Launch
 from gfsa.operators.fused.problem import Options, Saved
+from gfsa.operators.fused.sweep import degree_one_path as sweep_once
 from gfsa.operators.fused.sweep import launch as sweep
 
 if eligibility.TRITON not in eligibility.SHORT_TRITON:
@@ -24,6 +26,7 @@ if eligibility.TRITON not in eligibility.SHORT_TRITON:
 SCALE, HEADS, TOKENS = 0.1, 4, 2048
 TOKEN_NAMES = {"out", "u_out", "du_out", "dk_out", "dv_out", "dq_out"}
 INTEGERS = {"flags", "spans", "plan"}
+COUNTERS = {"flags", "counter"}
 
 
 @pytest.fixture
@@ -40,8 +43,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Launch, dic
         taken.append((self, dict(zip(names, (*given, *self.constants), strict=True))))
 
     monkeypatch.setattr(Launch, "__call__", record)
-    monkeypatch.setattr(sweep, "multiprocessors", lambda device: 132)
-    caches = (sweep._launch, sweep._plan, hopper._launches)
+    for module in (sweep, sweep_once):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    caches = (
+        *(sweep._launch, sweep._plan, sweep_once._launch),
+        *(hopper._launches, hopper_once._launch),
+    )
     for cache in caches:
         cache.cache_clear()
     yield taken
@@ -85,7 +92,7 @@ def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> Non
         elif argument in ("mask", "plan"):
             continue
         else:
-            expected = torch.int32 if argument == "flags" else torch.float32
+            expected = torch.int32 if argument in COUNTERS else torch.float32
         assert x.dtype == expected, (name, argument)
     known = {"heads": HEADS, "n": TOKENS, "scale": SCALE, "total": 2 * HEADS}
     for argument, expected in known.items():
@@ -150,3 +157,29 @@ def test_the_gradient_for_hopper(
     else:
         assert queries["delta_in"] is first["delta_out"]
         assert queries["du_rows"] is first["du_rows"]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["causal", "spans"])
+def test_degree_one(
+    launched: list[Any], kind: str, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
+    mask, options = seen_by(kind), Options(SCALE, True)
+    q, g, k, v = (tokens(heads, dim) for heads in (HEADS, HEADS, 2, 2))
+    coeffs = torch.zeros(HEADS, 2)
+    out, u, lse = degree_one_launch.forward(q, k, v, coeffs, mask, options)
+    assert not u.numel()
+    dq, dk, dv, _ = degree_one_launch.backward(g, q, k, v, out, u, lse, coeffs, mask, options)
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+    by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
+    assert [*by_name][:3] == ["attend_sweep", "grad_queries_one", "grad_keys_one"]
+    for launch, arguments in launched:
+        check(launch, arguments, mask)
+    attend, queries, keys = [*by_name.values()][:3]
+    assert (attend["out_io"] is out, attend["lse_out"] is lse) == (True, True)
+    assert queries["delta_out"] is keys["delta_cols"]
+    for given in (attend, queries, keys):
+        assert given["MASK"] == (0 if mask is None else 3)
+        assert given["mask_b"] == (0 if mask is None else 2 * TOKENS)
+        assert given["POWERS"] == 2

@@ -95,8 +95,9 @@ def test_a_compiled_model_keeps_the_kernels_in_its_graph(
     assert found.count("gfsa.filter_attention_backward.default") == 2
 
 
+@pytest.mark.parametrize("K", [3, None])
 def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
-    monkeypatch: pytest.MonkeyPatch,
+    K: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window and documents of 4, 2 and 3 tokens: both layers get the same few numbers."""
     sizes = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
@@ -108,7 +109,7 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
         sliding_window=3,
     )
     model = transformers.MistralModel(config).train()
-    gfsa.plug(model)
+    gfsa.plug(model, K=K)
     masks: list[torch.Tensor] = []
     attend = operator.filter_attention
 
@@ -129,3 +130,38 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
     first, last = [0, 0, 0, 1, 4, 4, 6, 6, 6], [2, 3, 3, 3, 5, 5, 8, 8, 8]
     assert masks[0].tolist() == [[first, last]]
     assert masks[1] is masks[0]
+
+
+@pytest.mark.parametrize(("K", "name"), [(3, "filter_attention"), (None, "filter_once")])
+def test_a_compiled_window_is_in_the_kernels(
+    K: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What auto chooses on a Hopper GPU: no mask by rows beside torch's attention."""
+    sizes = {key: SMALL[key] for key in ("intermediate_size", "vocab_size")}
+    config = transformers.MistralConfig(
+        **sizes,
+        hidden_size=128,
+        head_dim=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=100,
+    )
+    model = transformers.MistralModel(config).train()
+    gfsa.plug(model, K=K)
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    capability = eligibility.capability
+    with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
+        monkeypatch.setattr(eligibility, "capability", capability)
+        monkeypatch.setattr(eligibility, "_capability", lambda device: (9, 0))
+        compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+        ids = torch.randint(3, 50, (2, 304))
+        compiled(input_ids=ids, use_cache=False).last_hidden_state.float().sum().backward()
+    kernels = [target for target in found if target.startswith("gfsa.")]
+    assert kernels == [f"gfsa.{name}.default", f"gfsa.{name}_backward.default"]
+    assert not any("scaled_dot" in target for target in found)

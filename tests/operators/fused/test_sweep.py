@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from gfsa.operators.fused.sweep import launch as sweep
 from gfsa.operators.fused.sweep import plan
 from support import gluon_on_cpu
 from support.gluon_on_cpu import Descriptor, Number, Pointer
+from support.packed_cases import packed
 from support.sweep_plan import plan_of
 
 ROOM = "gfsa.operators.fused.sweep"
@@ -125,13 +126,6 @@ def test_the_filter(kernels: list[Any], shape: tuple[int, ...], parts: int, stag
     *_, forward = kernels
     for got, expected in run(forward.filter_sweep, *shape, parts, stages=stages):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
-
-
-def packed(*rows: Sequence[int], window: int | None = None) -> Visibility:
-    """Documents of these lengths, row by row."""
-    numbers = [np.repeat(np.arange(len(row)), row) for row in rows]
-    documents = torch.from_numpy(np.stack(numbers))[:, None]
-    return Visibility(causal=True, window=window, documents=documents, in_order=True)
 
 
 @STAGES

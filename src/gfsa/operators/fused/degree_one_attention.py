@@ -30,7 +30,8 @@ def filter_once(
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
         coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
             :func:`~gfsa.operators.fused.coefficients.takes` accepts them.
-        mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part.
+        mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part; or spans with causality, see
+            :func:`~gfsa.operators.fused.problem.are_spans`.
     """
     learned: Coefficients | None = None
     if isinstance(coeffs, Coefficients):
@@ -38,7 +39,7 @@ def filter_once(
     else:
         numbers = coeffs
     # without a gradient to come, A·V is neither written nor kept
-    keeps = torch.is_grad_enabled() and eligibility.leaves_gradient_to_cudnn(q)
+    keeps = torch.is_grad_enabled() and eligibility.leaves_gradient_to_cudnn(q, mask)
     if learned is None and needs_registered_operator(q):
         return forward(q, k, v, numbers, mask, options.is_causal, options.scale, keeps)[0]
     if torch.is_grad_enabled():

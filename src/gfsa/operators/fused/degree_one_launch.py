@@ -68,14 +68,15 @@ def forward(
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``; all of layouts that
             :func:`~gfsa.operators.fused.layout.copyable_by_tile` gives.
         coeffs: ``(H, 2)`` or ``(H, 3)``, float32, contiguous.
-        mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part.
+        mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part; or spans with causality, see
+            :func:`~gfsa.operators.fused.problem.are_spans`.
         keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
             it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
     """
     u = empty_like(q) if keeps else q.new_empty(0)
     lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
     if keeps or eligibility.refusal_by_sweep_once(q, mask, options.is_causal) is None:
-        out = sweep.forward(q, k, v, coeffs, options, lse, u if keeps else None)
+        out = sweep.forward(q, k, v, coeffs, mask, options, lse, u if keeps else None)
         return out, u, lse
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     out = empty_like(q)
@@ -101,7 +102,7 @@ def backward(
     if u.numel():
         return wide.backward(g, q, k, v, u, lse, coeffs, options)
     if hopper.serves(q, mask):
-        return hopper.backward(g, q, k, v, out, lse, coeffs, options)
+        return hopper.backward(g, q, k, v, out, lse, coeffs, mask, options)
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     mask_bytes, _ = pointers(mask, None, unused=q)
     delta, dq = torch.empty_like(lse), empty_like(q)

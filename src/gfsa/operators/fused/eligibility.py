@@ -13,6 +13,7 @@ from torch import Tensor
 from gfsa.operators.base import Coefficients
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.fused import tuned
+from gfsa.operators.fused.problem import are_spans
 from gfsa.operators.visibility import refusal_of_spans
 
 
@@ -90,8 +91,8 @@ def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
     return (
         _refusal_of_device(call.q)
         or _refusal_of_tokens(call.q, v)
-        or _refusal_of_options(call, degree)
-        or _refusal_of_wide_heads(call.q, degree)
+        or _refusal_of_options(call)
+        or _refusal_of_wide_heads(call, degree)
     )
 
 
@@ -220,7 +221,13 @@ def _refusal_of_device_by_gluon(q: Tensor) -> str | None:
 def one_pass_is_fastest(
     q: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float, is_causal: bool = False
 ) -> bool:
-    """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements."""
+    """Whether the one-pass kernels are the fastest of degree 1 for a call, by measurements.
+
+    With spans they are wherever they serve: the others are those of degree 2, whose second power
+    counts for nothing.
+    """
+    if are_spans(mask):
+        return refusal_by_one_pass(q, mask, scale, dropout_p, is_causal) is None
     length, head_dim = q.shape[2:]
     if length < ONE_PASS_SHORTEST or head_dim < ONE_PASS_NARROWEST:
         return False
@@ -241,6 +248,9 @@ def refusal_by_one_pass(
         return "they have no dropout"
     if scale is not None and scale <= 0.0:
         return "they take positive scales only"
+    if are_spans(mask):
+        refusal = refusal_by_sweep_once(q, mask, is_causal)
+        return None if refusal is None else f"they take spans in one sweep only: {refusal}"
     if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
         return "they take bool masks of keys only"
     if q.shape[3] > ONE_PASS_WIDEST:
@@ -250,12 +260,13 @@ def refusal_by_one_pass(
     return None
 
 
-def leaves_gradient_to_cudnn(q: Tensor) -> bool:
+def leaves_gradient_to_cudnn(q: Tensor, mask: Tensor | None) -> bool:
     """Whether one pass saves ``A·V`` for cuDNN's gradient, the fastest of long rows of wide heads.
 
-    Its five products outweigh what is done around it there; own kernels take seven.
+    Its five products outweigh what is done around it there; own kernels take seven. It takes no
+    spans.
     """
-    if q.shape[3] <= ONE_PASS_WIDEST or q.shape[2] < CUDNN_ONCE_FROM:
+    if mask is not None or q.shape[3] <= ONE_PASS_WIDEST or q.shape[2] < CUDNN_ONCE_FROM:
         return False
     return cudnn_attention_is_on()
 
@@ -264,7 +275,7 @@ def refusal_by_sweep_once(q: Tensor, mask: Tensor | None, is_causal: bool) -> st
     """Why one causal sweep does not serve the forward of a call that one pass serves, or None."""
     if not is_causal:
         return "it takes causal calls only"
-    if q.shape[2] < SWEEP_ONCE_FROM:
+    if q.shape[2] < SWEEP_ONCE_FROM and not are_spans(mask):
         return f"it takes {SWEEP_ONCE_FROM} tokens or more, got {q.shape[2]}"
     return refusal_by_hopper_once(q, mask)
 
@@ -287,8 +298,8 @@ def refusal_by_hopper_once(q: Tensor, mask: Tensor | None) -> str | None:
 
     They are written in Gluon, as the short kernels are; Triton's serve what they refuse.
     """
-    if mask is not None:
-        return "they take no mask but causality"
+    if mask is not None and not are_spans(mask):
+        return "they take no mask but causality and spans"
     if q.shape[3] not in HOPPER_ONCE_HEAD_DIMS:
         return f"they take head dims of {HOPPER_ONCE_HEAD_DIMS}, got {q.shape[3]}"
     return _refusal_of_device_by_gluon(q)
@@ -413,27 +424,29 @@ def _refusal_of_tokens(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _refusal_of_wide_heads(q: Tensor, degree: int) -> str | None:
-    """The gradient of degree 2 holds tiles of 145 KiB at a head dim of 128."""
-    if degree == 1 or q.shape[-1] <= SHORT_HEAD_DIM:
+def _refusal_of_wide_heads(call: AttentionCall, degree: int) -> str | None:
+    """The gradient of degree 2 holds tiles of 145 KiB at a head dim of 128.
+
+    Filters of degree 1 take it with windows and documents alone.
+    """
+    q = call.q
+    if (degree == 1 and call.visible is None) or q.shape[-1] <= SHORT_HEAD_DIM:
         return None
     major, minor = capability(q.device)
     # 99 KiB a program, by the table of compute capabilities in CUDA's programming guide
     if major == 12 or (major == 8 and minor in (6, 9)):
         return (
-            f"the fused kernels of degree 2 take head dims up to {SHORT_HEAD_DIM} on GPUs with "
-            f"99 KiB of shared memory a program, as this one of compute capability "
-            f"{major}.{minor}, got {q.shape[-1]}"
+            "the fused kernels of degree 2, and of windows and documents, take head dims up to "
+            f"{SHORT_HEAD_DIM} on GPUs with 99 KiB of shared memory a program, as this one of "
+            f"compute capability {major}.{minor}, got {q.shape[-1]}"
         )
     return None
 
 
-def _refusal_of_options(call: AttentionCall, degree: int) -> str | None:
+def _refusal_of_options(call: AttentionCall) -> str | None:
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return "the fused kernels take bool masks, not additive ones"
     if call.visible is not None:
-        if degree == 1:
-            return "the fused kernels of degree 1 take neither windows nor documents"
         refusal = refusal_of_spans(call.visible)
         if refusal is not None:
             return f"the fused kernels take causal windows and documents alone, here {refusal}"

@@ -19,7 +19,7 @@ from gfsa.operators.fused.eligibility import (
     one_pass_is_fastest,
     refusal_by_short,
 )
-from gfsa.operators.fused.problem import Options
+from gfsa.operators.fused.problem import Options, are_spans
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 
@@ -31,8 +31,9 @@ class FusedOperator(Operator):
     made; besides what attention saves for its backward pass, ``A·V`` is saved.
 
     A filter of degree 1 is one pass with the combination at its end, which saves nothing more than
-    attention; shorter sequences take the kernels of degree 2, and calls that neither serves run
-    torch's attention with one launch each way around it.
+    attention; shorter sequences, and windows and documents that one pass refuses, take the kernels
+    of degree 2 with c2 = 0, and calls that neither serves run torch's attention with one launch
+    each way around it.
 
     Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
     """
@@ -76,7 +77,9 @@ class FusedOperator(Operator):
             scale, is_causal, dropout_p = self.options
             if one_pass_is_fastest(q, self.mask, scale, dropout_p, is_causal):
                 return filter_once(q, k, v, coeffs, self.mask, self.options)
-            if refusal_by_short(q, self.mask, self.options.scale) is not None:
+            # torch's attention has no kernel for spans: it would write masks
+            by_short = refusal_by_short(q, self.mask, self.options.scale) is None
+            if not by_short and not are_spans(self.mask):
                 return combine_degree_one(v, self.apply(v), coeffs)
             if not isinstance(coeffs, Coefficients):
                 coeffs = torch.nn.functional.pad(coeffs, (0, 1))

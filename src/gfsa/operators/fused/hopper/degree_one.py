@@ -6,6 +6,10 @@ three for dQ, four for dK and dV.
 
 Logsumexps are to base 2, infinite beyond the last query, and have a multiple of 16 numbers a head,
 as those of the forward pass in ``degree_one_kernels.py``. Rows beyond the last token read as zeros.
+
+With spans (documents, windows; see :func:`gfsa.operators.fused.problem.are_spans`) a loop begins at
+the first key that the block's first query sees, or ends at the last query that its last key is seen
+by.
 """
 
 # ruff: noqa: SIM102 - Gluon compiles a subset of Python
@@ -22,13 +26,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gfsa.operators.fused.hopper.tiles import LOG2E, barriers, tile_of, vector_of
+from gfsa.operators.fused.hopper.tiles import (
+    LOG2E,
+    SPANS,
+    barriers,
+    hide_queries,
+    queries_of_keys,
+    tile_of,
+    vector_of,
+)
 from gfsa.operators.fused.short.tiles import product_layout
 
 # compiled code must not depend on these numbers, nor on the alignment of these tensors
 JIT_OPTIONS = {
-    "do_not_specialize": ["heads"],
-    "do_not_specialize_on_alignment": ["coeffs", "dc_out"],
+    "do_not_specialize": ["heads", "mask_b"],
+    "do_not_specialize_on_alignment": ["coeffs", "dc_out", "mask"],
 }
 
 
@@ -47,10 +59,10 @@ def _load_keys(
 @gluon.jit(**JIT_OPTIONS)
 def grad_queries_one(
     k_cols, v_cols, q_rows, g_rows, v_rows, out_rows, dq_rows,
-    delta_out, lse_in, coeffs,
-    heads, group, n, scale,
+    delta_out, lse_in, coeffs, mask,
+    heads, group, n, scale, mask_b,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    POWERS: gl.constexpr,
+    POWERS: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """``dQ = dS·K·scale`` for BM queries, and their δ for the gradients of the keys."""
     W: gl.constexpr = gl.num_warps()
@@ -76,7 +88,15 @@ def grad_queries_one(
     end = n
     if CAUSAL:
         end = gl.minimum(row + BM, n)
-    steps = gl.cdiv(end, BN)
+    start = 0
+    i = row + gl.arange(0, BM, layout=ROWS)
+    if MASK == SPANS:
+        # first keys of the block's queries, and the latest of them
+        mask += b.to(gl.int64) * mask_b
+        first = gl.load(mask + i, mask=i < n, other=0)
+        latest = gl.load(mask + end - 1)
+        start = gl.load(mask + row) // BN * BN
+    steps = gl.cdiv(end - start, BN)
     # the output and V of these rows go where the keys and values of the second step will be
     gl.static_assert(BM == BN)
     outs = ks.index(1)
@@ -86,10 +106,9 @@ def grad_queries_one(
     tma.async_copy_global_to_shared(out_rows, [b, h, row, 0], bars.index(2), outs)
     tma.async_copy_global_to_shared(v_rows, [b, key_head, row, 0], bars.index(2), own)
     tma.async_copy_global_to_shared(q_rows, [b, h, row, 0], bars.index(2), qs)
-    _load_keys(k_cols, v_cols, ks, vs, bars, b, key_head, 0, 0, True, D, BN)
+    _load_keys(k_cols, v_cols, ks, vs, bars, b, key_head, start, 0, True, D, BN)
     c0 = gl.load(coeffs + h * POWERS)
     c1 = gl.load(coeffs + h * POWERS + 1)
-    i = row + gl.arange(0, BM, layout=ROWS)
     length = (n + 15) // 16 * 16
     at = bh.to(gl.int64) * length + i
     lse = gl.load(lse_in + at, mask=i < length, other=float("inf"))
@@ -107,7 +126,7 @@ def grad_queries_one(
     zero = gl.full([BM, BN], 0.0, gl.float32, SL)
     for step in range(steps):
         now = step % 2
-        col = step * BN
+        col = start + step * BN
         _load_keys(
             k_cols, v_cols, ks, vs, bars, b, key_head, col + BN, step + 1, step + 1 < steps, D, BN
         )
@@ -118,6 +137,10 @@ def grad_queries_one(
         da = warpgroup_mma(g, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - lse[:, None])
+        if MASK == SPANS:
+            if col < latest:
+                j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
+                p = gl.where(j[None, :] >= first[:, None], p, 0.0)
         if CAUSAL:
             if col + BN > row:
                 j = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
@@ -156,10 +179,10 @@ def _load_queries(
 @gluon.jit(**JIT_OPTIONS)
 def grad_keys_one(
     q_cols, g_cols, lse_cols, delta_cols, k_rows, v_rows, g_rows, dk_rows, dv_rows,
-    dc_out, coeffs,
-    heads, group, n, scale,
+    dc_out, coeffs, mask,
+    heads, group, n, scale, mask_b,
     D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CAUSAL: gl.constexpr,
-    POWERS: gl.constexpr,
+    POWERS: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the coefficients' gradients of BM keys, for one query head."""
     W: gl.constexpr = gl.num_warps()
@@ -180,10 +203,7 @@ def grad_keys_one(
     b = bh // heads
     h = bh % heads
     row = block * BM
-    start = 0
-    if CAUSAL:
-        start = row
-    steps = gl.cdiv(n - start, BN)
+    start, steps, earliest, mask = queries_of_keys(mask, b, row, n, mask_b, BM, BN, CAUSAL, MASK)
     mbarrier.expect(bars.index(2), 2 * BM * D * 2)
     tma.async_copy_global_to_shared(k_rows, [b, h // group, row, 0], bars.index(2), ks)
     tma.async_copy_global_to_shared(v_rows, [b, h // group, row, 0], bars.index(2), vs)
@@ -212,11 +232,7 @@ def grad_keys_one(
         da = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         p = gl.exp2(s * (scale * LOG2E) - vector_of(lss.index(now), BN, SL)[None, :])
-        if CAUSAL:
-            if col < row + BM:
-                i = col + gl.arange(0, BN, layout=gl.SliceLayout(0, SL))
-                j = row + gl.arange(0, BM, layout=gl.SliceLayout(1, SL))
-                p = gl.where(j[:, None] <= i[None, :], p, 0.0)
+        p = hide_queries(p, row, col, mask, earliest, n, CAUSAL, MASK)
         operand = gl.convert_layout(p.to(dt), PL)
         z = warpgroup_mma(operand, g, z, is_async=True)
         da = warpgroup_mma_wait(1, deps=[da])

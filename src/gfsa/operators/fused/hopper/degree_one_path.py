@@ -13,7 +13,7 @@ from gfsa.operators.fused.eligibility import refusal_by_hopper_once
 from gfsa.operators.fused.hopper.backward_path import Tiles, block_of, describe_tiles
 from gfsa.operators.fused.launcher import Kernel, Launch
 from gfsa.operators.fused.layout import empty_like, sum_groups
-from gfsa.operators.fused.problem import Options, Problem, problem_of
+from gfsa.operators.fused.problem import Options, Problem, pointers, problem_of
 
 KERNELS = ("grad_queries_one", "grad_keys_one")
 # at every head dim: with twice as many rows both kernels take longer (results/kernels.md)
@@ -33,18 +33,20 @@ def backward(
     out: Tensor,
     lse: Tensor,
     coeffs: Tensor,
+    mask: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`gfsa.operators.fused.degree_one_launch.backward`, without a mask."""
-    problem, powers = problem_of(q, k, None, options), coeffs.shape[1]
+    """As :func:`gfsa.operators.fused.degree_one_launch.backward`, with spans at most."""
+    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
+    spans, _ = pointers(mask, None, unused=q)
     delta, dq = torch.empty_like(lse), empty_like(q)
     queries = _launch("grad_queries_one", problem, powers)
-    queries((k, v, q, g, v, out, dq), delta, lse, coeffs)
+    queries((k, v, q, g, v, out, dq), delta, lse, coeffs, spans)
     # a row of k and v for each query head; heads that share keys are added up below
     dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
     keys = _launch("grad_keys_one", problem, powers)
     parts = coeffs.new_empty(problem.heads, 2, problem.batch * keys.grid[0])
-    keys((q, g, lse, delta, k, v, g, dk, dv), parts, coeffs)
+    keys((q, g, lse, delta, k, v, g, dk, dv), parts, coeffs, spans)
     return dq, sum_groups(dk, k), sum_groups(dv, v), parts
 
 
@@ -66,7 +68,7 @@ def _launch(name: str, problem: Problem, powers: int) -> Launch:
         (-(-problem.length // TILES.rows), problem.batch * problem.heads, 1),
         problem.variant,
         [block for argument in arguments if (block := block_of(argument, TILES, problem.head_dim))],
-        (problem.heads, problem.group, problem.length, scale),
-        (problem.head_dim, TILES.rows, TILES.cols, is_causal, powers),
+        (problem.heads, problem.group, problem.length, scale, problem.mask_strides[0]),
+        (problem.head_dim, TILES.rows, TILES.cols, is_causal, powers, problem.mask_kind),
         num_warps=TILES.warps,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from gfsa.operators.fused.hopper.backward_path import describe_tiles
 from gfsa.operators.fused.launcher import Kernel, Launch, multiprocessors
 from gfsa.operators.fused.layout import empty_like
-from gfsa.operators.fused.problem import Options, Problem, problem_of
+from gfsa.operators.fused.problem import Options, Problem, pointers, problem_of
 
 # queries of a block, and of one of its two warpgroups, as in the kernel
 ROWS = 128
@@ -33,14 +33,26 @@ TILES = Tiles(128, 2)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, options: Options, lse: Tensor, u: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    lse: Tensor,
+    u: Tensor | None,
 ) -> Tensor:
-    """The filter; ``lse`` and ``u`` are written, as the kernel's KEEPS says, if ``u`` is given."""
-    problem = problem_of(q, k, None, options)
+    """The filter; ``lse`` and ``u`` are written, as the kernel's KEEPS says, if ``u`` is given.
+
+    Args:
+        mask: spans at most, see :func:`~gfsa.operators.fused.problem.are_spans`.
+    """
+    problem = problem_of(q, k, mask, options)
+    spans, _ = pointers(mask, None, unused=q)
     out = empty_like(q)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     launch = _launch(problem, coeffs.shape[1], u is not None)
-    launch((q, k, v, out if u is None else u, out), lse, coeffs, counter)
+    launch((q, k, v, out if u is None else u, out), lse, coeffs, counter, spans)
     return out
 
 
@@ -68,8 +80,9 @@ def _launch(problem: Problem, powers: int, keeps: bool) -> Launch:
             problem.options.scale,
             blocks,
             heads_at_a_time(problem),
+            problem.mask_strides[0],
         ),
-        (dim, TILES.keys, TILES.stages, powers, keeps),
+        (dim, TILES.keys, TILES.stages, powers, keeps, problem.mask_kind),
         num_warps=4,
     )
 

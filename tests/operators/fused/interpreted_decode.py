@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
+from triton.runtime import interpreter
 
 import gfsa
 from gfsa.operators import Coefficients, DenseOperator
@@ -79,6 +80,64 @@ def test_the_new_row_of_the_dense_filter(
     torch.testing.assert_close(u[:, :, :length].double(), powers, atol=2e-6, rtol=2e-6)
     assert u[:, :, length:].isnan().all()
     assert held is None or held == length
+
+
+def token_in_cache(rows: int, length: int) -> Tensor:
+    """The kernel's y for one head of a cache with room for ``rows`` tokens, against dense."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, length, 8).unbind(0)
+    coeffs = torch.randn(1, 3)
+    # the dense formula's last row
+    exact = (q[:, :, -1:].double() @ k.double().mT * 8**-0.5).softmax(-1)
+    # powers of past tokens may be any: what the kernel adds up are rows of numbers
+    u = torch.randn_like(v)
+    first = exact @ v.double()
+    second = exact @ torch.cat([u[:, :, :-1].double(), first], 2)
+    c0, c1, c2 = coeffs.double()[0]
+    k, v, u = (F.pad(x, (0, 0, 0, rows - length), value=float("nan")) for x in (k, v, u))
+    u[:, :, length - 1] = float("nan")
+    count, held = torch.tensor(length), torch.tensor(length - 1)
+    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, None, count, held, 8**-0.5)
+    wanted = c0 * v[:, :, length - 1 : length].double() + c1 * first + c2 * second
+    torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(u[:, :, length - 1 : length].double(), first, atol=2e-6, rtol=2e-6)
+    assert u[:, :, length:].isnan().all()
+    assert held == length
+    return y
+
+
+@pytest.mark.parametrize(
+    ("rows", "length"),
+    [(131072, 1), (131072, 100), (131072, 8192), (131072, 8193), (9000, 9000)],
+)
+def test_a_cache_with_room_for_many_tokens(
+    rows: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_splits", lambda *_: kernels.MOST_SPLITS)
+    token_in_cache(rows, length)
+
+
+def test_programs_share_the_tokens_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short text in a long cache costs what it does in a short one, divided in the same way."""
+    monkeypatch.setattr(kernels, "_splits", lambda *_: 4)
+    builder = interpreter.interpreter_builder
+    load, loads = builder.create_masked_load, []
+
+    def counted(*arguments: Any) -> Any:
+        # of program 0, 1, …, which the interpreter runs one after another
+        loads[-1].append(builder.grid_idx[1])
+        return load(*arguments)
+
+    monkeypatch.setattr(builder, "create_masked_load", counted)
+    results = []
+    for rows in (128, 131072):
+        loads.append([])
+        results.append(token_in_cache(rows, 100))
+    assert torch.equal(*results)
+    assert loads[0] == loads[1]
+    # four tiles of 32 tokens: each program reads the length, q, and one tile of keys, values and
+    # powers; the last one reads all sums, the new token's value and the coefficients, too
+    assert [loads[1].count(program) for program in range(4)] == [5, 5, 5, 5 + 9]
 
 
 @pytest.mark.parametrize("by_head", [False, True])

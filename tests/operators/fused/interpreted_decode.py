@@ -330,6 +330,51 @@ def test_compiled_decoding_calls_one_operator_a_layer(monkeypatch: pytest.Monkey
     assert not any("attention" in name for name in called)
 
 
+@pytest.mark.parametrize("prompt", [1, 2, 4, 6], ids=lambda n: f"prompt of {n}")
+@pytest.mark.parametrize("way", ["eager", "decided once", "compiled"])
+def test_a_static_window_before_and_after_it_is_full(
+    prompt: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a window of 4 fill up, then move for each token; powers move with them."""
+    subject = model("mistral")
+    tokens = 12
+    ids = torch.randint(1, 32, (2, tokens))
+    padding = torch.ones_like(ids)
+    padding[0, 0] = 1 if prompt == 1 else 0
+    with torch.no_grad():
+        wanted = subject(ids, attention_mask=padding, use_cache=False).logits[:, prompt:]
+    launched: list[bool] = []
+    run = kernels._run
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        launched.append(arguments[8] is not None)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(kernels, "_run", counted)
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    if way == "decided once":
+        monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
+        monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+    step = subject
+    if way == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(subject, backend="aot_eager", fullgraph=True)
+    cache = transformers.StaticCache(config=subject.config, max_cache_len=tokens)
+    (layer,) = cache.layers
+    assert type(layer) is transformers.cache_utils.StaticSlidingWindowLayer
+    rows = []
+    with torch.no_grad():
+        mask = padding[:, :prompt]
+        subject(ids[:, :prompt], attention_mask=mask, past_key_values=cache)
+        for end in range(prompt + 1, tokens + 1):
+            token, position = ids[:, end - 1 : end], torch.full((2, 1), end - 1)
+            past = {"attention_mask": padding[:, :end], "past_key_values": cache}
+            rows.append(step(token, position_ids=position, **past).logits)
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-5, rtol=2e-5)
+    # the length is on the device until the window is full, and is the window's from then on
+    assert launched == [end <= 4 for end in range(prompt + 1, tokens + 1)]
+
+
 def model(kind: str, layers: int = 1) -> Any:
     torch.manual_seed(0)
     common = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -399,10 +444,6 @@ def test_generation_by_one_launch_a_layer_and_token(
     assert torch.equal(by_kernel.sequences, by_torch.sequences)
     for got, wanted in zip(by_kernel.scores, by_torch.scores, strict=True):
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
-    if cache == "static" and kind == "mistral":
-        # its rows move when it is full, before the powers of past tokens do
-        assert counts["kernel"] == 0
-        return
     # one layer; the first of three tokens is that of the prompt
     assert counts["kernel"] == 2
     monkeypatch.setattr(one_launch, "reason_for_sdpa_alone", lambda *_: None)
@@ -416,7 +457,8 @@ def test_generation_by_one_launch_a_layer_and_token(
 
 
 @pytest.mark.parametrize(
-    ("kind", "cache"), [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "dynamic")]
+    ("kind", "cache"),
+    [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "dynamic"), ("mistral", "static")],
 )
 def test_layers_share_the_decision_about_a_token(
     kind: str, cache: str, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,9 @@ def wait_until_quiet(sample: Callable[[], Sequence[float]]) -> None:
         times = sample()
         usual = min(usual, statistics.median(times))
         quiet = quiet + 1 if statistics.fmean(times) <= QUIET_RATIO * usual else 0
+        if not quiet:
+            # the other one ends sooner if it need not take turns
+            time.sleep(SETTLE_S)
 
 
 def _times_on_gpu() -> list[float]:

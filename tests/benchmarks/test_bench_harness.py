@@ -11,7 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from gfsa_benchmarks.case import Case, Setting, Shape, Variant
+from gfsa.operators.choice import Choice
+from gfsa_benchmarks import suites
+from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
 from gfsa_benchmarks.memory import MIB, peak_mib
 from gfsa_benchmarks.report import against_published, scaling, table
@@ -251,3 +253,48 @@ def test_a_captured_graph_keeps_the_tensors_of_its_work(monkeypatch):
     del replay
     gc.collect()
     assert tensor() is None
+
+
+def test_a_deterministic_variant_asks_torch_for_it_while_it_runs():
+    asked = torch.are_deterministic_algorithms_enabled
+
+    def fail():
+        assert asked()
+        raise RuntimeError("no such algorithm")
+
+    ordered = deterministic(Variant("gfsa deterministic", "fused", asked, fail))
+    assert (ordered.name, ordered.backend) == ("gfsa deterministic", "fused")
+    assert ordered.forward()
+    assert not asked()
+    with pytest.raises(RuntimeError, match="no such algorithm"):
+        ordered.step()
+    assert not asked()
+    assert deterministic(Variant("gfsa", "sdpa", asked, None)).step is None
+
+
+def test_fused_kernels_are_timed_where_they_take_the_call(monkeypatch):
+    """Whatever auto chooses, as masks of heads of 128 features."""
+    shape = Shape.parse("2x4/2x16x8:causal:padded")
+    names = [variant.name for variant in suite_called("ops").build(shape, CPU).variants]
+    assert "gfsa fused" not in names
+    asked = []
+    by_torch = suites.graph_filter_attention
+
+    def on_a_gpu(*tokens, backend, **options):
+        asked.append((backend, torch.are_deterministic_algorithms_enabled()))
+        return by_torch(*tokens, backend="auto" if backend == "fused" else backend, **options)
+
+    def chosen(*tokens, backend, **options):
+        return Choice("fused" if backend == "fused" else "sdpa", "")
+
+    monkeypatch.setattr(suites, "graph_filter_attention", on_a_gpu)
+    monkeypatch.setattr(suites, "which_backend", chosen)
+    case = suite_called("ops").build(shape, CPU)
+    named = {variant.name: variant for variant in case.variants}
+    assert list(named)[-3:] == ["gfsa fused", "gfsa deterministic", "published"]
+    for name, in_order in (("gfsa fused", False), ("gfsa deterministic", True)):
+        assert named[name].backend == "fused"
+        asked.clear()
+        torch.testing.assert_close(named[name].forward(), named["gfsa sdpa"].forward())
+        named[name].step()
+        assert asked == [("fused", in_order), ("sdpa", False), ("fused", in_order)]

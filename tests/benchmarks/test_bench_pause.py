@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from gfsa.cli import build
 from gfsa_benchmarks import pause
-from gfsa_benchmarks.pause import check_pausable, paused
+from gfsa_benchmarks.pause import QUIET_SAMPLES, check_pausable, paused, wait_until_quiet
 from gfsa_benchmarks.timing import interleaved
 
 # a process and one that it started, both of which do nothing for a minute
@@ -139,3 +139,64 @@ def test_the_command_takes_a_process(training, tmp_path):
     assert shown.exit_code == 0, shown.output
     assert list(tmp_path.iterdir())
     assert comes_true(lambda: not stands_still(training[0]))
+
+
+# times of kernels: alone, beside a process that takes turns, and beside one that slows them all
+ALONE = [1.0, 1.1, 0.9, 1.0] * 8
+TAKING_TURNS = [1.0] * 30 + [15.0, 17.0]
+SLOWED = [2.0] * 32
+
+
+class Samples:
+    """Gives samples one after another, the last one again and again."""
+
+    def __init__(self, *samples: list[float]) -> None:
+        self.samples = samples
+        self.taken = 0
+
+    def __call__(self) -> list[float]:
+        self.taken += 1
+        return self.samples[min(self.taken, len(self.samples)) - 1]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        [TAKING_TURNS] * 3,
+        [ALONE, TAKING_TURNS, ALONE, ALONE, TAKING_TURNS],
+        [ALONE, SLOWED, SLOWED],
+    ],
+)
+def test_times_are_taken_once_nothing_else_has_run_for_several_samples(before):
+    sample = Samples(*before, ALONE)
+    wait_until_quiet(sample)
+    assert sample.taken == len(before) + QUIET_SAMPLES
+
+
+def test_a_gpu_that_stays_busy_is_an_error(monkeypatch, training):
+    monkeypatch.setattr(pause, "LONGEST_WAIT_S", 0.05)
+    with pytest.raises(RuntimeError, match="not idle within 0 s after --pause had stopped"):
+        wait_until_quiet(Samples(TAKING_TURNS))
+    monkeypatch.setattr(pause, "_times_on_gpu", Samples(TAKING_TURNS))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="not idle"), paused(training[0].pid):
+        raise AssertionError("times were taken")
+    assert all(comes_true(lambda each=each: not stands_still(each)) for each in training)
+
+
+def test_a_benchmark_without_a_gpu_does_not_wait_for_one(monkeypatch, training):
+    monkeypatch.setattr(pause, "_times_on_gpu", lambda: pytest.fail("it has asked a GPU"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with paused(training[0].pid):
+        pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_quiet_after_the_kernels_before():
+    x = torch.randn(4096, 4096, device="cuda")
+    for _ in range(100):
+        x @ x
+    start = time.monotonic()
+    wait_until_quiet(pause._times_on_gpu)
+    assert time.monotonic() - start < 10

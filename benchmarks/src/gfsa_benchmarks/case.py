@@ -131,6 +131,27 @@ def variant(
     return Variant(name, backend, forward, step)
 
 
+def deterministic(variant: Variant) -> Variant:
+    """A variant whose calls run under ``torch.use_deterministic_algorithms(True)``.
+
+    Torch then writes into memory that it allocates, too, which is part of what users pay for it.
+    """
+
+    def within(work: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            before = torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(True)
+            try:
+                return work()
+            finally:
+                torch.use_deterministic_algorithms(before)
+
+        return run
+
+    step = None if variant.step is None else within(variant.step)
+    return Variant(variant.name, variant.backend, within(variant.forward), step)
+
+
 def only(case: Case, names: Sequence[str]) -> Case:
     """Some variants of a case, by name, and always the first, the reference."""
     known = [variant.name for variant in case.variants]

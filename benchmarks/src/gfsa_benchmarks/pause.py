@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import signal
+import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil
+import torch
 
-# a stopped process launches nothing more; what it had launched runs on: some training steps
+# a stopped process launches nothing more; what it had launched runs on: some training steps, and
+# of replayed CUDA graphs up to a thousand, which is seconds of work
 SETTLE_S = 0.5
+# how long it may run on, how many samples in a row show that it has ended, and how far the mean of
+# a sample is above its fastest then: processes take turns, so another one doubles it
+LONGEST_WAIT_S = 30.0
+QUIET_SAMPLES = 5
+QUIET_RATIO = 1.25
+# a sample: kernels that stay ahead of their launches, together longer than several turns of 2 ms
+SAMPLE_KERNELS = 128
+SAMPLE_BYTES = 128 * 2**20
 
 
 def check_pausable(pid: int) -> None:
@@ -47,11 +60,54 @@ def paused(pid: int | None) -> Iterator[None]:
                         process.suspend()
             if stopped:
                 time.sleep(SETTLE_S)
+                # a benchmark that has used no GPU needs not wait for one
+                if torch.cuda.is_initialized():
+                    wait_until_quiet(_times_on_gpu)
             yield
         finally:
             for process in reversed(stopped):
                 with suppress(psutil.NoSuchProcess):
                     process.resume()
+
+
+def wait_until_quiet(sample: Callable[[], Sequence[float]]) -> None:
+    """Return once nothing else runs on the GPU; raise after :data:`LONGEST_WAIT_S`.
+
+    Args:
+        sample: gives the times of equal kernels that were launched one after another. Where
+            another process takes turns, most kernels fit into a turn and take their usual time,
+            and the few that wait for a turn to end raise the mean far above it.
+    """
+    end = time.monotonic() + LONGEST_WAIT_S
+    usual, quiet = math.inf, 0
+    while quiet < QUIET_SAMPLES:
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"the GPU was not idle within {LONGEST_WAIT_S:.0f} s after --pause had stopped the "
+                "training, so times taken now would be wrong; another process may run on it "
+                "(nvidia-smi lists them)"
+            )
+        times = sample()
+        usual = min(usual, statistics.median(times))
+        quiet = quiet + 1 if statistics.fmean(times) <= QUIET_RATIO * usual else 0
+        if not quiet:
+            # the other one ends sooner if it need not take turns
+            time.sleep(SETTLE_S)
+
+
+def _times_on_gpu() -> list[float]:
+    """Milliseconds of each of :data:`SAMPLE_KERNELS` equal kernels on the current GPU."""
+    numbers = torch.zeros(SAMPLE_BYTES // 4, dtype=torch.float32, device="cuda")
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(SAMPLE_KERNELS + 1)]
+    # launches get ahead of the kernels before the first one is timed
+    for _ in range(8):
+        numbers.add_(1.0)
+    marks[0].record()
+    for mark in marks[1:]:
+        numbers.add_(1.0)
+        mark.record()
+    marks[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
 from gfsa.operators.choice import Backend
-from gfsa_benchmarks.case import Case, Setting, Shape, Variant, variant
+from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic, variant
 from gfsa_benchmarks.decode import decode, decode_static, prefill
 from gfsa_benchmarks.deploy import deploy
 from gfsa_benchmarks.packed import packed
@@ -38,7 +38,10 @@ class Suite:
 
 
 def operators(shape: Shape, setting: Setting) -> Case:
-    """Plain attention, gfsa of degree 1 and 2, and the published form."""
+    """Plain attention, gfsa of degree 1 and 2, and the published form.
+
+    Where fused kernels take the call: these whatever ``auto`` chooses, and sums in a fixed order.
+    """
     tokens = _tokens(shape, setting)
 
     mask = _mask(shape, setting)
@@ -60,6 +63,7 @@ def operators(shape: Shape, setting: Setting) -> Case:
             _filtered("gfsa degree 1", 1, "auto", shape, setting, tokens),
             _filtered("gfsa", 2, "auto", shape, setting, tokens),
             _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
+            *_by_fused_kernels(shape, setting, tokens),
             variant("published", "torch", published, (*tokens, *weights)),
         ],
     )
@@ -114,6 +118,16 @@ def _filtered(
     q, k, v = tokens
     ran = which_backend(q, k, v, coeffs, **options).backend
     return variant(name, ran, run, (*tokens, coeffs))
+
+
+def _by_fused_kernels(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> list[Variant]:
+    """Variants for calls that fused kernels take; none for others."""
+    try:
+        fused = _filtered("gfsa fused", 2, "fused", shape, setting, tokens)
+    except ValueError:
+        return []
+    ordered = _filtered("gfsa deterministic", 2, "fused", shape, setting, tokens)
+    return [fused, deterministic(ordered)]
 
 
 def linear(shape: Shape, setting: Setting) -> Case:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
+from triton.runtime import interpreter
 
 import gfsa
 from gfsa.operators import Coefficients, DenseOperator
@@ -79,6 +80,64 @@ def test_the_new_row_of_the_dense_filter(
     torch.testing.assert_close(u[:, :, :length].double(), powers, atol=2e-6, rtol=2e-6)
     assert u[:, :, length:].isnan().all()
     assert held is None or held == length
+
+
+def token_in_cache(rows: int, length: int) -> Tensor:
+    """The kernel's y for one head of a cache with room for ``rows`` tokens, against dense."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, length, 8).unbind(0)
+    coeffs = torch.randn(1, 3)
+    # the dense formula's last row
+    exact = (q[:, :, -1:].double() @ k.double().mT * 8**-0.5).softmax(-1)
+    # powers of past tokens may be any: what the kernel adds up are rows of numbers
+    u = torch.randn_like(v)
+    first = exact @ v.double()
+    second = exact @ torch.cat([u[:, :, :-1].double(), first], 2)
+    c0, c1, c2 = coeffs.double()[0]
+    k, v, u = (F.pad(x, (0, 0, 0, rows - length), value=float("nan")) for x in (k, v, u))
+    u[:, :, length - 1] = float("nan")
+    count, held = torch.tensor(length), torch.tensor(length - 1)
+    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, None, count, held, 8**-0.5)
+    wanted = c0 * v[:, :, length - 1 : length].double() + c1 * first + c2 * second
+    torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(u[:, :, length - 1 : length].double(), first, atol=2e-6, rtol=2e-6)
+    assert u[:, :, length:].isnan().all()
+    assert held == length
+    return y
+
+
+@pytest.mark.parametrize(
+    ("rows", "length"),
+    [(131072, 1), (131072, 100), (131072, 8192), (131072, 8193), (9000, 9000)],
+)
+def test_a_cache_with_room_for_many_tokens(
+    rows: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_splits", lambda *_: kernels.MOST_SPLITS)
+    token_in_cache(rows, length)
+
+
+def test_programs_share_the_tokens_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short text in a long cache costs what it does in a short one, divided in the same way."""
+    monkeypatch.setattr(kernels, "_splits", lambda *_: 4)
+    builder = interpreter.interpreter_builder
+    load, loads = builder.create_masked_load, []
+
+    def counted(*arguments: Any) -> Any:
+        # of program 0, 1, …, which the interpreter runs one after another
+        loads[-1].append(builder.grid_idx[1])
+        return load(*arguments)
+
+    monkeypatch.setattr(builder, "create_masked_load", counted)
+    results = []
+    for rows in (128, 131072):
+        loads.append([])
+        results.append(token_in_cache(rows, 100))
+    assert torch.equal(*results)
+    assert loads[0] == loads[1]
+    # four tiles of 32 tokens: each program reads the length, q, and one tile of keys, values and
+    # powers; the last one reads all sums, the new token's value and the coefficients, too
+    assert [loads[1].count(program) for program in range(4)] == [5, 5, 5, 5 + 9]
 
 
 @pytest.mark.parametrize("by_head", [False, True])
@@ -271,6 +330,51 @@ def test_compiled_decoding_calls_one_operator_a_layer(monkeypatch: pytest.Monkey
     assert not any("attention" in name for name in called)
 
 
+@pytest.mark.parametrize("prompt", [1, 2, 4, 6], ids=lambda n: f"prompt of {n}")
+@pytest.mark.parametrize("way", ["eager", "decided once", "compiled"])
+def test_a_static_window_before_and_after_it_is_full(
+    prompt: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a window of 4 fill up, then move for each token; powers move with them."""
+    subject = model("mistral")
+    tokens = 12
+    ids = torch.randint(1, 32, (2, tokens))
+    padding = torch.ones_like(ids)
+    padding[0, 0] = 1 if prompt == 1 else 0
+    with torch.no_grad():
+        wanted = subject(ids, attention_mask=padding, use_cache=False).logits[:, prompt:]
+    launched: list[bool] = []
+    run = kernels._run
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        launched.append(arguments[8] is not None)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(kernels, "_run", counted)
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    if way == "decided once":
+        monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
+        monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+    step = subject
+    if way == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(subject, backend="aot_eager", fullgraph=True)
+    cache = transformers.StaticCache(config=subject.config, max_cache_len=tokens)
+    (layer,) = cache.layers
+    assert type(layer) is transformers.cache_utils.StaticSlidingWindowLayer
+    rows = []
+    with torch.no_grad():
+        mask = padding[:, :prompt]
+        subject(ids[:, :prompt], attention_mask=mask, past_key_values=cache)
+        for end in range(prompt + 1, tokens + 1):
+            token, position = ids[:, end - 1 : end], torch.full((2, 1), end - 1)
+            past = {"attention_mask": padding[:, :end], "past_key_values": cache}
+            rows.append(step(token, position_ids=position, **past).logits)
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-5, rtol=2e-5)
+    # the length is on the device until the window is full, and is the window's from then on
+    assert launched == [end <= 4 for end in range(prompt + 1, tokens + 1)]
+
+
 def model(kind: str, layers: int = 1) -> Any:
     torch.manual_seed(0)
     common = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -340,10 +444,6 @@ def test_generation_by_one_launch_a_layer_and_token(
     assert torch.equal(by_kernel.sequences, by_torch.sequences)
     for got, wanted in zip(by_kernel.scores, by_torch.scores, strict=True):
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
-    if cache == "static" and kind == "mistral":
-        # its rows move when it is full, before the powers of past tokens do
-        assert counts["kernel"] == 0
-        return
     # one layer; the first of three tokens is that of the prompt
     assert counts["kernel"] == 2
     monkeypatch.setattr(one_launch, "reason_for_sdpa_alone", lambda *_: None)
@@ -357,7 +457,8 @@ def test_generation_by_one_launch_a_layer_and_token(
 
 
 @pytest.mark.parametrize(
-    ("kind", "cache"), [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "dynamic")]
+    ("kind", "cache"),
+    [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "dynamic"), ("mistral", "static")],
 )
 def test_layers_share_the_decision_about_a_token(
     kind: str, cache: str, monkeypatch: pytest.MonkeyPatch

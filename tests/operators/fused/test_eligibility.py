@@ -190,6 +190,13 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
     for numbers in (coeffs, learned):
         found = eligibility.refusal_of_decoding(token, v, numbers)
         assert "no gradient" in (found or "")
+    with torch.no_grad():
+        for rows, fits in ((131072, True), (2**30, True), (2**30 + 1, False)):
+            kept = token._replace(k=OnHopper(2, 4, rows, 64))
+            found = eligibility.refusal_of_decoding(kept, v, OnHopper(4, 3, dtype=torch.float32))
+            assert (found is None) is fits, found
+        dropped = token._replace(dropout_p=0.1)
+        assert "no dropout" in (eligibility.refusal_of_decoding(dropped, v, coeffs) or "")
     monkeypatch.setattr(eligibility, "TRITON", (3, 7))
     assert "not measured" in (refusal() or "")
     monkeypatch.setattr(eligibility, "TRITON", (3, 6))

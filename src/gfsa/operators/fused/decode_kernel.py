@@ -71,7 +71,8 @@ def decode_token(
     own = tl.zeros([BN], tl.float32)
     u = tl.zeros([BN, WIDTH], tl.float32)
     w = tl.zeros([BN, WIDTH], tl.float32)
-    # whole tiles for each program, so that none is read twice
+    # whole tiles for each program, so that none is read twice; of the tokens that there are, not of
+    # the rows that there is room for: all programs work, and the time follows the length
     tiles = tl.cdiv(tl.cdiv(new + 1, BN), SPLITS)
     begin = tl.program_id(1) * tiles * BN
     for start in tl.range(begin, tl.minimum(begin + tiles * BN, new + 1), BN, num_stages=STAGES):

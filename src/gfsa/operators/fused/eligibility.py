@@ -77,9 +77,10 @@ SWEEP_LENGTHS = (1024, 32768)
 # least tokens, counted once for each head: with fewer, programs wait for each other's blocks
 SWEEP_TOKENS = 96 * 1024
 
-# the kernel for one decoded token: largest head dim, most cached tokens
+# the kernel for one decoded token: largest head dim, and most rows of a cache, free ones included,
+# which it counts in 32 bits
 DECODE_HEAD_DIM = 256
-DECODE_LENGTH = 8192
+DECODE_LENGTH = 2**30
 # benchmarks turn it off to compare the kernel with torch's calls
 DECODES_BY_KERNEL = True
 
@@ -343,8 +344,13 @@ def refusal_of_decoding(
         )
     if mask is not None and mask.dtype != torch.bool:
         return "the kernel for a decoded token takes bool masks, not additive ones"
-    if call.dropout_p or k.shape[-2] > DECODE_LENGTH:
-        return f"the kernel for a decoded token takes {DECODE_LENGTH} tokens and no dropout"
+    if call.dropout_p:
+        return "the kernel for a decoded token takes no dropout"
+    if k.shape[-2] > DECODE_LENGTH:
+        return (
+            f"the kernel for a decoded token takes caches of {DECODE_LENGTH} rows at most, "
+            f"got {k.shape[-2]}"
+        )
     return None
 
 

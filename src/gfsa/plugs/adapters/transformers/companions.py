@@ -183,6 +183,14 @@ class StaticPowers(TracedStaticPowers, nn.Module):
         StaticLayer.__init__(self, max_cache_len)
 
 
+class StaticWindowPowers(StaticSlidingWindowLayer):
+    """A static window, whose rows move once it is full; the kernel makes counters for each call."""
+
+    _layer_type = None
+
+    counters: Tensor | None = None
+
+
 def _can_be_written(tokens: Tensor) -> bool:
     """Whether rows may be written in place, rather than copied to a new tensor with the others."""
     return (
@@ -222,7 +230,7 @@ def empty_like(layer: Any) -> Any:
         return StaticPowers(max_cache_len=layer.max_cache_len)
     if kind is StaticSlidingWindowLayer:
         # max_cache_len is already the smaller of the window and the length
-        return StaticSlidingWindowLayer(layer.max_cache_len, sliding_window=layer.max_cache_len)
+        return StaticWindowPowers(layer.max_cache_len, sliding_window=layer.max_cache_len)
     raise TypeError(
         f"a plugged model cannot decode with a {kind.__name__} in its cache; use a dynamic or "
         "static cache (with or without a sliding window), or use_cache=False"
@@ -247,7 +255,7 @@ def append(companion: Any, tokens: Tensor, keys: int) -> Tensor:
 def room_for_one(companion: Any, like: Tensor) -> Tensor:
     """The rows of a companion, with one for the newest token, which the caller writes.
 
-    A static companion's length is the caller's to count, too.
+    The length of a static companion without a window is the caller's to count, too.
 
     Args:
         like: ``(B, H, 1, D)``, what such a row is like.
@@ -260,6 +268,7 @@ def room_for_one(companion: Any, like: Tensor) -> Tensor:
     elif kind is StaticPowers or kind is TracedStaticPowers:
         rows = companion.keys
     else:
+        # a window moves its rows now, as that of keys and values has done
         row = like.new_empty(like.shape)
         rows = companion.update(row, row[..., :0])[0]
     return rows

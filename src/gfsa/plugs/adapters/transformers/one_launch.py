@@ -51,7 +51,8 @@ def decode_in_one_launch(
     """
     q, k = call.q, call.k
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
-    signature = _signature(call, layer, companion, coeffs, v)
+    from_front = type(layer) is not DynamicLayer and fills_from_the_front(layer)
+    signature = _signature(call, layer, from_front, companion, coeffs, v)
     prepared = None if signature is None else _PREPARED.get(signature)
     if prepared is False:
         return None
@@ -62,14 +63,14 @@ def decode_in_one_launch(
             y = prepared(q, k, v, u, coeffs, call.attn_mask, None, None, scale)
             return y
     if prepared is None:
-        if not _serves(call, layer, companion, coeffs, v):
+        if not _serves(call, companion, coeffs, v):
             if signature is not None:
                 _PREPARED.remember(signature, False)
             return None
         prepared = _decoder(q, coeffs, signature)
     refuse_another_past(layer, owner, [companion], 1)
     u = room_for_one(companion, q)
-    if not fills_from_the_front(layer):
+    if not from_front:
         y = prepared(q, k, v, u, coeffs, call.attn_mask, None, None, scale)
         return y
     counts = (layer.cumulative_length, companion.cumulative_length)
@@ -92,7 +93,7 @@ def _decoder(q: Tensor, coeffs: Tensor | Coefficients, signature: Signature | No
 
 
 def _signature(
-    call: AttentionCall, layer: Any, companion: Any, coeffs: Any, v: Tensor
+    call: AttentionCall, layer: Any, from_front: bool, companion: Any, coeffs: Any, v: Tensor
 ) -> Signature | None:
     """All that :func:`_serves` and a launch depend on; None where no decision is kept."""
     q, k, mask, dropout_p, _, scale, _, _, _ = call
@@ -106,6 +107,8 @@ def _signature(
     return (
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype),
         *(v.shape, v.stride(), v.dtype, rows.shape, rows.dtype, rows.device, type(layer)),
+        # a static window does until it is full
+        from_front,
         *(type(theta), theta.shape, theta.stride(), theta.dtype, theta.device),
         *(base.stride(), base.dtype, base.device, basis.shape, basis.stride(), basis.dtype),
         None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
@@ -115,13 +118,8 @@ def _signature(
     )
 
 
-def _serves(
-    call: AttentionCall, layer: Any, companion: Any, coeffs: Tensor | Coefficients, v: Tensor
-) -> bool:
+def _serves(call: AttentionCall, companion: Any, coeffs: Tensor | Coefficients, v: Tensor) -> bool:
     """Whether the kernel for a decoded token serves the call."""
-    # the rows of a full static window move when a token is added, those of its companion later
-    if isinstance(layer, StaticSlidingWindowLayer):
-        return False
     if refusal_of_decoding(call, v, coeffs) or reason_for_sdpa_alone(call):
         return False
     if not has_rows_like(companion, call.q):

@@ -11,9 +11,9 @@ import pytest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.between import loss_after, tokens_to_reach
 from gfsa_experiments.results.pretraining.collect import RUN
+from gfsa_experiments.results.pretraining.fit_words import fit_sentence
 from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
 from gfsa_experiments.results.pretraining.page import (
-    fit_sentence,
     probes_by_length,
     saving_sentence,
     stability_blocks,
@@ -72,6 +72,24 @@ def test_sizes_that_disagree_are_seen() -> None:
     assert fit.at_without(1)["15M"] == pytest.approx(-0.1, rel=1e-3)
     assert fit.at_without(1)["46M"] == pytest.approx(-0.3, rel=1e-3)
     assert fit.residuals["15M"] < 0 < fit.residuals["46M"]
+
+
+def test_a_length_counts_as_often_as_it_has_pairs() -> None:
+    """Six pairs are six times one pair: the fit is that of six lengths of one pair each."""
+    lengths, law = {"15M": (1, 3, 10)}, lambda x: -0.3 / x
+    six = cells(runs(lengths, law, range(6)), "GFSA")
+    (off,) = cells(runs({"46M": (1.1,)}, lambda x: -0.1, (0,)), "GFSA")
+    fit = fit_gap([*six, off])
+    repeated = fit_gap([*six, *[off] * 6])
+    assert fit is not None
+    assert repeated is not None
+    # the more the stray length counts, the further the fit lies from the law of the others
+    assert -0.3 < fit.at(1).mean < repeated.at(1).mean < -0.1
+    single = [cell for cell in cells(runs(lengths, law, (0,)), "GFSA") for _ in range(6)]
+    alike = fit_gap([*single, off])
+    assert alike is not None
+    assert (fit.scale, fit.decay) == pytest.approx((alike.scale, alike.decay))
+    assert "each length weighted by its pairs: 6, 6, 6 and 1)" in fit_sentence("GFSA", [*six, off])
 
 
 def test_two_lengths_are_no_fit() -> None:

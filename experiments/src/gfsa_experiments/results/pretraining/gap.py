@@ -5,8 +5,9 @@ With x tokens per parameter the two curves that are fitted are
     gap(x) = a·x^(−b)         which goes to zero, and
     gap(x) = f + a·x^(−b)     which goes to the floor f.
 
-Relative errors are minimised: the large gaps of early training do not decide the tail. Intervals
-are percentiles over resampled seeds.
+Relative errors are minimised: the large gaps of early training do not decide the tail. A cell's
+error counts as often as the cell has pairs, so that one pair weighs a sixth of six. Intervals are
+percentiles over resampled seeds.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def fit_gap(found: Sequence[Cell], draws: int = DRAWS, seed: int = 0) -> GapFit 
         return None
     ratios = np.array([cell.ratio for cell in found])
     means = np.array([cell.mean for cell in found])
-    weights = _scales(found) ** -2
+    weights = _weights(found)
     scale, _, decay = _power_law(ratios, means[None], weights, floor=False)[0]
     resampled = resampled_means(found, draws, np.random.default_rng(seed))
     drawn = floor = None
@@ -138,7 +139,7 @@ def fit_gap(found: Sequence[Cell], draws: int = DRAWS, seed: int = 0) -> GapFit 
             left = _power_law(
                 np.array([cell.ratio for cell in others]),
                 np.array([[cell.mean for cell in others]]),
-                _scales(others) ** -2,
+                _weights(others),
                 floor=False,
             )[0]
             without[size] = (float(left[0]), float(left[2]))
@@ -158,6 +159,11 @@ def _scales(found: Sequence[Cell]) -> Numbers:
     """What errors are relative to: the gap, but no less than a twentieth of the largest."""
     sizes = np.abs([cell.mean for cell in found])
     return np.asarray(np.maximum(sizes, max(0.05 * float(sizes.max()), 1e-12)))
+
+
+def _weights(found: Sequence[Cell]) -> Numbers:
+    """Of squared errors: relative to the gap, times the pairs whose mean the gap is."""
+    return np.array([len(cell.gaps) for cell in found]) * _scales(found) ** -2
 
 
 def resampled_means(

@@ -1,0 +1,76 @@
+"""What the fit of the gap says, in sentences: its law, and whether the gap vanishes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gfsa_experiments.results.number_format import Scale, signed
+from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, fit_gap
+from gfsa_experiments.results.statistics import LEVEL
+
+NATS = Scale(1, 3)
+FITTED = ("degree 1", "GFSA")
+"""The arms whose gap is fitted."""
+
+
+def fit_sentence(arm: str, found: list[Cell]) -> str:
+    """What the fit says of whether the gap vanishes, or why there is none."""
+    fit = fit_gap(found)
+    if fit is None:
+        there = ", ".join(f"{cell.ratio:.1f}" for cell in found) or "none"
+        return (
+            f"{arm} − plain: no fit. It needs {POINTS} numbers of tokens per parameter that differ "
+            "by a tenth or more, each with a tuned plain model; there "
+            f"{'are' if len(found) > 1 else 'is'} {there}."
+        )
+    most = max(cell.ratio for cell in found)
+    law = f"{signed(fit.scale, 3)}·x^{signed(-fit.decay, 2)}"
+    text = (
+        f"{arm} − plain, fitted by {law}{_powers(fit)} over x tokens per parameter (relative "
+        f"errors, each length weighted by its pairs: {_pairs(found)}): "
+        f"{NATS.interval(fit.at(most))} at {most:.1f}, the most that was run. {_vanishes(fit)}"
+    )
+    if fit.decay in (DECAYS[0], DECAYS[-1]):
+        text += f" No power beyond {signed(-fit.decay, 2)} was tried."
+    if len(fit.residuals) > 1:
+        off = ", ".join(f"{size} {signed(value, 3)}" for size, value in fit.residuals.items())
+        text += f" Sizes lie off the fit by {off} on average."
+    if fit.without:
+        left = ", ".join(
+            f"{signed(value, 3)} without {size}" for size, value in fit.at_without(most).items()
+        )
+        text += f" The fit at {most:.1f} is {left}."
+    return text
+
+
+def _pairs(found: list[Cell]) -> str:
+    """``2, 2, 6 and 6``, in the order of the table above the fit."""
+    *others, last = (str(len(cell.gaps)) for cell in found)
+    return f"{', '.join(others)} and {last}"
+
+
+def _powers(fit: GapFit) -> str:
+    """The 95 % interval of the power, within what was tried."""
+    if fit.draws is None:
+        return ""
+    ends = np.percentile(-fit.draws[:, 1], [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+    low, high = (signed(float(end) + 0.0, 2) for end in ends)
+    return f" (power {low} … {high})"
+
+
+def _vanishes(fit: GapFit) -> str:
+    """Whether a floor is needed; a gap that is fitted to go to zero proves nothing."""
+    if fit.floor is None:
+        return (
+            f"Whether it goes to zero cannot be asked of fewer than {POINTS + 1} points: this "
+            "curve does by construction."
+        )
+    floor = f"a curve with a floor has it at {NATS.interval(fit.floor)}"
+    if fit.floor.low is None:
+        return f"Does it vanish? Not known: {floor}, without an interval (no cell has two seeds)."
+    if not fit.floor.excludes_zero:
+        return f"Does it vanish? Not known: {floor}, which has 0 in it."
+    side = "below" if fit.floor.mean < 0 else "above"
+    if (fit.floor.mean < 0) == (fit.scale < 0):
+        return f"Does it vanish? Not within this fit: {floor}, {side} 0."
+    return f"Does it vanish? It turns: {floor}, {side} 0."

@@ -32,6 +32,11 @@ def fit_sentence(arm: str, found: list[Cell]) -> str:
     )
     if fit.decay in (DECAYS[0], DECAYS[-1]):
         text += f" No power beyond {signed(-fit.decay, 2)} was tried."
+    miss = max(found, key=lambda cell: abs(cell.mean - fit.at(cell.ratio).mean))
+    off = miss.mean - fit.at(miss.ratio).mean
+    if round(off, 3):
+        where = f"{miss.size}, " if len(fit.residuals) > 1 else ""
+        text += f" It misses most at {where}{miss.ratio:.1f}, by {signed(off, 3)}."
     if len(fit.residuals) > 1:
         off = ", ".join(f"{size} {signed(value, 3)}" for size, value in fit.residuals.items())
         text += f" Sizes lie off the fit by {off} on average."

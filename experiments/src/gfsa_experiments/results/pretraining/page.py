@@ -23,6 +23,7 @@ from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.fit_words import FITTED, fit_sentence
 from gfsa_experiments.results.pretraining.gap import cells
+from gfsa_experiments.results.pretraining.larger import rate_blocks_of_larger, size_sentences
 from gfsa_experiments.results.pretraining.limits import MARGIN, limit_blocks, limit_of_plain
 from gfsa_experiments.results.pretraining.passing import (
     passing_blocks,
@@ -67,7 +68,8 @@ def _limits(study: Study) -> list[Block]:
 
 def detail_blocks(study: Study, speeds: Speeds) -> list[Block]:
     """Every other section that has runs, and what is missing."""
-    found = [*gap_blocks(study, speeds), *warmup_blocks(study.warmups), *rate_blocks(study)]
+    found = [*gap_blocks(study, speeds), *rate_blocks_of_larger(study.larger_rates)]
+    found += [*warmup_blocks(study.warmups), *rate_blocks(study)]
     found += stability_blocks(study.stability)
     found += [*probe_blocks(study), *probes_by_length(study), *_coefficient_blocks(study)]
     if study.missing:
@@ -210,6 +212,7 @@ def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
     columns = ["size", "tokens", "tokens per parameter", "pairs", PLAIN]
     grid = Grid([*columns, *(f"{arm} − plain" for arm in arms)], rows, ("size",))
     sentences = [fit_sentence(arm, cells(tuned, arm)) for arm in FITTED if arm in by_arm]
+    sentences += size_sentences(tuned)
     for arm in FITTED:
         found = savings(study.curves, runs, arm, speeds)
         for saving in found:

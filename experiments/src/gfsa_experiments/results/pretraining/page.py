@@ -24,7 +24,12 @@ from gfsa_experiments.results.pretraining.controls import GFSA, compared, contro
 from gfsa_experiments.results.pretraining.fit_words import FITTED, fit_sentence
 from gfsa_experiments.results.pretraining.gap import cells
 from gfsa_experiments.results.pretraining.larger import rate_blocks_of_larger, size_sentences
-from gfsa_experiments.results.pretraining.limits import MARGIN, limit_blocks, limit_of_plain
+from gfsa_experiments.results.pretraining.limits import (
+    MARGIN,
+    limit_blocks,
+    limit_of_plain,
+    limit_of_schedule,
+)
 from gfsa_experiments.results.pretraining.passing import (
     passing_blocks,
     passings,
@@ -59,7 +64,7 @@ def first_blocks(study: Study) -> list[Block]:
 
 def _limits(study: Study) -> list[Block]:
     """What limits the family of the longest runs."""
-    said = limit_of_plain(study)
+    said = " ".join(filter(None, (limit_of_plain(study), limit_of_schedule(study))))
     if not said:
         return limit_blocks(study)
     text = f"Family pretrain. {said} The plain model of pretrain-epoch: see *Not known*."

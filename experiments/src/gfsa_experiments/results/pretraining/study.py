@@ -102,7 +102,7 @@ def read_study(folder: Path) -> Study:
     warmups = pd.concat([of_plans[WARMUP], longer]).drop_duplicates(RUN)
     long_warmups = of_plans[LONG_WARMUP]
     if len(long_warmups):
-        long_warmups = pd.concat([long_warmups, _but_for_warmup(of_plans[LONG], long_warmups)])
+        long_warmups = pd.concat([long_warmups, but_for_warmup(of_plans[LONG], long_warmups)])
     tables = {name: _read_table(folder / "pretraining" / f"{name}.csv") for name in TABLES}
     curves = [tables["curves"], _earlier_curves(folder / _EARLIER_CURVES, rows)]
     curve_lines = pd.concat([part for part in curves if len(part)] or curves)
@@ -124,7 +124,7 @@ def read_study(folder: Path) -> Study:
     )
 
 
-def _but_for_warmup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+def but_for_warmup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
     """The rows that differ from one of the others in the warm-up alone."""
     others = others.assign(bare=others.settings.map(_without_warmup))
     keys = set(others[["method", "options", "bare", "seed"]].itertuples(index=False, name=None))

@@ -51,7 +51,7 @@ def test_a_floor_is_found_and_said() -> None:
     assert "Not within this fit: a curve with a floor has it at −0.05" in fit_sentence(
         "GFSA", found
     )
-    found = cells(runs(lengths, lambda x: -0.3 / x, (0, 1, 2, 3), noise=1e-3), "GFSA")
+    found = cells(runs(lengths, lambda x: -0.3 / x, range(6), noise=1e-3), "GFSA")
     assert "Not known: a curve with a floor has it at" in fit_sentence("GFSA", found)
     assert "which has 0 in it" in fit_sentence("GFSA", found)
     found = cells(runs(lengths, lambda x: -0.3 / x, (0,)), "GFSA")
@@ -108,27 +108,45 @@ def test_a_seed_without_its_pair_does_not_count() -> None:
     assert cells(table, "degree 1") == []
 
 
+def cells_with_noise(
+    design: dict[float, int], scale: float, spread: float, random: np.random.Generator
+) -> list[Cell]:
+    """Cells of ``scale``/ratio; the spread of a pair grows with the gap, by a twentieth of it."""
+    found = []
+    for ratio, seeds in design.items():
+        truth = scale / ratio
+        own = 0.05 * abs(truth) + spread
+        values = {seed: truth + own * random.normal() for seed in range(seeds)}
+        pair = paired_difference(dict.fromkeys(values, 0.0), values, False)
+        assert pair is not None
+        found.append(Cell("15M", 1, ratio, pair.seeds, pair.values, pair.interval))
+    return found
+
+
 def test_intervals_of_the_fit_have_their_coverage() -> None:
     """The design of the plans: two seeds of short runs, six of the longest; noise as in pilots."""
     random, covered, rounds = np.random.default_rng(3), 0, 60
-    design = {1.0: 2, 3.4: 2, 10.2: 6}
     for _ in range(rounds):
-        found = []
-        for ratio, seeds in design.items():
-            truth = -0.2 / ratio
-            values = {
-                seed: truth + (0.05 * -truth + 0.008) * random.normal() for seed in range(seeds)
-            }
-            pair = paired_difference(dict.fromkeys(values, 0.0), values, False)
-            assert pair is not None
-            found.append(Cell("15M", 1, ratio, pair.seeds, pair.values, pair.interval))
-        fit = fit_gap(found, draws=200)
+        fit = fit_gap(cells_with_noise({1.0: 2, 3.4: 2, 10.2: 6}, -0.2, 0.008, random), draws=200)
         assert fit is not None
         low, high = fit.at(10.2).low, fit.at(10.2).high
         assert low is not None
         assert high is not None
         covered += low <= -0.2 / 10.2 <= high
     # 95 % is meant; of 60 rounds 53 or fewer would be a surprise of 4 in 100
+    assert covered > 53
+
+
+def test_intervals_of_the_floor_have_their_coverage() -> None:
+    """The lengths and pairs of the study, and a gap that goes to zero."""
+    random, covered, rounds = np.random.default_rng(5), 0, 60
+    for _ in range(rounds):
+        design = {1.0: 2, 2.0: 2, 3.4: 6, 10.2: 6}
+        fit = fit_gap(cells_with_noise(design, -0.095, 0.007, random), draws=200)
+        assert fit is not None
+        assert fit.floor is not None
+        assert fit.floor.low is not None
+        covered += not fit.floor.excludes_zero
     assert covered > 53
 
 

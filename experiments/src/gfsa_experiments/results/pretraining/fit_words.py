@@ -26,8 +26,8 @@ def fit_sentence(arm: str, found: list[Cell]) -> str:
     most = max(cell.ratio for cell in found)
     law = f"{signed(fit.scale, 3)}·x^{signed(-fit.decay, 2)}"
     text = (
-        f"{arm} − plain, fitted by {law}{_powers(fit)} over x tokens per parameter (relative "
-        f"errors, each length weighted by its pairs: {_pairs(found)}): "
+        f"{arm} − plain, fitted by {law}{_powers(fit)} over x tokens per parameter (least squares, "
+        f"each length weighted by its pairs: {_pairs(found)}): "
         f"{NATS.interval(fit.at(most))} at {most:.1f}, the most that was run. {_vanishes(fit)}"
     )
     if fit.decay in (DECAYS[0], DECAYS[-1]):

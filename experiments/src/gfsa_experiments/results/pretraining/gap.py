@@ -5,9 +5,9 @@ With x tokens per parameter the two curves that are fitted are
     gap(x) = a·x^(−b)         which goes to zero, and
     gap(x) = f + a·x^(−b)     which goes to the floor f.
 
-Relative errors are minimised: the large gaps of early training do not decide the tail. A cell's
-error counts as often as the cell has pairs, so that one pair weighs a sixth of six. Intervals are
-percentiles over resampled seeds.
+Squared errors in nats are minimised, each times the pairs of its cell: pairs of all lengths are
+taken to have one standard deviation s, so that a mean of n has the standard error s/√n. Intervals
+are percentiles over resampled seeds.
 """
 
 from __future__ import annotations
@@ -155,15 +155,9 @@ def _enough(found: Sequence[Cell], points: int) -> bool:
     return different >= points
 
 
-def _scales(found: Sequence[Cell]) -> Numbers:
-    """What errors are relative to: the gap, but no less than a twentieth of the largest."""
-    sizes = np.abs([cell.mean for cell in found])
-    return np.asarray(np.maximum(sizes, max(0.05 * float(sizes.max()), 1e-12)))
-
-
 def _weights(found: Sequence[Cell]) -> Numbers:
-    """Of squared errors: relative to the gap, times the pairs whose mean the gap is."""
-    return np.array([len(cell.gaps) for cell in found]) * _scales(found) ** -2
+    """Of squared errors: the pairs whose mean the gap is."""
+    return np.array([float(len(cell.gaps)) for cell in found])
 
 
 def resampled_means(
@@ -173,8 +167,8 @@ def resampled_means(
 
     Deviations from a cell's mean are taken times √(n/(n − 1)), so that the variance of a mean is
     unbiased, and times t/z of the pooled degrees of freedom, as in Student's interval. A cell with
-    fewer than :data:`OWN_SPREAD` seeds takes the relative deviations of all cells: those of two or
-    three seeds say little about the spread.
+    fewer than :data:`OWN_SPREAD` seeds takes the deviations of all cells: those of two or three
+    seeds say little about the spread.
     """
     from scipy.stats import norm, t
 
@@ -183,20 +177,17 @@ def resampled_means(
         return None
     quantile = (1 + LEVEL) / 2
     correction = float(t.ppf(quantile, freedom) / norm.ppf(quantile))
-    scales = _scales(found)
-    relative = [
-        (np.array(cell.gaps) - cell.mean) * np.sqrt(len(cell.gaps) / (len(cell.gaps) - 1)) / scale
-        for cell, scale in zip(found, scales, strict=True)
+    own = {
+        at: (np.array(cell.gaps) - cell.mean) * np.sqrt(len(cell.gaps) / (len(cell.gaps) - 1))
+        for at, cell in enumerate(found)
         if len(cell.gaps) > 1
-    ]
-    pooled = np.concatenate(relative)
-    own = iter(relative)
+    }
+    pooled = np.concatenate(list(own.values()))
     columns = []
-    for cell, scale in zip(found, scales, strict=True):
+    for at, cell in enumerate(found):
         seeds = len(cell.gaps)
-        deviations = next(own) if seeds > 1 else pooled
-        drawn = random.choice(deviations if seeds >= OWN_SPREAD else pooled, (draws, seeds))
-        columns.append(cell.mean + correction * scale * drawn.mean(1))
+        drawn = random.choice(own[at] if seeds >= OWN_SPREAD else pooled, (draws, seeds))
+        columns.append(cell.mean + correction * drawn.mean(1))
     return np.stack(columns, 1)
 
 

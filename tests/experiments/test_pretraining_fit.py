@@ -11,7 +11,7 @@ import pytest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.between import loss_after, tokens_to_reach
 from gfsa_experiments.results.pretraining.collect import RUN
-from gfsa_experiments.results.pretraining.fit_words import fit_sentence
+from gfsa_experiments.results.pretraining.fit_words import fit_sentence, vanishing
 from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
 from gfsa_experiments.results.pretraining.page import (
     probes_by_length,
@@ -56,6 +56,21 @@ def test_a_floor_is_found_and_said() -> None:
     assert "which has 0 in it" in fit_sentence("GFSA", found)
     found = cells(runs(lengths, lambda x: -0.3 / x, (0,)), "GFSA")
     assert "without an interval (no cell has two seeds)" in fit_sentence("GFSA", found)
+
+
+def test_the_first_page_says_whether_the_gap_vanishes() -> None:
+    lengths = {"15M": (1, 2, 5, 10, 20)}
+    with_floor = runs(lengths, lambda x: -0.05 - 0.3 / x, (0, 1, 2, 3), noise=1e-4)
+    said = vanishing(with_floor)
+    assert "Not within the fit of GFSA: over 1.0 to 20.0 tokens" in said
+    assert "has it at −0.05" in said
+    said = vanishing(runs(lengths, lambda x: -0.3 / x, range(6), noise=1e-3))
+    assert "Not known: over 1.0 to 20.0" in said
+    assert "for GFSA, with 0 in it" in said
+    assert "without an interval" in vanishing(runs(lengths, lambda x: -0.3 / x, (0,)))
+    few = vanishing(runs({"15M": (1, 3, 10)}, lambda x: -0.3 / x))
+    assert few.endswith("Not known: there are too few lengths for a curve with a floor.")
+    assert vanishing(pd.DataFrame()) == few
 
 
 def test_a_power_at_the_edge_is_said() -> None:

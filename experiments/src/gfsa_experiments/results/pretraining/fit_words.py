@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
 from gfsa_experiments.results.number_format import Scale, signed
-from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, fit_gap
+from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
 from gfsa_experiments.results.statistics import LEVEL
 
 NATS = Scale(1, 3)
@@ -33,10 +34,10 @@ def fit_sentence(arm: str, found: list[Cell]) -> str:
     if fit.decay in (DECAYS[0], DECAYS[-1]):
         text += f" No power beyond {signed(-fit.decay, 2)} was tried."
     miss = max(found, key=lambda cell: abs(cell.mean - fit.at(cell.ratio).mean))
-    off = miss.mean - fit.at(miss.ratio).mean
-    if round(off, 3):
+    far = miss.mean - fit.at(miss.ratio).mean
+    if round(far, 3):
         where = f"{miss.size}, " if len(fit.residuals) > 1 else ""
-        text += f" It misses most at {where}{miss.ratio:.1f}, by {signed(off, 3)}."
+        text += f" It misses most at {where}{miss.ratio:.1f}, by {signed(far, 3)}."
     if len(fit.residuals) > 1:
         off = ", ".join(f"{size} {signed(value, 3)}" for size, value in fit.residuals.items())
         text += f" Sizes lie off the fit by {off} on average."
@@ -61,6 +62,32 @@ def _powers(fit: GapFit) -> str:
     ends = np.percentile(-fit.draws[:, 1], [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     low, high = (signed(float(end) + 0.0, 2) for end in ends)
     return f" (power {low} … {high})"
+
+
+def vanishing(runs: pd.DataFrame) -> str:
+    """One sentence for the first page: does the gap vanish with more tokens?
+
+    Args:
+        runs: those with a tuned plain model.
+    """
+    by_arm = {arm: cells(runs, arm) for arm in FITTED} if len(runs) else {}
+    fits = {arm: fit_gap(found) for arm, found in by_arm.items()}
+    floors = {arm: fit.floor for arm, fit in fits.items() if fit is not None and fit.floor}
+    head = "**Does the gap vanish with more tokens?**"
+    if not floors:
+        return f"{head} Not known: there are too few lengths for a curve with a floor."
+    ratios = [cell.ratio for arm in floors for cell in by_arm[arm]]
+    read = " and ".join(f"{NATS.interval(floor)} for {arm}" for arm, floor in floors.items())
+    stays = [arm for arm, floor in floors.items() if floor.excludes_zero]
+    answer = "Not known" if not stays else f"Not within the fit of {' and '.join(stays)}"
+    inside = "" if stays else f", {'each ' if len(floors) > 1 else ''}with 0 in it"
+    if any(floor.low is None for floor in floors.values()):
+        inside = ", without an interval"
+    return (
+        f"{head} {answer}: over {min(ratios):.1f} to {max(ratios):.1f} tokens per parameter a "
+        f"curve with a floor has it at {read}{inside} (exploratory, "
+        "[fits](pretraining-details.md#the-gap-by-tokens-per-parameter)). Nothing was run beyond."
+    )
 
 
 def _vanishes(fit: GapFit) -> str:

@@ -14,7 +14,6 @@ from gfsa_experiments.results.pretraining.arms import (
     PLAIN,
     arms_of,
     by_size,
-    longest_compared,
     settings_apart,
     words_of,
 )
@@ -40,6 +39,7 @@ from gfsa_experiments.results.pretraining.savings import Saving, savings, saving
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
 from gfsa_experiments.results.pretraining.study import FAMILIES, Study
 from gfsa_experiments.results.pretraining.warmups import warmup_blocks, warmup_steps
+from gfsa_experiments.results.pretraining.where import longest_probed
 from gfsa_experiments.results.pretraining.worth import worth, worth_sentences
 from gfsa_experiments.results.statistics import LEVEL, Interval
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
@@ -310,23 +310,17 @@ def stability_blocks(runs: pd.DataFrame) -> list[Block]:
 
 def probe_blocks(study: Study) -> list[Block]:
     """Probes of the smallest size's longest runs that more than one arm has."""
-    if study.probes.empty:
+    probed = longest_probed(study)
+    if probed is None:
         return []
-    runs = study.runs.merge(study.probes[RUN].drop_duplicates(), on=RUN)
-    size = by_size(runs)[0]
-    own = runs[runs["size"] == size]
-    tokens = longest_compared(own)
-    chosen = own[own.tokens == tokens]
-    found = measures(study.probes.merge(chosen[RUN], on=RUN))
-    others = [arm for arm in arms_of(chosen) if any(arm in m.differences for m in found)]
-    if not others:
-        return []
+    found, others = probed.measures, probed.arms
     pairs = {arm: len(found[0].differences[arm].seeds) for arm in others}
     intervals = [m.differences[arm].interval for m in found for arm in others]
     known = [interval for interval in intervals if interval.low is not None]
     text = (
-        f"{size}, {tokens / 1e6:.0f}M tokens. Plain's mean, and the paired difference of each arm "
-        "to it with Student's 95 % interval; losses in nats, lower is better; the others are "
+        f"{probed.size}, {probed.tokens / 1e6:.0f}M tokens. Plain's mean, and the paired "
+        "difference of each arm to it with Student's 95 % interval; losses in nats, lower is "
+        "better; the others are "
         f"shares and neither good nor bad. Exploratory: {sum(i.excludes_zero for i in known)} of "
         f"{len(known)} intervals exclude 0, and {(1 - LEVEL) * len(known):.1f} would by chance."
     )

@@ -93,8 +93,8 @@ def read_study(folder: Path) -> Study:
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), plans.missing)
     _refuse_several_data(folder, runs)
-    names = (STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, LONGER_WARMUP, LARGER_RATE)
-    names += (LONG, LONG_WARMUP, *OTHERS)
+    names = [STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, LONGER_WARMUP, LARGER_RATE]
+    names += [LONG, LONG_WARMUP, *OTHERS]
     of_plans = {name: plans.rows_of(name) for name in names}
     controls = pd.concat([of_plans[name] for name in CONTROLS])
     longer = of_plans[LONGER_WARMUP]

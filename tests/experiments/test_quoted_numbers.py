@@ -268,6 +268,8 @@ def test_what_is_said_of_larger_sizes_is_what_was_run() -> None:
     assert "The only pair of 46M" in readme
     assert f"has degree 1 {gap} lower after {ratio} tokens per parameter (exploratory)" in readme
     assert "no loss was compared" not in page + readme
+    recipe = " ".join((ROOT / "docs/recipes/pretrain.md").read_text("utf-8").split())
+    assert f"one pair, after {ratio} tokens per parameter: degree 1 ends {gap} lower" in recipe
 
 
 def test_quotes_are_found_in_prose() -> None:

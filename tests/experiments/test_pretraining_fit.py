@@ -11,9 +11,9 @@ import pytest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.pretraining.between import loss_after, tokens_to_reach
 from gfsa_experiments.results.pretraining.collect import RUN
+from gfsa_experiments.results.pretraining.fit_words import fit_sentence, vanishing
 from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
 from gfsa_experiments.results.pretraining.page import (
-    fit_sentence,
     probes_by_length,
     saving_sentence,
     stability_blocks,
@@ -51,11 +51,26 @@ def test_a_floor_is_found_and_said() -> None:
     assert "Not within this fit: a curve with a floor has it at −0.05" in fit_sentence(
         "GFSA", found
     )
-    found = cells(runs(lengths, lambda x: -0.3 / x, (0, 1, 2, 3), noise=1e-3), "GFSA")
+    found = cells(runs(lengths, lambda x: -0.3 / x, range(6), noise=1e-3), "GFSA")
     assert "Not known: a curve with a floor has it at" in fit_sentence("GFSA", found)
     assert "which has 0 in it" in fit_sentence("GFSA", found)
     found = cells(runs(lengths, lambda x: -0.3 / x, (0,)), "GFSA")
     assert "without an interval (no cell has two seeds)" in fit_sentence("GFSA", found)
+
+
+def test_the_first_page_says_whether_the_gap_vanishes() -> None:
+    lengths = {"15M": (1, 2, 5, 10, 20)}
+    with_floor = runs(lengths, lambda x: -0.05 - 0.3 / x, (0, 1, 2, 3), noise=1e-4)
+    said = vanishing(with_floor)
+    assert "Not within the fit of GFSA: over 1.0 to 20.0 tokens" in said
+    assert "has it at −0.05" in said
+    said = vanishing(runs(lengths, lambda x: -0.3 / x, range(6), noise=1e-3))
+    assert "Not known: over 1.0 to 20.0" in said
+    assert "for GFSA, with 0 in it" in said
+    assert "without an interval" in vanishing(runs(lengths, lambda x: -0.3 / x, (0,)))
+    few = vanishing(runs({"15M": (1, 3, 10)}, lambda x: -0.3 / x))
+    assert few.endswith("Not known: there are too few lengths for a curve with a floor.")
+    assert vanishing(pd.DataFrame()) == few
 
 
 def test_a_power_at_the_edge_is_said() -> None:
@@ -74,6 +89,24 @@ def test_sizes_that_disagree_are_seen() -> None:
     assert fit.residuals["15M"] < 0 < fit.residuals["46M"]
 
 
+def test_a_length_counts_as_often_as_it_has_pairs() -> None:
+    """Six pairs are six times one pair: the fit is that of six lengths of one pair each."""
+    lengths, law = {"15M": (1, 3, 10)}, lambda x: -0.3 / x
+    six = cells(runs(lengths, law, range(6)), "GFSA")
+    (off,) = cells(runs({"46M": (1.1,)}, lambda x: -0.1, (0,)), "GFSA")
+    fit = fit_gap([*six, off])
+    repeated = fit_gap([*six, *[off] * 6])
+    assert fit is not None
+    assert repeated is not None
+    # the more the stray length counts, the further the fit lies from the law of the others
+    assert -0.3 < fit.at(1).mean < repeated.at(1).mean < -0.1
+    single = [cell for cell in cells(runs(lengths, law, (0,)), "GFSA") for _ in range(6)]
+    alike = fit_gap([*single, off])
+    assert alike is not None
+    assert (fit.scale, fit.decay) == pytest.approx((alike.scale, alike.decay))
+    assert "each length weighted by its pairs: 6, 6, 6 and 1)" in fit_sentence("GFSA", [*six, off])
+
+
 def test_two_lengths_are_no_fit() -> None:
     # 3.0 and 3.1 tokens per parameter are one point of the curve
     found = cells(runs({"15M": (1, 3), "46M": (3.1,)}, lambda x: -0.3 / x), "GFSA")
@@ -90,27 +123,45 @@ def test_a_seed_without_its_pair_does_not_count() -> None:
     assert cells(table, "degree 1") == []
 
 
+def cells_with_noise(
+    design: dict[float, int], scale: float, spread: float, random: np.random.Generator
+) -> list[Cell]:
+    """Cells of ``scale``/ratio; the spread of a pair grows with the gap, by a twentieth of it."""
+    found = []
+    for ratio, seeds in design.items():
+        truth = scale / ratio
+        own = 0.05 * abs(truth) + spread
+        values = {seed: truth + own * random.normal() for seed in range(seeds)}
+        pair = paired_difference(dict.fromkeys(values, 0.0), values, False)
+        assert pair is not None
+        found.append(Cell("15M", 1, ratio, pair.seeds, pair.values, pair.interval))
+    return found
+
+
 def test_intervals_of_the_fit_have_their_coverage() -> None:
     """The design of the plans: two seeds of short runs, six of the longest; noise as in pilots."""
     random, covered, rounds = np.random.default_rng(3), 0, 60
-    design = {1.0: 2, 3.4: 2, 10.2: 6}
     for _ in range(rounds):
-        found = []
-        for ratio, seeds in design.items():
-            truth = -0.2 / ratio
-            values = {
-                seed: truth + (0.05 * -truth + 0.008) * random.normal() for seed in range(seeds)
-            }
-            pair = paired_difference(dict.fromkeys(values, 0.0), values, False)
-            assert pair is not None
-            found.append(Cell("15M", 1, ratio, pair.seeds, pair.values, pair.interval))
-        fit = fit_gap(found, draws=200)
+        fit = fit_gap(cells_with_noise({1.0: 2, 3.4: 2, 10.2: 6}, -0.2, 0.008, random), draws=200)
         assert fit is not None
         low, high = fit.at(10.2).low, fit.at(10.2).high
         assert low is not None
         assert high is not None
         covered += low <= -0.2 / 10.2 <= high
     # 95 % is meant; of 60 rounds 53 or fewer would be a surprise of 4 in 100
+    assert covered > 53
+
+
+def test_intervals_of_the_floor_have_their_coverage() -> None:
+    """The lengths and pairs of the study, and a gap that goes to zero."""
+    random, covered, rounds = np.random.default_rng(5), 0, 60
+    for _ in range(rounds):
+        design = {1.0: 2, 2.0: 2, 3.4: 6, 10.2: 6}
+        fit = fit_gap(cells_with_noise(design, -0.095, 0.007, random), draws=200)
+        assert fit is not None
+        assert fit.floor is not None
+        assert fit.floor.low is not None
+        covered += not fit.floor.excludes_zero
     assert covered > 53
 
 

@@ -10,15 +10,28 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.results.families import read_family
 from gfsa_experiments.results.page_blocks import to_markdown
-from gfsa_experiments.results.pretraining.limits import limit_blocks, limit_of_plain
+from gfsa_experiments.results.pretraining.limits import (
+    limit_blocks,
+    limit_of_plain,
+    limit_of_schedule,
+)
 from gfsa_experiments.results.pretraining.page import control_table, rate_blocks
-from gfsa_experiments.results.pretraining.study import BASELINE, RATES, Study
+from gfsa_experiments.results.pretraining.study import (
+    BASELINE,
+    LONG,
+    LONG_WARMUP,
+    RATES,
+    Study,
+    but_for_warmup,
+)
 from gfsa_experiments.results.verdicts import Outcome
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
-FAMILY = Path(__file__).parents[2] / "results/families/pretrain.toml"
+RESULTS = Path(__file__).parents[2] / "results"
+FAMILY, PLANS = RESULTS / "families/pretrain.toml", RESULTS / "plans"
 # the family's plain model, as rows of one epoch have it
 OWN = "batch_size=32 lr=0.002 gain_lr=0.1 qk_norm=temperature"
 WIDER = f"{OWN} init_std=0.04"
@@ -124,6 +137,39 @@ def test_a_longer_warm_up_is_said_and_changes_no_verdict(family: list[Outcome]) 
     assert "gated (better at 0.003 by 0.030)" in said
     assert "With a longer warm-up gated ends at 1.950 at 0.002; other rates were not run" in said
     assert "longer" not in to_markdown(limit_blocks(study(family, rates=rates_of(losses))))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (1.69, "the family's plain model stands"),
+        (1.68, "the family's plain model is **not at its best schedule**"),
+        (math.nan, "plain breaks down with 720 steps of warm-up"),
+    ],
+)
+def test_a_longer_warm_up_at_the_familys_length(
+    family: list[Outcome], loss: float, words: str
+) -> None:
+    runs = plain_runs({OWN: 1.7, f"{OWN} warmup=0.15": loss}).assign(steps=4800)
+    said = limit_of_schedule(study(family, long_warmups=runs))
+    assert words in said
+    assert "which asks for 0.017 nats" in said
+    # filters are not read from these runs, and before its run nothing is said of plain
+    filtered = runs.assign(arm="degree 1", valid=1.0)
+    both = pd.concat([runs, filtered])
+    assert limit_of_schedule(study(family, long_warmups=both)) == said
+    assert limit_of_schedule(study(family, long_warmups=filtered)) == ""
+    assert limit_of_schedule(study(family)) == ""
+
+
+def test_the_run_beside_a_longer_warm_up_differs_in_it_alone() -> None:
+    """Until the plan is run it is among what is missing; then its partner is found."""
+    (partner,) = [run.key() for run in runs_of_plan(PLANS / LONG_WARMUP) if run.method == "plain"]
+    keys = [run.key() for run in runs_of_plan(PLANS / LONG)]
+    rows, own = (pd.DataFrame([key._asdict() for key in some]) for some in (keys, [partner]))
+    found = but_for_warmup(rows, own)
+    assert len(found) == 1
+    assert found.settings.iloc[0] == partner.settings.replace(" warmup=0.15", "")
 
 
 def test_pairs_of_plain_models_have_one_warm_up(family: list[Outcome]) -> None:

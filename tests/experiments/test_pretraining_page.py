@@ -17,7 +17,7 @@ from gfsa_experiments.results.pretraining.speeds import read_speeds
 from gfsa_experiments.results.pretraining.study import Study, read_study
 from gfsa_experiments.results.pretraining.write import DETAILS, PAGE, opening, write
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
-from support.pretraining_runs import curve, probe_lines, runs, study_folder
+from support.pretraining_runs import PARAMETERS, curve, probe_lines, runs, study_folder
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -47,6 +47,49 @@ def test_the_time_axis_has_the_batch_size_of_the_runs_that_are_drawn() -> None:
     by_time = draw(study, speeds, None).axes[1]
     ends = [float(np.max(line.get_xdata())) for line in by_time.lines]
     assert ends == pytest.approx([75, 100])
+
+
+def test_what_was_not_timed_is_said_beside_the_curves() -> None:
+    """A line for each, so that no name runs into the curves, which fall from the left."""
+    sizes, arms = ("15M", "46M", "110M"), ("plain", "degree 1", "GFSA")
+    gfsa = runs(dict.fromkeys(sizes, (10,)), lambda x: -0.1, (0,))
+    table = pd.concat([gfsa, gfsa[gfsa.arm == "GFSA"].assign(arm="degree 1", method="degree 1")])
+    lines = []
+    for size, parameters in PARAMETERS.items():
+        for arm in arms:
+            points = np.geomspace(parameters, 10 * parameters, 8)
+            lines.append(curve(size, arm, 0, points, lambda t: 9 - math.log(t) / 3))
+    none = pd.DataFrame()
+    figure = draw(Study(table, pd.concat(lines), none, none, none, []), {}, None)
+    by_time = figure.axes[1]
+    (text,) = by_time.texts
+    assert {f"{arm} at {size}" for arm in arms for size in sizes} <= set(
+        text.get_text().splitlines()
+    )
+    figure.canvas.draw()
+    drawn, panel = text.get_window_extent(), by_time.get_window_extent()
+    assert panel.x0 + 0.5 * panel.width < drawn.x0
+    assert drawn.x1 <= panel.x1
+    assert panel.y0 <= drawn.y0
+
+
+def test_the_fit_is_drawn_where_there_is_one() -> None:
+    none = pd.DataFrame()
+    for lengths, fitted in (((1, 3, 10), True), ((1, 3), False)):
+        table = runs({"15M": lengths}, lambda x: -0.2 / x)
+        study = Study(table, none_of_curves(), none, none, none, [])
+        panel = draw(study, {}, None).axes[2]
+        curves = [line for line in panel.lines if line.get_linestyle() == "-."]
+        assert len(curves) == fitted
+        assert ("fitted to the marks" in panel.get_title()) == fitted
+        for line in curves:
+            x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+            assert (x[0], x[-1]) == pytest.approx((1, 10))
+            assert y == pytest.approx(-0.2 / x)
+
+
+def none_of_curves() -> pd.DataFrame:
+    return curve("15M", "plain", 0, (1e7,), lambda t: 1.0)[:0]
 
 
 def test_everything_is_written_from_files(folder: Path) -> None:

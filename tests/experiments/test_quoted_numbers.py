@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +12,9 @@ import pytest
 from gfsa_experiments.results.number_format import p_value
 from gfsa_experiments.results.pretraining.answer import NAMES
 from gfsa_experiments.results.statistics import Interval, holm
+from gfsa_experiments.results.tables import coefficients_of, learns_c0
 from gfsa_experiments.results.verdicts import Outcome
+from support import quoted_figures
 from support.prose import (
     COUNTS,
     NUMBER,
@@ -204,19 +207,69 @@ def test_another_last_digit_anywhere_is_noticed() -> None:
 
 
 def test_verdicts_hold_over_all_families_as_pretraining_says() -> None:
-    """The page quotes Holm's p over the comparisons of every complete family together."""
+    """The details quote Holm's p over the comparisons of every complete family together."""
+    judged = [(family.name, outcome) for family, found in FIGURES.complete for outcome in found]
     ps = []
-    for outcome in all_outcomes():
+    for _, outcome in judged:
         assert outcome.contrast is not None
         assert outcome.contrast.test.p is not None
         ps.append(outcome.contrast.test.p)
-    adjusted = zip(all_outcomes(), holm(ps), strict=True)
-    shown = {o.comparison.name: p_value(p) for o, p in adjusted if o.verdict == "better"}
-    page = " ".join((ROOT / "results/pretraining.md").read_text("utf-8").split())
+    # by family and comparison: another family may confirm a comparison of the same name
+    shown = {
+        (family, outcome.comparison.name): p
+        for (family, outcome), p in zip(judged, holm(ps), strict=True)
+        if outcome.verdict == "better"
+    }
+    page = " ".join((ROOT / "results/pretraining-details.md").read_text("utf-8").split())
     assert f"over all {len(ps)} comparisons of the {count_word(len(FIGURES.complete))}" in page
-    assert f"{shown['degree1 − plain']} (degree 1 − plain)" in page
-    assert f"{shown['degree1 − gain']} (degree 1 − gain only)" in page
-    assert len(shown) == 2
+    own = {name: p for (family, name), p in shown.items() if family == "pretrain-epoch"}
+    quoted = {"degree1 − plain": "degree 1 − plain", "degree1 − gain": "degree 1 − gain only"}
+    assert own.keys() == quoted.keys()
+    assert all(p < 0.05 for p in own.values()), "not both verdicts are left"
+    for name, words in quoted.items():
+        assert f"{p_value(own[name])} ({words})" in page
+
+
+PRETRAINING = ("pretraining.md", "pretraining-details.md")
+
+
+def test_counts_of_tuning_runs_are_those_of_the_rows() -> None:
+    """Runs with a negative c0, and the rows of the file."""
+    rows = FIGURES.tuning[FIGURES.tuning.recipe == "pretrain"]
+    c0 = [coefficients_of(row)[0] for row in rows.itertuples() if learns_c0(row)]
+    assert max(c0) < 0
+    pages = {name: " ".join(FIGURES.text(name).split()) for name in PRETRAINING}
+    families = quoted_figures.runs_with_negative_c0(FIGURES, "pretrain", "pretrain-epoch")
+    for page in pages.values():
+        assert f"({len(c0)} tuning runs, {families[0]} runs of families)" in page
+    with (ROOT / "results/tuning/pretrain.csv").open(newline="", encoding="utf-8") as file:
+        count = sum(1 for _ in csv.DictReader(file))
+    assert f"({count} runs), curves" in pages["pretraining-details.md"]
+
+
+def test_what_is_said_of_larger_sizes_is_what_was_run() -> None:
+    """No page says that nothing was compared where a pair is, nor the other way round."""
+    rows = FIGURES.tuning[FIGURES.tuning.recipe == "pretrain"]
+    large = rows[~rows.task.str.endswith("-15m")]
+    assert set(large.task) == {"techdocs qwen3-46m"}
+    finite = large[large.valid.notna()]
+    best = finite.loc[finite.groupby(["method", "seed", "steps"]).valid.idxmin()]
+    plain, degree1 = (best[best.method == name] for name in ("plain", "degree1"))
+    pairs = plain.merge(degree1, on=["seed", "steps"])
+    (steps,) = set(pairs.steps)
+    (batch,) = {text.split("batch_size=")[1].split()[0] for text in large.settings}
+    (parameters,) = set(plain.parameters)
+    ratio = f"{steps * int(batch) * 1024 / parameters:.1f}"
+    gap = f"{(pairs.test_x - pairs.test_y).mean():.3f}"
+    assert len(pairs) == 1, "46M has more than one pair: say what they show"
+    page = " ".join(FIGURES.text("pretraining.md").split())
+    assert f"one pair of 46M at {ratio} tokens a parameter" in page
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert "The only pair of 46M" in readme
+    assert f"has degree 1 {gap} lower after {ratio} tokens per parameter (exploratory)" in readme
+    assert "no loss was compared" not in page + readme
+    recipe = " ".join((ROOT / "docs/recipes/pretrain.md").read_text("utf-8").split())
+    assert f"one pair, after {ratio} tokens per parameter: degree 1 ends {gap} lower" in recipe
 
 
 def test_quotes_are_found_in_prose() -> None:

@@ -74,8 +74,9 @@ def test_every_recipe_with_exploratory_rows_has_a_page() -> None:
 
 
 def test_the_first_page_is_one_screen() -> None:
+    """With room for a family of six comparisons more, which takes a line for each and one above."""
     page = (RESULTS / "README.md").read_text("utf-8")
-    assert len(page.splitlines()) < 70
+    assert len(page.splitlines()) + 7 < 70
     answer = page.partition("\n\n")[2].partition("\n\n")[0]
     assert len(answer.splitlines()) == 3
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from gfsa_experiments.results.family_summary import Judged
     from gfsa_experiments.results.page_blocks import Block
     from gfsa_experiments.results.tables import ResultTable
@@ -120,6 +122,8 @@ class _Folder:
     """Exploratory; runs of families are not among them."""
     times: list[ResultTable]
     judged: list[Judged]
+    tuning: pd.DataFrame
+    """The rows by which arms were tuned."""
 
 
 def _read(folder: Path) -> _Folder:
@@ -134,7 +138,8 @@ def _read(folder: Path) -> _Folder:
     from gfsa_experiments.results.verdicts import outcomes
 
     runs, families = read_folder(folder), read_families(folder)
-    refuse_unregistered(families, runs.every, read_folder_if_any(folder / "tuning").every)
+    tuning = read_folder_if_any(folder / "tuning")
+    refuse_unregistered(families, runs.every, tuning.every)
     keys = {key for family in families for key in family.keys}
     if is_of(runs.rows, keys).any() and not has_history(families[0].path):
         typer.echo(
@@ -144,7 +149,8 @@ def _read(folder: Path) -> _Folder:
         )
     times = make_tables(read_folder_if_any(folder / "times"))
     judged = [(family, outcomes(family, runs.rows)) for family in families]
-    return _Folder(make_tables(runs.where(lambda rows: ~is_of(rows, keys))), times, judged)
+    tables = make_tables(runs.where(lambda rows: ~is_of(rows, keys)))
+    return _Folder(tables, times, judged, tuning.rows)
 
 
 def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> list[Block]:
@@ -197,9 +203,11 @@ def _print(blocks: list[Block], markdown: bool) -> None:
 def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None:
     """Update the first page, that of families and one per recipe, all of them or none."""
     from gfsa_experiments.results.family_details import families_page
+    from gfsa_experiments.results.family_summary import of_recipe
     from gfsa_experiments.results.overview import costs, domain_of, overview
     from gfsa_experiments.results.page_blocks import Picture, Text, updated_page, write_pages
     from gfsa_experiments.results.page_sections import sections
+    from gfsa_experiments.results.tuning_table import tuning_blocks
 
     command = "gfsa results --write"
     if folder != Path("results"):
@@ -226,7 +234,8 @@ def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None
         pages[path] = updated_page(path, "Confirmatory families", blocks)
     for recipe, tables in by_recipe.items():
         path, title = folder / f"{recipe}.md", titles[recipe]
-        blocks = [source, *sections(tables, paper)]
+        tuned = tuning_blocks(found.tuning[found.tuning.recipe == recipe])
+        blocks = [source, *of_recipe(found.judged, recipe), *tuned, *sections(tables, paper)]
         pages[path] = updated_page(path, title[0].upper() + title[1:], blocks)
     write_pages(pages)
     typer.echo(f"wrote {', '.join(map(str, pages))}", err=True)

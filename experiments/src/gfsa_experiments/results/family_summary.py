@@ -66,6 +66,20 @@ def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
     return [said, _grid([_cells(found) for found in outcomes])] if _has_runs(outcomes) else [said]
 
 
+def of_recipe(judged: Sequence[Judged], recipe: str) -> list[Block]:
+    """The families of a recipe on its own page: planned, lacking runs, or with their verdicts."""
+    said = []
+    for family, outcomes in judged:
+        if recipe not in {own for o in outcomes for own, _ in o.comparison.tasks}:
+            continue
+        if is_complete(outcomes):
+            verdicts = "; ".join(f"{o.comparison.name}: {o.verdict}" for o in outcomes)
+            said.append(f"Family {link(family)}, {state(family)}: {verdicts}.")
+        else:
+            said.append(f"Family {summary(family, outcomes)}")
+    return [Text(f"{' '.join(said)} Families: [families.md](families.md).")] if said else []
+
+
 def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
     """What is compared on what, and the runs it took or lacks."""
     metrics = ", ".join(dict.fromkeys(outcome.comparison.metric for outcome in outcomes))

@@ -160,19 +160,24 @@ def _chance_note(tables: Sequence[ResultTable]) -> list[str]:
 
 def costs(times: Sequence[ResultTable]) -> list[Block]:
     """The time of a training step and its memory, from runs that had the machine to themselves."""
-    rows = []
+    said = []
     for recipe, tables in groupby(times, key=lambda table: table.recipe):
         own = list(tables)
-        cells = [domain_of(recipe, own)]
-        for method in FILTERS:
+        parts = []
+        for method, name in FILTERS.items():
             lines = [line for table in own for line in table.lines if line.method == method]
-            cells += [
-                ratio(time for line in lines for time in line.times),
-                ratio(memory for line in lines for memory in line.memories),
-            ]
-        rows.append(cells)
-    if not rows:
+            taken = [time for line in lines for time in line.times]
+            memory = [memory for line in lines for memory in line.memories]
+            if taken:
+                beside = f" ({ratio(memory)})" if memory else ""
+                parts.append(f"{name} {ratio(taken)}{beside}")
+        if parts:
+            said.append(f"{domain_of(recipe, own)}: {', '.join(parts)}")
+    if not said:
         return []
-    names = [f"{name}: {what}" for name in FILTERS.values() for what in ("time", "memory")]
-    text = "Of a training step, relative to plain, alone on the GPU (rows in [times](times))."
-    return [Heading("What it costs"), Text(text), Grid(["domain", *names], rows, ("domain",))]
+    text = (
+        "Time of a training step (and memory where it was measured), relative to plain, alone on "
+        f"the GPU, rows in [times](times). {'; '.join(said)}."
+    )
+    # a paragraph: the page has one line for each, and families need theirs
+    return [Heading("What it costs"), Text(text)]

@@ -11,7 +11,7 @@ import pandas as pd
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa_experiments.results.pretraining.arms import PLAIN, by_size, longest_compared
-from gfsa_experiments.results.pretraining.gap import Cell, cells
+from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
 from gfsa_experiments.results.pretraining.ladder import draw_ladder
 from gfsa_experiments.results.pretraining.passing import gaps_on_the_way, passings
 from gfsa_experiments.results.pretraining.speeds import speed_at
@@ -102,10 +102,11 @@ def _loss_panels(
         at = " and ".join(map(str, sorted(batches)))
         by_time.set_title(f"time of a token as measured at batches of {at}", fontsize=9)
     if unmeasured:
-        text = f"time of a token not measured:\n{', '.join(unmeasured)}"
-        by_time.text(
-            0.97, 0.95, text, ha="right", va="top", fontsize=8, transform=by_time.transAxes
-        )
+        # curves fall from the left: a narrow text at the right is beside them
+        text = "\n".join(["time of a token\nnot measured:", *unmeasured])
+        look = {"ha": "right", "va": "top", "fontsize": 7, "transform": by_time.transAxes}
+        behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        by_time.text(0.98, 0.97, text, bbox=behind, **look)
 
 
 def mean_curve(
@@ -137,8 +138,11 @@ def _gap_panel(study: Study, axis: Axes) -> None:
     highest = max(
         (cell.interval.high or 0.0 for found in by_arm.values() for cell in found), default=0.0
     )
+    is_fitted = False
     for at_arm, (arm, found) in enumerate(by_arm.items()):
         colour = COLOURS[numbers[arm]]
+        tuned = [cell for cell in found if (cell.size, cell.tokens) not in untuned]
+        is_fitted |= _draw_fit(axis, tuned, colour)
         for at, size in enumerate(dict.fromkeys(cell.size for cell in found)):
             way = gaps_on_the_way(study.curves, study.runs, size)
             _draw_way(axis, way, arm, colour, _STYLES[at % len(_STYLES)])
@@ -157,6 +161,8 @@ def _gap_panel(study: Study, axis: Axes) -> None:
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xticks([], minor=True)
     title = "marks: ends of runs; lines: the longest runs on their way; 95 % over seeds"
+    if is_fitted:
+        title += "\nthin: a·x^−b fitted to the marks, each weighted by its pairs"
     if untuned:
         title += "\nhollow: plain is not tuned there (its longest runs pass it lower)"
     axis.set(
@@ -187,6 +193,17 @@ def _draw_way(
     if known and all(gap.low is not None for gap in known.values()):
         low, high = zip(*((gap.low, gap.high) for gap in known.values()), strict=True)
         axis.fill_between(list(known), low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _draw_fit(axis: Axes, found: list[Cell], colour: str) -> bool:
+    """The fitted curve over the lengths that it is fitted to; False without a fit."""
+    fit = fit_gap(found, draws=1)
+    if fit is None:
+        return False
+    ratios = [cell.ratio for cell in found]
+    x = np.geomspace(min(ratios), max(ratios), 50)
+    axis.plot(x, fit.scale * x**-fit.decay, color=colour, linestyle="-.", linewidth=0.8, zorder=1)
+    return True
 
 
 def _draw_cells(

@@ -5,7 +5,8 @@ With x tokens per parameter the two curves that are fitted are
     gap(x) = a·x^(−b)         which goes to zero, and
     gap(x) = f + a·x^(−b)     which goes to the floor f.
 
-Relative errors are minimised: the large gaps of early training do not decide the tail. Intervals
+Squared errors in nats are minimised, each times the pairs of its cell: pairs of all lengths are
+taken to have one standard deviation s, so that a mean of n has the standard error s/√n. Intervals
 are percentiles over resampled seeds.
 """
 
@@ -113,7 +114,7 @@ def fit_gap(found: Sequence[Cell], draws: int = DRAWS, seed: int = 0) -> GapFit 
         return None
     ratios = np.array([cell.ratio for cell in found])
     means = np.array([cell.mean for cell in found])
-    weights = _scales(found) ** -2
+    weights = _weights(found)
     scale, _, decay = _power_law(ratios, means[None], weights, floor=False)[0]
     resampled = resampled_means(found, draws, np.random.default_rng(seed))
     drawn = floor = None
@@ -138,7 +139,7 @@ def fit_gap(found: Sequence[Cell], draws: int = DRAWS, seed: int = 0) -> GapFit 
             left = _power_law(
                 np.array([cell.ratio for cell in others]),
                 np.array([[cell.mean for cell in others]]),
-                _scales(others) ** -2,
+                _weights(others),
                 floor=False,
             )[0]
             without[size] = (float(left[0]), float(left[2]))
@@ -154,10 +155,9 @@ def _enough(found: Sequence[Cell], points: int) -> bool:
     return different >= points
 
 
-def _scales(found: Sequence[Cell]) -> Numbers:
-    """What errors are relative to: the gap, but no less than a twentieth of the largest."""
-    sizes = np.abs([cell.mean for cell in found])
-    return np.asarray(np.maximum(sizes, max(0.05 * float(sizes.max()), 1e-12)))
+def _weights(found: Sequence[Cell]) -> Numbers:
+    """Of squared errors: the pairs whose mean the gap is."""
+    return np.array([float(len(cell.gaps)) for cell in found])
 
 
 def resampled_means(
@@ -167,8 +167,8 @@ def resampled_means(
 
     Deviations from a cell's mean are taken times √(n/(n − 1)), so that the variance of a mean is
     unbiased, and times t/z of the pooled degrees of freedom, as in Student's interval. A cell with
-    fewer than :data:`OWN_SPREAD` seeds takes the relative deviations of all cells: those of two or
-    three seeds say little about the spread.
+    fewer than :data:`OWN_SPREAD` seeds takes the deviations of all cells: those of two or three
+    seeds say little about the spread.
     """
     from scipy.stats import norm, t
 
@@ -177,20 +177,17 @@ def resampled_means(
         return None
     quantile = (1 + LEVEL) / 2
     correction = float(t.ppf(quantile, freedom) / norm.ppf(quantile))
-    scales = _scales(found)
-    relative = [
-        (np.array(cell.gaps) - cell.mean) * np.sqrt(len(cell.gaps) / (len(cell.gaps) - 1)) / scale
-        for cell, scale in zip(found, scales, strict=True)
+    own = {
+        at: (np.array(cell.gaps) - cell.mean) * np.sqrt(len(cell.gaps) / (len(cell.gaps) - 1))
+        for at, cell in enumerate(found)
         if len(cell.gaps) > 1
-    ]
-    pooled = np.concatenate(relative)
-    own = iter(relative)
+    }
+    pooled = np.concatenate(list(own.values()))
     columns = []
-    for cell, scale in zip(found, scales, strict=True):
+    for at, cell in enumerate(found):
         seeds = len(cell.gaps)
-        deviations = next(own) if seeds > 1 else pooled
-        drawn = random.choice(deviations if seeds >= OWN_SPREAD else pooled, (draws, seeds))
-        columns.append(cell.mean + correction * scale * drawn.mean(1))
+        drawn = random.choice(own[at] if seeds >= OWN_SPREAD else pooled, (draws, seeds))
+        columns.append(cell.mean + correction * drawn.mean(1))
     return np.stack(columns, 1)
 
 

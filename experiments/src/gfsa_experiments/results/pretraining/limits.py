@@ -1,13 +1,15 @@
 """What limits the family's comparisons: are its plain model and its controls at their best?
 
-Both rules are those of plans, from before their runs:
+The rules are those of plans, from before their runs:
 
 - ``pretrain-baseline.txt``: another plain model that ends :data:`MARGIN` or more below the family's
   on valid, and lower with the fresh seeds of ``pretrain-controls.txt`` too, is stronger;
 - ``pretrain-controls-rates.txt``: a control that ends :data:`MARGIN` or more lower on valid at
   another learning rate than the family's is not at its best in the family. That plan
   warms up for fewer steps than the family; runs of ``pretrain-warmup.txt`` with as many stand
-  beside it and change no verdict.
+  beside it and change no verdict;
+- ``pretrain-long-warmup.txt``: if plain ends :data:`SCHEDULE` or more lower on valid with a longer
+  warm-up at the family's length, the family's plain model is not at its best schedule.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import pandas as pd
 from gfsa_experiments.results.page_blocks import Block, Text
 from gfsa_experiments.results.pretraining.arms import PLAIN, settings_apart, words_of
 from gfsa_experiments.results.pretraining.controls import rates
-from gfsa_experiments.results.pretraining.study import BASELINE, RATES, Study
+from gfsa_experiments.results.pretraining.study import BASELINE, LONG_WARMUP, RATES, Study
+from gfsa_experiments.results.pretraining.warmups import warmup_steps
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 MARGIN = 0.02
+SCHEDULE = 0.017
+"""Two standard deviations of a pair in the family, as the plan has it."""
 CONTROLS = ("gain only", "gated")
 _PLAN = f"[plan](plans/{BASELINE})"
 _RATES_PLAN = f"[plan](plans/{RATES})"
@@ -73,6 +78,30 @@ def limit_of_plain(study: Study) -> str:
         f"{MARGIN} nats or more below the family's after one epoch (validation loss, seed 0, "
         f"{_PLAN}): {'; '.join(said)}."
     )
+
+
+def limit_of_schedule(study: Study) -> str:
+    """Whether a longer warm-up suits plain better at the family's length; empty before its run."""
+    runs = study.long_warmups
+    if not study.family or runs.empty:
+        return ""
+    plain = runs[runs.arm == PLAIN]
+    steps = [warmup_steps(*one) for one in zip(plain.settings, plain.steps, strict=True)]
+    by_warmup = dict(sorted(zip(steps, plain.valid, strict=True)))
+    if len(by_warmup) < 2:
+        return ""
+    (short, before), *_, (long, after) = by_warmup.items()
+    link = f"[plan](plans/{LONG_WARMUP})"
+    if math.isnan(after):
+        found, ends = f"plain breaks down with {long} steps of warm-up ({link})", "stands"
+    else:
+        found = (
+            f"plain ends at {after:.3f} with {long} steps of warm-up and at {before:.3f} with the "
+            f"family's {short} (validation loss, seed 0, exploratory, {link})"
+        )
+        ends = "stands" if after > before - SCHEDULE else "is **not at its best schedule**"
+    rule = f"By the rule, which asks for {SCHEDULE} nats, the family's plain model {ends}."
+    return f"Longer warm-up: {found}. {rule}"
 
 
 def limit_blocks(study: Study) -> list[Block]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import pandas as pd
 
 from gfsa_experiments.results.number_format import NONE, Scale, p_value, signed
@@ -15,15 +14,21 @@ from gfsa_experiments.results.pretraining.arms import (
     PLAIN,
     arms_of,
     by_size,
-    longest_compared,
     settings_apart,
     words_of,
 )
 from gfsa_experiments.results.pretraining.between import APART
 from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
-from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
-from gfsa_experiments.results.pretraining.limits import MARGIN, limit_blocks, limit_of_plain
+from gfsa_experiments.results.pretraining.fit_words import FITTED, fit_sentence
+from gfsa_experiments.results.pretraining.gap import cells
+from gfsa_experiments.results.pretraining.larger import rate_blocks_of_larger, size_sentences
+from gfsa_experiments.results.pretraining.limits import (
+    MARGIN,
+    limit_blocks,
+    limit_of_plain,
+    limit_of_schedule,
+)
 from gfsa_experiments.results.pretraining.passing import (
     passing_blocks,
     passings,
@@ -34,12 +39,12 @@ from gfsa_experiments.results.pretraining.savings import Saving, savings, saving
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
 from gfsa_experiments.results.pretraining.study import FAMILIES, Study
 from gfsa_experiments.results.pretraining.warmups import warmup_blocks, warmup_steps
+from gfsa_experiments.results.pretraining.where import longest_probed
 from gfsa_experiments.results.pretraining.worth import worth, worth_sentences
 from gfsa_experiments.results.statistics import LEVEL, Interval
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 NATS = Scale(1, 3)
-FITTED = ("degree 1", "GFSA")
 OVER_LENGTHS = (
     "loss, repeated random tokens, second time",
     "loss, recalled pairs, second time",
@@ -59,7 +64,7 @@ def first_blocks(study: Study) -> list[Block]:
 
 def _limits(study: Study) -> list[Block]:
     """What limits the family of the longest runs."""
-    said = limit_of_plain(study)
+    said = " ".join(filter(None, (limit_of_plain(study), limit_of_schedule(study))))
     if not said:
         return limit_blocks(study)
     text = f"Family pretrain. {said} The plain model of pretrain-epoch: see *Not known*."
@@ -68,7 +73,8 @@ def _limits(study: Study) -> list[Block]:
 
 def detail_blocks(study: Study, speeds: Speeds) -> list[Block]:
     """Every other section that has runs, and what is missing."""
-    found = [*gap_blocks(study, speeds), *warmup_blocks(study.warmups), *rate_blocks(study)]
+    found = [*gap_blocks(study, speeds), *rate_blocks_of_larger(study.larger_rates)]
+    found += [*warmup_blocks(study.warmups), *rate_blocks(study)]
     found += stability_blocks(study.stability)
     found += [*probe_blocks(study), *probes_by_length(study), *_coefficient_blocks(study)]
     if study.missing:
@@ -211,6 +217,7 @@ def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
     columns = ["size", "tokens", "tokens per parameter", "pairs", PLAIN]
     grid = Grid([*columns, *(f"{arm} − plain" for arm in arms)], rows, ("size",))
     sentences = [fit_sentence(arm, cells(tuned, arm)) for arm in FITTED if arm in by_arm]
+    sentences += size_sentences(tuned)
     for arm in FITTED:
         found = savings(study.curves, runs, arm, speeds)
         for saving in found:
@@ -224,62 +231,6 @@ def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
         Bullets(sentences),
         *passing_blocks(passed, FITTED),
     ]
-
-
-def fit_sentence(arm: str, found: list[Cell]) -> str:
-    """What the fit says of whether the gap vanishes, or why there is none."""
-    fit = fit_gap(found)
-    if fit is None:
-        there = ", ".join(f"{cell.ratio:.1f}" for cell in found) or "none"
-        return (
-            f"{arm} − plain: no fit. It needs {POINTS} numbers of tokens per parameter that differ "
-            "by a tenth or more, each with a tuned plain model; there "
-            f"{'are' if len(found) > 1 else 'is'} {there}."
-        )
-    most = max(cell.ratio for cell in found)
-    law = f"{signed(fit.scale, 3)}·x^{signed(-fit.decay, 2)}"
-    text = (
-        f"{arm} − plain, fitted by {law}{_powers(fit)} over x tokens per parameter: "
-        f"{NATS.interval(fit.at(most))} at {most:.1f}, the most that was run. {_vanishes(fit)}"
-    )
-    if fit.decay in (DECAYS[0], DECAYS[-1]):
-        text += f" No power beyond {signed(-fit.decay, 2)} was tried."
-    if len(fit.residuals) > 1:
-        off = ", ".join(f"{size} {signed(value, 3)}" for size, value in fit.residuals.items())
-        text += f" Sizes lie off the fit by {off} on average."
-    if fit.without:
-        left = ", ".join(
-            f"{signed(value, 3)} without {size}" for size, value in fit.at_without(most).items()
-        )
-        text += f" The fit at {most:.1f} is {left}."
-    return text
-
-
-def _powers(fit: GapFit) -> str:
-    """The 95 % interval of the power, within what was tried."""
-    if fit.draws is None:
-        return ""
-    ends = np.percentile(-fit.draws[:, 1], [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
-    low, high = (signed(float(end) + 0.0, 2) for end in ends)
-    return f" (power {low} … {high})"
-
-
-def _vanishes(fit: GapFit) -> str:
-    """Whether a floor is needed; a gap that is fitted to go to zero proves nothing."""
-    if fit.floor is None:
-        return (
-            f"Whether it goes to zero cannot be asked of fewer than {POINTS + 1} points: this "
-            "curve does by construction."
-        )
-    floor = f"a curve with a floor has it at {NATS.interval(fit.floor)}"
-    if fit.floor.low is None:
-        return f"Does it vanish? Not known: {floor}, without an interval (no cell has two seeds)."
-    if not fit.floor.excludes_zero:
-        return f"Does it vanish? Not known: {floor}, which has 0 in it."
-    side = "below" if fit.floor.mean < 0 else "above"
-    if (fit.floor.mean < 0) == (fit.scale < 0):
-        return f"Does it vanish? Not within this fit: {floor}, {side} 0."
-    return f"Does it vanish? It turns: {floor}, {side} 0."
 
 
 def saving_sentence(saving: Saving, of_ends: Mapping[float, float]) -> str:
@@ -359,23 +310,17 @@ def stability_blocks(runs: pd.DataFrame) -> list[Block]:
 
 def probe_blocks(study: Study) -> list[Block]:
     """Probes of the smallest size's longest runs that more than one arm has."""
-    if study.probes.empty:
+    probed = longest_probed(study)
+    if probed is None:
         return []
-    runs = study.runs.merge(study.probes[RUN].drop_duplicates(), on=RUN)
-    size = by_size(runs)[0]
-    own = runs[runs["size"] == size]
-    tokens = longest_compared(own)
-    chosen = own[own.tokens == tokens]
-    found = measures(study.probes.merge(chosen[RUN], on=RUN))
-    others = [arm for arm in arms_of(chosen) if any(arm in m.differences for m in found)]
-    if not others:
-        return []
+    found, others = probed.measures, probed.arms
     pairs = {arm: len(found[0].differences[arm].seeds) for arm in others}
     intervals = [m.differences[arm].interval for m in found for arm in others]
     known = [interval for interval in intervals if interval.low is not None]
     text = (
-        f"{size}, {tokens / 1e6:.0f}M tokens. Plain's mean, and the paired difference of each arm "
-        "to it with Student's 95 % interval; losses in nats, lower is better; the others are "
+        f"{probed.size}, {probed.tokens / 1e6:.0f}M tokens. Plain's mean, and the paired "
+        "difference of each arm to it with Student's 95 % interval; losses in nats, lower is "
+        "better; the others are "
         f"shares and neither good nor bad. Exploratory: {sum(i.excludes_zero for i in known)} of "
         f"{len(known)} intervals exclude 0, and {(1 - LEVEL) * len(known):.1f} would by chance."
     )

@@ -26,7 +26,10 @@ CONTROLS = ("pretrain-controls.txt", "pretrain-layers.txt")
 BASELINE = "pretrain-baseline.txt"
 WARMUP = "pretrain-warmup.txt"
 LONGER_WARMUP = "pretrain-epoch-tuning.txt"
-OTHERS = ("pretrain-long-warmup.txt", "pretrain-gates.txt")
+LARGER_RATE = "pretrain-46m-rate.txt"
+LONG = "pretrain-long.txt"
+LONG_WARMUP = "pretrain-long-warmup.txt"
+OTHERS = ("pretrain-gates.txt",)
 """Plans of which the page says whether their runs are there, and no more."""
 FAMILIES = {
     "pretrain-epoch": "3.4 tokens a parameter",
@@ -61,6 +64,11 @@ class Study:
     warmups: pd.DataFrame = field(default_factory=pd.DataFrame)
     """The runs of :data:`WARMUP`, and of :data:`LONGER_WARMUP` those with the same other settings,
     likewise."""
+    larger_rates: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """The runs of :data:`LARGER_RATE`, likewise."""
+    long_warmups: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """The runs of :data:`LONG_WARMUP` and, of :data:`LONG`, those that differ from one of them in
+    the warm-up alone, likewise."""
     unfinished: frozenset[str] = frozenset()
     """The plans that lack runs, by the names of their files."""
 
@@ -85,12 +93,16 @@ def read_study(folder: Path) -> Study:
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), plans.missing)
     _refuse_several_data(folder, runs)
-    names = (STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, LONGER_WARMUP, *OTHERS)
+    names = [STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, LONGER_WARMUP, LARGER_RATE]
+    names += [LONG, LONG_WARMUP, *OTHERS]
     of_plans = {name: plans.rows_of(name) for name in names}
     controls = pd.concat([of_plans[name] for name in CONTROLS])
     longer = of_plans[LONGER_WARMUP]
     longer = longer[longer.settings.str.contains("gain_lr=0.1 ")]
     warmups = pd.concat([of_plans[WARMUP], longer]).drop_duplicates(RUN)
+    long_warmups = of_plans[LONG_WARMUP]
+    if len(long_warmups):
+        long_warmups = pd.concat([long_warmups, but_for_warmup(of_plans[LONG], long_warmups)])
     tables = {name: _read_table(folder / "pretraining" / f"{name}.csv") for name in TABLES}
     curves = [tables["curves"], _earlier_curves(folder / _EARLIER_CURVES, rows)]
     curve_lines = pd.concat([part for part in curves if len(part)] or curves)
@@ -106,8 +118,23 @@ def read_study(folder: Path) -> Study:
         rates=labelled(of_plans[RATES], [], keep_diverged=True),
         baseline=labelled(of_plans[BASELINE], [], keep_diverged=True),
         warmups=labelled(warmups, [], keep_diverged=True),
+        larger_rates=labelled(of_plans[LARGER_RATE], [], keep_diverged=True),
+        long_warmups=labelled(long_warmups, [], keep_diverged=True),
         unfinished=frozenset(plans.unfinished),
     )
+
+
+def but_for_warmup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """The rows that differ from one of the others in the warm-up alone."""
+    others = others.assign(bare=others.settings.map(_without_warmup))
+    keys = set(others[["method", "options", "bare", "seed"]].itertuples(index=False, name=None))
+    bare = rows.assign(settings=rows.settings.map(_without_warmup))
+    own = bare[["method", "options", "settings", "seed"]].itertuples(index=False, name=None)
+    return rows[[key in keys for key in own]]
+
+
+def _without_warmup(settings: str) -> str:
+    return " ".join(word for word in settings.split() if not word.startswith("warmup="))
 
 
 class _Plans:

@@ -1,0 +1,210 @@
+"""A larger size than the one that was tuned: its learning rate, and its gap beside that of 15M.
+
+Both rules are those of plans, from before their runs:
+
+- ``pretrain-46m-rate.txt``: each arm takes its better rate; where that is the lowest or the highest
+  that was tried, the page says that nothing beyond it was;
+- ``pretrain-scaling-46m.txt``: a difference between sizes below :data:`BETWEEN` nats is not one. It
+  is read at as many tokens a parameter, from a line between two lengths of the smaller size, and
+  from the fit to the smaller size alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pandas as pd
+
+from gfsa_experiments.results.number_format import Scale
+from gfsa_experiments.results.page_blocks import Block, Bullets, Heading
+from gfsa_experiments.results.pretraining.arms import PLAIN, by_size
+from gfsa_experiments.results.pretraining.between import are_near
+from gfsa_experiments.results.pretraining.controls import Rates, rates
+from gfsa_experiments.results.pretraining.fit_words import FITTED
+from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
+from gfsa_experiments.results.pretraining.study import LARGER_RATE, Study
+
+NATS = Scale(1, 3)
+BETWEEN = 0.04
+SAME = 1.15
+"""Lengths whose tokens a parameter are at most this many times apart are set beside each other."""
+SMALLER = "15M"
+CHOSEN = 0.002
+"""The learning rate that the smaller size was tuned to."""
+_PLAN = "[plan](plans/pretrain-scaling-46m.txt)"
+
+
+def rate_blocks_of_larger(runs: pd.DataFrame) -> list[Block]:
+    """The rates of every arm, its better one, and the gap of the better runs."""
+    if runs.empty:
+        return []
+    size, ratio = str(runs["size"].iloc[0]), float(runs.ratio.max())
+    found = rates(runs)
+    said = [
+        f"Validation loss after one epoch ({ratio:.1f} tokens per parameter), seed 0 "
+        f"([plan](plans/{LARGER_RATE})). {'. '.join(map(_rates, found))}."
+    ]
+    best = {own.arm: own.best for own in found if own.best is not None}
+    if PLAIN in best:
+        for arm, rate in best.items():
+            if arm != PLAIN:
+                ends = [_test(runs, arm, rate), _test(runs, PLAIN, best[PLAIN])]
+                said.append(
+                    f"{arm} − plain, each at its better rate: {NATS.signed(ends[0] - ends[1])} on "
+                    f"test ({ends[0]:.3f}, {ends[1]:.3f}). One pair: no interval; exploratory."
+                )
+    others = [own.arm for own in found if own.best != CHOSEN]
+    if others:
+        said.append(f"The rate of {SMALLER}, {CHOSEN:g}, is not the better one of {_and(others)}.")
+    else:
+        said.append(f"The rate of {SMALLER}, {CHOSEN:g}, is the better one of every arm.")
+    return [Heading(f"Learning rate at {size}"), Bullets(said)]
+
+
+def _rates(own: Rates) -> str:
+    cells_of = [
+        f"{'broke down' if math.isnan(loss) else NATS.number(loss)} at {rate:g}"
+        for rate, loss in own.losses.items()
+    ]
+    if own.best is None:
+        return f"{own.arm}: {', '.join(cells_of)}"
+    beyond = ""
+    if len(own.losses) > 1 and own.is_at_edge:
+        beyond = f"; nothing {'above' if own.best == max(own.losses) else 'below'} it was tried"
+    return f"{own.arm}: {', '.join(cells_of)} (better at {own.best:g}{beyond})"
+
+
+def _test(runs: pd.DataFrame, arm: str, rate: float) -> float:
+    (loss,) = runs[(runs.arm == arm) & (runs.lr == rate)].test
+    return float(loss)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One length of a larger size beside the same length of the smaller one."""
+
+    arm: str
+    cell: Cell
+    """Of the larger size."""
+    nearest: Cell
+    """Of the smaller size."""
+    on_the_line: float | None
+    """The smaller size's gap at as many tokens a parameter; None if no line is read there."""
+    of_fit: float | None
+    """That of the fit to the smaller size alone."""
+
+    @property
+    def off(self) -> dict[str, float]:
+        """By how much the larger size lies off each reading of the smaller one."""
+        read = {"line": self.on_the_line, "fit": self.of_fit}
+        return {name: self.cell.mean - gap for name, gap in read.items() if gap is not None}
+
+    @property
+    def differs(self) -> bool | None:
+        """Whether every reading is at :data:`BETWEEN` or more; None if they disagree."""
+        above = {abs(off) >= BETWEEN for off in self.off.values()}
+        return above.pop() if len(above) == 1 else None
+
+
+def beside(runs: pd.DataFrame, arm: str) -> list[Beside]:
+    """Every length of a larger size that the smaller one has, too, of runs with a tuned plain."""
+    found = cells(runs, arm)
+    small = [cell for cell in found if cell.size == SMALLER]
+    pairs = []
+    for cell in found:
+        if cell.size == SMALLER or not small:
+            continue
+        nearest = min(small, key=lambda own: abs(math.log(own.ratio / cell.ratio)))
+        if max(nearest.ratio, cell.ratio) > SAME * min(nearest.ratio, cell.ratio):
+            continue
+        fit = fit_gap(small, draws=1)
+        of_fit = None if fit is None else fit.at(cell.ratio).mean
+        pairs.append(Beside(arm, cell, nearest, _on_a_line(small, cell.ratio), of_fit))
+    return pairs
+
+
+def _on_a_line(found: Sequence[Cell], ratio: float) -> float | None:
+    """The gap between two lengths that are near, over the logarithm of the tokens."""
+    for low, high in pairwise(sorted(found, key=lambda cell: cell.ratio)):
+        if low.ratio <= ratio <= high.ratio and are_near(low.tokens, high.tokens):
+            share = math.log(ratio / low.ratio) / math.log(high.ratio / low.ratio)
+            return low.mean + share * (high.mean - low.mean)
+    return None
+
+
+def size_sentences(runs: pd.DataFrame) -> list[str]:
+    """What larger sizes show beside the smaller one, a sentence for each length and arm."""
+    return [_sentence(one) for arm in FITTED for one in (beside(runs, arm) if len(runs) else [])]
+
+
+def _sentence(one: Beside) -> str:
+    cell, near = one.cell, one.nearest
+    read = [f"{NATS.interval(near.interval)} at {near.ratio:.1f} ({_pairs(near)})"]
+    if one.on_the_line is not None:
+        read.append(f"{NATS.signed(one.on_the_line)} at {cell.ratio:.1f} on a line between lengths")
+    if one.of_fit is not None:
+        read.append(f"{NATS.signed(one.of_fit)} there by the fit to {SMALLER} alone")
+    off = " and ".join(NATS.signed(value) for value in one.off.values())
+    raw = cell.mean - near.mean
+    crosses = one.differs is not None and (abs(raw) >= BETWEEN) != one.differs
+    apart = f"; {NATS.signed(raw)} off the nearest length itself" if crosses else ""
+    return (
+        f"{cell.size} beside {SMALLER}, {cell.ratio:.1f} tokens per parameter, {one.arm} − plain: "
+        f"{NATS.interval(cell.interval)} ({_pairs(cell)}); {SMALLER} has {', '.join(read)}. "
+        f"{_verdict(one, off)}{apart}. Exploratory."
+    )
+
+
+def _verdict(one: Beside, off: str) -> str:
+    if not one.off:
+        return f"No reading of {SMALLER} at this length, so the rule ({_PLAN}) says nothing"
+    rule = f"{BETWEEN} nats ({_PLAN})"
+    if one.differs is None:
+        return f"It lies off by {off}: on both sides of {rule}, so the rule does not decide"
+    if one.differs:
+        return f"It lies off by {off}, {rule} or more: by the rule the sizes differ here"
+    return f"It lies off by {off}, less than {rule}: by the rule no difference between sizes"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(names)
+
+
+def _pairs(cell: Cell) -> str:
+    return f"{len(cell.gaps)} pair{'s' if len(cell.gaps) > 1 else ''}"
+
+
+def larger_in_short(study: Study, runs: pd.DataFrame) -> str:
+    """One sentence for the first page: what larger sizes show, and what of them is not run.
+
+    Args:
+        runs: those with a tuned plain model.
+    """
+    found = [one for arm in FITTED for one in (beside(runs, arm) if len(runs) else [])]
+    sizes = [size for size in by_size(study.runs) if size != SMALLER] if len(study.runs) else []
+    if not found:
+        return f"**Larger sizes:** not known; no length of {SMALLER} was run at another size."
+    parts = []
+    for one in found:
+        word = {True: "not that of", False: "not shown to differ from", None: "open beside"}
+        parts.append(
+            f"{one.arm} − plain {NATS.interval(one.cell.interval)} at {one.cell.size} after "
+            f"{one.cell.ratio:.1f} tokens per parameter ({_pairs(one.cell)}), by the rule of the "
+            f"{_PLAN} {word[one.differs]} {SMALLER}'s {_read(one)}"
+        )
+    lacks = sorted(name for name in study.unfinished if name.startswith("pretrain-scaling-"))
+    open_ = [
+        name.removeprefix("pretrain-scaling-").removesuffix(".txt").upper()
+        for name in lacks
+        if SMALLER.lower() not in name
+    ]
+    rest = f" Not run yet: other runs of {' and '.join(open_)}." if open_ else ""
+    return f"**Larger sizes ({', '.join(sizes)}), exploratory:** {'; '.join(parts)}.{rest}"
+
+
+def _read(one: Beside) -> str:
+    gap = one.nearest.mean if one.on_the_line is None else one.on_the_line
+    return NATS.signed(gap)

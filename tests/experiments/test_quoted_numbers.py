@@ -256,12 +256,12 @@ def test_what_is_said_of_larger_sizes_is_what_was_run() -> None:
     best = finite.loc[finite.groupby(["method", "seed", "steps"]).valid.idxmin()]
     plain, degree1 = (best[best.method == name] for name in ("plain", "degree1"))
     pairs = plain.merge(degree1, on=["seed", "steps"])
-    (steps,) = set(pairs.steps)
+    assert len(pairs) == 1, "46M has more than one pair: say what they show"
+    (steps,) = pairs.steps
     (batch,) = {text.split("batch_size=")[1].split()[0] for text in large.settings}
     (parameters,) = set(plain.parameters)
     ratio = f"{steps * int(batch) * 1024 / parameters:.1f}"
     gap = f"{(pairs.test_x - pairs.test_y).mean():.3f}"
-    assert len(pairs) == 1, "46M has more than one pair: say what they show"
     page = " ".join(FIGURES.text("pretraining.md").split())
     assert f"one pair of 46M at {ratio} tokens a parameter" in page
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())

@@ -147,15 +147,24 @@ def _sentence(one: Beside) -> str:
         read.append(f"{NATS.signed(one.on_the_line)} at {cell.ratio:.1f} on a line between lengths")
     if one.of_fit is not None:
         read.append(f"{NATS.signed(one.of_fit)} there by the fit to {SMALLER} alone")
-    off = " and ".join(NATS.signed(value) for value in one.off.values())
-    raw = cell.mean - near.mean
-    crosses = one.differs is not None and (abs(raw) >= BETWEEN) != one.differs
-    apart = f"; {NATS.signed(raw)} off the nearest length itself" if crosses else ""
+    off, apart = _off(one), _off_the_nearest(one)
     return (
         f"{cell.size} beside {SMALLER}, {cell.ratio:.1f} tokens per parameter, {one.arm} − plain: "
         f"{NATS.interval(cell.interval)} ({_pairs(cell)}); {SMALLER} has {', '.join(read)}. "
         f"{_verdict(one, off)}{apart}. Exploratory."
     )
+
+
+def _off(one: Beside) -> str:
+    return " and ".join(NATS.signed(value) for value in one.off.values())
+
+
+def _off_the_nearest(one: Beside) -> str:
+    """The difference to the nearest length as it was run, where it would decide otherwise."""
+    raw = one.cell.mean - one.nearest.mean
+    if one.differs is None or (abs(raw) >= BETWEEN) == one.differs:
+        return ""
+    return f"; {NATS.signed(raw)} off the nearest length itself"
 
 
 def _verdict(one: Beside, off: str) -> str:
@@ -193,14 +202,12 @@ def larger_in_short(study: Study, runs: pd.DataFrame) -> str:
         parts.append(
             f"{one.arm} − plain {NATS.interval(one.cell.interval)} at {one.cell.size} after "
             f"{one.cell.ratio:.1f} tokens per parameter ({_pairs(one.cell)}), by the rule of the "
-            f"{_PLAN} {word[one.differs]} {SMALLER}'s {_read(one)}"
+            f"{_PLAN} {word[one.differs]} {SMALLER}'s {_read(one)} (off by {_off(one)}, where "
+            f"{BETWEEN} would be a difference{_off_the_nearest(one)})"
         )
-    lacks = sorted(name for name in study.unfinished if name.startswith("pretrain-scaling-"))
-    open_ = [
-        name.removeprefix("pretrain-scaling-").removesuffix(".txt").upper()
-        for name in lacks
-        if SMALLER.lower() not in name
-    ]
+    lacks = [name for name in study.unfinished if name.startswith("pretrain-scaling-")]
+    names = [name.removeprefix("pretrain-scaling-").removesuffix(".txt").upper() for name in lacks]
+    open_ = sorted((name for name in names if name != SMALLER), key=lambda size: (len(size), size))
     rest = f" Not run yet: other runs of {' and '.join(open_)}." if open_ else ""
     return f"**Larger sizes ({', '.join(sizes)}), exploratory:** {'; '.join(parts)}.{rest}"
 

@@ -294,6 +294,8 @@ def test_fused_kernels_are_timed_where_they_take_the_call(monkeypatch):
     assert list(named)[-3:] == ["gfsa fused", "gfsa deterministic", "published"]
     for name, in_order in (("gfsa fused", False), ("gfsa deterministic", True)):
         assert named[name].backend == "fused"
+        # the first step computes the shape of the gradient that it begins with
+        named[name].step()
         asked.clear()
         torch.testing.assert_close(named[name].forward(), named["gfsa sdpa"].forward())
         named[name].step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,16 +118,23 @@ class Case:
 def variant(
     name: str, backend: str, function: Callable[..., Tensor], inputs: Sequence[Tensor]
 ) -> Variant:
-    """A variant from a function of tensors: ``forward`` calls it, ``step`` differentiates it."""
-    with torch.no_grad():
-        upstream = torch.randn_like(function(*inputs))
+    """A variant from a function of tensors: ``forward`` calls it, ``step`` differentiates it.
+
+    Nothing is computed before the first of these calls: a variant that is not measured may be one
+    that does not fit into memory.
+    """
+
+    @functools.cache
+    def upstream() -> Tensor:
+        with torch.no_grad():
+            return torch.randn_like(function(*inputs))
 
     def forward() -> Tensor:
         with torch.no_grad():
             return function(*inputs)
 
     def step() -> Sequence[Tensor]:
-        return torch.autograd.grad(function(*inputs), inputs, upstream)
+        return torch.autograd.grad(function(*inputs), inputs, upstream())
 
     return Variant(name, backend, forward, step)
 

@@ -207,6 +207,23 @@ def test_packed_documents_go_to_kernels_of_any_length(
     assert backward_path(q, q, q, spans, Options(0.1, True)) is backward
 
 
+def taken_by_degree_one(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The function that computes a filter of degree 1, and how many coefficients it gets."""
+    taken = []
+
+    def taking(name: str, at: int) -> Any:
+        def take(*given: torch.Tensor) -> Any:
+            taken.append((name, given[at].shape[1]))
+            return given[0]
+
+        return take
+
+    for name, at in (("filter_once", 3), ("filter_attention", 3), ("combine_degree_one", 2)):
+        monkeypatch.setattr(operator, name, taking(name, at))
+    FusedOperator(call).polynomial(torch.ones(2, 2), call.q)
+    return taken
+
+
 @pytest.mark.parametrize(
     ("head_dim", "options", "kernels"),
     [
@@ -221,21 +238,38 @@ def test_packed_documents_of_degree_one(
     head_dim: int, options: dict[str, Any], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One pass where it serves, else the kernels of degree 2; never torch's attention."""
-    taken = []
-
-    def taking(name: str) -> Any:
-        def take(q: torch.Tensor, k: object, v: object, coeffs: torch.Tensor, *_: object) -> Any:
-            taken.append((name, coeffs.shape[1]))
-            return q
-
-        return take
-
-    for name in ("filter_once", "filter_attention"):
-        monkeypatch.setattr(operator, name, taking(name))
     q = torch.zeros(1, 2, 300, head_dim, dtype=torch.bfloat16)
     call = AttentionCall(q, q, visible=Visibility.packed(torch.tensor([0, 40]), 300), **options)
-    FusedOperator(call).polynomial(torch.ones(2, 2), q)
-    assert taken == [(kernels, 2 if kernels == "filter_once" else 3)]
+    powers = 2 if kernels == "filter_once" else 3
+    assert taken_by_degree_one(call, monkeypatch) == [(kernels, powers)]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "capability", "kernels"),
+    [
+        (128, {"is_causal": True}, (9, 0), "filter_attention"),
+        (64, {"is_causal": True}, (8, 6), "filter_attention"),
+        # their gradient does not fit on the chip
+        (128, {"is_causal": True}, (8, 6), "combine_degree_one"),
+        # torch's attention takes padding alone as it is
+        (128, {}, (9, 0), "combine_degree_one"),
+        (64, {"is_causal": True, "dropout_p": 0.1}, (9, 0), "combine_degree_one"),
+    ],
+)
+def test_padded_rows_of_degree_one(
+    head_dim: int,
+    options: dict[str, Any],
+    capability: tuple[int, int],
+    kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels of degree 2 where torch would write a mask of all queries and keys."""
+    monkeypatch.setattr(eligibility, "capability", lambda device: capability)
+    q = torch.zeros(2, 2, 300, head_dim, dtype=torch.bfloat16)
+    mask = torch.ones(2, 1, 1, 300, dtype=torch.bool)
+    call = AttentionCall(q, q, mask, **options)
+    powers = 3 if kernels == "filter_attention" else 2
+    assert taken_by_degree_one(call, monkeypatch) == [(kernels, powers)]
 
 
 def test_each_stride_of_64_bits_has_code_of_its_own() -> None:

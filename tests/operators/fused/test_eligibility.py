@@ -348,6 +348,19 @@ def test_the_choice_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("is_causal", "dropout_p", "expected"),
+    [(True, 0.0, "fused"), (False, 0.0, "sdpa"), (True, 0.1, "sdpa")],
+)
+def test_padded_rows_of_degree_one_compiled(
+    is_causal: bool, dropout_p: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's attention of padded causal rows would write a mask of all queries and keys."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    options = {"is_causal": is_causal, "dropout_p": dropout_p, "attn_mask": KEYS}
+    assert choice.choose("auto", *call(2, 4, 300, 128, degree=1, **options)).backend == expected
+
+
+@pytest.mark.parametrize(
     ("length", "head_dim", "scale", "expected"),
     [
         (300, 64, None, "fused"),

@@ -115,10 +115,11 @@ def reason_against(call: AttentionCall, degree: int) -> str | None:
         return None
     mask = call.attn_mask
     if degree == 1 and (length > SHORT_LENGTH or head_dim > SHORT_HEAD_DIM):
-        # what one pass does not serve is torch's attention, and a kernel around it
-        if torch.compiler.is_compiling() and not one_pass_is_fastest(
+        # what neither serves is torch's attention, and a kernel around it
+        by_kernel = one_pass_is_fastest(
             call.q, mask, call.scale, call.dropout_p, call.is_causal
-        ):
+        ) or degree_two_serves(call.q, mask, call.is_causal, call.dropout_p)
+        if torch.compiler.is_compiling() and not by_kernel:
             return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
         return None
     by_query = mask is not None and not is_key_mask(mask)
@@ -259,6 +260,19 @@ def refusal_by_one_pass(
         if refusal is not None:
             return f"they take a head dim of {ONE_PASS_WIDEST} at most, or one sweep: {refusal}"
     return None
+
+
+def degree_two_serves(q: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> bool:
+    """Whether the kernels of degree 2, with c2 = 0, serve degree 1 where one pass does not.
+
+    They do where torch's attention would write a mask of N×N: it takes no spans, and of padding and
+    causality one at a time.
+    """
+    if are_spans(mask):
+        return True
+    if mask is None or not is_causal or dropout_p or not is_key_mask(mask):
+        return False
+    return q.shape[-1] <= SHORT_HEAD_DIM or not _has_little_shared_memory(q.device)
 
 
 def leaves_gradient_to_cudnn(q: Tensor, mask: Tensor | None) -> bool:
@@ -430,6 +444,12 @@ def _refusal_of_tokens(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
+def _has_little_shared_memory(device: torch.device) -> bool:
+    """99 KiB a program, by the table of compute capabilities in CUDA's programming guide."""
+    major, minor = capability(device)
+    return major == 12 or (major == 8 and minor in (6, 9))
+
+
 def _refusal_of_wide_heads(call: AttentionCall, degree: int) -> str | None:
     """The gradient of degree 2 holds tiles of 145 KiB at a head dim of 128.
 
@@ -438,9 +458,8 @@ def _refusal_of_wide_heads(call: AttentionCall, degree: int) -> str | None:
     q = call.q
     if (degree == 1 and call.visible is None) or q.shape[-1] <= SHORT_HEAD_DIM:
         return None
-    major, minor = capability(q.device)
-    # 99 KiB a program, by the table of compute capabilities in CUDA's programming guide
-    if major == 12 or (major == 8 and minor in (6, 9)):
+    if _has_little_shared_memory(q.device):
+        major, minor = capability(q.device)
         return (
             "the fused kernels of degree 2, and of windows and documents, take head dims up to "
             f"{SHORT_HEAD_DIM} on GPUs with 99 KiB of shared memory a program, as this one of "

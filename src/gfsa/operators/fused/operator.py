@@ -15,11 +15,12 @@ from gfsa.operators.fused.degree_one import combine_degree_one
 from gfsa.operators.fused.degree_one_attention import filter_once
 from gfsa.operators.fused.eligibility import (
     SHORT_LENGTH,
+    degree_two_serves,
     is_key_mask,
     one_pass_is_fastest,
     refusal_by_short,
 )
-from gfsa.operators.fused.problem import Options, are_spans
+from gfsa.operators.fused.problem import Options
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
 
@@ -31,9 +32,9 @@ class FusedOperator(Operator):
     made; besides what attention saves for its backward pass, ``A·V`` is saved.
 
     A filter of degree 1 is one pass with the combination at its end, which saves nothing more than
-    attention; shorter sequences, and windows and documents that one pass refuses, take the kernels
-    of degree 2 with c2 = 0, and calls that neither serves run torch's attention with one launch
-    each way around it.
+    attention; shorter sequences, and windows, documents and padded causal rows that one pass
+    refuses, take the kernels of degree 2 with c2 = 0, and calls that neither serves run torch's
+    attention with one launch each way around it.
 
     Single passes, :meth:`apply` and :meth:`powers`, are torch's own attention.
     """
@@ -77,9 +78,8 @@ class FusedOperator(Operator):
             scale, is_causal, dropout_p = self.options
             if one_pass_is_fastest(q, self.mask, scale, dropout_p, is_causal):
                 return filter_once(q, k, v, coeffs, self.mask, self.options)
-            # torch's attention has no kernel for spans: it would write masks
             by_short = refusal_by_short(q, self.mask, self.options.scale) is None
-            if not by_short and not are_spans(self.mask):
+            if not by_short and not degree_two_serves(q, self.mask, is_causal, dropout_p):
                 return combine_degree_one(v, self.apply(v), coeffs)
             if not isinstance(coeffs, Coefficients):
                 coeffs = torch.nn.functional.pad(coeffs, (0, 1))

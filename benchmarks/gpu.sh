@@ -23,7 +23,7 @@ export TORCHINDUCTOR_FX_GRAPH_CACHE=1
 COMPILED=(--suite models --compile --variants gfsa)
 BLOCKS=(--suite models --compile-blocks --variants gfsa)
 MODELS="32x12x128x64 256x6x197x64 8x12x1024x64:causal"
-TESTS="tests/operators/fused/test_gpu.py tests/operators/fused/test_gpu_packed.py tests/operators/fused/test_gpu_sweep.py tests/operators/fused/test_gpu_wide.py tests/operators/fused/test_gpu_decode.py tests/operators/test_sdpa_cuda.py tests/operators/test_registered_rows_cuda.py tests/baselines/test_baseline_cuda.py"
+TESTS="tests/operators/fused/test_gpu.py tests/operators/fused/test_gpu_packed.py tests/operators/fused/test_gpu_sweep.py tests/operators/fused/test_gpu_wide.py tests/operators/fused/test_gpu_decode.py tests/operators/fused/test_gpu_tune.py tests/operators/test_sdpa_cuda.py tests/operators/test_registered_rows_cuda.py tests/baselines/test_baseline_cuda.py tests/scale/test_long_padded_rows.py"
 SHORT=1024x6x64x64,32x12x128x64,256x6x197x64,32x12x256x64,32x12x512x64,8x12x1024x64:causal
 LONG=4x16x4096x64,2x16x8192x128,2x16x8192x128:causal
 PADDED=32x12x128x64:padded,32x12x256x64:padded,32x12x512x64:padded
@@ -40,7 +40,11 @@ limited() {
   shift 2
   timeout -k 10 "$seconds" "$@" >"$LOGS/$name.log" 2>&1 || code=$?
   tail -n "${TAIL:-12}" "$LOGS/$name.log"
-  if [ "$code" = 124 ]; then echo "$name: stopped after $seconds s"; fi
+  if [ "$code" = 124 ]; then
+    echo "$name: stopped after $seconds s"
+    # a run that is stopped has no summary
+    grep -E "(FAILED|ERROR) tests/" "$LOGS/$name.log"
+  fi
   echo "$name: exit $code, $((SECONDS - began)) s"
   [ "$code" = 0 ] || FAILED=1
 }
@@ -48,7 +52,7 @@ limited() {
 tests() {
   local seconds=$1 name=$2
   shift 2
-  limited "$seconds" "$name" python -m pytest -n "${WORKERS:-4}" -p no:cacheprovider -q -rfE "$@"
+  limited "$seconds" "$name" python -m pytest -n "${WORKERS:-4}" -p no:cacheprovider -vv -rfE "$@"
 }
 
 kernels() {
@@ -81,7 +85,7 @@ check() {
     compiling+=($!)
   done
   # shellcheck disable=SC2086
-  python -m pytest -n "${WORKERS:-12}" -p no:cacheprovider "$@" $TESTS || failed=1
+  python -m pytest -n "${WORKERS:-12}" -p no:cacheprovider -vv -rfE "$@" $TESTS || failed=1
   for model in "${compiling[@]}"; do wait "$model" || failed=1; done
   return $failed
 }

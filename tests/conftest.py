@@ -45,6 +45,14 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _leaves_gpu_to_others() -> Iterator[None]:
+    """Tests in other processes share the GPU, and find no room where this one keeps its memory."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def accelerate_alone() -> Iterator[None]:
     """Trainer and Accelerator keep their settings in process-wide singletons: none is left over."""

@@ -100,6 +100,9 @@ def test_the_first_page_says_what_larger_sizes_show() -> None:
     missing = frozenset(f"pretrain-scaling-{size}.txt" for size in ("110m", "46m", "15m"))
     said = larger_in_short(Study(table, NONE, NONE, NONE, NONE, [], unfinished=missing), table)
     assert said.endswith("Not run yet: other runs of 46M and 110M.")
+    last = frozenset(["pretrain-scaling-110m.txt"])
+    said = larger_in_short(Study(table, NONE, NONE, NONE, NONE, [], unfinished=last), table)
+    assert said.endswith("Not run yet: 110M.")
     small = table[table["size"] == "15M"]
     assert "not known" in larger_in_short(Study(small, NONE, NONE, NONE, NONE, []), small)
 

@@ -254,22 +254,26 @@ def test_what_is_said_of_larger_sizes_is_what_was_run() -> None:
     assert set(large.task) == {"techdocs qwen3-46m"}
     finite = large[large.valid.notna()]
     best = finite.loc[finite.groupby(["method", "seed", "steps"]).valid.idxmin()]
-    plain, degree1 = (best[best.method == name] for name in ("plain", "degree1"))
-    pairs = plain.merge(degree1, on=["seed", "steps"])
-    assert len(pairs) == 1, "46M has more than one pair: say what they show"
-    (steps,) = pairs.steps
+    plain, *filtered = (best[best.method == name] for name in ("plain", "degree1", "gfsa"))
+    degree1, gfsa = (plain.merge(arm, on=["seed", "steps"]) for arm in filtered)
+    assert [len(degree1), len(gfsa)] == [1, 1], "46M has other pairs: say what they show"
+    (steps,) = {*degree1.steps, *gfsa.steps}
     (batch,) = {text.split("batch_size=")[1].split()[0] for text in large.settings}
     (parameters,) = set(plain.parameters)
     ratio = f"{steps * int(batch) * 1024 / parameters:.1f}"
-    gap = f"{(pairs.test_x - pairs.test_y).mean():.3f}"
+    gaps = [float((pairs.test_x - pairs.test_y).iloc[0]) for pairs in (degree1, gfsa)]
     page = " ".join(FIGURES.text("pretraining.md").split())
-    assert f"one pair of 46M at {ratio} tokens a parameter" in page
-    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    assert "The only pair of 46M" in readme
-    assert f"has degree 1 {gap} lower after {ratio} tokens per parameter (exploratory)" in readme
-    assert "no loss was compared" not in page + readme
-    recipe = " ".join((ROOT / "docs/recipes/pretrain.md").read_text("utf-8").split())
-    assert f"one pair, after {ratio} tokens per parameter: degree 1 ends {gap} lower" in recipe
+    assert f"one pair of 46M at {ratio} tokens a parameter for degree 1 and one for GFSA" in page
+    second = f"{gaps[1] - gaps[0]:.3f} below degree 1 after {ratio} tokens per parameter (one pair)"
+    assert f"At 46M it ends {second}" in page
+    said = (
+        f"there is one pair of each, after {ratio} tokens per parameter: "
+        f"degree 1 ends {gaps[0]:.3f} and GFSA {gaps[1]:.3f} lower than plain"
+    )
+    for name in ("README.md", "results/README.md", "docs/recipes/pretrain.md"):
+        text = " ".join((ROOT / name).read_text("utf-8").split())
+        assert said in text
+        assert "no loss was compared" not in page + text
 
 
 def test_quotes_are_found_in_prose() -> None:

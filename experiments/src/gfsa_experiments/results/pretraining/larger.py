@@ -208,7 +208,8 @@ def larger_in_short(study: Study, runs: pd.DataFrame) -> str:
     lacks = [name for name in study.unfinished if name.startswith("pretrain-scaling-")]
     names = [name.removeprefix("pretrain-scaling-").removesuffix(".txt").upper() for name in lacks]
     open_ = sorted((name for name in names if name != SMALLER), key=lambda size: (len(size), size))
-    rest = f" Not run yet: other runs of {' and '.join(open_)}." if open_ else ""
+    left = [f"other runs of {size}" if size in sizes else size for size in open_]
+    rest = f" Not run yet: {_and(left)}." if left else ""
     return f"**Larger sizes ({', '.join(sizes)}), exploratory:** {'; '.join(parts)}.{rest}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
 pytest.importorskip("transformers")
 
@@ -45,6 +46,30 @@ def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) 
     assert calls == ["reduce-overhead"] * 6
     torch.testing.assert_close(outputs[0], outputs[1])
     torch.testing.assert_close(outputs[0][::2], outputs[0][1::2])
+
+
+def test_each_variant_checks_its_own_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of one class share their code, by which torch keeps what it has compiled."""
+    compiled: list[Any] = []
+    compile_ = torch.compile
+
+    def compiler(function: Any, mode: str, fullgraph: bool) -> Any:
+        compiled.append(function)
+        return compile_(function, backend="eager", fullgraph=fullgraph)
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch.compiler.reset()
+    outputs = []
+    for setting in (CPU, COMPILED):
+        torch.manual_seed(0)
+        case = decode.decode_static(SHAPE, setting)
+        outputs.append([variant.forward() for variant in case.variants for _ in range(3)])
+    torch.testing.assert_close(outputs[0], outputs[1])
+    assert len(compiled) == 3
+    codes = [function.__func__.__code__ for function in compiled]
+    assert [len(_debug_get_cache_entry_list(code)) for code in codes] == [1, 1, 1]
+    assert len({code.co_name for code in codes}) == 3
+    torch.compiler.reset()
 
 
 def test_blocks_of_a_step_are_not_compiled() -> None:

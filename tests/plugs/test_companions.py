@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
+from gfsa.plugs.adapters.transformers import companions
 from gfsa.plugs.adapters.transformers.companions import (
     GrowingPowers,
     StaticPowers,
-    append,
+    StaticWindowPowers,
+    TracedStaticWindowPowers,
     empty_like,
     has_rows_like,
-    room_for_one,
 )
+
+
+def append(companion: Any, tokens: Tensor, keys: int, layer: Any = None) -> Tensor:
+    """A companion that grows needs not know its layer."""
+    return companions.append(companion, tokens, layer, keys)
+
+
+def room_for_one(companion: Any, like: Tensor, layer: Any = None) -> Tensor:
+    return companions.room_for_one(companion, like, layer)
 
 
 def tokens(count: int, seed: int = 0) -> Tensor:
@@ -188,7 +199,52 @@ def test_a_static_layer_of_powers_is_one_of_transformers() -> None:
     for count in (3, 1, 2):
         new = tokens(count, seed=count)
         layer.update(new, new)
-        append(companion, new, 8)
+        append(companion, new, 8, layer)
     assert torch.equal(companion.keys, layer.values)
     assert companion.get_seq_length() == layer.get_seq_length() == 6
-    assert room_for_one(companion, tokens(1)) is companion.keys
+    assert room_for_one(companion, tokens(1), layer) is companion.keys
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [StaticWindowPowers, TracedStaticWindowPowers])
+@pytest.mark.parametrize(
+    "counts",
+    [(1,) * 8, (3, 1, 1, 1, 1), (4, 1, 1), (5, 1, 1), (9, 1), (2, 4, 1), (2, 2, 3, 1), (6, 5)],
+    ids=str,
+)
+def test_a_static_window_of_powers_is_one_of_transformers(
+    counts: tuple[int, ...], kind: Any
+) -> None:
+    """Rows as a layer of keys and values has them, and what an update returns."""
+    layer = StaticSlidingWindowLayer(max_cache_len=10, sliding_window=4)
+    companion = empty_like(layer)
+    assert type(companion) is StaticWindowPowers
+    companion = kind(companion.max_cache_len)
+    for turn in range(2):
+        for seed, count in enumerate(counts, 10 * turn):
+            new = tokens(count, seed=seed)
+            _, values = layer.update(new, new)
+            assert torch.equal(append(companion, new, values.shape[2], layer), values)
+            assert torch.equal(companion.keys, layer.values)
+        beams = torch.tensor([1, 0])
+        layer.reorder_cache(beams)
+        companion.reorder_cache(beams)
+        assert torch.equal(companion.keys, layer.values)
+        layer.reset()
+        companion.reset()
+
+
+@torch.no_grad()
+def test_room_in_a_static_window_that_a_kernel_writes() -> None:
+    layer = StaticSlidingWindowLayer(max_cache_len=10, sliding_window=4)
+    companion = empty_like(layer)
+    first = tokens(2)
+    layer.update(first, first)
+    append(companion, first, 4, layer)
+    for length in range(3, 9):
+        new = tokens(1, seed=length)
+        layer.update(new, new)
+        rows = room_for_one(companion, new, layer)
+        assert rows is companion.keys
+        rows[:, :, min(length, 4) - 1 : min(length, 4)] = new
+        assert torch.equal(rows, layer.values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -151,7 +152,8 @@ def _variant(
 
     called = model
     if setting.compiled:
-        called = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        step = _with_own_code(model.forward, f"decode_{next(_COMPILED)}")
+        called = torch.compile(step, mode="reduce-overhead", fullgraph=True)
 
     def forward() -> object:
         if setting.compiled:
@@ -164,6 +166,25 @@ def _variant(
 
     backend = "torch" if name == "plain" else "fused" if kernel else "sdpa"
     return Variant(name, backend, forward, step=None)
+
+
+_COMPILED = itertools.count()
+
+
+def _with_own_code(method: Any, name: str) -> Any:
+    """The same method, whose graphs are kept apart from those of other models of its class.
+
+    Torch keeps graphs by the code that they were compiled from: a call of a later model would check
+    the graphs of all former ones before it finds its own.
+    """
+    function = method.__func__
+    copied = types.FunctionType(
+        # torch also remembers by the name which numbers have changed
+        function.__code__.replace(co_name=name),
+        *(function.__globals__, name, function.__defaults__, function.__closure__),
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(copied, method.__self__)
 
 
 def _rewinding(cache: Any, static: bool) -> Callable[[], None]:

@@ -114,7 +114,7 @@ class CachedOperator(Operator):
             all_heads = tuple(range(self.heads))
             companions = _companions(self.layer, self.owner, degree - 1, self.new, all_heads)
             for companion in companions[: degree - 1]:
-                all_tokens = append(companion, tokens[-1], self.keys)
+                all_tokens = append(companion, tokens[-1], self.layer, self.keys)
                 tokens.append(self.rows.apply(all_tokens))
         return tokens
 
@@ -146,7 +146,7 @@ class _FurtherPowers(Operator):
         first = self.first
         companions = _companions(first.layer, first.owner, degree, first.new, self.heads)
         for companion in companions[:degree]:
-            all_tokens = append(companion, tokens[-1], first.keys)
+            all_tokens = append(companion, tokens[-1], first.layer, first.keys)
             tokens.append(self.rows.apply(all_tokens))
         return tokens
 

@@ -134,13 +134,16 @@ class GrowingPowers(DynamicLayer):
 
 
 class TracedStaticPowers(StaticLayer):
-    """A static layer, with the counters that the kernel for a decoded token leaves at zero."""
+    """A static layer, with the counters that the kernel for a decoded token leaves at zero.
+
+    The methods that add tokens get the layer of the cache, which has the same tokens already.
+    """
 
     _layer_type = None
 
     counters: Tensor | None = None
 
-    def add(self, tokens: Tensor) -> Tensor:
+    def add(self, tokens: Tensor, layer: Any) -> Tensor:
         """Append the newest tokens; returns all rows."""
         if not self.is_initialized:
             self.lazy_initialization(tokens, tokens[..., :0])
@@ -148,11 +151,12 @@ class TracedStaticPowers(StaticLayer):
         position = torch.arange(new, device=length.device) + length
         length.add_(new)
         rows: Any = self.keys
-        try:
-            rows.index_copy_(2, position, tokens)
-        except NotImplementedError:
-            # on a device without it, such as mps
-            rows[:, :, position] = tokens
+        _write(rows, position, tokens)
+        return rows
+
+    def room_for_one(self, layer: Any) -> Tensor:
+        """The rows, of which the caller writes the newest token's, and counts it."""
+        rows: Any = self.keys
         return rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -183,12 +187,64 @@ class StaticPowers(TracedStaticPowers, nn.Module):
         StaticLayer.__init__(self, max_cache_len)
 
 
-class StaticWindowPowers(StaticSlidingWindowLayer):
-    """A static window, whose rows move once it is full; the kernel makes counters for each call."""
+class TracedStaticWindowPowers(TracedStaticPowers):
+    """A static window, whose rows move once it is full.
 
-    _layer_type = None
+    It has no number of its tokens (:func:`counts_its_tokens`); its layer has it on the host.
+    """
 
-    counters: Tensor | None = None
+    def add(self, tokens: Tensor, layer: Any) -> Tensor:
+        """As :meth:`TracedStaticPowers.add`; several new ones with those outside the window."""
+        if not self.is_initialized:
+            self.lazy_initialization(tokens, tokens[..., :0])
+        new, most = tokens.shape[2], self.max_cache_len
+        rows: Any = self.keys
+        before = layer.cumulative_length_int - new
+        if before + new <= most:
+            first = layer.cumulative_length - new
+            _write(rows, first + torch.arange(new, device=rows.device), tokens)
+            return rows
+        if before >= most and new == 1:
+            rows = self.room_for_one(layer)
+            _write(rows, torch.tensor([most - 1], device=rows.device), tokens)
+            return rows
+        every = tokens
+        if before > 0:
+            past = rows[:, :, 1:] if before >= most else rows[:, :, :before]
+            every = torch.cat([past, tokens], dim=2)
+        rows.copy_(every[:, :, -most:])
+        return every
+
+    def room_for_one(self, layer: Any) -> Tensor:
+        rows: Any = self.keys
+        if layer.cumulative_length_int > self.max_cache_len:
+            # rows move now, as those of keys and values have done
+            rows.copy_(rows.roll(-1, dims=2))
+        return rows
+
+    def get_seq_length(self) -> int:
+        """How many rows there are: the layer of the cache knows which of them are filled."""
+        return self.max_cache_len if self.is_initialized else 0
+
+
+class StaticWindowPowers(TracedStaticWindowPowers, nn.Module):
+    """:class:`TracedStaticWindowPowers` as a module, as :class:`StaticPowers` is one."""
+
+    def __init__(self, max_cache_len: int) -> None:
+        nn.Module.__init__(self)
+        StaticLayer.__init__(self, max_cache_len)
+
+
+# of a tuple, because isinstance is slow where every token asks
+STATIC = (StaticPowers, TracedStaticPowers, StaticWindowPowers, TracedStaticWindowPowers)
+
+
+def _write(rows: Tensor, position: Tensor, tokens: Tensor) -> None:
+    try:
+        rows.index_copy_(2, position, tokens)
+    except NotImplementedError:
+        # on a device without it, such as mps
+        rows[:, :, position] = tokens
 
 
 def _can_be_written(tokens: Tensor) -> bool:
@@ -223,39 +279,57 @@ def empty_like(layer: Any) -> Any:
         companion = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
         companion.record_past = layer.record_past
         return companion
-    if kind is StaticLayer:
+    if kind is StaticLayer or kind is StaticSlidingWindowLayer:
+        is_window = kind is StaticSlidingWindowLayer
         # a graph that is traced cannot make a module
         if torch.compiler.is_compiling():
-            return TracedStaticPowers(max_cache_len=layer.max_cache_len)
-        return StaticPowers(max_cache_len=layer.max_cache_len)
-    if kind is StaticSlidingWindowLayer:
-        # max_cache_len is already the smaller of the window and the length
-        return StaticWindowPowers(layer.max_cache_len, sliding_window=layer.max_cache_len)
+            traced = TracedStaticWindowPowers if is_window else TracedStaticPowers
+            return traced(max_cache_len=layer.max_cache_len)
+        # that of a window is already the smaller of the window and the length
+        made = StaticWindowPowers if is_window else StaticPowers
+        return made(max_cache_len=layer.max_cache_len)
     raise TypeError(
         f"a plugged model cannot decode with a {kind.__name__} in its cache; use a dynamic or "
         "static cache (with or without a sliding window), or use_cache=False"
     )
 
 
-def append(companion: Any, tokens: Tensor, keys: int) -> Tensor:
-    """Append the newest tokens' power to a companion; returns its first ``keys`` rows."""
+def counts_its_tokens(companion: Any) -> bool:
+    """Whether a companion knows how many tokens it has powers of, beside its layer.
+
+    A window's number grows apart from the number of its rows. A compiled call would have two of
+    them, the layer's and the companion's, that are equal: torch 2.11 then names both by one, and
+    loses it where nothing else in the graph uses it.
+    """
+    kind = type(companion)
+    if kind is DynamicSlidingWindowLayer:
+        return not torch.compiler.is_compiling()
+    return kind is not StaticWindowPowers and kind is not TracedStaticWindowPowers
+
+
+def append(companion: Any, tokens: Tensor, layer: Any, keys: int) -> Tensor:
+    """Append the newest tokens' power to the companion of a layer; returns its first ``keys`` rows.
+
+    The keys and values of the same tokens were added to the layer.
+    """
     # an offloading cache has moved the companion to the CPU together with the keys
     companion.prefetch()
     all_tokens: Tensor
     kind = type(companion)
     # not by isinstance, which is slow here
-    if kind is GrowingPowers or kind is StaticPowers or kind is TracedStaticPowers:
+    if kind is GrowingPowers:
         all_tokens = companion.add(tokens)
+    elif kind in STATIC:
+        all_tokens = companion.add(tokens, layer)
     else:
-        # the layer's slot for values gets a tensor without features
-        all_tokens = companion.update(tokens, tokens[..., :0])[0]
+        all_tokens = _update(companion, tokens, layer)
     return all_tokens if all_tokens.shape[2] == keys else all_tokens[:, :, :keys]
 
 
-def room_for_one(companion: Any, like: Tensor) -> Tensor:
-    """The rows of a companion, with one for the newest token, which the caller writes.
+def room_for_one(companion: Any, like: Tensor, layer: Any) -> Tensor:
+    """The rows of a layer's companion, with one for the newest token, which the caller writes.
 
-    The length of a static companion without a window is the caller's to count, too.
+    The length of a static companion is the caller's to count, too.
 
     Args:
         like: ``(B, H, 1, D)``, what such a row is like.
@@ -265,13 +339,20 @@ def room_for_one(companion: Any, like: Tensor) -> Tensor:
     kind = type(companion)
     if kind is GrowingPowers:
         rows = companion.room_for_one(like)
-    elif kind is StaticPowers or kind is TracedStaticPowers:
-        rows = companion.keys
+    elif kind in STATIC:
+        rows = companion.room_for_one(layer)
     else:
-        # a window moves its rows now, as that of keys and values has done
-        row = like.new_empty(like.shape)
-        rows = companion.update(row, row[..., :0])[0]
+        rows = _update(companion, like.new_empty(like.shape), layer)
     return rows
+
+
+def _update(companion: DynamicSlidingWindowLayer, tokens: Tensor, layer: Any) -> Tensor:
+    """Append the newest tokens to a window that grows; returns all tokens."""
+    if not counts_its_tokens(companion):
+        companion.cumulative_length = layer.cumulative_length - tokens.shape[2]
+    # the layer's slot for values gets a tensor without features
+    every: Tensor = companion.update(tokens, tokens[..., :0])[0]
+    return every
 
 
 def next_row(companion: Any, length: int, device: torch.device) -> Tensor | None:

@@ -19,6 +19,7 @@ from gfsa.operators.call import AttentionCall, DecisionCache, Signature
 from gfsa.operators.choice import reason_for_sdpa_alone
 from gfsa.operators.fused import eligibility, refusal_of_decoding
 from gfsa.plugs.adapters.transformers.companions import (
+    STATIC,
     GrowingPowers,
     has_rows_like,
     next_row,
@@ -69,12 +70,10 @@ def decode_in_one_launch(
             return None
         prepared = _decoder(q, coeffs, signature)
     refuse_another_past(layer, owner, [companion], 1)
-    u = room_for_one(companion, q)
-    if not from_front:
-        y = prepared(q, k, v, u, coeffs, call.attn_mask, None, None, scale)
-        return y
-    counts = (layer.cumulative_length, companion.cumulative_length)
-    y = prepared(q, k, v, u, coeffs, call.attn_mask, *counts, scale, companion.counters)
+    u = room_for_one(companion, q, layer)
+    counters = companion.counters if type(companion) in STATIC else None
+    counts = (layer.cumulative_length, companion.cumulative_length) if from_front else (None, None)
+    y = prepared(q, k, v, u, coeffs, call.attn_mask, *counts, scale, counters)
     return y
 
 

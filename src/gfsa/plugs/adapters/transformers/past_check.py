@@ -4,6 +4,7 @@ Another model, without filters, may have used the cache in between. Where length
 host, they show it. The length of a static layer is on the device: a compiled graph has no number
 to read, and reading it from a GPU would synchronise. Such a layer therefore counts on the host how
 often it was filled since each of its modules added powers: once, or the powers are of another past.
+So does one with a window, where its powers have no number of their own.
 
 A CUDA graph that the caller has captured runs no Python when it is replayed: what it adds to a
 cache is not counted.
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gfsa.plugs.adapters.transformers.companions import counts_its_tokens
 
 
 def watch(layer: Any, owner: int) -> None:
@@ -60,6 +63,8 @@ def refuse_another_past(layer: Any, owner: int, companions: list[Any], new: int)
     held = layer.get_seq_length()
     if not _is_on_device(held):
         for companion in companions:
+            if not counts_its_tokens(companion):
+                continue
             known = companion.get_seq_length()
             if known + new != held:
                 raise ValueError(

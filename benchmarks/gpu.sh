@@ -4,8 +4,9 @@
 #                                warm up; two minutes and more
 #   benchmarks/gpu.sh measure    every suite; rows go to $CSV; five minutes
 #   benchmarks/gpu.sh kernels    the tests of the Gluon kernels file by file, each within its time
-#   benchmarks/gpu.sh targets [OPTION …]   causal and packed shapes that have a target in
-#                                results/kernels.md; options of gfsa bench, --pause for one
+#   benchmarks/gpu.sh targets [--pause PID] [OPTION …]   what has a target in results/kernels.md and
+#                                was not reached or not timed yet, most wanted first; options of
+#                                gfsa bench. PID trains, and may end meanwhile
 #   benchmarks/gpu.sh sanitize [PART …]   kinds of kernels under compute-sanitizer, all by default
 #   benchmarks/gpu.sh train PLAN …   trains plans one after another in the background, runs side by side:
 #                                rows go to $RESULTS, runs, log and pid to $RUNS. Beside it:
@@ -27,6 +28,7 @@ TESTS="tests/operators/fused/test_gpu.py tests/operators/fused/test_gpu_packed.p
 SHORT=1024x6x64x64,32x12x128x64,256x6x197x64,32x12x256x64,32x12x512x64,8x12x1024x64:causal
 LONG=4x16x4096x64,2x16x8192x128,2x16x8192x128:causal
 PADDED=32x12x128x64:padded,32x12x256x64:padded,32x12x512x64:padded
+WIDE=4x16x4096x128:causal,8x32/8x2048x128:causal,1x16x32768x128:causal
 CAUSAL=4x16x4096x128:causal,8x32/8x2048x128:causal,8x12x1024x64:causal,64x8x1024x64:causal,16x16x2048x64:causal
 FUSED=tests/operators/fused
 
@@ -65,14 +67,30 @@ kernels() {
 }
 
 targets() {
-  local bench=(python -m gfsa_benchmarks --csv "$CSV" "$@")
+  local pause=
   TAIL=40
-  limited 150 bench-packed "${bench[@]}" --suite packed --graphs --rounds 5 \
-    --variants "plain causal rows,gfsa causal rows,gfsa" --shapes 4x16x8192x64,4x16x8192x128
-  limited 150 bench-causal "${bench[@]}" --suite ops --graphs --rounds 5 --variants gfsa \
-    --shapes "$CAUSAL"
-  limited 120 bench-lengths "${bench[@]}" --suite lengths --graphs --rounds 3 --variants gfsa \
-    --shapes 1x16x32768x128:causal
+  if [ "${1:-}" = --pause ]; then
+    pause=$2
+    shift 2
+  fi
+  # timed SECONDS NAME OPTION …; the training that is paused may have ended since the last one
+  timed() {
+    local seconds=$1 name=$2 stopped=()
+    shift 2
+    if [ -n "$pause" ] && kill -0 "$pause" 2>/dev/null; then stopped=(--pause "$pause"); fi
+    limited "$seconds" "bench-$name" python -m gfsa_benchmarks --csv "$CSV" "${stopped[@]}" "$@"
+  }
+  timed 120 lengths --suite lengths --graphs --rounds 3 --variants gfsa \
+    --shapes 1x16x32768x128:causal "$@"
+  timed 150 decode --suite decode-static --compile --rounds 9 \
+    --variants "gfsa kernel,gfsa degree 1" --shapes 1x12x1023x64,16x12x1023x64 "$@"
+  timed 150 causal --suite ops --graphs --rounds 5 --variants gfsa --shapes "$CAUSAL" "$@"
+  timed 120 ordered --suite ops --graphs --rounds 3 --variants "gfsa deterministic" \
+    --shapes "$WIDE" "$@"
+  timed 150 packed --suite packed --graphs --rounds 5 --shapes 4x16x8192x64,4x16x8192x128 \
+    --variants "plain causal rows,gfsa causal rows,gfsa,gfsa degree 1 causal rows,gfsa degree 1" "$@"
+  timed 120 padded --suite ops --graphs --rounds 3 --variants "gfsa,gfsa degree 1,gfsa sdpa" \
+    --shapes 8x32/8x2048x128:causal:padded,8x32/8x2047x128:causal:padded,8x12x1024x64:causal:padded "$@"
   return $FAILED
 }
 

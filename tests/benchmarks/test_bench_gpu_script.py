@@ -71,6 +71,29 @@ def test_a_second_start_is_refused_while_the_first_trains(script, tmp_path, monk
         os.killpg(pid, 9)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_targets_pause_a_training_that_has_not_ended(script, tmp_path, monkeypatch, trains):
+    python = tmp_path / "bin" / "python"
+    python.write_text(f'#!/usr/bin/env bash\necho "$@" >> {tmp_path}/timed\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("LOGS", str(tmp_path))
+    training = subprocess.Popen(["sleep", "60"])
+    try:
+        if not trains:
+            training.kill()
+            training.wait()
+        ended = script("targets", "--pause", training.pid, "--no-append")
+    finally:
+        training.kill()
+        training.wait()
+    assert ended.returncode == 0, ended.stderr
+    calls = (tmp_path / "timed").read_text().splitlines()
+    assert len(calls) >= 6
+    for call in calls:
+        assert (f"--pause {training.pid} --suite" in call) is trains
+        assert call.endswith("--no-append")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

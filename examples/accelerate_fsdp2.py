@@ -73,6 +73,7 @@ def main() -> None:
         f"loss {losses[0]:.2f} → {losses[-1]:.2f}; filters moved by up to {moved:.3f}"
     )
     gfsa.save(model, f"{options.out}/filters")  # every process calls it; one writes
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -16,6 +16,8 @@ def launch(*command: str, timeout: float = 240) -> str:
     One thread a process.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # a process that libraries abort prints where it was
+    environment["PYTHONFAULTHANDLER"] = "1"
     # a worker of pytest-xdist has a rank of its own in the environment
     environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST")}
     done = subprocess.run(

@@ -61,7 +61,7 @@ def decode_in_one_launch(
     if prepared is not None and type(layer) is DynamicLayer:
         u = next_row(companion, layer.keys.shape[2], q.device)
         if u is not None:
-            y = prepared(q, k, v, u, coeffs, call.attn_mask, None, None, scale)
+            y = prepared(q, k, v, u, coeffs, call.attn_mask, None, scale)
             return y
     if prepared is None:
         if not _serves(call, companion, coeffs, v):
@@ -72,8 +72,8 @@ def decode_in_one_launch(
     refuse_another_past(layer, owner, [companion], 1)
     u = room_for_one(companion, q, layer)
     counters = companion.counters if type(companion) in STATIC else None
-    counts = (layer.cumulative_length, companion.cumulative_length) if from_front else (None, None)
-    y = prepared(q, k, v, u, coeffs, call.attn_mask, *counts, scale, counters)
+    length = layer.cumulative_length if from_front else None
+    y = prepared(q, k, v, u, coeffs, call.attn_mask, length, scale, counters)
     return y
 
 

@@ -21,6 +21,7 @@ from gfsa.operators.fused import eligibility, refusal_of_decoding
 from gfsa.plugs.adapters.transformers.companions import (
     STATIC,
     GrowingPowers,
+    counts_its_tokens,
     has_rows_like,
     next_row,
     room_for_one,
@@ -69,7 +70,8 @@ def decode_in_one_launch(
                 _PREPARED.remember(signature, False)
             return None
         prepared = _decoder(q, coeffs, signature)
-    refuse_another_past(layer, owner, [companion], 1)
+    counting = [companion] if counts_its_tokens(companion) else []
+    refuse_another_past(layer, owner, counting, 1)
     u = room_for_one(companion, q, layer)
     counters = companion.counters if type(companion) in STATIC else None
     length = layer.cumulative_length if from_front else None

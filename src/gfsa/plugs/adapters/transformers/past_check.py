@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.plugs.adapters.transformers.companions import counts_its_tokens
-
 
 def watch(layer: Any, owner: int) -> None:
     """Count from now on how often a layer is filled.
@@ -54,14 +52,17 @@ def _fillings_for(owner: int) -> str:
     return f"gfsa_fillings_{owner}"
 
 
-def refuse_another_past(layer: Any, owner: int, companions: list[Any], new: int) -> None:
+def refuse_another_past(layer: Any, owner: int, counting: list[Any], new: int) -> None:
     """Raise unless the cached powers belong to the tokens whose keys and values the layer holds.
 
     The caller adds the powers of the ``new`` tokens afterwards.
+
+    Args:
+        counting: the companions that count their tokens themselves.
     """
     held = layer.get_seq_length()
     if not _is_on_device(held):
-        for companion in filter(counts_its_tokens, companions):
+        for companion in counting:
             known = companion.get_seq_length()
             if known + new != held:
                 raise ValueError(

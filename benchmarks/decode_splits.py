@@ -48,7 +48,6 @@ class Bench:
         # a static cache whose last row is the newest token's
         self.mask = torch.ones(shape.batch, 1, 1, shape.tokens, dtype=torch.bool, device=device)
         self.length = torch.tensor(shape.tokens, device=device)
-        self.held = torch.zeros_like(self.length)
         self.counters = decode.new_counters(shape.batch * shape.heads, self.q.device)
         numbers = (torch.rand(shape.heads, 3), torch.rand(shape.heads, 3), torch.rand(3, 3))
         self.coeffs = Coefficients(*(x.to(device) for x in numbers))
@@ -62,7 +61,7 @@ class Bench:
         return work
 
     def kernel(self, tile: Tile, splits: int, static: bool) -> Work:
-        given = (self.mask, self.length, self.held) if static else (None, None, None)
+        given = (self.mask, self.length) if static else (None, None)
         others = (self.coeffs, *given, self.shape.dim**-0.5, self.counters)
 
         def work() -> list[torch.Tensor]:

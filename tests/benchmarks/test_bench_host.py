@@ -66,8 +66,8 @@ def test_a_token_by_the_kernel_is_one_launch(
     with host_calls.nothing_launched():
         found = host_models.decoding(static, kind)
     added = found["degree 2"].added_to(found["plain"])
-    # the length of a static layer of powers, which the measurement sets back
-    assert added.operators == static
+    # attention with a mask, that of free rows, is three operators more on a CPU
+    assert added.operators == (-3 if static else 0)
     assert added.calls < 115
 
 

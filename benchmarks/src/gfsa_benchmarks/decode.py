@@ -191,9 +191,6 @@ def _rewinding(cache: Any, static: bool) -> Callable[[], None]:
     """What removes the new token, so that every call decodes at the same length."""
     if not static:
         return lambda: cache.crop(-1)
-    lengths = []
-    for layer in cache.layers:
-        companions = getattr(layer, "gfsa_powers", {}).values()
-        lengths += [held.cumulative_length for held in (layer, *itertools.chain(*companions))]
+    lengths = [layer.cumulative_length for layer in cache.layers]
     # found once, and one launch for all layers: a compiled step takes as long as the host does
     return lambda: torch._foreach_sub_(lengths, 1)

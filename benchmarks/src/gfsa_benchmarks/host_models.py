@@ -227,9 +227,7 @@ def rewind(cache: Any, static: bool) -> None:
         cache.crop(-1)
         return
     for layer in cache.layers:
-        companions = getattr(layer, "gfsa_powers", {}).values()
-        for cached in (layer, *itertools.chain(*companions)):
-            cached.cumulative_length.fill_(TOKENS)
+        layer.cumulative_length.fill_(TOKENS)
 
 
 def main() -> None:

@@ -68,18 +68,17 @@ def test_the_new_row_of_the_dense_filter(
     # U of the new token is not there yet
     u = powers.float().clone()
     u[:, :, -1] = float("nan")
-    mask, count, held = keys if masked else None, None, None
+    mask, count = keys if masked else None, None
     if static:
         # free rows after the newest token, which the kernel must not read
         k, v, u = (F.pad(x, (0, 0, 0, 5), value=float("nan")) for x in (k, v, u))
         mask = F.pad(keys, (0, 5)) if masked else None
-        count, held = torch.tensor(length), torch.tensor(length - 1)
-    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, mask, count, held, dim**-0.5)
+        count = torch.tensor(length)
+    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, mask, count, dim**-0.5)
     torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
     # the row of the new token, and no other, has been written
     torch.testing.assert_close(u[:, :, :length].double(), powers, atol=2e-6, rtol=2e-6)
     assert u[:, :, length:].isnan().all()
-    assert held is None or held == length
 
 
 def token_in_cache(rows: int, length: int) -> Tensor:
@@ -96,13 +95,12 @@ def token_in_cache(rows: int, length: int) -> Tensor:
     c0, c1, c2 = coeffs.double()[0]
     k, v, u = (F.pad(x, (0, 0, 0, rows - length), value=float("nan")) for x in (k, v, u))
     u[:, :, length - 1] = float("nan")
-    count, held = torch.tensor(length), torch.tensor(length - 1)
-    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, None, count, held, 8**-0.5)
+    count = torch.tensor(length)
+    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, None, count, 8**-0.5)
     wanted = c0 * v[:, :, length - 1 : length].double() + c1 * first + c2 * second
     torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(u[:, :, length - 1 : length].double(), first, atol=2e-6, rtol=2e-6)
     assert u[:, :, length:].isnan().all()
-    assert held == length
     return y
 
 
@@ -149,18 +147,18 @@ def test_coefficients_of_a_filter(by_head: bool, theta: torch.dtype) -> None:
     learned = Coefficients(torch.randn(4, 2).to(theta), torch.randn(4, 3), basis)
     u, again = torch.randn(2, *v.shape).unbind(0)
     again.copy_(u)
-    found = kernels.decode(q[:, :, -1:], k, v, u, learned, None, None, None, 0.3)
+    found = kernels.decode(q[:, :, -1:], k, v, u, learned, None, None, 0.3)
     # in float32, as the kernel computes them
     exact = learned._replace(theta=learned.theta.float()).value()
-    wanted = kernels.decode(q[:, :, -1:], k, v, again, exact, None, None, None, 0.3)
+    wanted = kernels.decode(q[:, :, -1:], k, v, again, exact, None, None, 0.3)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
 
 
 def test_one_row_of_coefficients_for_all_heads() -> None:
     q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
     arguments = (q[:, :, -1:], k, v, torch.randn_like(v))
-    one = kernels.decode(*arguments, coeffs[0], None, None, None, 0.3)
-    each = kernels.decode(*arguments, coeffs[:1].expand(2, 3), None, None, None, 0.3)
+    one = kernels.decode(*arguments, coeffs[0], None, None, 0.3)
+    each = kernels.decode(*arguments, coeffs[:1].expand(2, 3), None, None, 0.3)
     assert torch.equal(one, each)
 
 
@@ -175,8 +173,8 @@ def test_cached_tokens_may_lie_far_apart(which: int) -> None:
     if which < 2:
         # each call writes into its own
         apart[2] = cache[2].clone()
-    expected = kernels.decode(q, *cache, coeffs, keys, None, None, 0.3)
-    found = kernels.decode(q, *apart, coeffs, spread(keys, -1), None, None, 0.3)
+    expected = kernels.decode(q, *cache, coeffs, keys, None, 0.3)
+    found = kernels.decode(q, *apart, coeffs, spread(keys, -1), None, 0.3)
     assert torch.equal(found, expected)
     assert torch.equal(apart[2], cache[2])
 
@@ -199,7 +197,7 @@ def test_a_token_that_sees_nothing(splits: int, monkeypatch: pytest.MonkeyPatch)
     q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, False)
     nothing = torch.zeros_like(keys)
     u = torch.ones_like(v)
-    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, nothing, None, None, 0.3)
+    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, nothing, None, 0.3)
     assert not u[:, :, -1].any()
     torch.testing.assert_close(y, coeffs[None, :, :1, None] * v[:, :, -1:])
 
@@ -220,7 +218,7 @@ def test_counters_are_zero_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = kernels.new_counters(2, torch.device("cpu"))
     monkeypatch.setattr(kernels, "_splits", lambda *_: 2)
     q, k, v, coeffs, _ = problem(1, 2, 1, 100, 8, False)
-    arguments = (q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, None, 0.3)
+    arguments = (q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, 0.3)
     first, again = kernels.decode(*arguments, counters), kernels.decode(*arguments, counters)
     assert not counters.any()
     assert torch.equal(first, again)
@@ -244,7 +242,7 @@ def test_a_compiled_graph_keeps_no_room(graph: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "_splits", lambda *_: 2)
     monkeypatch.setattr(kernels, "needs_registered_operator", lambda q: graph)
     q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
-    kernels.decode(q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, None, 0.3)
+    kernels.decode(q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, 0.3)
     assert kept == [not graph]
 
 
@@ -255,7 +253,7 @@ def test_inputs_of_a_graph_may_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -
     arguments = [q[:, :, -1:].clone(), k, v, u]
     off = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in arguments]
     assert all(x.data_ptr() % 16 for x in off)
-    expected = kernels.decode(*arguments, coeffs, None, None, None, 0.3)
+    expected = kernels.decode(*arguments, coeffs, None, None, 0.3)
     run = kernels._run
 
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -263,7 +261,7 @@ def test_inputs_of_a_graph_may_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -
         return run(*arguments, **options)
 
     monkeypatch.setattr(kernels, "_run", checked)
-    found = kernels.registered(*off, None, coeffs, None, None, None, None, None, 0.3)
+    found = kernels.registered(*off, None, coeffs, None, None, None, None, 0.3)
     assert torch.equal(found, expected)
     assert torch.equal(off[3], u)
 
@@ -272,10 +270,10 @@ def test_inputs_of_a_graph_may_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -
 def test_the_registered_operator(static: bool) -> None:
     q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, True)
     learned = (torch.randn(2, 2), coeffs, torch.randn(2, 3)) if static else (None, coeffs, None)
-    count: tuple[Any, ...] = (None, None, None)
+    count: tuple[Any, ...] = (None, None)
     if static:
         counters = kernels.new_counters(2, torch.device("cpu"))
-        count = (torch.tensor(7), torch.tensor(6), counters)
+        count = (torch.tensor(7), counters)
     arguments = (q[:, :, -1:], k, v, torch.randn_like(v), *learned, keys, *count, 0.3)
     # it has no gradient, and dynamic shapes are those of the cache
     checks = ("test_schema", "test_faketensor")

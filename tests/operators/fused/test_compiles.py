@@ -238,7 +238,7 @@ def test_a_decoded_token(dim: int, number: str) -> None:
     types = {
         **dict.fromkeys(["q_in", "k_in", "v_in", "u_rows", "y_out"], f"*{number}"),
         **dict.fromkeys(["theta", "base", "basis", "sums"], "*fp32"),
-        **dict.fromkeys(["length", "held"], "*i64"),
+        "length": "*i64",
         "arrived": "*i32",
     }
     tile = decode.tile_of(dim)

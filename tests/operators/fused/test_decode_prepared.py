@@ -19,8 +19,8 @@ from gfsa.operators.fused.launcher import Direct, Launch
 STREAM = 7
 # where the C launcher's arguments begin: 13 of the launch, then the kernel's own
 POINTERS = 13
-RESULT = POINTERS + 10
-NUMBERS = POINTERS + 13
+RESULT = POINTERS + 9
+NUMBERS = POINTERS + 12
 
 
 def direct_that_keeps(launched: list[tuple[Any, ...]], constants: tuple[Any, ...]) -> Direct:
@@ -70,10 +70,10 @@ def test_the_kernel_gets_what_decode_gives_it(
 ) -> None:
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
     given = token(masked)
-    count: tuple[Any, ...] = (None, None, 0.3, None)
+    count: tuple[Any, ...] = (None, 0.3, None)
     if static:
         counters = kernels.new_counters(8, torch.device("cpu"))
-        count = (torch.tensor(9), torch.tensor(8), 0.3, counters)
+        count = (torch.tensor(9), 0.3, counters)
     room = kernels.kept_room(8 * splits * (2 * 16 + 3), 8, given[0].device, STREAM)
 
     def same_room(count: int, heads: int, counters: Tensor | None, *others: Any) -> Any:
@@ -97,7 +97,7 @@ def test_the_launch_of_each_layout_of_powers(launched: list[tuple[Any, ...]]) ->
     prepared = PreparedToken(q)
     larger = torch.randn(2, 4, 36, 8)
     for rows in (u, larger, u):
-        prepared(q, k, v, rows, *others, None, None, 0.3)
+        prepared(q, k, v, rows, *others, None, 0.3)
     steps = [arguments[NUMBERS + 12 : NUMBERS + 15] for arguments in launched]
     assert steps == [tuple(s // kernels._STEP for s in x.stride()[:3]) for x in (u, larger, u)]
 
@@ -109,7 +109,7 @@ def test_tensors_may_begin_anywhere(
     q, k, v, u, *others = token(False)
     off = torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape)
     assert off.data_ptr() % 16
-    PreparedToken(q)(q, off, v, u, *others, None, None, 0.3)
+    PreparedToken(q)(q, off, v, u, *others, None, 0.3)
     (arguments,) = launched
     assert arguments[POINTERS + 1] != off.data_ptr()
     assert not any(address % 16 for address in arguments[POINTERS : POINTERS + 4])
@@ -124,7 +124,7 @@ def test_a_captured_graph_has_room_of_its_own(
     room = kernels._room
     monkeypatch.setattr(kernels, "_room", lambda *given: asked.append(given) or room(*given))
     given = token(False)
-    PreparedToken(given[0])(*given, None, None, 0.3)
+    PreparedToken(given[0])(*given, None, 0.3)
     assert len(asked) == len(launched) == 1
 
 
@@ -134,6 +134,6 @@ def test_code_that_is_not_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_prepared, "decode", lambda *given: asked.append(given))
     given = token(True)
     prepared = PreparedToken(given[0])
-    prepared(*given, None, None, 0.3)
+    prepared(*given, None, 0.3)
     assert len(asked) == 1
     assert not prepared.ready

@@ -59,13 +59,11 @@ def test_lengths_that_change_from_token_to_token(
             k, v, past = (F.pad(x, (0, 0, 0, 24), value=float("nan")) for x in (k, v, past))
             mask = None if mask is None else F.pad(mask, (0, 24))
             count = torch.tensor(length, device="cuda")
-        held = None if count is None else torch.zeros_like(count)
-        y = decode(q[:, :, -1:], k, v, past, coeffs, mask, count, held, dim**-0.5)
+        y = decode(q[:, :, -1:], k, v, past, coeffs, mask, count, dim**-0.5)
         # the new row is written, and no other
         assert torch.equal(past[:, :, : length - 1], rounded[:, :, :-1])
         assert past[:, :, length:].isnan().all()
         assert _error(past[:, :, length - 1 : length], u[:, :, -1:]) < 4e-3
-        assert held is None or held == length
         assert _error(y, wanted) < 8e-3
 
 
@@ -73,7 +71,7 @@ def test_the_same_bits_on_two_streams_at_once() -> None:
     """Programs add up in one order, whichever comes last; streams count separately."""
     torch.manual_seed(0)
     q, k, v, u = torch.randn(4, 2, 6, 1000, 64, device="cuda", dtype=BF16).unbind(0)
-    others = (torch.randn(6, 3, device="cuda"), None, None, None, 0.125)
+    others = (torch.randn(6, 3, device="cuda"), None, None, 0.125)
     first = decode(q[:, :, -1:], k, v, u, *others)
     streams = [torch.cuda.Stream() for _ in range(2)]
     # each writes the new row of its own cache
@@ -97,9 +95,9 @@ def test_coefficients_of_a_filter(theta: torch.dtype) -> None:
     for basis in (torch.randn(2, 3, device="cuda"), torch.randn(6, 2, 3, device="cuda")):
         numbers = torch.randn(6, 2, device="cuda").to(theta)
         learned = Coefficients(numbers, torch.randn(6, 3, device="cuda"), basis)
-        found = decode(q[:, :, -1:], k, v, u, learned, None, None, None, 0.125)
+        found = decode(q[:, :, -1:], k, v, u, learned, None, None, 0.125)
         exact = learned._replace(theta=numbers.float()).value()
-        wanted = decode(q[:, :, -1:], k, v, u, exact, None, None, None, 0.125)
+        wanted = decode(q[:, :, -1:], k, v, u, exact, None, None, 0.125)
         assert _error(found, wanted.double()) < 4e-3
 
 
@@ -112,7 +110,7 @@ def test_wide_heads_in_float32() -> None:
     coeffs = torch.randn(2, 3, device="cuda")
     u = powers.float()
     u[:, :, -1] = float("nan")
-    y = decode(q[:, :, -1:], k, v, u, coeffs, None, None, None, 1 / 16)
+    y = decode(q[:, :, -1:], k, v, u, coeffs, None, None, 1 / 16)
     assert _error(u, powers) < 1e-5
     assert _error(y, exact.polynomial(coeffs.double(), v.double())[:, :, -1:]) < 1e-5
 
@@ -199,8 +197,7 @@ def test_a_captured_step_of_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> N
         model(token, past_key_values=cache, position_ids=position)
     torch.cuda.synchronize()
     for layer in cache.layers:
-        for held in (layer, *(c for some in layer.gfsa_powers.values() for c in some)):
-            held.cumulative_length.fill_(20)
+        layer.cumulative_length.fill_(20)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         logits = model(token, past_key_values=cache, position_ids=position).logits

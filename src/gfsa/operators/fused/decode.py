@@ -70,7 +70,6 @@ def decode(
     coeffs: Tensor | Coefficients,
     mask: Tensor | None,
     length: Tensor | None,
-    held: Tensor | None,
     scale: float,
     counters: Tensor | None = None,
 ) -> Tensor:
@@ -86,17 +85,14 @@ def decode(
         mask: bool, ``(B or 1, H or 1, 1, N)``, True takes part.
         length: one int64 on the device: how many tokens there are with the new one, which is the
             last of them; None if these are all N.
-        held: one int64 on the device, which is set to ``length``; given together with it.
         counters: of :func:`new_counters` for B·H heads; given, a captured step needs not set them
             to zero.
     """
-    if (length is None) is not (held is None):
-        raise ValueError("length and held are given together, or neither of them")
     theta, base, basis = numbers_of(coeffs, q.shape[1])
     if needs_registered_operator(q):
-        y: Tensor = registered(q, k, v, u, theta, base, basis, mask, length, held, counters, scale)
+        y: Tensor = registered(q, k, v, u, theta, base, basis, mask, length, counters, scale)
         return y
-    return _run(q, k, v, u, theta, base, basis, mask, length, held, counters, scale)
+    return _run(q, k, v, u, theta, base, basis, mask, length, counters, scale)
 
 
 def numbers_of(
@@ -180,7 +176,6 @@ def _run(
     basis: Tensor | None,
     mask: Tensor | None,
     length: Tensor | None,
-    held: Tensor | None,
     counters: Tensor | None,
     scale: float,
     keep_room: bool = True,
@@ -198,7 +193,6 @@ def _run(
         *(
             q if mask is None else mask.view(torch.uint8),
             q if length is None else length,
-            q if held is None else held,
         ),
         *(y, sums, arrived),
     )
@@ -263,7 +257,7 @@ def new_counters(heads: int, device: torch.device) -> Tensor:
     return torch.zeros(heads, dtype=torch.int32, device=device)
 
 
-@torch.library.custom_op("gfsa::decode", mutates_args=("u", "held", "counters"))
+@torch.library.custom_op("gfsa::decode", mutates_args=("u", "counters"))
 def registered(
     q: Tensor,
     k: Tensor,
@@ -274,7 +268,6 @@ def registered(
     basis: Tensor | None,
     mask: Tensor | None,
     length: Tensor | None,
-    held: Tensor | None,
     counters: Tensor | None,
     scale: float,
 ) -> Tensor:
@@ -284,7 +277,7 @@ def registered(
     aligned = u.clone() if u.data_ptr() % 16 else u
     # nothing allocated here may be kept: mode="reduce-overhead" runs it in the memory of its graphs
     y = _run(
-        *(q, k, v, aligned, theta, base, basis, mask, length, held, counters, scale),
+        *(q, k, v, aligned, theta, base, basis, mask, length, counters, scale),
         keep_room=False,
     )
     if aligned is not u:
@@ -303,7 +296,6 @@ def _(
     basis: Tensor | None,
     mask: Tensor | None,
     length: Tensor | None,
-    held: Tensor | None,
     counters: Tensor | None,
     scale: float,
 ) -> Tensor:

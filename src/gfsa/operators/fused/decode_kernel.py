@@ -27,11 +27,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
         *("v_b", "v_h", "v_n", "u_b", "u_h", "u_n", "mask_b", "mask_h", "mask_n"),
     ],
     do_not_specialize_on_alignment=[
-        *("theta", "base", "basis", "mask", "length", "held", "arrived"),
+        *("theta", "base", "basis", "mask", "length", "arrived"),
     ],
 )
 def decode_token(
-    q_in, k_in, v_in, u_rows, theta, base, basis, mask, length, held, y_out, sums, arrived,
+    q_in, k_in, v_in, u_rows, theta, base, basis, mask, length, y_out, sums, arrived,
     scale, heads, group, last, q_b, q_h, k_b, k_h, k_n, v_b, v_h, v_n, u_b, u_h, u_n,
     mask_b, mask_h, mask_n,
     D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, LEARNED: tl.constexpr,
@@ -45,7 +45,6 @@ def decode_token(
     Args:
         theta, base, basis: see :func:`_coefficient`.
         length: with ``ON_DEVICE``, how many tokens there are, the new one included.
-        held: with ``ON_DEVICE``, gets that number.
         sums: room for ``(programs, SPLITS, 2·WIDTH + 3)`` numbers, float32.
         arrived: for each head how many programs are done, int32; zero before and after.
     """
@@ -134,10 +133,6 @@ def decode_token(
                 u, w, total, own, newest, theta, base, basis, h, y_out, u_out,
                 D, WIDTH, LEARNED, BY_HEAD,
             )  # fmt: skip
-    if ON_DEVICE:  # noqa: SIM102 (known when it is compiled, the other when it runs)
-        # of all programs one: the cache layer of U counts its tokens as that of keys does
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(held, (new + 1).to(tl.int64))
 
 
 @triton.jit

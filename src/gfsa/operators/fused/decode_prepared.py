@@ -39,7 +39,6 @@ class PreparedToken:
         coeffs: Coefficients,
         mask: Tensor | None,
         length: Tensor | None,
-        held: Tensor | None,
         scale: float,
         counters: Tensor | None = None,
     ) -> Tensor:
@@ -49,13 +48,13 @@ class PreparedToken:
         )
         # a captured graph has room of its own
         if found is None or (found[1].sums and torch.cuda.is_current_stream_capturing()):
-            return decode(q, k, v, u, coeffs, mask, length, held, scale, counters)
+            return decode(q, k, v, u, coeffs, mask, length, scale, counters)
         direct, (_, numbers, count) = found
         theta, base, basis, _ = coeffs
         q_at, k_at, v_at, u_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), u.data_ptr()
         if (q_at | k_at | v_at | u_at) % 16:
             # which copies what the kernel cannot load 16 bytes at a time
-            given = (q, k, v, u, theta, base, basis, mask, length, held, counters)
+            given = (q, k, v, u, theta, base, basis, mask, length, counters)
             copied: Tensor = registered(*given, scale)
             return copied
         y = q.new_empty(q.shape)
@@ -71,7 +70,6 @@ class PreparedToken:
             *(
                 q_at if mask is None else mask.data_ptr(),
                 q_at if length is None else length.data_ptr(),
-                q_at if held is None else held.data_ptr(),
             ),
             *(y.data_ptr(), sums, arrived),
         )

@@ -28,7 +28,12 @@ from transformers.cache_utils import (
 from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
 from gfsa.operators.base import combine, value_of
 from gfsa.operators.exporting import is_exporting
-from gfsa.plugs.adapters.transformers.companions import GrowingPowers, append, empty_like
+from gfsa.plugs.adapters.transformers.companions import (
+    GrowingPowers,
+    append,
+    counts_its_tokens,
+    empty_like,
+)
 from gfsa.plugs.adapters.transformers.one_launch import (
     decode_in_one_launch,
     fills_from_the_front,
@@ -251,7 +256,8 @@ def _companions(layer: Any, owner: int, count: int, new: int, heads: tuple[int, 
             f"this cache keeps powers of the heads {list(companions[0].gfsa_heads)}, the filter "
             f"now needs those of {list(heads)}; start from a new cache"
         )
-    refuse_another_past(layer, owner, companions[:count], new)
+    counting = [each for each in companions[:count] if counts_its_tokens(each)]
+    refuse_another_past(layer, owner, counting, new)
     return companions
 
 

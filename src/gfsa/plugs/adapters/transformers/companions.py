@@ -136,7 +136,8 @@ class GrowingPowers(DynamicLayer):
 class TracedStaticPowers(StaticLayer):
     """A static layer, with the counters that the kernel for a decoded token leaves at zero.
 
-    The methods that add tokens get the layer of the cache, which has the same tokens already.
+    It has no number of its tokens (:func:`counts_its_tokens`): the methods that add tokens get the
+    layer of the cache, which has counted them. A compiled call has one tensor less to be given.
     """
 
     _layer_type = None
@@ -147,17 +148,13 @@ class TracedStaticPowers(StaticLayer):
         """Append the newest tokens; returns all rows."""
         if not self.is_initialized:
             self.lazy_initialization(tokens, tokens[..., :0])
-        new, length = tokens.shape[2], self.cumulative_length
-        position = torch.arange(new, device=length.device) + length
-        length.add_(new)
-        rows: Any = self.keys
-        _write(rows, position, tokens)
+        rows, new, length = self._rows_beside(layer), tokens.shape[2], layer.cumulative_length
+        _write(rows, torch.arange(new, device=length.device) + (length - new), tokens)
         return rows
 
     def room_for_one(self, layer: Any) -> Tensor:
-        """The rows, of which the caller writes the newest token's, and counts it."""
-        rows: Any = self.keys
-        return rows
+        """The rows, of which the caller writes the newest token's."""
+        return self._rows_beside(layer)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -168,10 +165,17 @@ class TracedStaticPowers(StaticLayer):
             # as the layer's own tensors: a graph that writes to it can be captured
             torch._dynamo.mark_static_address(self.counters)
 
-    def prefetch(self) -> None:
+    def get_seq_length(self) -> int:
+        """How many rows there are: the layer of the cache knows which of them are filled."""
+        return self.max_cache_len if self.is_initialized else 0
+
+    def _rows_beside(self, layer: Any) -> Tensor:
         rows: Any = self.keys
-        if self.is_initialized and rows.device != self.cumulative_length.device:
-            super().prefetch()
+        # an offloading cache has moved them to the CPU together with the keys, but no length
+        if rows.device != layer.cumulative_length.device:
+            self.prefetch()
+            rows = self.keys
+        return rows
 
 
 class StaticPowers(TracedStaticPowers, nn.Module):
@@ -179,7 +183,8 @@ class StaticPowers(TracedStaticPowers, nn.Module):
 
     Torch skips those of a module whose attributes are the same objects as in the last call, if they
     are tensors, numbers or names; the attributes of any other object are checked one by one. (A
-    device is none of these, so a forward asks the length for its device, which it never leaves.)
+    device is none of these, so a forward asks the layer's length for its device, which it never
+    leaves.)
     """
 
     def __init__(self, max_cache_len: int) -> None:
@@ -188,27 +193,21 @@ class StaticPowers(TracedStaticPowers, nn.Module):
 
 
 class TracedStaticWindowPowers(TracedStaticPowers):
-    """A static window, whose rows move once it is full.
-
-    It has no number of its tokens (:func:`counts_its_tokens`); its layer has it on the host.
-    """
+    """A static window, whose rows move once it is full."""
 
     def add(self, tokens: Tensor, layer: Any) -> Tensor:
         """As :meth:`TracedStaticPowers.add`; several new ones with those outside the window."""
-        if not self.is_initialized:
-            self.lazy_initialization(tokens, tokens[..., :0])
         new, most = tokens.shape[2], self.max_cache_len
-        rows: Any = self.keys
         before = layer.cumulative_length_int - new
         if before + new <= most:
-            first = layer.cumulative_length - new
-            _write(rows, first + torch.arange(new, device=rows.device), tokens)
-            return rows
+            return TracedStaticPowers.add(self, tokens, layer)
+        if not self.is_initialized:
+            self.lazy_initialization(tokens, tokens[..., :0])
         if before >= most and new == 1:
             rows = self.room_for_one(layer)
             _write(rows, torch.tensor([most - 1], device=rows.device), tokens)
             return rows
-        every = tokens
+        rows, every = self._rows_beside(layer), tokens
         if before > 0:
             past = rows[:, :, 1:] if before >= most else rows[:, :, :before]
             every = torch.cat([past, tokens], dim=2)
@@ -216,15 +215,11 @@ class TracedStaticWindowPowers(TracedStaticPowers):
         return every
 
     def room_for_one(self, layer: Any) -> Tensor:
-        rows: Any = self.keys
+        rows = self._rows_beside(layer)
         if layer.cumulative_length_int > self.max_cache_len:
             # rows move now, as those of keys and values have done
             rows.copy_(rows.roll(-1, dims=2))
         return rows
-
-    def get_seq_length(self) -> int:
-        """How many rows there are: the layer of the cache knows which of them are filled."""
-        return self.max_cache_len if self.is_initialized else 0
 
 
 class StaticWindowPowers(TracedStaticWindowPowers, nn.Module):
@@ -297,14 +292,14 @@ def empty_like(layer: Any) -> Any:
 def counts_its_tokens(companion: Any) -> bool:
     """Whether a companion knows how many tokens it has powers of, beside its layer.
 
-    A window's number grows apart from the number of its rows. A compiled call would have two of
-    them, the layer's and the companion's, that are equal: torch 2.11 then names both by one, and
-    loses it where nothing else in the graph uses it.
+    A static one does not. A window's number grows apart from the number of its rows: a compiled
+    call would have two of them, the layer's and the companion's, that are equal. Torch 2.11 then
+    names both by one, and loses it where nothing else in the graph uses it.
     """
     kind = type(companion)
     if kind is DynamicSlidingWindowLayer:
         return not torch.compiler.is_compiling()
-    return kind is not StaticWindowPowers and kind is not TracedStaticWindowPowers
+    return kind not in STATIC
 
 
 def append(companion: Any, tokens: Tensor, layer: Any, keys: int) -> Tensor:
@@ -312,16 +307,17 @@ def append(companion: Any, tokens: Tensor, layer: Any, keys: int) -> Tensor:
 
     The keys and values of the same tokens were added to the layer.
     """
-    # an offloading cache has moved the companion to the CPU together with the keys
-    companion.prefetch()
     all_tokens: Tensor
     kind = type(companion)
     # not by isinstance, which is slow here
-    if kind is GrowingPowers:
-        all_tokens = companion.add(tokens)
-    elif kind in STATIC:
+    if kind in STATIC:
         all_tokens = companion.add(tokens, layer)
+    elif kind is GrowingPowers:
+        # an offloading cache has moved the companion to the CPU together with the keys
+        companion.prefetch()
+        all_tokens = companion.add(tokens)
     else:
+        companion.prefetch()
         all_tokens = _update(companion, tokens, layer)
     return all_tokens if all_tokens.shape[2] == keys else all_tokens[:, :, :keys]
 
@@ -329,19 +325,18 @@ def append(companion: Any, tokens: Tensor, layer: Any, keys: int) -> Tensor:
 def room_for_one(companion: Any, like: Tensor, layer: Any) -> Tensor:
     """The rows of a layer's companion, with one for the newest token, which the caller writes.
 
-    The length of a static companion is the caller's to count, too.
-
     Args:
         like: ``(B, H, 1, D)``, what such a row is like.
     """
-    companion.prefetch()
     rows: Tensor
     kind = type(companion)
-    if kind is GrowingPowers:
-        rows = companion.room_for_one(like)
-    elif kind in STATIC:
+    if kind in STATIC:
         rows = companion.room_for_one(layer)
+    elif kind is GrowingPowers:
+        companion.prefetch()
+        rows = companion.room_for_one(like)
     else:
+        companion.prefetch()
         rows = _update(companion, like.new_empty(like.shape), layer)
     return rows
 

@@ -21,6 +21,7 @@ from gfsa.operators.fused import eligibility, refusal_of_decoding
 from gfsa.plugs.adapters.transformers.companions import (
     STATIC,
     GrowingPowers,
+    counts_its_tokens,
     has_rows_like,
     next_row,
     room_for_one,
@@ -61,7 +62,7 @@ def decode_in_one_launch(
     if prepared is not None and type(layer) is DynamicLayer:
         u = next_row(companion, layer.keys.shape[2], q.device)
         if u is not None:
-            y = prepared(q, k, v, u, coeffs, call.attn_mask, None, None, scale)
+            y = prepared(q, k, v, u, coeffs, call.attn_mask, None, scale)
             return y
     if prepared is None:
         if not _serves(call, companion, coeffs, v):
@@ -69,11 +70,12 @@ def decode_in_one_launch(
                 _PREPARED.remember(signature, False)
             return None
         prepared = _decoder(q, coeffs, signature)
-    refuse_another_past(layer, owner, [companion], 1)
+    counting = [companion] if counts_its_tokens(companion) else []
+    refuse_another_past(layer, owner, counting, 1)
     u = room_for_one(companion, q, layer)
     counters = companion.counters if type(companion) in STATIC else None
-    counts = (layer.cumulative_length, companion.cumulative_length) if from_front else (None, None)
-    y = prepared(q, k, v, u, coeffs, call.attn_mask, *counts, scale, counters)
+    length = layer.cumulative_length if from_front else None
+    y = prepared(q, k, v, u, coeffs, call.attn_mask, length, scale, counters)
     return y
 
 

@@ -1,10 +1,9 @@
 """Whether the powers in a cache belong to the tokens whose keys and values it holds.
 
 Another model, without filters, may have used the cache in between. Where lengths are numbers of the
-host, they show it. The length of a static layer is on the device: a compiled graph has no number
-to read, and reading it from a GPU would synchronise. Such a layer therefore counts on the host how
-often it was filled since each of its modules added powers: once, or the powers are of another past.
-So does one with a window, where its powers have no number of their own.
+host, they show it. The powers of a static layer have no length of their own, and nor have those of
+a window in a compiled graph. Such a layer therefore counts on the host how often it was filled
+since each of its modules added powers: once, or the powers are of another past.
 
 A CUDA graph that the caller has captured runs no Python when it is replayed: what it adds to a
 cache is not counted.
@@ -16,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from gfsa.plugs.adapters.transformers.companions import counts_its_tokens
 
 
 def watch(layer: Any, owner: int) -> None:
@@ -55,16 +52,17 @@ def _fillings_for(owner: int) -> str:
     return f"gfsa_fillings_{owner}"
 
 
-def refuse_another_past(layer: Any, owner: int, companions: list[Any], new: int) -> None:
+def refuse_another_past(layer: Any, owner: int, counting: list[Any], new: int) -> None:
     """Raise unless the cached powers belong to the tokens whose keys and values the layer holds.
 
     The caller adds the powers of the ``new`` tokens afterwards.
+
+    Args:
+        counting: the companions that count their tokens themselves.
     """
     held = layer.get_seq_length()
     if not _is_on_device(held):
-        for companion in companions:
-            if not counts_its_tokens(companion):
-                continue
+        for companion in counting:
             known = companion.get_seq_length()
             if known + new != held:
                 raise ValueError(

@@ -100,8 +100,8 @@ def refusal(call: AttentionCall, v: Tensor, degree: int) -> str | None:
 def reason_against(call: AttentionCall, degree: int) -> str | None:
     """Why another operator may serve ``call`` faster, or None if none does.
 
-    Calls that have not been measured, and tested on the GPU, are left to torch's own kernels.
-    Dropout of degree 2 is tested, and measured without it alone.
+    Calls that have not been measured are left to torch's own kernels, but for a few whose kernels
+    were measured on calls like them; docs/kernels.md names these.
     """
     length, head_dim = call.q.shape[-2:]
     if not _is_measured(call.q.device):

@@ -35,6 +35,7 @@ PROSE = prose_with_results()
 PAGES = sorted({passage.page for passage in PROSE})
 # how prose names the lines of families; a line without a name here goes by its own
 WORDS = NAMES | {"gain": "gain", "w0": "identity term", "residual": "value residual"}
+WORDS |= {"twicing": "twicing"}
 
 
 @cache

@@ -112,7 +112,7 @@ def test_a_line_has_its_coefficients_and_what_a_run_costs(family: Family) -> Non
     assert [line["GPU seconds"] for line in (gfsa, gain, plain)] == ["30", "25", "20"]
     # not registered, so that it stands here and not among the comparisons
     assert gain["to plain"].startswith("+1.4 (")
-    assert "9 runs at commit abc1234, 20–30 GPU seconds each." in first
+    assert "9 runs at commit abc1234, 20–30 GPU seconds each)." in first
 
 
 def test_settings_of_a_line_are_those_that_others_lack(family: Family) -> None:

@@ -9,12 +9,14 @@ import pandas as pd
 import pytest
 
 from gfsa_experiments.commands.train import runs_of_plan
-from gfsa_experiments.results.families import read_families
-from gfsa_experiments.results.family_summary import of_recipe
+from gfsa_experiments.results.families import is_of, read_families
+from gfsa_experiments.results.family_summary import lines_of, of_recipe
 from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
 from gfsa_experiments.results.page_blocks import to_markdown
+from gfsa_experiments.results.statistics import Interval
 from gfsa_experiments.results.tuning_table import tuning_blocks
 from gfsa_experiments.results.verdicts import outcomes
+from support.quoted_figures import Figures
 
 RESULTS = Path(__file__).parents[2] / "results"
 Runs = dict[tuple[str, str, str], list[float]]
@@ -87,34 +89,82 @@ def test_a_page_names_the_families_of_its_recipe(recipe: str) -> None:
 
 
 def test_what_is_written_of_wikitext2_is_that_of_the_rows() -> None:
-    """Prose of results/causal_lm.md about the tuning."""
+    """Prose of results/causal_lm.md: the family's numbers, and those of the tuning."""
+    page = " ".join((RESULTS / "causal_lm.md").read_text("utf-8").split())
+    figures = Figures(RESULTS)
+    perplexity = {
+        own.name: own.line.rows.test.mean() for own in lines_of(figures.of_family("wikitext2"))
+    }
+    names = {"plain": "plain has", "degree1": "degree 1", "gfsa": "GFSA"}
+    said = ", ".join(f"{word} {perplexity[name]:.2f}" for name, word in names.items())
+    assert f"On test {said}." in page
+    for a, b, words in (
+        ("gfsa", "plain", "GFSA − plain"),
+        ("degree1", "plain", "degree 1 − plain"),
+        ("gfsa", "degree1", "GFSA − degree 1"),
+    ):
+        found = figures.family_difference("wikitext2", a, b)
+        assert f"{words} {signed(found)}" in page
+    for a, b, words in (
+        ("gain", "gfsa", "ends {} higher than GFSA ({})"),
+        ("longer", "gfsa", "ends {} higher than GFSA ({})"),
+        ("twicing", "gfsa", "GFSA ends {} lower still ({})"),
+    ):
+        found = figures.family_difference("wikitext2", a, b)
+        assert found.low is not None
+        assert found.high is not None
+        ends = f"{found.low:.2f} … {found.high:.2f}"
+        assert words.format(f"{found.mean:.2f}", ends) in page
+    gains = {name: perplexity["plain"] - value for name, value in perplexity.items()}
+    assert f"gains {gains['longer']:.2f} and ends" in page
+    assert f"plain gains {gains['twicing']:.2f}" in page
+    # 11 epochs instead of 10
+    assert f"worth {10 * gains['gfsa'] / gains['longer']:.0f} % more epochs" in page
+    assert f"GFSA has {100 * gains['gfsa'] / perplexity['plain']:.1f} % lower perplexity" in page
+
+
+def signed(found: Interval) -> str:
+    assert found.low is not None
+    assert found.high is not None
+    text = f"{found.mean:+.2f} ({found.low:+.2f} … {found.high:+.2f})"
+    return text.replace("-", "−")
+
+
+def test_what_is_written_of_wikitext2s_tuning_is_that_of_the_rows() -> None:
     page = " ".join((RESULTS / "causal_lm.md").read_text("utf-8").split())
     found = read_folder_if_any(RESULTS / "tuning").rows
     own = found[found.recipe == "causal_lm"]
     keys = {run.key() for run in runs_of_plan(RESULTS / "plans/causal_lm-tuning.txt")}
-    assert f"{len(own)} of its {len(keys)} runs" in page
-    best = best_by_arm(own)
-    listed = ", ".join(f"{name} {best[name]:.1f}" for name in ("plain", "GFSA", "degree 1"))
-    others = f"twicing {best['twicing']:.1f} and gain only {best['gain only']:.1f}"
-    assert f"The best runs are {listed}, {others}" in page
-    short = best_by_arm(own[own.settings.str.contains("warmup=0.05")])
-    usual = own.settings.str.contains(" lr=0.001 .*warmup=0.05")
-    usual &= ~own.settings.str.contains("gain_lr") & ~own.options.str.contains("filter_lr=0.1$")
-    first = best_by_arm(own[usual])
-    plain = [f"{found['plain']:.1f}" for found in (first, short, best)]
-    assert "from {} at 1e-3 to {} at 2e-3, and to {} at 4e-3".format(*plain) in page
-    leads = [f"{found['plain'] - found['GFSA']:.1f}" for found in (best, first, short)]
-    assert "a lead of {} now. It was {} at 1e-3 and {} at each arm's best".format(*leads) in page
-    leads = [f"{found['plain'] - found['degree 1']:.1f}" for found in (best, short)]
-    assert "Degree 1 has {}, after {};".format(*leads) in page
-    leads = [f"{found['degree 1'] - found['GFSA']:.1f}" for found in (best, short)]
-    assert "GFSA ends {} below degree 1, after {}.".format(*leads) in page
-    falls = [f"{short[name] - best[name]:.1f}" for name in ("plain", "degree 1", "GFSA")]
-    assert "by {} for plain, {} for degree 1 and {} for GFSA".format(*falls) in page
+    assert is_of(own, keys).all()
+    assert f"{len(own)} runs, one seed" in page
+    assert len(own) == len(keys)
+    best = [
+        best_by_arm(own[own.settings.str.contains(f"warmup={warmup}")])
+        for warmup in ("0.05", "0.15", "0.3")
+    ]
+    usual = own[own.settings.str.contains(r" lr=0.001 (?!gain_lr).*warmup=0.05")]
+    plain = [f"{found['plain']:.1f}" for found in (best_by_arm(usual), *best)]
+    said = "from {} at 1e-3 to {} at 2e-3, and with a longer warm-up to {} (0.15"
+    assert said.format(*plain) in page
+    assert f"and {plain[3]} (0.3), both at 4e-3" in page
+    leads = [f"{found['plain'] - found['GFSA']:.1f}" for found in best]
+    said = "{} with a warm-up of 0.05, {} with 0.15, {} with 0.3."
+    assert said.format(*leads) in page
+    leads = [f"{found['plain'] - found['degree 1']:.1f}" for found in best]
+    assert "Degree 1's: {}, {} and {}.".format(*leads) in page
+    last = own[own.settings.str.contains("warmup=0.3")]
+    rates = last.settings.str.extract(r" lr=([\d.]+)", expand=False)
+    arms = arms_of(last)
+    assert set(rates[last.groupby(arms).valid.idxmin()]) == {"0.004"}
+    assert set(rates.groupby(arms).max()) == {"0.008"}
 
 
 def best_by_arm(own: pd.DataFrame) -> dict[str, float]:
-    """The lowest perplexity on valid; filters that learn their gain alone are an arm."""
+    """The lowest perplexity on valid."""
+    return own.groupby(arms_of(own)).valid.min().to_dict()
+
+
+def arms_of(own: pd.DataFrame) -> pd.Series:
+    """Filters that learn their gain alone are an arm."""
     names = {"gfsa": "GFSA", "degree1": "degree 1"}
-    arms = own.method.replace(names).mask(own.options.str.contains("learn=w1"), "gain only")
-    return own.groupby(arms).valid.min().to_dict()
+    return own.method.replace(names).mask(own.options.str.contains("learn=w1"), "gain only")

@@ -39,8 +39,21 @@ class FamilyLine:
 
 
 def all_families(judged: Sequence[Judged]) -> list[Block]:
-    """A line for each family with runs, one for all others, and one table of what is compared."""
-    said = [summary(family, outcomes) for family, outcomes in judged if _has_runs(outcomes)]
+    """A line for the complete families, one for each that lacks runs, one for all without any, and
+    one table of what is compared."""
+    complete = [
+        f"{link(family)} ({family.title}; {runs_of(outcomes)})"
+        for family, outcomes in judged
+        if is_complete(outcomes)
+    ]
+    said = []
+    if complete:
+        said.append(f"Complete, each registered before its runs: {', '.join(complete)}.")
+    said += [
+        summary(family, outcomes)
+        for family, outcomes in judged
+        if _has_runs(outcomes) and not is_complete(outcomes)
+    ]
     planned = [
         f"{link(family)} ({_count(outcomes)}, {_seeds(outcomes)} seeds)"
         for family, outcomes in judged

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from gfsa_experiments.results.contrasts import Contrast, contrast, pooled_reduction
+from gfsa_experiments.results.contrasts import Contrast, contrast
 from gfsa_experiments.results.families import is_of, read_families
 from gfsa_experiments.results.family_summary import Judged, is_complete, lines_of
 from gfsa_experiments.results.load_rows import Runs, read_folder, read_folder_if_any
-from gfsa_experiments.results.overview import Domain, domains
+from gfsa_experiments.results.overview import domains
 from gfsa_experiments.results.statistics import Interval
 from gfsa_experiments.results.tables import Line, ResultTable, make_tables
 from gfsa_experiments.results.verdicts import Outcome, outcomes
@@ -73,16 +73,6 @@ class Figures:
             if (line.method, line.options) == (method, options)
         ]
         return found
-
-    def domain(self, name: str) -> Domain:
-        (found,) = [domain for domain in domains(self.tables) if domain.name == name]
-        return found
-
-    def reduction(self, domain: str, method: str) -> float:
-        """The relative reduction of the error in percent."""
-        found = pooled_reduction(self.domain(domain).to_plain[method])
-        assert found is not None
-        return found.mean
 
     def losses_of_plain(self, settings: str) -> float:
         """The validation loss of the run of pretraining, seed 0, with exactly these settings."""
@@ -330,11 +320,6 @@ CLAIMS = [
     Claim("{} to {}× with GFSA", lambda f: ends(f.step_times("gfsa"), 2)),
     # other domains
     Claim("{} points on CIFAR-10 with 24 layers", _cifar10),
-    Claim(
-        "{} % lower perplexity in language modelling",
-        lambda f: [size(f.reduction("language modelling", "gfsa"), 0)],
-    ),
-    Claim("{} % fewer errors on images", lambda f: [size(f.reduction("images", "degree1"), 0)]),
     Claim("{} to {} seeds, plain models that were not tuned", _pairs_of_domains),
     # coefficients
     Claim("negative in {} of {} runs", lambda f: list(_c0_from_scratch(f))),

@@ -56,16 +56,38 @@ def fastest_ms(step: Callable[[], object], calls: int, alone: bool, rounds: int 
     return min(found)
 
 
-def on_gpu(step: Callable[[], object], calls: int, listed: int = 12) -> str:
+def profiled(step: Callable[[], object], calls: int) -> str:
+    """What a profiler saw of a token: on a GPU, if there is one, and on the host."""
+    cuda = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as profiler:
+        for _ in range(calls):
+            step()
+        synchronize()
+    seen = on_gpu(profiler, calls) if cuda else "no GPU: the host computes, too"
+    return f"{seen}\n{on_host(profiler, calls)}"
+
+
+def on_host(profiler: profile, calls: int, listed: int = 12) -> str:
+    """Where the host's time goes, without what other lines have; the profiler makes it longer."""
+    spent = {
+        event.key: event.self_cpu_time_total / calls
+        for event in profiler.key_averages()
+        # waits for the GPU after the last call
+        if event.device_type == DeviceType.CPU and "Synchronize" not in event.key
+    }
+    lines = [f"host {sum(spent.values()) / 1e3:.3f} ms while it was profiled"]
+    slowest = sorted(spent.items(), key=lambda item: -item[1])[:listed]
+    lines += [f"    {time:7.1f} µs  {name[:90]}" for name, time in slowest]
+    return "\n".join(lines)
+
+
+def on_gpu(profiler: profile, calls: int, listed: int = 12) -> str:
     """Kernels, and copies and fills of memory, that a profiler saw for a token.
 
     Args:
         listed: how many kernels get a line of their own, those that take most time together.
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            step()
-        synchronize()
     graphs = 0
     spent: dict[str, list[float]] = {}
     for event in profiler.events():
@@ -97,7 +119,7 @@ def measure(shape: Shape, name: str, calls: int, pause: int | None) -> str:
         step()
     with paused(pause):
         times = [fastest_ms(step, calls, alone=False), fastest_ms(step, calls, alone=True)]
-        seen = on_gpu(step, calls) if cuda else "no GPU: the host computes, too"
+        seen = profiled(step, calls)
         # last, because the first guards after it are slow
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
             unguarded = fastest_ms(step, calls, alone=False)

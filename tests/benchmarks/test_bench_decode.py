@@ -13,7 +13,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 pytest.importorskip("transformers")
 
 from gfsa_benchmarks import decode
-from gfsa_benchmarks.case import Setting, Shape
+from gfsa_benchmarks.case import Setting, Shape, only
 
 CPU = Setting(torch.device("cpu"), torch.float32)
 COMPILED = Setting(torch.device("cpu"), torch.float32, compiled="model")
@@ -103,3 +103,13 @@ def test_a_compiled_token_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shown.startswith("gfsa ")
     assert "ms a token" in shown
     assert "without guards" in shown
+    assert "ms while it was profiled" in shown
+    # the model's own calls are among what the host did
+    assert " µs  aten::addmm" in shown
+
+
+def test_samples_of_decoded_tokens_are_long() -> None:
+    case = only(decode.decode_static(SHAPE, CPU), ["gfsa"])
+    assert case.sample_ms == 100
+    assert [variant.name for variant in case.variants] == ["plain", "gfsa"]
+    assert only(decode.prefill(SHAPE, CPU), []).sample_ms == 10

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from gfsa.operators.choice import Choice
-from gfsa_benchmarks import suites
+from gfsa_benchmarks import suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
 from gfsa_benchmarks.memory import MIB, peak_mib
@@ -54,6 +54,19 @@ def test_rounds_are_interleaved_and_rotate():
     # two calls each to warm up, then rounds
     assert calls[6:] == list("abcbcacab")
     assert all(timing.median >= 10 for timing in timings)
+
+
+def test_a_sample_is_as_long_as_it_is_asked_to_be(monkeypatch):
+    repeated = []
+
+    def sample(work, repeats):
+        repeated.append(repeats)
+        return 2.0
+
+    monkeypatch.setattr(timing, "_cpu_sample", sample)
+    interleaved([lambda: None], 2, CPU.device, sample_ms=21)
+    # one to warm up, one to learn how long a call takes, then rounds
+    assert repeated == [1, 1, 11, 11]
 
 
 def test_median_and_quartiles():

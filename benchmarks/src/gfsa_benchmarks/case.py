@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from gfsa_benchmarks.timing import SHORTEST_SAMPLE_MS
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Case:
 
     shape: str
     variants: Sequence[Variant]
+    sample_ms: float = SHORTEST_SAMPLE_MS
+    """How long a variant is repeated in its turn, at least."""
 
 
 def variant(
@@ -167,4 +171,5 @@ def only(case: Case, names: Sequence[str]) -> Case:
     if unknown:
         raise ValueError(f"expected variants of {', '.join(known)}, got {', '.join(unknown)}")
     first, *others = case.variants
-    return Case(case.shape, [first, *(v for v in others if not names or v.name in names)])
+    kept = [first, *(v for v in others if not names or v.name in names)]
+    return replace(case, variants=kept)

@@ -20,6 +20,7 @@ from gfsa.operators.fused import eligibility
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.memory import MIB
+from gfsa_benchmarks.timing import DECODING_SAMPLE_MS
 from gfsa_benchmarks.training import backend_of
 
 LAYERS = 12
@@ -105,7 +106,7 @@ def _case(shape: Shape, setting: Setting, static: bool) -> Case:
     if setting.device.type == "cuda":
         model = models["gfsa"]
         variants.append(_variant("gfsa kernel", model, shape, setting, static, kernel=True))
-    return Case(f"{shape}", variants)
+    return Case(f"{shape}", variants, DECODING_SAMPLE_MS)
 
 
 @contextmanager

@@ -79,7 +79,8 @@ def measure(
         calls = [work for work in works if work is not None]
         if setting.graphs:
             calls = [captured(work) for work in calls]
-        timings = iter(interleaved(calls, rounds, setting.device, on_round, pause))
+        device = setting.device
+        timings = iter(interleaved(calls, rounds, device, on_round, pause, case.sample_ms))
         return [None if work is None else next(timings) for work in works]
 
     forwards = timed([variant.forward for variant in case.variants])

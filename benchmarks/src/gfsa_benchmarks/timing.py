@@ -16,6 +16,9 @@ Work = Callable[[], object]
 
 # calls are repeated within a sample until it is this long: clocks and launches are noisy
 SHORTEST_SAMPLE_MS = 10.0
+# where a model decodes: its calls follow each other for hundreds of tokens, so that the first ones
+# after another variant, for which the host's caches are cold, may not count for much
+DECODING_SAMPLE_MS = 100.0
 # the least number of calls in a sample on a GPU, after one that is not counted: in training the
 # host's caches are warm because the step before ran the same code
 LEAST_CALLS = 4
@@ -43,10 +46,12 @@ def interleaved(
     device: torch.device,
     on_round: Callable[[], None] = lambda: None,
     pause: int | None = None,
+    sample_ms: float = SHORTEST_SAMPLE_MS,
 ) -> list[Timing]:
     """Time each of ``works`` once per round, in an order that rotates from round to round.
 
     Args:
+        sample_ms: how long a work is repeated in its turn, at least.
         pause: id of a process that is stopped with all that it started while times are taken.
     """
     on_gpu = device.type == "cuda"
@@ -57,7 +62,7 @@ def interleaved(
     samples: list[list[float]] = [[] for _ in works]
     with paused(pause):
         repeats = [
-            max(least, math.ceil(SHORTEST_SAMPLE_MS / max(sample(work, 1), 1e-4))) for work in works
+            max(least, math.ceil(sample_ms / max(sample(work, least), 1e-4))) for work in works
         ]
         for turn in range(rounds):
             for position in range(len(works)):

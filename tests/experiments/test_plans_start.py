@@ -31,8 +31,10 @@ pytestmark = [
 
 RESULTS = Path(__file__).parents[2] / "results"
 FILES = (
+    "plans/causal_lm-dropout.txt",
+    "plans/causal_lm-epochs.txt",
+    "plans/causal_lm-peers.txt",
     "plans/causal_lm-time.txt",
-    "plans/causal_lm-tuning.txt",
     "plans/image-peers.txt",
     "plans/image-tuning.txt",
     "plans/pretrain-controls-rates.txt",
@@ -48,7 +50,6 @@ FILES = (
     "families/pretrain-epoch.toml",
     "families/pretrain-gates.toml",
     "families/stsb.toml",
-    "families/wikitext2.toml",
     "families/zinc.toml",
 )
 

@@ -98,7 +98,12 @@ def test_only_its_rows_are_kept() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("left", [-3, 6])
 def test_cropped_tokens_are_written_again(left: int) -> None:
-    """By a negative number of tokens to remove, or by the length that is left."""
+    """By a negative number of tokens to remove, or, until 5.17, by the length that is left."""
+    if left > 0:
+        try:
+            DynamicLayer().crop(left)
+        except ValueError as error:
+            pytest.skip(f"this transformers: {error}")
     companion = filled(9)
     place = companion.keys.data_ptr()
     companion.crop(left)

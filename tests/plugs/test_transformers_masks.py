@@ -490,6 +490,11 @@ def test_a_description_answers_like_the_mask() -> None:
     assert described.shape == mask.shape
     assert described.dim() == described.ndim == 4
     assert described.to("cpu") is described
+    # else generate of transformers 5.22 writes out the mask of a prompt in a static cache
+    assert described.contiguous() is described
+    assert described.contiguous(memory_format=torch.channels_last).is_contiguous(
+        memory_format=torch.channels_last
+    )
     assert torch.equal(described[:, :, -1:], mask[:, :, -1:])
     assert torch.equal(described.to(torch.float32), mask.float())
     assert torch.equal(torch.where(described, 0.0, 1.0), torch.where(mask, 0.0, 1.0))

@@ -73,6 +73,10 @@ class DescribedMask:
     def dim(self) -> int:
         return self.ndim
 
+    def contiguous(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself, which has no layout; transformers 5.22 asks for it in ``generate``."""
+        return self.tensor().contiguous(*args, **kwargs) if args or kwargs else self
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """On another device it is still a description; in another dtype it is a tensor."""
         if len(args) == 1 and not kwargs and isinstance(args[0], (str, int, torch.device)):

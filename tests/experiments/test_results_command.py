@@ -107,6 +107,21 @@ def test_markdown(folder):
     assert "Paper" not in text
 
 
+@pytest.mark.parametrize("second", [-0.2, 0.1])
+def test_two_runs_from_scratch(tmp_path, second):
+    """One comparison needs no correction, and c0 of either sign means nothing in particular."""
+    learned = [
+        row(method="gfsa", seed=seed, test=value, coefficients=f"{c0} 0.9 0.1", **ZINC)
+        for seed, (value, c0) in enumerate([(0.19, -0.1), (0.21, second)])
+    ]
+    append_rows(tmp_path / "graph.csv", [*rows("plain", [0.20, 0.21], **ZINC), *learned])
+    text = text_of(tmp_path)
+    assert "exploratory comparisons with plain" not in text
+    of_two = "in 2 of 2" if second < 0 else "in 1 of 2"
+    assert f"The mean of c0 is negative {of_two} runs that learned it from scratch" in text
+    assert ("the token itself taken out" in text) == (second < 0)
+
+
 def test_better_and_worse_are_words_of_families(folder):
     tables = text_of(folder).partition("## Tables")[2].partition("### How to read")[0]
     assert not re.search(r"\| (better|worse) \|", tables)

@@ -126,10 +126,13 @@ def _coefficient_note(tables: Sequence[ResultTable]) -> list[str]:
     notes = []
     if scratch:
         negative = sum(c0 < 0 for c0 in scratch)
-        notes.append(
+        note = (
             f"The mean of c0 is negative in {negative} of {len(scratch)} runs that learned it from "
-            "scratch: what a token gathers has some of the token itself taken out."
+            "scratch"
         )
+        if negative == len(scratch):
+            note += ": what a token gathers has some of the token itself taken out"
+        notes.append(f"{note}.")
     if tuned:
         low, high = pd.Series(tuned).quantile([0.05, 0.95])
         notes.append(
@@ -151,6 +154,9 @@ def _chance_note(tables: Sequence[ResultTable]) -> list[str]:
         return []
     excluding = sum(reading != "not shown" for reading in known)
     kept = sum(line.adjusted_p is not None and line.adjusted_p < 1 - LEVEL for line in lines)
+    # of one comparison there is nothing to correct
+    if len(known) == 1:
+        return []
     return [
         f"The folder has {len(known)} exploratory comparisons with plain, of which {excluding} "
         f"exclude 0; if no method did anything, about {(1 - LEVEL) * len(known):.1f} would by "

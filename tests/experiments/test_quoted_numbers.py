@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 
+from gfsa_experiments.results.family_summary import NAMES
 from gfsa_experiments.results.number_format import p_value
-from gfsa_experiments.results.pretraining.answer import NAMES
 from gfsa_experiments.results.statistics import Interval, holm
 from gfsa_experiments.results.tables import coefficients_of, learns_c0
 from gfsa_experiments.results.verdicts import Outcome

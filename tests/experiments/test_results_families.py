@@ -23,7 +23,7 @@ from gfsa_experiments.results.families import (
     refusal_of_history,
     refuse_unregistered,
 )
-from gfsa_experiments.results.figures import marks
+from gfsa_experiments.results.figures import draw, marks
 from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.statistics import holm
 from gfsa_experiments.results.verdicts import Outcome, outcomes
@@ -418,6 +418,13 @@ def test_a_folder_with_an_unfinished_family_alone(folder: Path) -> None:
 def test_a_complete_family_is_drawn_filled_and_first(folder: Path) -> None:
     family = written(folder)
     drawn = marks([], [(family, judged(family, rows_of(family)))])
-    assert [mark.label for mark in drawn] == ["toy: gfsa − degree1", "toy: gfsa − plain"]
+    assert [mark.label for mark in drawn] == ["GFSA − degree 1", "GFSA − plain"]
+    (title,) = {mark.group for mark in drawn}
+    assert title == f"{family.title.partition(':')[0]} ({family.comparisons[0].metric})"
+    axis = draw(drawn).axes[0]
+    # the title takes a row of its own, above
+    assert [text.get_text() for text in axis.get_yticklabels()] == [m.label for m in drawn]
+    assert [*axis.get_yticks()] == [1, 2]
+    assert title in [text.get_text() for text in axis.texts]
     assert {mark.method for mark in drawn} == {""}
     assert drawn[0].interval.mean == pytest.approx(100 * 10 / (100 - 51.625))

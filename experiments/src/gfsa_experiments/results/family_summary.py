@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Judged = tuple[Family, list[Outcome]]
 _WORDS = ("family", "comparison", "verdict", "at")
+NAMES = {"gfsa": "GFSA", "degree1": "degree 1", "gain": "gain only", "gated": "gated heads"}
+NAMES |= {"longer": "plain for GFSA's time", "residual": "value residual"}
+"""How prose and figures name the lines of families; any other line goes by its own name."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa_experiments.results.contrasts import pooled_reduction
+from gfsa_experiments.results.family_summary import NAMES
 from gfsa_experiments.results.overview import FILTERS, Judged, domains
 from gfsa_experiments.results.statistics import Interval
 from gfsa_experiments.results.tables import ResultTable
@@ -36,12 +37,21 @@ class Mark:
     """The means of single tasks, drawn as strokes."""
     verdict: str = ""
     """Of a comparison of a family."""
+    group: str = ""
+    """The title of the family, and its metric."""
 
 
 def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
     """Families that are complete first, then the domains."""
     found = [
-        Mark(f"{family.name}: {outcome.comparison.name}", "", reduction, verdict=outcome.verdict)
+        Mark(
+            " − ".join(NAMES.get(x, x) for x in (outcome.comparison.a, outcome.comparison.b)),
+            "",
+            reduction,
+            verdict=outcome.verdict,
+            # what it compares stands below; reductions of a loss and of a perplexity differ in kind
+            group=f"{family.title.partition(':')[0]} ({outcome.comparison.metric})",
+        )
         for family, outcomes in judged
         for outcome in outcomes
         if outcome.contrast is not None and (reduction := outcome.contrast.reduction) is not None
@@ -92,7 +102,7 @@ def draw(drawn: Sequence[Mark]) -> Figure:
     looks |= {m: (COLOURS[n], MARKERS[n]) for m, n in zip(methods, numbers, strict=True)}
     families = [mark for mark in drawn if not mark.method]
     parts = [part for part in (families, [mark for mark in drawn if mark.method]) if part]
-    heights = [ROWS[part is not families] * len({mark.label for mark in part}) for part in parts]
+    heights = [ROWS[part is not families] * len(_rows(part)) for part in parts]
     height = 0.8 + sum(0.4 + own for own in heights)
     layout = ConstrainedLayoutEngine(w_pad=0.08)
     figure = Figure(figsize=(WIDTH, height), layout=layout)
@@ -108,13 +118,14 @@ def draw(drawn: Sequence[Mark]) -> Figure:
 
 
 def _draw_part(axis: Axes, drawn: Sequence[Mark], looks: Mapping[str, tuple[str, str]]) -> None:
-    """Marks of one scale, those of one label close together."""
-    labels = list(dict.fromkeys(mark.label for mark in drawn))
+    """Marks of one scale, those of one label close together, below the title of their group."""
+    rows = _rows(drawn)
     axis.axvline(0, color="#000000", linewidth=0.8)
     for mark in drawn:
-        beside = [other for other in drawn if other.label == mark.label]
+        row = (mark.group, mark.label)
+        beside = [other for other in drawn if (other.group, other.label) == row]
         offset = 0.26 * (beside.index(mark) - (len(beside) - 1) / 2)
-        height, (colour, shape) = labels.index(mark.label) + offset, looks[mark.method]
+        height, (colour, shape) = rows.index(row) + offset, looks[mark.method]
         if len(mark.tasks) > 1:
             axis.scatter(mark.tasks, [height] * len(mark.tasks), 36, colour, marker="|", alpha=0.45)
         low, mean, high = mark.interval.low, mark.interval.mean, mark.interval.high
@@ -129,14 +140,31 @@ def _draw_part(axis: Axes, drawn: Sequence[Mark], looks: Mapping[str, tuple[str,
                 xycoords=axis.get_yaxis_transform(),
                 va="center",
                 fontsize=8,
+                weight="bold" if mark.verdict == "better" else "normal",
                 annotation_clip=False,
             )
-    axis.set_yticks(range(len(labels)), labels, fontsize=9)
-    axis.set_ylim(len(labels) - 0.45, -0.55)
+    for height, (group, label) in enumerate(rows):
+        if not label:
+            across = axis.get_yaxis_transform()
+            title = axis.text(0, height, group, transform=across, va="center", weight="bold")
+            title.set(fontsize=9, backgroundcolor="white")
+    labels = {height: label for height, (_, label) in enumerate(rows) if label}
+    axis.set_yticks([*labels], [*labels.values()], fontsize=9)
+    axis.set_ylim(len(rows) - 0.45, -0.55)
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _rows(drawn: Sequence[Mark]) -> list[tuple[str, str]]:
+    """Group and label of each row; that of a group's title has no label."""
+    found: dict[tuple[str, str], None] = {}
+    for mark in drawn:
+        if mark.group:
+            found.setdefault((mark.group, ""))
+        found.setdefault((mark.group, mark.label))
+    return list(found)
 
 
 def _legend(drawn: Sequence[Mark], looks: Mapping[str, tuple[str, str]]) -> list[Line2D]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gfsa_experiments.results.family_summary import NAMES
 from gfsa_experiments.results.number_format import Scale, p_value
 from gfsa_experiments.results.page_blocks import Block, Grid, Heading, Text
 from gfsa_experiments.results.statistics import Interval
@@ -25,8 +26,6 @@ QUESTIONS = {
     ("degree1", "gated"): "is degree 1 more than gated heads bring?",
     ("degree1", "residual"): "is degree 1 more than a fixed value residual brings?",
 }
-NAMES = {"gfsa": "GFSA", "degree1": "degree 1", "gain": "gain only", "gated": "gated heads"}
-NAMES |= {"longer": "plain for GFSA's time", "residual": "value residual"}
 
 
 def answers(families: Mapping[str, Sequence[Outcome]], lengths: Mapping[str, str]) -> str:

@@ -69,11 +69,11 @@ def profiled(step: Callable[[], object], calls: int) -> str:
 
 
 def on_host(profiler: profile, calls: int, listed: int = 12) -> str:
-    """Where the host's time goes, without what other lines have; the profiler makes it longer."""
+    """The self time of the host's calls, slowest first; profiling makes all of them slower."""
     spent = {
         event.key: event.self_cpu_time_total / calls
         for event in profiler.key_averages()
-        # waits for the GPU after the last call
+        # the wait for the GPU after the last call is not the host's work
         if event.device_type == DeviceType.CPU and "Synchronize" not in event.key
     }
     lines = [f"host {sum(spent.values()) / 1e3:.3f} ms while it was profiled"]

@@ -34,8 +34,7 @@ FIGURES = Figures(ROOT / "results")
 PROSE = prose_with_results()
 PAGES = sorted({passage.page for passage in PROSE})
 # how prose names the lines of families; a line without a name here goes by its own
-WORDS = NAMES | {"gain": "gain", "w0": "identity term", "residual": "value residual"}
-WORDS |= {"twicing": "twicing"}
+WORDS = NAMES | {"gain": "gain", "w0": "identity term", "twicing": "twicing"}
 
 
 @cache

@@ -13,7 +13,6 @@ from gfsa_experiments.results.families import is_of, read_families
 from gfsa_experiments.results.family_summary import lines_of, of_recipe
 from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
 from gfsa_experiments.results.page_blocks import to_markdown
-from gfsa_experiments.results.statistics import Interval
 from gfsa_experiments.results.tuning_table import tuning_blocks
 from gfsa_experiments.results.verdicts import outcomes
 from support.quoted_figures import Figures
@@ -99,22 +98,16 @@ def test_what_is_written_of_wikitext2_is_that_of_the_rows() -> None:
     said = ", ".join(f"{word} {perplexity[name]:.2f}" for name, word in names.items())
     assert f"On test {said}." in page
     for a, b, words in (
-        ("gfsa", "plain", "GFSA − plain"),
-        ("degree1", "plain", "degree 1 − plain"),
-        ("gfsa", "degree1", "GFSA − degree 1"),
+        ("gfsa", "plain", "GFSA − plain {} ({} … {})"),
+        ("degree1", "plain", "degree 1 − plain {} ({} … {})"),
+        ("gfsa", "degree1", "GFSA − degree 1 {} ({} … {})"),
+        ("gain", "gfsa", "ends {} higher than GFSA ({} … {})"),
+        ("longer", "gfsa", "ends {} higher than GFSA ({} … {})"),
+        ("twicing", "gfsa", "GFSA ends {} lower still ({} … {})"),
     ):
         found = figures.family_difference("wikitext2", a, b)
-        assert f"{words} {signed(found)}" in page
-    for a, b, words in (
-        ("gain", "gfsa", "ends {} higher than GFSA ({})"),
-        ("longer", "gfsa", "ends {} higher than GFSA ({})"),
-        ("twicing", "gfsa", "GFSA ends {} lower still ({})"),
-    ):
-        found = figures.family_difference("wikitext2", a, b)
-        assert found.low is not None
-        assert found.high is not None
-        ends = f"{found.low:.2f} … {found.high:.2f}"
-        assert words.format(f"{found.mean:.2f}", ends) in page
+        numbers = (f"{x:.2f}".replace("-", "−") for x in (found.mean, found.low, found.high))
+        assert words.format(*numbers) in page
     gains = {name: perplexity["plain"] - value for name, value in perplexity.items()}
     assert f"gains {gains['longer']:.2f} and ends" in page
     assert f"plain gains {gains['twicing']:.2f}" in page
@@ -123,13 +116,6 @@ def test_what_is_written_of_wikitext2_is_that_of_the_rows() -> None:
     assert f"GFSA has {100 * gains['gfsa'] / perplexity['plain']:.1f} % lower perplexity" in page
     assert f"({math.log(perplexity['plain'] / perplexity['gfsa']):.3f} nats)" in page
     assert f"and {-gains['gain']:.2f} higher than plain (exploratory)" in page
-
-
-def signed(found: Interval) -> str:
-    assert found.low is not None
-    assert found.high is not None
-    text = f"{found.mean:+.2f} ({found.low:+.2f} … {found.high:+.2f})"
-    return text.replace("-", "−")
 
 
 def test_what_is_written_of_wikitext2s_tuning_is_that_of_the_rows() -> None:

@@ -16,8 +16,8 @@ Work = Callable[[], object]
 
 # calls are repeated within a sample until it is this long: clocks and launches are noisy
 SHORTEST_SAMPLE_MS = 10.0
-# where a model decodes: its calls follow each other for hundreds of tokens, so that the first ones
-# after another variant, for which the host's caches are cold, may not count for much
+# where a model decodes: as in use, hundreds of calls follow each other, and the first ones after
+# another variant count for little
 DECODING_SAMPLE_MS = 100.0
 # the least number of calls in a sample on a GPU, after one that is not counted: in training the
 # host's caches are warm because the step before ran the same code

@@ -42,8 +42,7 @@ class FamilyLine:
 
 
 def all_families(judged: Sequence[Judged]) -> list[Block]:
-    """A line for the complete families, one for each that lacks runs, one for all without any, and
-    one table of what is compared."""
+    """Which families are complete, which lack runs or have none, and a table of all comparisons."""
     complete = [
         f"{link(family)} ({family.title}; {runs_of(outcomes)})"
         for family, outcomes in judged

@@ -150,13 +150,11 @@ def _chance_note(tables: Sequence[ResultTable]) -> list[str]:
     lines = [line for table in tables for line in table.lines]
     readings = [line.difference.reading for line in lines if line.difference is not None]
     known = [reading for reading in readings if reading is not None]
-    if not known:
+    # of one comparison there is nothing to correct
+    if len(known) < 2:
         return []
     excluding = sum(reading != "not shown" for reading in known)
     kept = sum(line.adjusted_p is not None and line.adjusted_p < 1 - LEVEL for line in lines)
-    # of one comparison there is nothing to correct
-    if len(known) == 1:
-        return []
     return [
         f"The folder has {len(known)} exploratory comparisons with plain, of which {excluding} "
         f"exclude 0; if no method did anything, about {(1 - LEVEL) * len(known):.1f} would by "

@@ -389,5 +389,8 @@ def _coefficient_blocks(study: Study) -> list[Block]:
     return [
         Heading("Coefficients over training"),
         Picture("pretraining/coefficients.svg", "c0, c1, c2 by layer over training"),
-        Text("Head by head, every size and arm: [lens page](lens/pretraining.html)."),
+        Text(
+            "Head by head, of those runs that kept their coefficients over training: "
+            "[lens page](lens/pretraining.html)."
+        ),
     ]

@@ -27,10 +27,23 @@ PATIENCE = 20.0
 
 _changed = threading.Condition()
 _of_thread = threading.local()
+_last_step = time.monotonic()
 
 
 class DeadlockError(RuntimeError):
     """A thread waited for longer than the test is patient."""
+
+
+def _get_on() -> None:
+    """Some thread did what others may wait for."""
+    global _last_step
+    _last_step = time.monotonic()
+
+
+def _look_again() -> None:
+    """A thread polls memory, which no barrier tells about; end it if nothing moves any more."""
+    if time.monotonic() - _last_step > PATIENCE:
+        raise DeadlockError("a thread waits for what no program that runs will store")
 
 
 class Number(int):
@@ -164,6 +177,7 @@ class Barrier:
 
     def change(self, arrivals: int, expected: int) -> None:
         with _changed:
+            _get_on()
             self.pending -= arrivals
             self.bytes += expected
             assert self.pending >= 0, "more arrivals than a phase has"
@@ -280,6 +294,7 @@ def _assembly(text: str, constraints: str, arguments: Sequence[Any], **_: Any) -
             x.memory[x.at] += 1
         return Number(drawn)
     if text.startswith("ld."):
+        _look_again()
         return _tensor(x.memory[x.at])
     if "wait_group" in text:
         _delay()
@@ -328,6 +343,7 @@ def _store(pointer: Pointer, x: Any, mask: Any = True) -> None:
 def _exchange(pointer: Pointer, x: Any, sem: str) -> None:
     assert sem == "release"
     _delay()
+    _get_on()
     pointer.memory[pointer.at] = x
 
 
@@ -464,19 +480,33 @@ def _restore_attribute(name: str, module: types.ModuleType | None) -> None:
         setattr(sys.modules[package], own, module)
 
 
-def launch(kernel: Callable[..., None], programs: int | tuple[int, ...], *arguments: Any) -> None:
-    """Run all programs, of a grid or of a line, at once; raise the first error of any thread."""
+def launch(
+    kernel: Callable[..., None],
+    programs: int | tuple[int, ...],
+    *arguments: Any,
+    at_once: int | None = None,
+) -> None:
+    """Run all programs, of a grid or of a line; raise the first error of any thread.
+
+    Args:
+        at_once: programs that the GPU holds, all by default; the next ones begin, in any order,
+            when others end.
+    """
     failures: list[BaseException] = []
     grid = (programs,) if isinstance(programs, int) else programs
+    places = list(itertools.product(*map(range, grid)))
+    room = threading.Semaphore(at_once or len(places))
+    random.shuffle(places)
+    _get_on()
 
     def run(program: tuple[int, ...]) -> None:
         _of_thread.failures, _of_thread.grid, _of_thread.program = failures, grid, program
-        try:
-            kernel(*arguments)
-        except BaseException as problem:
-            failures.append(problem)
+        with room:
+            try:
+                kernel(*arguments)
+            except BaseException as problem:
+                failures.append(problem)
 
-    places = itertools.product(*map(range, grid))
     _run_all([threading.Thread(target=run, args=(place,), daemon=True) for place in places])
     if failures:
         raise failures[0]

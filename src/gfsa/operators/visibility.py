@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gfsa.operators.base import at_least_float32, take_heads
 from gfsa.operators.call import AttentionCall
+from gfsa.operators.running_sum import running_sum
 
 
 @dataclass(frozen=True)
@@ -235,10 +236,10 @@ class Visibility:
             weights = self.dense(x.shape[-2], x)[..., x.shape[-2] - queries :, :]
             return (weights @ x).to(dtype)
         if self.causal:
-            count = self._counts(x).cumsum(-2).clamp(min=1)
-            return (x.cumsum(-2, dtype=dtype) / count)[..., x.shape[-2] - queries :, :]
+            mean = running_sum(x, dtype) / self._counts_so_far(x)
+            return mean[..., x.shape[-2] - queries :, :]
         if self.keys is not None:
-            count = self._counts(x).sum(-2, keepdim=True).clamp(min=1)
+            count = self.keys[..., None].sum(-2, keepdim=True).clamp(min=1)
             return x.sum(-2, keepdim=True, dtype=dtype) / count
         return x.mean(-2, keepdim=True, dtype=dtype)
 
@@ -276,10 +277,11 @@ class Visibility:
         pairs = None if self.pairs is None else self.pairs.any(-3, keepdim=True)
         return Visibility(keys, pairs, self.causal, self.window, self.documents, self.in_order)
 
-    def _counts(self, x: Tensor) -> Tensor:
+    def _counts_so_far(self, x: Tensor) -> Tensor:
+        """``(..., N, 1)``, how many keys a query of a causal layer sees, and 1 where it is none."""
         if self.keys is not None:
-            return self.keys[..., None].int()
-        return torch.ones(x.shape[-2], 1, dtype=torch.int32, device=x.device)
+            return running_sum(self.keys[..., None], torch.int64).clamp(min=1)
+        return torch.arange(1, x.shape[-2] + 1, device=x.device)[:, None]
 
 
 def _version(part: Tensor | None) -> int | None:

@@ -21,6 +21,7 @@ from gfsa.operators.fused import degree_one_attention
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.sweep import degree_one_path as sweep_once
 from support.fused_cases import NAMES, error
+from support.grids import launched_grids
 from support.packed_cases import Packed, assert_as_exact_as_attention, run
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -200,12 +201,16 @@ def test_degree_one_is_one_pass(
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("programs", "span"), [(1, 128), (2, 1), (7, 5), (1000, 128), (1000, 1)])
+@pytest.mark.parametrize(
+    # 12 heads of 128 blocks are enough for more programs than a GPU holds
+    ("programs", "span", "longer"),
+    [(1, 128, 0), (2, 1, 0), (7, 5, 0), (1000, 128, 15_200), (1000, 1, 15_200)],
+)
 def test_degree_one_by_any_number_of_programs(
-    programs: int, span: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    programs: int, span: int, longer: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = on_gpu(
-        *([300, 1, 1, 698, 100], [50] * 22),
+        *([300, 1, 1, 698, 100 + longer], [50] * (22 + longer // 50)),
         heads=6, key_heads=2, head_dim=head_dim, window=400, degree=1,
     )  # fmt: skip
     q, k, v, coeffs, _ = packed.tensors()
@@ -215,8 +220,11 @@ def test_degree_one_by_any_number_of_programs(
         sweep_once._launch.cache_clear()
         monkeypatch.setattr(sweep_once, "multiprocessors", lambda device: programs)
         monkeypatch.setattr(sweep_once, "heads_at_a_time", lambda problem: span)
+        grids = launched_grids(monkeypatch)
         got = degree_one_attention.filter_once(q, k, v, coeffs, spans, options)
     sweep_once._launch.cache_clear()
+    # a grid is never larger than there are blocks
+    assert grids[-1] == programs
     assert torch.equal(got, expected)
 
 

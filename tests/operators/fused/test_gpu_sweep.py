@@ -19,6 +19,7 @@ from gfsa.operators.fused.long import launch as long
 from gfsa.operators.fused.problem import Options
 from gfsa.operators.fused.sweep import launch as sweep
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
+from support.grids import launched_grids
 from support.holding import hold_multiprocessors
 from support.packed_cases import Packed, assert_as_exact_as_attention
 
@@ -112,21 +113,44 @@ def test_many_heads_many_times(problem: Problem) -> None:
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-    ("programs", "span"), [(1, 128), (2, 1), (7, 5), (1000, 128), (1000, 1), (1000, 2)]
-)
-def test_no_deadlock(
-    programs: int, span: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Fewer programs than the GPU holds, and more; few heads, whose blocks wait for each other."""
-    q, k, v, coeffs, _ = causal(2, 6, 1100, head_dim, 3).tensors()
-    options = Options(0.1, True)
-    expected, *_ = sweep.forward(q, k, v, coeffs, None, None, options)
+# programs, and heads at a time; fewer programs than an H200 holds
+FEW = [(1, 128), (2, 1), (7, 5)]
+# more than it holds, five on each of 132 multiprocessors at the very most; 12 heads of 128 blocks
+# are 1,536 items, so that some programs take one item and the others two, or all take one
+MANY_PROGRAMS = [(1000, 128), (1000, 1), (1000, 2), (1536, 128), (1536, 1)]
+LONG = 16_300
+
+
+def swept_by(
+    programs: int,
+    span: int,
+    inputs: tuple[Tensor, ...],
+    spans: Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Tensor:
+    """The filter by so many programs, ``span`` heads at a time."""
     sweep._launch.cache_clear()
     monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(sweep, "heads_at_a_time", lambda length, mask_kind: span)
-    got, *_ = sweep.forward(q, k, v, coeffs, None, None, options)
+    grids = launched_grids(monkeypatch)
+    out, *_ = sweep.forward(*inputs, spans, None, Options(0.1, True))
+    # the plan of the spans is launched before; a grid is never larger than there are blocks
+    assert grids[-1] == programs
+    return out
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("programs", "span", "tokens"),
+    [*((*few, 1100) for few in FEW), *((*many, LONG) for many in MANY_PROGRAMS)],
+)
+def test_no_deadlock(
+    programs: int, span: int, tokens: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer programs than the GPU holds, and more; few heads, whose blocks wait for each other."""
+    *inputs, _ = causal(2, 6, tokens, head_dim, 3).tensors()
+    expected, *_ = sweep.forward(*inputs, None, None, Options(0.1, True))
+    got = swept_by(programs, span, tuple(inputs), None, monkeypatch)
     assert torch.equal(got, expected)
 
 
@@ -255,23 +279,30 @@ def test_many_documents_many_times(case: Packed) -> None:
             assert torch.equal(x, y)
 
 
+SHORT_ROWS = ([300, 1, 1, 698, 100], [50] * 22)
+# documents whose blocks wait for many others, and such as wait for none
+LONG_ROWS = ([9000, 1, 1, 698, 5000, 1600], [50] * 326)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [400, None])
 @pytest.mark.parametrize(
-    ("programs", "span"), [(1, 128), (2, 1), (7, 5), (1000, 128), (1000, 1), (1000, 2)]
+    ("programs", "span", "rows"),
+    [*((*few, SHORT_ROWS) for few in FEW), *((*many, LONG_ROWS) for many in MANY_PROGRAMS)],
 )
 def test_no_deadlock_with_documents(
-    programs: int, span: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    programs: int,
+    span: int,
+    rows: tuple[list[int], ...],
+    window: int | None,
+    head_dim: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = packed(
-        [300, 1, 1, 698, 100], [50] * 22, heads=6, key_heads=2, head_dim=head_dim, window=400
-    )
-    q, k, v, coeffs, _ = case.tensors()
-    options, spans = Options(0.1, True), spans_of(case)
-    expected, *_ = sweep.forward(q, k, v, coeffs, spans, None, options)
-    sweep._launch.cache_clear()
-    monkeypatch.setattr(sweep, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(sweep, "heads_at_a_time", lambda length, mask_kind: span)
-    got, *_ = sweep.forward(q, k, v, coeffs, spans, None, options)
+    case = packed(*rows, heads=6, key_heads=2, head_dim=head_dim, window=window)
+    *inputs, _ = case.tensors()
+    spans = spans_of(case)
+    expected, *_ = sweep.forward(*inputs, spans, None, Options(0.1, True))
+    got = swept_by(programs, span, tuple(inputs), spans, monkeypatch)
     assert torch.equal(got, expected)
 
 

@@ -99,6 +99,32 @@ def check(launch: Launch, arguments: dict[str, Any], mask: Tensor | None) -> Non
         assert arguments.get(argument, expected) == expected, (name, argument)
 
 
+@pytest.mark.parametrize("path", [sweep, sweep_once])
+@pytest.mark.parametrize(
+    # 12 heads of 9 and of 128 blocks: what the tests of deadlocks on a GPU count on
+    ("length", "processors", "programs"),
+    [(1100, 7, 7), (1100, 1000, 108), (16_300, 1000, 1000), (16_300, 10_000, 1536)],
+)
+def test_a_program_for_each_multiprocessor_or_block(
+    launched: list[tuple[Launch, dict[str, Any]]],
+    path: Any,
+    length: int,
+    processors: int,
+    programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(path, "multiprocessors", lambda device: processors)
+    q, k, v = (torch.zeros(2, heads, length, 64, dtype=torch.bfloat16) for heads in (6, 3, 3))
+    options = Options(SCALE, True)
+    if path is sweep:
+        sweep.forward(q, k, v, torch.zeros(6, 3), None, None, options)
+    else:
+        lse = torch.empty(q.shape[:3])
+        sweep_once.forward(q, k, v, torch.zeros(6, 2), None, options, lse, None)
+    ((launch, _),) = launched
+    assert launch.grid == (programs, 1, 1)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["causal", "spans"])
 def test_the_causal_sweep(launched: list[Any], kind: str, dim: int) -> None:

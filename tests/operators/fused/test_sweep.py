@@ -42,12 +42,14 @@ def run(
     parts: int,
     visible: Visibility | None = None,
     stages: int = sweep.STAGES,
+    at_once: int | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """What the kernel gives and what it should: the output, U and the logsumexps.
 
     Args:
         visible: documents and windows; a causal mask alone by default.
         stages: tiles on the chip at a time.
+        at_once: programs that run at a time, all by default.
     """
     draw = np.random.default_rng(n)
     dim, scale = 16, 0.3
@@ -82,6 +84,7 @@ def run(
         parts,
         stages,
         kind,
+        at_once=at_once,
     )
     assert visible is not None or flags[: total * blocks * 2].all()
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
@@ -174,6 +177,35 @@ def test_it_ends_if_documents_are_out_of_order(
     visible = Visibility(causal=True, documents=documents, in_order=True)
     for got, _ in run(forward.filter_sweep, 1, 1, 1, 600, 1, 2, parts, visible):
         assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("span", [1, 2, 128])
+@pytest.mark.parametrize("visible", [None, packed([300, 1, 1, 348], [50] * 13, window=400)])
+def test_more_programs_than_a_gpu_holds(
+    kernels: list[Any], visible: Visibility | None, span: int, at_once: int
+) -> None:
+    """Those that begin when others end are waited for by none; here there is one for each block."""
+    *_, forward = kernels
+    shape = (2, 2, 2, 650, span, 24)
+    for got, expected in run(forward.filter_sweep, *shape, 2, visible, at_once=at_once):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
+def test_programs_that_wait_for_later_ones_are_noticed(
+    kernels: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """High rows first: a block would need those of programs that have not begun."""
+    _, order, _, forward = kernels
+    place = order.place
+
+    def from_the_end(item: Number, total: Number, blocks: Number, span: Number) -> Any:
+        return place(total * blocks - 1 - item, total, blocks, span)
+
+    monkeypatch.setattr(order, "place", from_the_end)
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5)
+    with pytest.raises(gluon_on_cpu.DeadlockError):
+        run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 2, at_once=2)
 
 
 def test_it_waits_for_u(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

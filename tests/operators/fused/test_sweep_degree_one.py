@@ -78,6 +78,14 @@ def test_documents_and_windows(
     check(kernel, (batch, *shape), tile, False, visible)
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("visible", [None, packed([300, 1, 1, 348], [50] * 13, window=400)])
+def test_more_programs_than_a_gpu_holds(
+    kernel: Any, visible: Visibility | None, at_once: int
+) -> None:
+    check(kernel, (2, 2, 2, 650, 2, 24), 128, False, visible, at_once)
+
+
 @pytest.mark.parametrize("numbers", [[5] * 300 + [0] * 300, [3] * 100 + [1] * 250 + [2] * 250])
 def test_it_ends_if_documents_are_out_of_order(
     kernel: Any, numbers: list[int], monkeypatch: pytest.MonkeyPatch
@@ -106,11 +114,13 @@ def run(
     tile: int,
     keeps: bool,
     visible: Visibility | None = None,
+    at_once: int | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """What the kernel gives and what it should: the output, U and logsumexps.
 
     Args:
         visible: documents and windows; a causal mask alone by default.
+        at_once: programs that run at a time, all by default.
     """
     batch, heads, group, n, span, programs = shape
     draw = np.random.default_rng(n)
@@ -135,6 +145,7 @@ def run(
         *(Pointer(x.reshape(-1)) for x in (lse, coeffs, np.zeros(1, dtype=int), spans)),
         *(Number(x) if isinstance(x, int) else x for x in numbers),
         *(dim, tile, 2, 3, keeps, kind),
+        at_once=at_once,
     )
     scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
     hidden = ~seen.rows(0, n, n, torch.device("cpu")).numpy()
@@ -147,9 +158,15 @@ def run(
 
 
 def check(
-    kernel: Any, shape: tuple[int, ...], tile: int, keeps: bool, visible: Visibility | None = None
+    kernel: Any,
+    shape: tuple[int, ...],
+    tile: int,
+    keeps: bool,
+    visible: Visibility | None = None,
+    at_once: int | None = None,
 ) -> None:
-    (out, u, lse), (expected, once, expected_lse) = run(kernel, shape, tile, keeps, visible)
+    got, wanted = run(kernel, shape, tile, keeps, visible, at_once)
+    (out, u, lse), (expected, once, expected_lse) = got, wanted
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
     if keeps:
         np.testing.assert_allclose(u, once, rtol=0, atol=1e-12)

@@ -24,7 +24,7 @@ from gfsa_experiments.engine.next_token_loss import IGNORED, NextTokenLoss
 from gfsa_experiments.engine.speed import Work
 from gfsa_experiments.engine.task import DataSource, OwnData, Recipe, Split, Task, as_it_is
 from gfsa_experiments.tasks.pretrain.model import QKNorm, Sizes, Variant, build_decoder
-from gfsa_experiments.tasks.pretrain.packing import positions_in_documents, within_documents
+from gfsa_experiments.tasks.pretrain.packing import mask_for, positions_in_documents
 from gfsa_experiments.tasks.pretrain.probes import probe
 from gfsa_experiments.tasks.pretrain.rows import TokenRows
 from gfsa_experiments.tasks.pretrain.tokens import Part, TokenizerChoice, token_files
@@ -285,7 +285,7 @@ class PretrainTask(Task):
         positions = mask = None
         if self._boundaries:
             positions = positions_in_documents(ids, self._end)
-            mask = within_documents(ids, self._end)
+            mask = mask_for(model, ids, self._end)
         # masks that are handed over ready are not built: where there is none, none, traced or not,
         # and attention is causal by its kernel
         loss: Tensor = model(

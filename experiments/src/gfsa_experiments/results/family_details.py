@@ -73,7 +73,7 @@ def family_section(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
 def _comparisons(outcomes: Sequence[Outcome]) -> Grid:
     rows = []
     for outcome in outcomes:
-        cells = contrast_cells(outcome.contrast, contrast_scale(outcome))
+        cells = contrast_cells(outcome.contrast, contrast_scale(outcome.contrast))
         row = {
             "comparison": outcome.comparison.name,
             "metric": outcome.comparison.metric,
@@ -125,7 +125,7 @@ def _line_cells(
 
 def _difference_to(name: str, own: FamilyLine, lines: Sequence[FamilyLine], scale: Scale) -> str:
     """To the one line of this name on the same task."""
-    found = [line for line in lines if line.name == name and line.key[:2] == own.key[:2]]
+    found = [line for line in lines if line.name == name and line.task == own.task]
     if len(found) != 1 or found[0] is own:
         return NONE
     return contrast_cells(contrast(own.line.rows, found[0].line.rows), scale)["difference"]
@@ -140,7 +140,7 @@ def _by_seed(outcome: Outcome) -> str:
     name = outcome.comparison.name
     if outcome.contrast is None:
         return f"{name}: {outcome.verdict}."
-    test, scale = outcome.contrast.test, contrast_scale(outcome)
+    test, scale = outcome.contrast.test, contrast_scale(outcome.contrast)
     values = ", ".join(scale.signed(value) for value in test.values)
     return f"{name} ({_in_order(test.seeds)}): {values}"
 

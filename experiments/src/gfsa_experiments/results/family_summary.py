@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from gfsa_experiments.results.contrasts import Contrast
 from gfsa_experiments.results.families import Family
 from gfsa_experiments.results.number_format import (
     Scale,
@@ -35,10 +36,20 @@ class FamilyLine:
     """A line as the family's file names it, with its runs."""
 
     name: str
-    key: Key
-    """That of its first run."""
+    keys: tuple[Key, ...]
+    """Those of its runs, in the order of the seeds."""
     metric: str
     line: Line
+
+    @property
+    def key(self) -> Key:
+        """That of its first run."""
+        return self.keys[0]
+
+    @property
+    def task(self) -> tuple[str, str]:
+        """Recipe and task."""
+        return self.key[:2]
 
 
 def all_families(judged: Sequence[Judged]) -> list[Block]:
@@ -125,8 +136,8 @@ def lines_of(outcomes: Iterable[Outcome]) -> list[FamilyLine]:
     found: dict[tuple[object, ...], FamilyLine] = {}
     for outcome in outcomes:
         for name, line in outcome.lines.items():
-            keys = outcome.comparison.keys(name)
-            one = FamilyLine(name, keys[0], outcome.comparison.metric, line)
+            keys = tuple(outcome.comparison.keys(name))
+            one = FamilyLine(name, keys, outcome.comparison.metric, line)
             # two comparisons may give one name settings of their own
             found.setdefault((name, *keys), one)
     return list(found.values())
@@ -140,15 +151,14 @@ def _at_commits(lines: Sequence[Line]) -> str:
     return f"at commit {commits[0]}" if commits else "without a commit"
 
 
-def contrast_scale(outcome: Outcome) -> Scale:
+def contrast_scale(found: Contrast | None) -> Scale:
     """Digits for the spread over pairs."""
-    found = outcome.contrast
     spread = None if found is None else pd.Series(found.test.values).std()
     return Scale(1, decimals_for(spread, 0.0 if found is None else found.error))
 
 
 def _cells(outcome: Outcome) -> dict[str, str]:
-    cells = contrast_cells(outcome.contrast, contrast_scale(outcome))
+    cells = contrast_cells(outcome.contrast, contrast_scale(outcome.contrast))
     return {
         "comparison": outcome.comparison.name,
         "pairs": str(outcome.pairs),

@@ -194,11 +194,15 @@ def _family(found: _Folder, name: str, plan: Path | None) -> list[Block]:
     from gfsa_experiments.results.page_blocks import Commands
 
     family, outcomes = family_named(found.judged, name)
+    if plan is not None and family.withdrawn:
+        raise ValueError(f"the family {name} is withdrawn: {family.withdrawn}")
     if plan is not None:
         plan.write_text("\n".join([f"# {family.title}", *family.plan, ""]), encoding="utf-8")
         typer.echo(f"wrote {plan}: {len(family.keys)} runs", err=True)
     if is_complete(outcomes):
         return family_section(family, outcomes)
+    if family.withdrawn:
+        return family_blocks(family, outcomes)
     commands = [f"gfsa train {arguments}" for arguments in family.plan]
     return [*family_blocks(family, outcomes), Commands(commands)]
 

@@ -70,10 +70,13 @@ def all_families(judged: Sequence[Judged]) -> list[Block]:
     planned = [
         f"{link(family)} ({_count(outcomes)}, {_seeds(outcomes)} seeds)"
         for family, outcomes in judged
-        if not _has_runs(outcomes)
+        if not _has_runs(outcomes) and not family.withdrawn
     ]
     if planned:
         said.append(f"Planned, not run: {', '.join(planned)}.")
+    withdrawn = [f"{link(family)} ({family.withdrawn})" for family, _ in judged if family.withdrawn]
+    if withdrawn:
+        said.append(f"Withdrawn before any run: {', '.join(withdrawn)}.")
     blocks: list[Block] = [Bullets(said)] if said else []
     if not any(is_complete(outcomes) for _, outcomes in judged):
         blocks.insert(0, Text("No family is complete yet, so nothing is called better or worse."))
@@ -114,6 +117,8 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
         return f"{head}; {runs_of(outcomes)}."
     names = "; ".join(outcome.comparison.name for outcome in outcomes)
     head = f"{head}, {_count(outcomes)} ({names}), {_seeds(outcomes)} seeds"
+    if family.withdrawn:
+        return f"{head}, withdrawn before any run: {family.withdrawn}."
     if not _has_runs(outcomes):
         return f"{head}, not run."
     if any(outcome.unusable for outcome in outcomes):

@@ -56,6 +56,33 @@ def test_a_lower_error_is_a_positive_reduction() -> None:
     assert low < found.reduction.mean < high
 
 
+def test_a_loss_in_nats_is_reduced_as_its_perplexity() -> None:
+    """1 − exp(difference), whatever the loss is; perplexities themselves give nearly the same."""
+    nats = {"metric": "loss", "higher_is_better": False}
+    ours, plain = [1.95, 1.97, 1.96], [1.98, 1.98, 1.99]
+    found = contrast(frame(rows("gfsa", ours, **nats)), frame(rows("plain", plain, **nats)))
+    assert found is not None
+    assert found.reduction is not None
+    assert found.reduced == "perplexity"
+    low, mean, high = found.test.low, found.test.mean, found.test.high
+    assert low is not None
+    assert high is not None
+    assert found.reduction.mean == pytest.approx(100 * (1 - math.exp(mean)))
+    ends = (found.reduction.low, found.reduction.high)
+    assert ends == pytest.approx((100 * (1 - math.exp(high)), 100 * (1 - math.exp(low))))
+    assert found.reductions == pytest.approx(
+        [100 * (1 - math.exp(d)) for d in (-0.03, -0.01, -0.03)]
+    )
+    as_such = {"metric": "perplexity", "higher_is_better": False}
+    same = contrast(
+        frame(rows("gfsa", [*map(math.exp, ours)], **as_such)),
+        frame(rows("plain", [*map(math.exp, plain)], **as_such)),
+    )
+    assert same is not None
+    assert same.reduction is not None
+    assert same.reduction.mean == pytest.approx(found.reduction.mean, abs=0.02)
+
+
 def test_what_makes_no_error_cannot_be_reduced() -> None:
     perfect = contrast(frame(rows("gfsa", [99.0, 98.0])), frame(rows("plain", [100.0, 100.0])))
     assert perfect is not None

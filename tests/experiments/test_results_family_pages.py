@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gfsa import cli
 from gfsa_experiments.results.families import Family, read_family
 from gfsa_experiments.results.family_details import families_page
 from gfsa_experiments.results.family_summary import all_families, of_recipe, runs_of
+from gfsa_experiments.results.figures import marks
 from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.verdicts import outcomes
@@ -139,6 +141,24 @@ def test_nothing_is_shown_of_a_family_that_lacks_a_run(family: Family) -> None:
         assert "1 of 3 pairs missing: no verdict" in text
         assert "|" not in text
         assert "GPU seconds" not in text
+
+
+def test_a_loss_in_nats_is_shown_and_drawn_in_the_unit_of_perplexity(family: Family) -> None:
+    losses = [
+        dataclasses.replace(row, metric="loss", higher_is_better=False, test=row.test / 100)
+        for row in rows_of(family)
+    ]
+    first, page = pages(family, losses)
+    # differences 0.05, 0.04, 0.055
+    reduction = f"−{100 * math.expm1(0.145 / 3):.1f} % ("
+    for found in (row_of(first, "| toy | gfsa − plain |"), row_of(page, "| gfsa − plain |")):
+        assert found["error reduction"].startswith(reduction)
+    said = "that of the perplexity, 1 − exp(difference)"
+    assert said in first
+    assert said not in pages(family, rows_of(family))[0]
+    assert said in page
+    drawn = marks([], [(family, outcomes(family, latest(losses).rows))])
+    assert {mark.group for mark in drawn} == {"A toy (perplexity)"}
 
 
 def test_a_withdrawn_family_has_its_reason_instead_of_a_plan(family: Family) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gfsa_experiments.results.contrasts import contrast
+from gfsa_experiments.results.contrasts import UNIT_OF_NATS, contrast
 from gfsa_experiments.results.families import Family
 from gfsa_experiments.results.family_summary import (
     FamilyLine,
@@ -32,6 +32,8 @@ FOOTNOTES = [
     "valid*: the same on the part that settings were chosen by, which decides nothing here. "
     "*better* and *worse*: Holm's p below 0.05 over the family; *suggestive*: the interval alone "
     "excludes 0. *one commit*: pairs whose two runs are of the same commit.",
+    "*error reduction*: the difference as a share of b's mean error (100 − score for scores in "
+    f"percent); {UNIT_OF_NATS}.",
     "A line is one method with its options and settings, ± the standard deviation over seeds. *to "
     "plain*, *to degree 1*: differences on test to the lines of these names. Where the table "
     "above does not have the comparison, it was not registered and is exploratory.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from gfsa_experiments.results.contrasts import Contrast
+from gfsa_experiments.results.contrasts import IN_NATS, UNIT_OF_NATS, Contrast
 from gfsa_experiments.results.families import Family
 from gfsa_experiments.results.number_format import (
     Scale,
@@ -77,6 +77,7 @@ def all_families(judged: Sequence[Judged]) -> list[Block]:
     withdrawn = [f"{link(family)} ({family.withdrawn})" for family, _ in judged if family.withdrawn]
     if withdrawn:
         said.append(f"Withdrawn before any run: {', '.join(withdrawn)}.")
+    said += _unit_note(judged)
     blocks: list[Block] = [Bullets(said)] if said else []
     if not any(is_complete(outcomes) for _, outcomes in judged):
         blocks.insert(0, Text("No family is complete yet, so nothing is called better or worse."))
@@ -87,6 +88,12 @@ def all_families(judged: Sequence[Judged]) -> list[Block]:
         for outcome in outcomes
     ]
     return [*blocks, _grid(rows)] if rows else blocks
+
+
+def _unit_note(judged: Sequence[Judged]) -> list[str]:
+    contrasts = [outcome.contrast for _, outcomes in judged for outcome in outcomes]
+    in_nats = any(found is not None and found.metric in IN_NATS for found in contrasts)
+    return [f"*error reduction*: {UNIT_OF_NATS}."] if in_nats else []
 
 
 def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:

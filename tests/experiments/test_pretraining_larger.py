@@ -94,8 +94,9 @@ def test_the_first_page_says_what_larger_sizes_show() -> None:
     table = both(-0.06)
     study = Study(table, NONE, NONE, NONE, NONE, [])
     said = larger_in_short(study, table)
-    assert "GFSA − plain −0.060 at 46M after 1.1 tokens per parameter (1 pair)" in said
-    assert "not shown to differ from 15M's −0.093 (off by +0.033 and +0.031, where 0.04" in said
+    assert "GFSA −0.060 (46M, 1.1; 15M −0.093; 1 pair)" in said
+    assert "(0.04 nats) 46M is not shown to differ from 15M." in said
+    assert "By tokens" not in said
     assert "Not run yet" not in said
     missing = frozenset(f"pretrain-scaling-{size}.txt" for size in ("110m", "46m", "15m"))
     said = larger_in_short(Study(table, NONE, NONE, NONE, NONE, [], unfinished=missing), table)
@@ -105,6 +106,23 @@ def test_the_first_page_says_what_larger_sizes_show() -> None:
     assert said.endswith("Not run yet: 110M.")
     small = table[table["size"] == "15M"]
     assert "not known" in larger_in_short(Study(small, NONE, NONE, NONE, NONE, []), small)
+
+
+def test_the_first_page_says_that_sizes_differ() -> None:
+    table = both(-0.03)
+    said = larger_in_short(Study(table, NONE, NONE, NONE, NONE, []), table)
+    assert "46M differs from 15M: the gap does not follow from tokens per parameter alone" in said
+    open_ = both(-0.052)
+    said = larger_in_short(Study(open_, NONE, NONE, NONE, NONE, []), open_)
+    assert "46M is not decided." in said
+
+
+def test_sizes_are_set_beside_each_other_by_tokens() -> None:
+    # 3 tokens a parameter of 46M are as many as 9.2 of 15M
+    small = runs({"15M": (1, 3, 46 / 5)}, lambda x: -0.1 / x)
+    table = pd.concat([small, runs({"46M": (1, 3)}, lambda x: -0.1 / x, (0,))])
+    said = larger_in_short(Study(table, NONE, NONE, NONE, NONE, []), table)
+    assert "By tokens: GFSA after 138M −0.011 at 15M, −0.033 at 46M." in said
 
 
 def test_the_plan_of_the_rates_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

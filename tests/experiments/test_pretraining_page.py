@@ -81,7 +81,7 @@ def test_the_fit_is_drawn_where_there_is_one() -> None:
         panel = draw(study, {}, None).axes[2]
         curves = [line for line in panel.lines if line.get_linestyle() == "-."]
         assert len(curves) == fitted
-        assert ("fitted to the marks" in panel.get_title()) == fitted
+        assert ("fitted to the smallest size" in panel.get_title()) == fitted
         for line in curves:
             x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
             assert (x[0], x[-1]) == pytest.approx((1, 10))

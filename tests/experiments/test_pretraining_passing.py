@@ -76,7 +76,7 @@ def test_a_short_plain_run_above_a_long_one_is_not_tuned(slope: float, is_untune
     assert (said in page) == is_untuned
     assert ("| 15M | 30M | 2.0‡ |" in page) == is_untuned
     assert ("GFSA − plain: no fit" in page) == is_untuned
-    assert ("GFSA − plain, fitted by −0.400" in page) != is_untuned
+    assert ("GFSA − plain at 15M, fitted by −0.400" in page) != is_untuned
     panel = draw(study, {}, None).axes[2]
     hollow = [line for line in panel.lines if line.get_markerfacecolor() == "white"]
     assert [len(np.asarray(line.get_xdata())) for line in hollow] == ([2] if is_untuned else [])

@@ -248,32 +248,35 @@ def test_counts_of_tuning_runs_are_those_of_the_rows() -> None:
 
 
 def test_what_is_said_of_larger_sizes_is_what_was_run() -> None:
-    """No page says that nothing was compared where a pair is, nor the other way round."""
-    rows = FIGURES.tuning[FIGURES.tuning.recipe == "pretrain"]
-    large = rows[~rows.task.str.endswith("-15m")]
-    assert set(large.task) == {"techdocs qwen3-46m"}
-    finite = large[large.valid.notna()]
-    best = finite.loc[finite.groupby(["method", "seed", "steps"]).valid.idxmin()]
-    plain, *filtered = (best[best.method == name] for name in ("plain", "degree1", "gfsa"))
-    degree1, gfsa = (plain.merge(arm, on=["seed", "steps"]) for arm in filtered)
-    assert [len(degree1), len(gfsa)] == [1, 1], "46M has other pairs: say what they show"
-    (steps,) = {*degree1.steps, *gfsa.steps}
-    (batch,) = {text.split("batch_size=")[1].split()[0] for text in large.settings}
-    (parameters,) = set(plain.parameters)
-    ratio = f"{steps * int(batch) * 1024 / parameters:.1f}"
-    gaps = [float((pairs.test_x - pairs.test_y).iloc[0]) for pairs in (degree1, gfsa)]
+    """Another pair needs another sentence: on the first page, in the recipe, in README.md."""
+    found = {key: f"{abs(gap):.3f}" for key, gap in quoted_figures.larger_pairs(FIGURES).items()}
+    assert all(gap < 0 for gap in quoted_figures.larger_pairs(FIGURES).values())
+    assert found.keys() == {
+        ("46M", "degree1", "1.1"),
+        ("46M", "gfsa", "1.1"),
+        ("46M", "degree1", "3.4"),
+        ("110M", "degree1", "0.9"),
+        ("110M", "gfsa", "0.9"),
+    }, "say what the others show"
     page = " ".join(FIGURES.text("pretraining.md").split())
-    assert f"one pair of 46M at {ratio} tokens a parameter for degree 1 and one for GFSA" in page
-    second = f"{gaps[1] - gaps[0]:.3f} below degree 1 after {ratio} tokens per parameter (one pair)"
-    assert f"At 46M it ends {second}" in page
     said = (
-        f"there is one pair of each, after {ratio} tokens per parameter: "
-        f"degree 1 ends {gaps[0]:.3f} and GFSA {gaps[1]:.3f} lower than plain"
+        f"−{found['46M', 'degree1', '1.1']} against −0.020 after 53M tokens and "
+        f"−{found['46M', 'degree1', '3.4']} against −0.010 after 158M; at 110M degree 1 ends "
+        f"{found['110M', 'degree1', '0.9']} and GFSA {found['110M', 'gfsa', '0.9']} below plain"
     )
-    for name in ("README.md", "docs/recipes/pretrain.md"):
-        text = " ".join((ROOT / name).read_text("utf-8").split())
-        assert said in text
-        assert "no loss was compared" not in page + text
+    assert said in page
+    second = {
+        f"{float(found[size, 'gfsa', ratio]) - float(found[size, 'degree1', ratio]):.3f}"
+        for size, ratio in (("46M", "1.1"), ("110M", "0.9"))
+    }
+    assert f"At 46M and at 110M it ends {second.pop()} below degree 1" in page
+    assert not second
+    recipe = " ".join((ROOT / "docs/recipes/pretrain.md").read_text("utf-8").split())
+    assert (
+        f"at 46M degree 1 ends {found['46M', 'degree1', '3.4']} below plain after 3.4 tokens per "
+        f"parameter, at 110M {found['110M', 'degree1', '0.9']} and GFSA "
+        f"{found['110M', 'gfsa', '0.9']} after 0.9"
+    ) in recipe
 
 
 def test_quotes_are_found_in_prose() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 from pathlib import Path
 
 import pandas as pd
@@ -164,3 +165,96 @@ def arms_of(own: pd.DataFrame) -> pd.Series:
     """Filters that learn their gain alone are an arm."""
     names = {"gfsa": "GFSA", "degree1": "degree 1"}
     return own.method.replace(names).mask(own.options.str.contains("learn=w1"), "gain only")
+
+
+def _cells(page: str, first: str) -> list[list[str]]:
+    lines = page.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith(first))
+    rows = takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip().strip("*") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def _at_dropout(rows: pd.DataFrame, dropout: str) -> pd.DataFrame:
+    """The runs as the family trains, but for dropout; its default is 0.1."""
+    words = [set(text.split()) for text in rows.settings]
+    own = rows[["lr=0.004" in own and "warmup=0.3" in own for own in words]]
+    own = own[~own.settings.str.contains("gain_lr") & ~own.options.str.contains("learn")]
+    found = own.settings.str.extract(r"dropout=([\d.]+)", expand=False).fillna("0.1")
+    return own[found == dropout]
+
+
+@pytest.fixture(scope="module")
+def runs_on_wikitext2() -> pd.DataFrame:
+    folders = [read_folder(RESULTS / name).rows for name in ("tuning", "checks")]
+    rows = pd.concat(folders)
+    return rows[rows.recipe == "causal_lm"]
+
+
+def test_the_table_of_dropout_is_that_of_the_rows(runs_on_wikitext2: pd.DataFrame) -> None:
+    page = (RESULTS / "causal_lm.md").read_text("utf-8")
+    figures = Figures(RESULTS)
+    best, arms = {}, ["plain", "degree1", "gfsa"]
+    for dropout, *said in _cells(page, "| dropout |"):
+        if dropout == "0.2":
+            lines = lines_of(figures.of_family("wikitext2"))
+            means = {own.name: own.line.rows.test.mean() for own in lines}
+            wanted = [f"{means[arm]:.2f}" for arm in arms]
+        else:
+            own = _at_dropout(runs_on_wikitext2, "0.0" if dropout == "0" else dropout)
+            assert {tuple(sorted(seeds)) for _, seeds in own.groupby("method").seed} == {(0, 1)}
+            means = own.groupby("method").test.mean()
+            valid = own.groupby("method").valid.mean()
+            wanted = [f"{means[arm]:.2f} ({valid[arm]:.2f})" for arm in arms]
+            best[dropout] = valid[arms]
+        gaps = [means[a] - means[b] for a, b in (arms[1::-1], arms[2::-2], arms[2:0:-1])]
+        assert said == [*wanted, *(f"{gap:.2f}".replace("-", "−") for gap in gaps)]
+    # the best for every arm, and the lead there
+    assert all(min(best, key=lambda at: best[at][arm]) == "0.1" for arm in arms)
+    means = _at_dropout(runs_on_wikitext2, "0.1").groupby("method").test.mean()
+    words = " ".join(page.split())
+    assert f"GFSA ends {100 * (1 - means['gfsa'] / means['plain']):.1f} % lower than plain" in words
+    fast = runs_on_wikitext2[runs_on_wikitext2.settings.str.contains("gain_lr=0.01 .*warmup=0.3")]
+    assert f"brings nothing: {fast.valid.item():.2f} on valid" in words
+
+
+PEERS = {
+    "plain": [("plain", "")],
+    "FeatScale": [("featscale", ""), ("featscale", "filter_lr=0.01")],
+    "NeuTRENO": [("neutreno", "strength=0.6"), ("neutreno", "strength=0.3")],
+    "LayerScale": [("layerscale", ""), ("layerscale", "filter_lr=0.01")],
+    "ContraNorm": [("contranorm", "strength=0.01"), ("contranorm", "strength=0.1")],
+    "twicing (seed 0)": [("twicing", "")],
+    "degree 1 (seed 0)": [("degree1", "filter_lr=0.01")],
+    "GFSA": [("gfsa", "filter_lr=0.01")],
+}
+
+
+def test_the_table_of_peers_is_that_of_the_rows(runs_on_wikitext2: pd.DataFrame) -> None:
+    page = (RESULTS / "causal_lm.md").read_text("utf-8")
+    own = _at_dropout(runs_on_wikitext2, "0.2")
+    lines = _cells(page, "| peer |")
+    assert [line[0] for line in lines] == list(PEERS)
+    for name, added, *said, test in lines:
+        forms = [own[(own.method == m) & (own.options == o)] for m, o in PEERS[name]]
+        # one seed of arms that the tuning has run alone
+        assert {len(form) for form in forms} == {1 if "seed 0" in name else 2}
+        assert {int(added.replace(",", ""))} == {int(n) for form in forms for n in form.added}
+        valid = [form.valid.mean() for form in forms]
+        shown = [cell.split()[0].strip("*") for cell in said if cell]
+        assert shown == [f"{value:.2f}" for value in valid], name
+        lower = min(forms, key=lambda form: float(form.valid.mean()))
+        assert test == f"{lower.test.mean():.2f}", name
+
+
+def test_the_step_on_wikitext2_is_that_of_the_rows() -> None:
+    page = " ".join((RESULTS / "causal_lm.md").read_text("utf-8").split())
+    rows = read_folder(RESULTS / "times").rows
+    own = rows[(rows.recipe == "causal_lm") & rows.settings.str.contains("compile=blocks")]
+    ms = {
+        f"{m} {o}".strip(): 1e3 * float(t)
+        for m, o, t in zip(own.method, own.options, own.seconds_per_step, strict=True)
+    }
+    plain, gfsa = ms.pop("plain"), ms.pop("gfsa filter_lr=0.01")
+    assert f"it takes **{gfsa / plain:.2f}×** ({gfsa:.2f} ms against {plain:.2f})" in page
+    assert len(ms) == 3
+    assert f"({min(ms.values()):.2f} to {max(ms.values()):.2f})" in page

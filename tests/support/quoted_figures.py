@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gfsa_experiments.results.contrasts import Contrast, contrast
+from gfsa_experiments.results.contrasts import contrast
 from gfsa_experiments.results.families import is_of, read_families
 from gfsa_experiments.results.family_summary import Judged, is_complete, lines_of
 from gfsa_experiments.results.load_rows import Runs, read_folder, read_folder_if_any
@@ -120,24 +120,6 @@ def runs_with_negative_c0(figures: Figures, *families: str) -> list[str]:
     return [str(len(c0))]
 
 
-def _more_steps(figures: Figures) -> list[str]:
-    """What degree 1 is worth: by the ends of runs at 3.4, by plain's longer runs at 10."""
-    details = figures.text("pretraining-details.md")
-    (shares,) = re.findall(
-        r"degree 1 (?:reaches|is at).*?after [\d.]+ and 3\.4 tokens .*? takes \d+ and (\d+) %",
-        details,
-    )
-    (longer,) = re.findall(r"worth in more steps of plain.*?degree 1 (\d+) %", details)
-    return [f"{100 * (100 / int(shares) - 1):.0f}", longer]
-
-
-def _step_of_family(figures: Figures) -> list[str]:
-    """The time of a step with degree 1 in plain's, in the runs of the family."""
-    lines = {own.name: own.line.rows for own in lines_of(figures.of_family("pretrain-epoch"))}
-    times = [lines[name].seconds_per_step.astype(float).sum() for name in ("degree1", "plain")]
-    return [size(times[0] / times[1], 2)]
-
-
 def _lead_before_tuning(figures: Figures) -> float:
     """GFSA − plain where plain had its learning rate tuned and nothing else, best runs."""
     rows = figures.tuning
@@ -174,17 +156,6 @@ def _gains_of_gain_lr(figures: Figures) -> list[str]:
     return ends(found, 2)
 
 
-def _lead_on_zinc(figures: Figures) -> list[str]:
-    """At the rate of the exploratory table; none may be left at the best rate of each arm."""
-    line = figures.line("graph", "zinc graphormer-slim", "gfsa", "K=2 filter_lr=0.01")
-    assert line.to_plain is not None
-    rows = figures.tuning
-    own = rows[(rows.recipe == "graph") & (rows.task == "zinc graphormer-slim")]
-    best = own.groupby(["method", "settings"]).valid.mean().groupby("method").min()
-    assert best["gfsa"] >= best["plain"]
-    return [size(line.to_plain.test.mean, 2)]
-
-
 def _seeds_on_zinc(figures: Figures) -> list[str]:
     rows = figures.tuning
     own = rows[(rows.recipe == "graph") & (rows.task == "zinc graphormer-slim")]
@@ -206,15 +177,6 @@ def _pairs_of_domains(figures: Figures) -> list[str]:
         for one in contrasts
     ]
     return [count_word(min(found)), count_word(max(found))]
-
-
-def _of_loss_and_perplexity(figures: Figures) -> list[str]:
-    """A difference in nats as a share of the loss, and of the perplexity."""
-    outcome = figures.outcome("pretrain", "gfsa", "plain")
-    found: Contrast | None = outcome.contrast
-    assert found is not None
-    nats = abs(found.test.mean)
-    return [size(nats, 3), size(100 * nats / found.error, 1), size(100 * math.expm1(-nats), 1)]
 
 
 def _seeds(figures: Figures, family: str) -> str:
@@ -271,43 +233,78 @@ def _reduction_of_perplexity(figures: Figures) -> list[str]:
     return [signed(100 * share, 1), signed(math.log1p(share), 3)]
 
 
-def _shares_on_wikitext2(figures: Figures) -> list[str]:
-    """GFSA's lead in percent of plain's perplexity: at an untuned rate, and of the family."""
-    line = figures.line("causal_lm", "wikitext-2 gpt2-d8-w256", "gfsa", "filter_lr=0.01")
-    family = figures.outcome("wikitext2", "gfsa", "plain").contrast
-    assert line.to_plain is not None
-    assert family is not None
-    return [size(100 * one.test.mean / one.error, 1) for one in (line.to_plain, family)]
-
-
-def _pairs_of_46m(figures: Figures) -> list[str]:
-    """Degree 1 − plain and GFSA − plain on test, each arm at its better rate by valid."""
+def larger_pairs(figures: Figures) -> dict[tuple[str, str, str], float]:
+    """``method − plain`` on test by size, method and tokens a parameter, at the better rate."""
     rows = figures.tuning
-    own = rows[rows.task == "techdocs qwen3-46m"]
-    best = {name: found.loc[found.valid.idxmin()] for name, found in own.groupby("method")}
-    return [size(best[name].test - best["plain"].test, 3) for name in ("degree1", "gfsa")]
+    large = rows[(rows.recipe == "pretrain") & ~rows.task.str.endswith("-15m") & rows.valid.notna()]
+    best = large.loc[large.groupby(["task", "method", "seed", "steps"]).valid.idxmin()]
+    plain = best[best.method == "plain"]
+    pairs = plain.merge(best[best.method != "plain"], on=["task", "seed", "steps"])
+    # every run has batches of 32 rows of 1,024 tokens
+    assert set(large.settings.str.extract(r"batch_size=(\d+)", expand=False)) == {"32"}
+    ratios = pairs.steps * 32 * 1024 / pairs.parameters_x
+    return {
+        (task.rpartition("-")[2].upper(), method, f"{ratio:.1f}"): float(gap)
+        for task, method, ratio, gap in zip(
+            pairs.task, pairs.method_y, ratios, pairs.test_y - pairs.test_x, strict=True
+        )
+    }
+
+
+def _of_larger(*keys: tuple[str, str, str]) -> Callable[[Figures], list[str]]:
+    return lambda figures: [size(larger_pairs(figures)[key], 3) for key in keys]
+
+
+def checked_leads(figures: Figures) -> dict[str, list[float]]:
+    """GFSA − plain on WikiText-2 by dropout: on test, and plain on valid, means over seeds."""
+    rows = read_folder(figures.folder / "checks").rows
+    own = rows[~rows.settings.str.contains("gain_lr")]
+    dropout = own.settings.str.extract(r"dropout=([\d.]+)", expand=False).fillna("0.1")
+    found = {}
+    for value, of_value in own.groupby(dropout):
+        means = of_value.groupby("method")[["test", "valid"]].mean()
+        if {"plain", "gfsa"} <= set(means.index) and of_value.seed.nunique() == 2:
+            lead = means.test["gfsa"] - means.test["plain"]
+            found[str(value)] = [float(lead), float(means.valid["plain"])]
+    return found
+
+
+def _leads_by_dropout(figures: Figures) -> list[str]:
+    """Without dropout, and at the one that is best for plain on valid."""
+    found = checked_leads(figures)
+    best = min(found.values(), key=lambda own: own[1])
+    return [size(found["0.0"][0], 2), size(best[0], 2)]
+
+
+def _step_on_wikitext2(figures: Figures) -> list[str]:
+    """GFSA's step in plain's, as the family trains: compiled blocks."""
+    rows = read_folder(figures.folder / "times").rows
+    own = rows[(rows.recipe == "causal_lm") & rows.settings.str.contains("compile=blocks")]
+    plain, gfsa = (
+        own[(own.method == name) & ~own.options.str.contains("learn")].seconds_per_step.item()
+        for name in ("plain", "gfsa")
+    )
+    return [size(float(gfsa) / float(plain), 2)]
+
+
+def _perplexity_in_pretraining(figures: Figures) -> list[str]:
+    """What degree 1 − plain in nats is as a share of the perplexity."""
+    return [size(100 * math.expm1(figures.family_difference("pretrain-epoch", "degree1").mean), 1)]
 
 
 CLAIMS = [
     # leads that shrank
     Claim(
-        "from {} nats to {}",
+        "from {} nats (valid, one seed) to {}",
         lambda f: [
             size(_lead_before_tuning(f), 2),
             size(f.family_difference("pretrain-epoch", "gfsa").mean, 3),
         ],
     ),
-    Claim(
-        "to {} after three",
-        lambda f: [size(f.family_difference("pretrain", "gfsa").mean, 3)],
-    ),
     Claim("STS-B from {} (dev) to {} (test)", _stsb),
-    Claim("Graphormer on ZINC] from {} to none", _lead_on_zinc),
     Claim("Graphormer on ZINC to nothing ({} seeds)", _seeds_on_zinc),
-    Claim("GFSA on [WikiText-2] from {} to {} perplexity", _leads_on_wikitext2),
+    Claim("GFSA on [WikiText-2] went from {} to {} perplexity", _leads_on_wikitext2),
     # WikiText-2
-    Claim("(WikiText-2, {} % perplexity, {} nats)", _reduction_of_perplexity),
-    Claim("({} % to {} %)", _shares_on_wikitext2),
     Claim(
         "{} % lower perplexity on WikiText-2",
         lambda f: [_reduction_of_perplexity(f)[0].removeprefix("−")],
@@ -316,25 +313,24 @@ CLAIMS = [
     Claim("longest warm-up that was tried, {} % of the run", _longest_warmup_on_wikitext2),
     Claim("8.5M parameters, {} seeds", lambda f: [_seeds(f, "wikitext2")]),
     Claim("ten epochs, {} seeds", lambda f: [_seeds(f, "wikitext2")]),
+    Claim("lead is {} without dropout and {} at the best one", _leads_by_dropout),
+    Claim("a step takes {}× plain's", _step_on_wikitext2),
+    Claim("{}× in a tiny model", _step_on_wikitext2),
     # pretraining
+    Claim("{} % lower in pretraining at 15M", _perplexity_in_pretraining),
     Claim(
-        "{} nats less in pretraining at 15M",
-        lambda f: [size(f.family_difference("pretrain-epoch", "degree1").mean, 3)],
+        "at 46M degree 1 ends {} lower than plain after 3.4", _of_larger(("46M", "degree1", "3.4"))
     ),
     Claim(
-        "pretraining at 15M parameters ({} nats)",
-        lambda f: [signed(f.family_difference("pretrain-epoch", "degree1").mean, 3)],
+        "at 110M {} and GFSA {} lower after 0.9",
+        _of_larger(("110M", "degree1", "0.9"), ("110M", "gfsa", "0.9")),
     ),
-    Claim("about {} % more steps at 3.4 and {} % at 10", _more_steps),
-    Claim("step took {}× plain's in these runs", _step_of_family),
     Claim(
         "gated heads end {} lower than degree 1",
         lambda f: [size(f.family_difference("pretrain", "gated", "degree1").mean, 3)],
     ),
-    Claim("degree 1 ends {} and GFSA {} lower than plain", _pairs_of_46m),
     Claim("the warm-up ({} to {} nats in short runs)", _gains_of_warmup),
     Claim("a fast rate for the norm gains], ({} to {})", _gains_of_gain_lr),
-    Claim("{} nats are {} % of the loss and {} % of the perplexity", _of_loss_and_perplexity),
     Claim("{} to {}× the time of a step", lambda f: ends(f.step_times("gfsa degree 1"), 2)),
     Claim("{} to {}× with degree 1", lambda f: ends(f.step_times("gfsa degree 1"), 2)),
     Claim("{} to {}× with GFSA", lambda f: ends(f.step_times("gfsa"), 2)),

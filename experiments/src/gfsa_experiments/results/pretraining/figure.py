@@ -11,7 +11,7 @@ import pandas as pd
 
 from gfsa.lens.colours import COLOURS, MARKERS, series_of
 from gfsa_experiments.results.pretraining.arms import PLAIN, by_size, longest_compared
-from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap
+from gfsa_experiments.results.pretraining.gap import Cell, cells, fit_gap, of_smallest
 from gfsa_experiments.results.pretraining.ladder import draw_ladder
 from gfsa_experiments.results.pretraining.passing import gaps_on_the_way, passings
 from gfsa_experiments.results.pretraining.speeds import speed_at
@@ -142,7 +142,7 @@ def _gap_panel(study: Study, axis: Axes) -> None:
     for at_arm, (arm, found) in enumerate(by_arm.items()):
         colour = COLOURS[numbers[arm]]
         tuned = [cell for cell in found if (cell.size, cell.tokens) not in untuned]
-        is_fitted |= _draw_fit(axis, tuned, colour)
+        is_fitted |= _draw_fit(axis, of_smallest(tuned), colour)
         for at, size in enumerate(dict.fromkeys(cell.size for cell in found)):
             way = gaps_on_the_way(study.curves, study.runs, size)
             _draw_way(axis, way, arm, colour, _STYLES[at % len(_STYLES)])
@@ -162,7 +162,7 @@ def _gap_panel(study: Study, axis: Axes) -> None:
     axis.set_xticks([], minor=True)
     title = "marks: ends of runs; lines: the longest runs on their way; 95 % over seeds"
     if is_fitted:
-        title += "\nthin: a·x^−b fitted to the marks, each weighted by its pairs"
+        title += "\nthin: a·x^−b fitted to the smallest size, each mark weighted by its pairs"
     if untuned:
         title += "\nhollow: plain is not tuned there (its longest runs pass it lower)"
     axis.set(

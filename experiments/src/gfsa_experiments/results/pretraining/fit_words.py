@@ -6,7 +6,15 @@ import numpy as np
 import pandas as pd
 
 from gfsa_experiments.results.number_format import Scale, signed
-from gfsa_experiments.results.pretraining.gap import DECAYS, POINTS, Cell, GapFit, cells, fit_gap
+from gfsa_experiments.results.pretraining.gap import (
+    DECAYS,
+    POINTS,
+    Cell,
+    GapFit,
+    cells,
+    fit_gap,
+    of_smallest,
+)
 from gfsa_experiments.results.statistics import LEVEL
 
 NATS = Scale(1, 3)
@@ -15,7 +23,8 @@ FITTED = ("degree 1", "GFSA")
 
 
 def fit_sentence(arm: str, found: list[Cell]) -> str:
-    """What the fit says of whether the gap vanishes, or why there is none."""
+    """What the fit to the smallest size says of whether the gap vanishes, or why there is none."""
+    found = of_smallest(found)
     fit = fit_gap(found)
     if fit is None:
         there = ", ".join(f"{cell.ratio:.1f}" for cell in found) or "none"
@@ -27,8 +36,8 @@ def fit_sentence(arm: str, found: list[Cell]) -> str:
     most = max(cell.ratio for cell in found)
     law = f"{signed(fit.scale, 3)}·x^{signed(-fit.decay, 2)}"
     text = (
-        f"{arm} − plain, fitted by {law}{_powers(fit)} over x tokens per parameter (least squares, "
-        f"each length weighted by its pairs: {_pairs(found)}): "
+        f"{arm} − plain at {found[0].size}, fitted by {law}{_powers(fit)} over x tokens per "
+        f"parameter (least squares, each length weighted by its pairs: {_pairs(found)}): "
         f"{NATS.interval(fit.at(most))} at {most:.1f}, the most that was run. {_vanishes(fit)}"
     )
     if fit.decay in (DECAYS[0], DECAYS[-1]):
@@ -36,16 +45,7 @@ def fit_sentence(arm: str, found: list[Cell]) -> str:
     miss = max(found, key=lambda cell: abs(cell.mean - fit.at(cell.ratio).mean))
     far = miss.mean - fit.at(miss.ratio).mean
     if round(far, 3):
-        where = f"{miss.size}, " if len(fit.residuals) > 1 else ""
-        text += f" It misses most at {where}{miss.ratio:.1f}, by {signed(far, 3)}."
-    if len(fit.residuals) > 1:
-        off = ", ".join(f"{size} {signed(value, 3)}" for size, value in fit.residuals.items())
-        text += f" Sizes lie off the fit by {off} on average."
-    if fit.without:
-        left = ", ".join(
-            f"{signed(value, 3)} without {size}" for size, value in fit.at_without(most).items()
-        )
-        text += f" The fit at {most:.1f} is {left}."
+        text += f" It misses most at {miss.ratio:.1f}, by {signed(far, 3)}."
     return text
 
 
@@ -70,13 +70,14 @@ def vanishing(runs: pd.DataFrame) -> str:
     Args:
         runs: those with a tuned plain model.
     """
-    by_arm = {arm: cells(runs, arm) for arm in FITTED} if len(runs) else {}
+    by_arm = {arm: of_smallest(cells(runs, arm)) for arm in FITTED} if len(runs) else {}
     fits = {arm: fit_gap(found) for arm, found in by_arm.items()}
     floors = {arm: fit.floor for arm, fit in fits.items() if fit is not None and fit.floor}
     head = "**Does the gap vanish with more tokens?**"
     if not floors:
         return f"{head} Not known: there are too few lengths for a curve with a floor."
-    ratios = [cell.ratio for arm in floors for cell in by_arm[arm]]
+    fitted = [cell for arm in floors for cell in by_arm[arm]]
+    ratios = [cell.ratio for cell in fitted]
     read = " and ".join(f"{NATS.interval(floor)} for {arm}" for arm, floor in floors.items())
     stays = [arm for arm, floor in floors.items() if floor.excludes_zero]
     answer = "Not known" if not stays else f"Not within the fit of {' and '.join(stays)}"
@@ -84,8 +85,8 @@ def vanishing(runs: pd.DataFrame) -> str:
     if any(floor.low is None for floor in floors.values()):
         inside = ", without an interval"
     return (
-        f"{head} {answer}: over {min(ratios):.1f} to {max(ratios):.1f} tokens per parameter a "
-        f"curve with a floor has it at {read}{inside} (exploratory, "
+        f"{head} {answer}: at {fitted[0].size}, over {min(ratios):.1f} to {max(ratios):.1f} tokens "
+        f"per parameter, a curve with a floor has it at {read}{inside} (exploratory, "
         "[fits](pretraining-details.md#the-gap-by-tokens-per-parameter)). Nothing was run beyond."
     )
 

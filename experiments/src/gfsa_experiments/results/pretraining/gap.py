@@ -13,7 +13,7 @@ are percentiles over resampled seeds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -76,6 +76,15 @@ def cells(runs: pd.DataFrame, arm: str, metric: str = "test") -> list[Cell]:
     return found
 
 
+def of_smallest(found: Sequence[Cell]) -> list[Cell]:
+    """The cells of the smallest size, which the curves are fitted to.
+
+    At as many tokens a parameter sizes differ (``pretrain-scaling-110m.txt``), so that a curve
+    over tokens per parameter is one of a single size.
+    """
+    return [cell for cell in found if cell.size == found[0].size]
+
+
 def _by_seed(runs: pd.DataFrame, arm: str, metric: str) -> dict[int, float]:
     own = runs[runs.arm == arm]
     return {int(seed): float(loss) for seed, loss in zip(own.seed, own[metric], strict=True)}
@@ -91,10 +100,6 @@ class GapFit:
     """``(draws, 2)``: scale and decay of resampled seeds; None if no cell has two seeds."""
     floor: Interval | None
     """Of the curve with a floor; None if there are too few points for it."""
-    residuals: dict[str, float]
-    """By size: the mean of gap − fit."""
-    without: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By size: scale and decay of the fit without it, where the others still make one."""
 
     def at(self, ratio: float) -> Interval:
         """The gap at ``ratio`` tokens per parameter."""
@@ -103,13 +108,9 @@ class GapFit:
             return Interval(mean)
         return Interval(mean, *_ends(self.draws[:, 0] * ratio ** -self.draws[:, 1]))
 
-    def at_without(self, ratio: float) -> dict[str, float]:
-        """The gap at ``ratio`` by the fits that leave out a size."""
-        return {size: a * ratio**-b for size, (a, b) in self.without.items()}
-
 
 def fit_gap(found: Sequence[Cell], draws: int = DRAWS, seed: int = 0) -> GapFit | None:
-    """The fit over all sizes together; None with fewer than :data:`POINTS` different ratios."""
+    """The fit to these cells; None with fewer than :data:`POINTS` different ratios."""
     if not _enough(found, POINTS):
         return None
     ratios = np.array([cell.ratio for cell in found])
@@ -126,24 +127,7 @@ def fit_gap(found: Sequence[Cell], draws: int = DRAWS, seed: int = 0) -> GapFit 
         if resampled is not None:
             ends = _ends(_power_law(ratios, resampled, weights, floor=True)[:, 1])
             floor = Interval(middle, *ends)
-    off = means - scale * ratios**-decay
-    sizes = list(dict.fromkeys(cell.size for cell in found))
-    residuals = {
-        size: float(np.mean([o for o, cell in zip(off, found, strict=True) if cell.size == size]))
-        for size in sizes
-    }
-    without = {}
-    for size in sizes if len(sizes) > 1 else []:
-        others = [cell for cell in found if cell.size != size]
-        if _enough(others, POINTS):
-            left = _power_law(
-                np.array([cell.ratio for cell in others]),
-                np.array([[cell.mean for cell in others]]),
-                _weights(others),
-                floor=False,
-            )[0]
-            without[size] = (float(left[0]), float(left[2]))
-    return GapFit(float(scale), float(decay), drawn, floor, residuals, without)
+    return GapFit(float(scale), float(decay), drawn, floor)
 
 
 def _enough(found: Sequence[Cell], points: int) -> bool:

@@ -196,21 +196,59 @@ def larger_in_short(study: Study, runs: pd.DataFrame) -> str:
     sizes = [size for size in by_size(study.runs) if size != SMALLER] if len(study.runs) else []
     if not found:
         return f"**Larger sizes:** not known; no length of {SMALLER} was run at another size."
-    parts = []
-    for one in found:
-        word = {True: "not that of", False: "not shown to differ from", None: "open beside"}
-        parts.append(
-            f"{one.arm} − plain {NATS.interval(one.cell.interval)} at {one.cell.size} after "
-            f"{one.cell.ratio:.1f} tokens per parameter ({_pairs(one.cell)}), by the rule of the "
-            f"{_PLAN} {word[one.differs]} {SMALLER}'s {_read(one)} (off by {_off(one)}, where "
-            f"{BETWEEN} would be a difference{_off_the_nearest(one)})"
-        )
+    arms = dict.fromkeys(one.arm for one in found)
+    gaps = "; ".join(_gaps(arm, [one for one in found if one.arm == arm]) for arm in arms)
     lacks = [name for name in study.unfinished if name.startswith("pretrain-scaling-")]
     names = [name.removeprefix("pretrain-scaling-").removesuffix(".txt").upper() for name in lacks]
     open_ = sorted((name for name in names if name != SMALLER), key=lambda size: (len(size), size))
     left = [f"other runs of {size}" if size in sizes else size for size in open_]
     rest = f" Not run yet: {_and(left)}." if left else ""
-    return f"**Larger sizes ({', '.join(sizes)}), exploratory:** {'; '.join(parts)}.{rest}"
+    return (
+        f"**Larger sizes ({', '.join(sizes)}), exploratory.** To plain, by size and tokens per "
+        f"parameter: {gaps}. {_by_the_rule(found)}"
+        f"{_at_as_many_tokens(runs)} "
+        "[More](pretraining-details.md#the-gap-by-tokens-per-parameter)."
+        f"{rest}"
+    )
+
+
+def _gaps(arm: str, found: Sequence[Beside]) -> str:
+    cells_of = [
+        f"{NATS.interval(one.cell.interval)} ({one.cell.size}, {one.cell.ratio:.1f}; "
+        f"{SMALLER} {_read(one)}; {_pairs(one.cell)})"
+        for one in found
+    ]
+    return f"{arm} {', '.join(cells_of)}"
+
+
+def _by_the_rule(found: Sequence[Beside]) -> str:
+    """Which sizes differ from the smaller one by the plan's rule."""
+    words = {
+        True: f"differs from {SMALLER}",
+        False: f"is not shown to differ from {SMALLER}",
+        None: "is not decided",
+    }
+    said = []
+    for size in dict.fromkeys(one.cell.size for one in found):
+        answers = {one.differs for one in found if one.cell.size == size and one.off}
+        said.append(f"{size} {words[answers.pop() if len(answers) == 1 else None]}")
+    alone = any(one.differs for one in found)
+    so = ": the gap does not follow from tokens per parameter alone" if alone else ""
+    return f"By the rule of the {_PLAN} ({BETWEEN} nats) {_and(said)}{so}."
+
+
+def _at_as_many_tokens(runs: pd.DataFrame) -> str:
+    """The gaps of several sizes after one number of tokens, which is not one of ratios."""
+    said = []
+    for arm in FITTED:
+        by_tokens: dict[int, list[Cell]] = {}
+        for cell in cells(runs, arm):
+            by_tokens.setdefault(cell.tokens, []).append(cell)
+        for tokens, own in sorted(by_tokens.items()):
+            if len(own) > 1:
+                gaps = ", ".join(f"{NATS.signed(cell.mean)} at {cell.size}" for cell in own)
+                said.append(f"{arm} after {tokens / 1e6:.0f}M {gaps}")
+    return f" By tokens: {'; '.join(said)}." if said else ""
 
 
 def _read(one: Beside) -> str:

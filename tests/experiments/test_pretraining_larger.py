@@ -34,23 +34,23 @@ def rates_of(**losses: tuple[float, float]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def test_each_arm_takes_its_better_rate() -> None:
+def test_each_arm_takes_its_best_rate() -> None:
     page = to_markdown(rate_blocks_of_larger(rates_of(plain=(1.9, 1.8), degree_1=(1.7, 1.75))))
     assert page.startswith("## Learning rate at 46M")
-    assert "plain: 1.900 at 0.001, 1.800 at 0.002 (better at 0.002; nothing above it was" in page
-    assert "degree 1: 1.700 at 0.001, 1.750 at 0.002 (better at 0.001; nothing below it was" in page
-    # at rates that differ: each arm's better one
-    assert "degree 1 − plain, each at its better rate: −0.100 on test (1.730, 1.830)" in page
+    assert "plain: 1.900 at 0.001, 1.800 at 0.002 (lowest at 0.002; nothing above it was" in page
+    assert "degree 1: 1.700 at 0.001, 1.750 at 0.002 (lowest at 0.001; nothing below it was" in page
+    # at rates that differ: each arm's best one
+    assert "degree 1 − plain, each at its best rate: −0.100 on test (1.730, 1.830)" in page
     assert "One pair: no interval; exploratory" in page
-    assert "0.002, is not the better one of degree 1." in page
+    assert "0.002, is not the best one of degree 1." in page
     page = to_markdown(rate_blocks_of_larger(rates_of(plain=(1.9, 1.8), degree_1=(1.8, 1.75))))
-    assert "0.002, is the better one of every arm." in page
+    assert "0.002, is the best one of every arm." in page
     assert rate_blocks_of_larger(NONE) == []
 
 
-def test_a_run_that_broke_down_is_no_better_rate() -> None:
+def test_a_run_that_broke_down_is_no_best_rate() -> None:
     page = to_markdown(rate_blocks_of_larger(rates_of(plain=(1.9, math.nan))))
-    assert "plain: 1.900 at 0.001, broke down at 0.002 (better at 0.001" in page
+    assert "plain: 1.900 at 0.001, broke down at 0.002 (lowest at 0.001" in page
 
 
 def both(gap: float) -> pd.DataFrame:

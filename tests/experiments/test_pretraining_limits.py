@@ -107,16 +107,16 @@ def rates_of(losses: Mapping[str, tuple[float, float]]) -> pd.DataFrame:
 def test_a_control_below_its_best_is_said(family: list[Outcome]) -> None:
     losses = {"plain": (2.0, 1.5), "gain only": (2.0, 1.985), "gated": (2.0, 1.97)}
     said = to_markdown(limit_blocks(study(family, rates=rates_of(losses))))
-    assert "on valid after one epoch: gated (better at 0.003 by 0.030) ([plan]" in said
+    assert "on valid after one epoch: gated (lower at 0.003 by 0.030) ([plan]" in said
     assert "gain only" not in said
     so_far = study(family, rates=rates_of(losses), unfinished=frozenset({RATES}))
     said = to_markdown(limit_blocks(so_far))
-    assert "gated (better at 0.003 by 0.030); rates further out are not run yet" in said
+    assert "gated (lower at 0.003 by 0.030); rates further out are not run yet" in said
     losses["gated"] = (2.0, 1.985)
     said = to_markdown(limit_blocks(study(family, rates=rates_of(losses))))
     assert "Gain only and gated heads end nowhere 0.02 nats or more lower" in said
     losses["gated"] = (math.nan, 1.985)
-    assert "gated (better at 0.003)" in to_markdown(
+    assert "gated (lower at 0.003)" in to_markdown(
         limit_blocks(study(family, rates=rates_of(losses)))
     )
     losses["gated"] = (2.0, 1.985)
@@ -134,7 +134,7 @@ def test_a_longer_warm_up_is_said_and_changes_no_verdict(family: list[Outcome]) 
     shorter = {"arm": "gated", "lr": 0.002, "tokens": 50, "valid": 1.5, "settings": "warmup=0.4"}
     known = study(family, rates=rates_of(losses), warmups=pd.DataFrame([*warmed, shorter]))
     said = to_markdown(limit_blocks(known))
-    assert "gated (better at 0.003 by 0.030)" in said
+    assert "gated (lower at 0.003 by 0.030)" in said
     assert "With a longer warm-up gated ends at 1.950 at 0.002; other rates were not run" in said
     assert "longer" not in to_markdown(limit_blocks(study(family, rates=rates_of(losses))))
 

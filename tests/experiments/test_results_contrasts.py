@@ -9,10 +9,12 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
 
+from gfsa_experiments.results.contrast_blocks import contrast_blocks
 from gfsa_experiments.results.contrasts import contrast, pooled_reduction
-from gfsa_experiments.results.line_pairs import contrast_grid, find_pairs
+from gfsa_experiments.results.line_pairs import find_pairs
 from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.number_format import NONE, Scale, contrast_cells
+from gfsa_experiments.results.page_blocks import Grid
 from gfsa_experiments.results.statistics import Interval, mean_of_groups
 from gfsa_experiments.results.tables import make_tables
 from gfsa_experiments.runs.row import Row
@@ -52,6 +54,33 @@ def test_a_lower_error_is_a_positive_reduction() -> None:
     assert low is not None
     assert high is not None
     assert low < found.reduction.mean < high
+
+
+def test_a_loss_in_nats_is_reduced_as_its_perplexity() -> None:
+    """1 − exp(difference), whatever the loss is; perplexities themselves give nearly the same."""
+    nats = {"metric": "loss", "higher_is_better": False}
+    ours, plain = [1.95, 1.97, 1.96], [1.98, 1.98, 1.99]
+    found = contrast(frame(rows("gfsa", ours, **nats)), frame(rows("plain", plain, **nats)))
+    assert found is not None
+    assert found.reduction is not None
+    assert found.reduced == "perplexity"
+    low, mean, high = found.test.low, found.test.mean, found.test.high
+    assert low is not None
+    assert high is not None
+    assert found.reduction.mean == pytest.approx(100 * (1 - math.exp(mean)))
+    ends = (found.reduction.low, found.reduction.high)
+    assert ends == pytest.approx((100 * (1 - math.exp(high)), 100 * (1 - math.exp(low))))
+    assert found.reductions == pytest.approx(
+        [100 * (1 - math.exp(d)) for d in (-0.03, -0.01, -0.03)]
+    )
+    as_such = {"metric": "perplexity", "higher_is_better": False}
+    same = contrast(
+        frame(rows("gfsa", [*map(math.exp, ours)], **as_such)),
+        frame(rows("plain", [*map(math.exp, plain)], **as_such)),
+    )
+    assert same is not None
+    assert same.reduction is not None
+    assert same.reduction.mean == pytest.approx(found.reduction.mean, abs=0.02)
 
 
 def test_what_makes_no_error_cannot_be_reduced() -> None:
@@ -188,26 +217,29 @@ def test_lines_with_settings_of_their_own_are_on_the_same_data() -> None:
 
 def test_a_name_that_two_lines_have_is_refused() -> None:
     recorded = [*MADE, *rows("plain", [1.0, 2.0, 3.0], settings="lr=1 clip=2")]
-    with pytest.raises(ValueError, match="no task has both lines"):
-        find_pairs(make_tables(latest(recorded)), "gfsa filter_lr=0.5 - plain clip=2")
+    with pytest.raises(ValueError, match=r"no task has both lines.*no line 'gfsa filter_lr=0\.5'"):
+        contrast_blocks(make_tables(latest(recorded)), [], ["gfsa filter_lr=0.5 - plain clip=2"])
     recorded += rows("plain", [1.0, 2.0, 3.0], settings="epochs=6 clip=2")
     with pytest.raises(ValueError, match="'plain clip=2' is more than one line; name more"):
         find_pairs(make_tables(latest(recorded)), "degree1 - plain clip=2")
 
 
+def grid_of(texts: list[str]) -> list[dict[str, str]]:
+    _, grid = contrast_blocks(make_tables(latest(MADE)), [], texts)
+    assert isinstance(grid, Grid)
+    return [dict(zip(grid.columns, row, strict=True)) for row in grid.rows]
+
+
 def test_the_grid_shows_the_settings_that_were_asked_for() -> None:
     """The line of a table with settings of its own is called plain, like the one without."""
     texts = ["gfsa filter_lr=0.01 - plain epochs=6", "gfsa filter_lr=0.01 - plain"]
-    grid = contrast_grid(make_tables(latest(MADE)), texts)
-    lines = [dict(zip(grid.columns, row, strict=True)) for row in grid.rows]
-    assert [(line["a"], line["b"]) for line in lines] == [
+    assert [(line["a"], line["b"]) for line in grid_of(texts)] == [
         ("gfsa filter_lr=0.01", "plain epochs=6"),
         ("gfsa filter_lr=0.01", "plain"),
     ]
 
 
 def test_the_grid_says_what_was_equal() -> None:
-    grid = contrast_grid(make_tables(latest(MADE)), ["gfsa filter_lr=0.01 - degree1"])
-    line = dict(zip(grid.columns, grid.rows[0], strict=True))
+    (line,) = grid_of(["gfsa filter_lr=0.01 - degree1"])
     assert line["difference"] == "+1.3 (−1.3 … +3.9)"
     assert (line["reading"], line["at"]) == ("not shown", "equal epochs")

@@ -149,6 +149,8 @@ def test_a_file_is_read_and_its_plan_gives_its_runs(folder: Path) -> None:
             r"a \[\[comparison\]\] has alpha, which it cannot have",
         ),
         ("2026-11-16T00:00:00Z", "2026-11-16", "registered is a time with its zone"),
+        ('title = "A toy"', "withdrawn = true", "withdrawn is the reason in words, got True"),
+        ('title = "A toy"', 'withdrawn = " "', "withdrawn is the reason in words, got ' '"),
         ("[[comparison]]", "[[other]]", "the file has other, which it cannot have"),
         ("epochs=3 lens=true", "epochs=3 epochs=5", "settings has epochs more than once"),
         ("K=2 filter_lr=1e-2", "K=2 K=3", "the line 'gfsa' has K more than once"),
@@ -201,6 +203,17 @@ def test_a_planned_family_has_no_rows(folder: Path) -> None:
     family = written(folder, TEXT.replace("registered = 2026-11-16T00:00:00Z", ""))
     refuse_unregistered([family], NONE, NONE)
     assert "the family is planned; register and commit it" in refusal(family, rows_of(family))
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_withdrawn_family_has_no_rows(folder: Path, registered: bool) -> None:
+    """One that was run cannot be taken back, whatever its rows say."""
+    text = TEXT.replace('title = "A toy"', 'withdrawn = "too dear"')
+    text = text if registered else text.replace("registered = 2026-11-16T00:00:00Z", "")
+    family = written(folder, text)
+    refuse_unregistered([family], NONE, NONE)
+    for rows in (rows_of(family), rows_of(family)[:1]):
+        assert "the family is withdrawn; one that was run stays" in refusal(family, rows)
 
 
 def test_another_metric_is_refused(folder: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from gfsa import cli
 from gfsa_experiments.results.families import Family, read_family
 from gfsa_experiments.results.family_details import families_page
-from gfsa_experiments.results.family_summary import all_families, runs_of
+from gfsa_experiments.results.family_summary import all_families, of_recipe, runs_of
+from gfsa_experiments.results.figures import marks
 from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.verdicts import outcomes
-from gfsa_experiments.runs.row import Row
+from gfsa_experiments.runs.row import Row, append_rows
+from support.result_rows import row
 
 TEXT = """
 title = "A toy"
@@ -136,6 +141,48 @@ def test_nothing_is_shown_of_a_family_that_lacks_a_run(family: Family) -> None:
         assert "1 of 3 pairs missing: no verdict" in text
         assert "|" not in text
         assert "GPU seconds" not in text
+
+
+def test_a_loss_in_nats_is_shown_and_drawn_in_the_unit_of_perplexity(family: Family) -> None:
+    losses = [
+        dataclasses.replace(row, metric="loss", higher_is_better=False, test=row.test / 100)
+        for row in rows_of(family)
+    ]
+    first, page = pages(family, losses)
+    # differences 0.05, 0.04, 0.055
+    reduction = f"−{100 * math.expm1(0.145 / 3):.1f} % ("
+    for found in (row_of(first, "| toy | gfsa − plain |"), row_of(page, "| gfsa − plain |")):
+        assert found["error reduction"].startswith(reduction)
+    said = "that of the perplexity, 1 − exp(difference)"
+    assert said in first
+    assert said not in pages(family, rows_of(family))[0]
+    assert said in page
+    drawn = marks([], [(family, outcomes(family, latest(losses).rows))])
+    assert {mark.group for mark in drawn} == {"A toy (perplexity)"}
+
+
+def test_a_withdrawn_family_has_its_reason_instead_of_a_plan(family: Family) -> None:
+    withdrawn = dataclasses.replace(family, withdrawn="another one answers it")
+    first, page = pages(withdrawn, [])
+    assert "- Withdrawn before any run: [toy](families/toy.toml) (another one answers it)." in first
+    assert "Planned" not in first
+    said = "2 comparisons (gfsa − plain; gfsa − gain), 3 seeds, withdrawn before any run: another"
+    assert said in page
+    own = to_markdown(of_recipe([(withdrawn, outcomes(withdrawn, latest([]).rows))], "toy"))
+    assert "withdrawn before any run: another one answers it." in own
+
+
+def test_the_command_gives_no_runs_of_a_withdrawn_family(tmp_path: Path) -> None:
+    (tmp_path / "families").mkdir()
+    (tmp_path / "families" / "toy.toml").write_text(f'withdrawn = "too dear"\n{TEXT}')
+    append_rows(tmp_path / "glue.csv", [row()])
+    command = ["results", "--dir", str(tmp_path), "--family", "toy"]
+    done = CliRunner().invoke(cli.build(), command)
+    assert "withdrawn before any run: too dear." in done.stdout
+    assert "gfsa train" not in done.stdout
+    done = CliRunner().invoke(cli.build(), [*command, "--plan", str(tmp_path / "runs.txt")])
+    assert "the family toy is withdrawn: too dear" in done.stderr
+    assert not (tmp_path / "runs.txt").exists()
 
 
 def test_a_run_that_broke_down_is_named(family: Family) -> None:

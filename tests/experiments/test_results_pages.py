@@ -76,10 +76,10 @@ def test_every_recipe_with_exploratory_rows_has_a_page() -> None:
 
 
 def test_the_first_page_is_one_screen() -> None:
-    """With room for the comparisons of the families that are planned, a line for each."""
+    """With room for the comparisons of the families that may still be run, a line for each."""
     page = (RESULTS / "README.md").read_text("utf-8")
     rows = read_folder(RESULTS).rows
-    judged = [outcomes(family, rows) for family in read_families(RESULTS)]
+    judged = [outcomes(f, rows) for f in read_families(RESULTS) if not f.withdrawn]
     planned = sum(len(found) for found in judged if not is_complete(found))
     assert len(page.splitlines()) + planned < 70
     answer = page.partition("\n\n")[2].partition("\n\n")[0]

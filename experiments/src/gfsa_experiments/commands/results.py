@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +33,7 @@ def results(
     ] = "",
     contrast: Annotated[
         list[str] | None,
-        typer.Option(help="'A - B': compare any two lines, seed by seed; repeat it."),
+        typer.Option(help="'A - B': compare any two lines, also of --family; repeat it."),
     ] = None,
     family: Annotated[str, typer.Option(help="Only families/NAME.toml.")] = "",
     plan: Annotated[
@@ -60,11 +59,10 @@ def results(
         chosen = bool(recipe or task or method or contrast or family)
         if write:
             _refuse_to_write(folder, plot, chosen)
-        if plan is not None and not family:
-            raise ValueError("--plan writes the runs of a family; name it by --family")
         _refuse_places(plan, csv, plot)
+        _refuse_together(family, plan, contrast, method, bool(recipe or task))
         found = _read(folder)
-        shown = _chosen(found, recipe, task, method)
+        shown = _shown(found, recipe, task, method, bool(contrast))
         if plot is not None:
             from gfsa_experiments.results import figures
 
@@ -77,10 +75,10 @@ def results(
             typer.echo(f"wrote {csv}", err=True)
         if write:
             _write(folder, found, paper, plot)
+        elif contrast:
+            _print(_contrasts(found, contrast, family, recipe, task), markdown)
         elif family:
             _print(_family(found, family, plan), markdown)
-        elif contrast:
-            _print(_contrasts(shown, contrast), markdown)
         else:
             _print(_page(found, shown, paper, chosen), markdown)
     except (ValueError, OSError) as error:
@@ -102,6 +100,20 @@ def _refuse_to_write(folder: Path, plot: Path | None, chosen: bool) -> None:
         raise ValueError(
             f"--write links to the figure, so --plot has to be a file in {folder}, got {plot}"
         )
+
+
+def _refuse_together(
+    family: str, plan: Path | None, contrast: list[str] | None, method: str, part: bool
+) -> None:
+    """Raise for options of which one would be ignored; ``part``: a recipe or task is asked for."""
+    if plan is not None and not family:
+        raise ValueError("--plan writes the runs of a family; name it by --family")
+    if plan is not None and contrast:
+        raise ValueError("--plan writes runs and --contrast compares them; leave one out")
+    if family and (part or method):
+        raise ValueError("--family shows one family; leave out --recipe, --task and --method")
+    if contrast and method:
+        raise ValueError("--contrast names its two lines; leave out --method")
 
 
 def _refuse_places(*places: Path | None) -> None:
@@ -153,6 +165,17 @@ def _read(folder: Path) -> _Folder:
     return _Folder(tables, times, judged, tuning.rows)
 
 
+def _shown(
+    found: _Folder, recipe: str, task: str, method: str, or_families: bool
+) -> list[ResultTable]:
+    """The exploratory tables that were asked for; ``or_families``: families may have all runs."""
+    from gfsa_experiments.results.choice import chosen_tables, families_of, tables_of
+
+    if or_families and families_of(found.judged, recipe, task):
+        return tables_of(found.tables, recipe, task)
+    return chosen_tables(found.tables, found.judged, recipe, task, method)
+
+
 def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> list[Block]:
     """The tables that are shown, after what the whole folder says unless a ``part`` is wanted."""
     from gfsa_experiments.results.overview import costs, overview
@@ -165,28 +188,36 @@ def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> 
 
 
 def _family(found: _Folder, name: str, plan: Path | None) -> list[Block]:
+    from gfsa_experiments.results.choice import family_named
     from gfsa_experiments.results.family_details import family_section
     from gfsa_experiments.results.family_summary import family_blocks, is_complete
     from gfsa_experiments.results.page_blocks import Commands
 
-    judged = {family.name: (family, outcomes) for family, outcomes in found.judged}
-    if name not in judged:
-        raise ValueError(f"there is no family {name!r}; there are {', '.join(judged) or 'none'}")
-    family, outcomes = judged[name]
+    family, outcomes = family_named(found.judged, name)
+    if plan is not None and family.withdrawn:
+        raise ValueError(f"the family {name} is withdrawn: {family.withdrawn}")
     if plan is not None:
         plan.write_text("\n".join([f"# {family.title}", *family.plan, ""]), encoding="utf-8")
         typer.echo(f"wrote {plan}: {len(family.keys)} runs", err=True)
     if is_complete(outcomes):
         return family_section(family, outcomes)
+    if family.withdrawn:
+        return family_blocks(family, outcomes)
     commands = [f"gfsa train {arguments}" for arguments in family.plan]
     return [*family_blocks(family, outcomes), Commands(commands)]
 
 
-def _contrasts(shown: list[ResultTable], texts: list[str]) -> list[Block]:
-    from gfsa_experiments.results.line_pairs import contrast_grid
-    from gfsa_experiments.results.page_blocks import Text
+def _contrasts(
+    found: _Folder, texts: list[str], family: str, recipe: str, task: str
+) -> list[Block]:
+    """Of one family; without it, of the tables and families of a recipe and task."""
+    from gfsa_experiments.results.choice import families_of, family_named, tables_of
+    from gfsa_experiments.results.contrast_blocks import contrast_blocks, family_contrast_blocks
 
-    return [Text("Exploratory, not corrected for their number:"), contrast_grid(shown, texts)]
+    if family:
+        return family_contrast_blocks(family_named(found.judged, family), texts)
+    tables, judged = tables_of(found.tables, recipe, task), families_of(found.judged, recipe, task)
+    return contrast_blocks(tables, judged, texts)
 
 
 def _print(blocks: list[Block], markdown: bool) -> None:
@@ -239,65 +270,3 @@ def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None
         pages[path] = updated_page(path, title[0].upper() + title[1:], blocks)
     write_pages(pages)
     typer.echo(f"wrote {', '.join(map(str, pages))}", err=True)
-
-
-def _chosen(found: _Folder, recipe: str, task: str, method: str) -> list[ResultTable]:
-    """The tables and lines that were asked for; a ValueError names one that does not exist."""
-    tables = _of_task(found, _of_recipe(found, recipe), recipe, task)
-    methods = {name.strip() for name in method.split(",") if name.strip()}
-    return _of_methods(tables, methods) if methods else tables
-
-
-def _of_recipe(found: _Folder, recipe: str) -> list[ResultTable]:
-    """The tables of a recipe; all of them without one."""
-    recipes = sorted({table.recipe for table in found.tables})
-    if recipe and recipe not in recipes:
-        raise ValueError(
-            f"no exploratory run of recipe {recipe!r}; there are {', '.join(recipes) or 'none'}"
-            + _families_with(found, lambda own, _: own == recipe)
-        )
-    return [table for table in found.tables if recipe in ("", table.recipe)]
-
-
-def _of_task(
-    found: _Folder, tables: list[ResultTable], recipe: str, task: str
-) -> list[ResultTable]:
-    """Those tables of a recipe whose task has this in its name."""
-    kept = [table for table in tables if task in table.task]
-    if task and not kept:
-        tasks = sorted({table.task for table in tables})
-        raise ValueError(
-            f"no task with {task!r} in its name; there are {', '.join(tasks) or 'none'}"
-            + _families_with(found, lambda own, name: recipe in ("", own) and task in name)
-        )
-    return kept
-
-
-def _of_methods(tables: list[ResultTable], wanted: set[str]) -> list[ResultTable]:
-    """The tables that have a line of these methods, with those lines and the plain ones."""
-    methods = {line.method for table in tables for line in table.lines}
-    if wanted - methods:
-        raise ValueError(
-            f"no run of method {', '.join(sorted(wanted - methods))}; "
-            f"there are {', '.join(sorted(methods))}"
-        )
-    kept = wanted | {"plain"}
-    return [
-        replace(
-            table,
-            lines=tuple(line for line in table.lines if line.method in kept),
-            replaced=table.replaced[table.replaced.method.isin(list(kept))],
-        )
-        for table in tables
-        if any(line.method in wanted for line in table.lines)
-    ]
-
-
-def _families_with(found: _Folder, has: Callable[[str, str], bool]) -> str:
-    """Which families have runs of a recipe and task, for a message; empty if none has."""
-    names = [
-        family.name
-        for family, _ in found.judged
-        if any(has(*task) for comparison in family.comparisons for task in comparison.tasks)
-    ]
-    return f". Runs of families are shown by --family: {', '.join(names)}" if names else ""

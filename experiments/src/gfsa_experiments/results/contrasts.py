@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,14 @@ from gfsa_experiments.results.statistics import (
     mean_of_groups,
     paired_difference,
 )
+
+IN_NATS = {"loss"}
+"""Metrics whose relative reduction is that of the perplexity, exp(loss)."""
+UNIT_OF_NATS = (
+    "of a loss in nats it is that of the perplexity, 1 − exp(difference), so that all language "
+    "models are in one unit"
+)
+"""What pages say of it."""
 
 # runs whose costs differ by no more are taken to have had the same
 SAME_DATA = 0.01
@@ -37,6 +46,13 @@ class Contrast:
     """The runs that shared the device; above 1, times are rough."""
     error: float
     """The mean error of ``b``, which relative reductions refer to."""
+    metric: str
+    """That of the rows."""
+
+    @property
+    def reduced(self) -> str:
+        """What :attr:`reduction` is a share of: the metric, for a loss in nats the perplexity."""
+        return "perplexity" if self.metric in IN_NATS else self.metric
 
     @property
     def reduction(self) -> Interval | None:
@@ -44,21 +60,27 @@ class Contrast:
 
         The denominator is the mean error of ``b``, without uncertainty of its own: the interval
         excludes 0 exactly where that of the difference does. None where ``b`` makes no error.
+        For a loss in nats it is that of the perplexity, ``1 − exp(difference)``.
         """
-        percent = self._percent
-        return None if percent is None else self.test.interval.times(percent)
+        if not self._can_be_reduced:
+            return None
+        found = self.test.interval
+        ends = [None if end is None else self._share(end) for end in (found.low, found.high)]
+        return Interval(self._share(found.mean), *(ends if self._share(1) > 0 else reversed(ends)))
 
     @property
     def reductions(self) -> list[float]:
         """The same, one per seed."""
-        percent = self._percent
-        return [] if percent is None else [value * percent for value in self.test.values]
+        return [self._share(value) for value in self.test.values] if self._can_be_reduced else []
 
     @property
-    def _percent(self) -> float | None:
-        if self.error <= 0:
-            return None
-        return (100 if self.test.higher_is_better else -100) / self.error
+    def _can_be_reduced(self) -> bool:
+        return self.metric in IN_NATS or self.error > 0
+
+    def _share(self, difference: float) -> float:
+        if self.metric in IN_NATS:
+            return -100 * math.expm1(difference)
+        return (100 if self.test.higher_is_better else -100) * difference / self.error
 
     @property
     def budget(self) -> str:
@@ -95,6 +117,7 @@ def contrast(a: pd.DataFrame, b: pd.DataFrame) -> Contrast | None:
         seconds=total.seconds_a / total.seconds_b if timed and total.seconds_b else None,
         jobs=int(pairs.jobs_a.iloc[0]),
         error=float(errors(pairs.test_b, up).mean()),
+        metric=str(pairs.metric_b.iloc[0]),
     )
 
 

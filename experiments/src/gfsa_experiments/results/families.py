@@ -16,6 +16,8 @@
     b = "degree1"
 
 ``recipe``, ``metric``, ``seeds`` and ``settings`` are of every comparison, unless it has its own.
+``withdrawn = "reason"`` is set where a family will not be run; it stays as the record of what was
+planned, and may have no row.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ METRICS = {
 
 _KEY = ["recipe", "task", "method", "options", "settings", "seed"]
 _SHARED = ("recipe", "metric", "seeds", "settings")
-_TOP = {"title", "registered", *_SHARED, "lines", "comparison"}
+_TOP = {"title", "registered", "withdrawn", *_SHARED, "lines", "comparison"}
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Family:
     comparisons: tuple[Comparison, ...]
     path: Path
     content: dict[str, Any]
+    withdrawn: str = ""
+    """Why it will not be run; empty for all others."""
 
     @property
     def plan(self) -> list[str]:
@@ -137,12 +141,15 @@ def _family(path: Path, content: dict[str, Any]) -> Family:
             "registered is a time with its zone such as 2026-12-01T08:00:00Z, "
             f"got {registered!r}; leave it out while the family is planned"
         )
+    withdrawn = content.get("withdrawn")
+    if withdrawn is not None and not (isinstance(withdrawn, str) and withdrawn.strip()):
+        raise ValueError(f"withdrawn is the reason in words, got {withdrawn!r}")
     comparisons = tuple(_comparison(content, own) for own in content["comparison"])
     pairs = [(found.keys(found.a), found.keys(found.b)) for found in comparisons]
     if any(pair in pairs[:at] or pair[::-1] in pairs[:at] for at, pair in enumerate(pairs)):
         raise ValueError("a comparison is listed twice; it would count twice in Holm's correction")
     title = content.get("title", path.stem)
-    return Family(path.stem, title, registered, comparisons, path, content)
+    return Family(path.stem, title, registered, comparisons, path, content, withdrawn or "")
 
 
 def _comparison(content: dict[str, Any], own: dict[str, Any]) -> Comparison:
@@ -234,6 +241,11 @@ def _refusal_of_seeds(
     seen = _of_task(rows, comparison)
     if len(set(seen.metric) - {comparison.metric}):
         return f"its metric is {comparison.metric}, but its rows report {seen.metric.iloc[0]}"
+    if family.withdrawn and len(seen):
+        return (
+            f"seed {seen.seed.iloc[0]} was recorded at {seen.date.iloc[0]}, and the family is "
+            "withdrawn; one that was run stays a family, and another one takes fresh seeds"
+        )
     for row, began in zip(seen.itertuples(), _began(seen), strict=True):
         if family.registered is None or began < family.registered:
             return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gfsa_experiments.results.contrasts import contrast
+from gfsa_experiments.results.contrasts import UNIT_OF_NATS, contrast
 from gfsa_experiments.results.families import Family
 from gfsa_experiments.results.family_summary import (
     FamilyLine,
@@ -32,6 +32,8 @@ FOOTNOTES = [
     "valid*: the same on the part that settings were chosen by, which decides nothing here. "
     "*better* and *worse*: Holm's p below 0.05 over the family; *suggestive*: the interval alone "
     "excludes 0. *one commit*: pairs whose two runs are of the same commit.",
+    "*error reduction*: the difference as a share of b's mean error (100 − score for scores in "
+    f"percent); {UNIT_OF_NATS}.",
     "A line is one method with its options and settings, ± the standard deviation over seeds. *to "
     "plain*, *to degree 1*: differences on test to the lines of these names. Where the table "
     "above does not have the comparison, it was not registered and is exploratory.",
@@ -73,7 +75,7 @@ def family_section(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
 def _comparisons(outcomes: Sequence[Outcome]) -> Grid:
     rows = []
     for outcome in outcomes:
-        cells = contrast_cells(outcome.contrast, contrast_scale(outcome))
+        cells = contrast_cells(outcome.contrast, contrast_scale(outcome.contrast))
         row = {
             "comparison": outcome.comparison.name,
             "metric": outcome.comparison.metric,
@@ -125,7 +127,7 @@ def _line_cells(
 
 def _difference_to(name: str, own: FamilyLine, lines: Sequence[FamilyLine], scale: Scale) -> str:
     """To the one line of this name on the same task."""
-    found = [line for line in lines if line.name == name and line.key[:2] == own.key[:2]]
+    found = [line for line in lines if line.name == name and line.task == own.task]
     if len(found) != 1 or found[0] is own:
         return NONE
     return contrast_cells(contrast(own.line.rows, found[0].line.rows), scale)["difference"]
@@ -140,7 +142,7 @@ def _by_seed(outcome: Outcome) -> str:
     name = outcome.comparison.name
     if outcome.contrast is None:
         return f"{name}: {outcome.verdict}."
-    test, scale = outcome.contrast.test, contrast_scale(outcome)
+    test, scale = outcome.contrast.test, contrast_scale(outcome.contrast)
     values = ", ".join(scale.signed(value) for value in test.values)
     return f"{name} ({_in_order(test.seeds)}): {values}"
 

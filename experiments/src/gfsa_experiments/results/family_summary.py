@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from gfsa_experiments.results.contrasts import IN_NATS, UNIT_OF_NATS, Contrast
 from gfsa_experiments.results.families import Family
 from gfsa_experiments.results.number_format import (
     Scale,
@@ -35,10 +36,20 @@ class FamilyLine:
     """A line as the family's file names it, with its runs."""
 
     name: str
-    key: Key
-    """That of its first run."""
+    keys: tuple[Key, ...]
+    """Those of its runs, in the order of the seeds."""
     metric: str
     line: Line
+
+    @property
+    def key(self) -> Key:
+        """That of its first run."""
+        return self.keys[0]
+
+    @property
+    def task(self) -> tuple[str, str]:
+        """Recipe and task."""
+        return self.key[:2]
 
 
 def all_families(judged: Sequence[Judged]) -> list[Block]:
@@ -59,10 +70,14 @@ def all_families(judged: Sequence[Judged]) -> list[Block]:
     planned = [
         f"{link(family)} ({_count(outcomes)}, {_seeds(outcomes)} seeds)"
         for family, outcomes in judged
-        if not _has_runs(outcomes)
+        if not _has_runs(outcomes) and not family.withdrawn
     ]
     if planned:
         said.append(f"Planned, not run: {', '.join(planned)}.")
+    withdrawn = [f"{link(family)} ({family.withdrawn})" for family, _ in judged if family.withdrawn]
+    if withdrawn:
+        said.append(f"Withdrawn before any run: {', '.join(withdrawn)}.")
+    said += _unit_note(judged)
     blocks: list[Block] = [Bullets(said)] if said else []
     if not any(is_complete(outcomes) for _, outcomes in judged):
         blocks.insert(0, Text("No family is complete yet, so nothing is called better or worse."))
@@ -73,6 +88,12 @@ def all_families(judged: Sequence[Judged]) -> list[Block]:
         for outcome in outcomes
     ]
     return [*blocks, _grid(rows)] if rows else blocks
+
+
+def _unit_note(judged: Sequence[Judged]) -> list[str]:
+    contrasts = [outcome.contrast for _, outcomes in judged for outcome in outcomes]
+    in_nats = any(found is not None and found.metric in IN_NATS for found in contrasts)
+    return [f"*error reduction*: {UNIT_OF_NATS}."] if in_nats else []
 
 
 def family_blocks(family: Family, outcomes: Sequence[Outcome]) -> list[Block]:
@@ -103,6 +124,8 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
         return f"{head}; {runs_of(outcomes)}."
     names = "; ".join(outcome.comparison.name for outcome in outcomes)
     head = f"{head}, {_count(outcomes)} ({names}), {_seeds(outcomes)} seeds"
+    if family.withdrawn:
+        return f"{head}, withdrawn before any run: {family.withdrawn}."
     if not _has_runs(outcomes):
         return f"{head}, not run."
     if any(outcome.unusable for outcome in outcomes):
@@ -125,8 +148,8 @@ def lines_of(outcomes: Iterable[Outcome]) -> list[FamilyLine]:
     found: dict[tuple[object, ...], FamilyLine] = {}
     for outcome in outcomes:
         for name, line in outcome.lines.items():
-            keys = outcome.comparison.keys(name)
-            one = FamilyLine(name, keys[0], outcome.comparison.metric, line)
+            keys = tuple(outcome.comparison.keys(name))
+            one = FamilyLine(name, keys, outcome.comparison.metric, line)
             # two comparisons may give one name settings of their own
             found.setdefault((name, *keys), one)
     return list(found.values())
@@ -140,15 +163,14 @@ def _at_commits(lines: Sequence[Line]) -> str:
     return f"at commit {commits[0]}" if commits else "without a commit"
 
 
-def contrast_scale(outcome: Outcome) -> Scale:
+def contrast_scale(found: Contrast | None) -> Scale:
     """Digits for the spread over pairs."""
-    found = outcome.contrast
     spread = None if found is None else pd.Series(found.test.values).std()
     return Scale(1, decimals_for(spread, 0.0 if found is None else found.error))
 
 
 def _cells(outcome: Outcome) -> dict[str, str]:
-    cells = contrast_cells(outcome.contrast, contrast_scale(outcome))
+    cells = contrast_cells(outcome.contrast, contrast_scale(outcome.contrast))
     return {
         "comparison": outcome.comparison.name,
         "pairs": str(outcome.pairs),

@@ -38,7 +38,7 @@ class Mark:
     verdict: str = ""
     """Of a comparison of a family."""
     group: str = ""
-    """The title of the family, and its metric."""
+    """The title of the family, and what is reduced."""
 
 
 def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[Mark]:
@@ -49,8 +49,8 @@ def marks(tables: Sequence[ResultTable], judged: Sequence[Judged] = ()) -> list[
             "",
             reduction,
             verdict=outcome.verdict,
-            # what it compares stands below; reductions of a loss and of a perplexity differ in kind
-            group=f"{family.title.partition(':')[0]} ({outcome.comparison.metric})",
+            # what it compares stands below
+            group=f"{family.title.partition(':')[0]} ({outcome.contrast.reduced})",
         )
         for family, outcomes in judged
         for outcome in outcomes

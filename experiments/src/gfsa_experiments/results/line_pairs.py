@@ -8,28 +8,25 @@ from itertools import groupby
 
 from gfsa_experiments.results.contrasts import Contrast, contrast
 from gfsa_experiments.results.number_format import contrast_cells, scale_of
-from gfsa_experiments.results.page_blocks import Grid
 from gfsa_experiments.results.tables import Line, ResultTable
 
 Place = tuple[ResultTable, Line]
 
 
-def contrast_grid(tables: Sequence[ResultTable], texts: Sequence[str]) -> Grid:
-    """Every contrast that the texts ask for; all of them are exploratory."""
+def pair_cells(tables: Sequence[ResultTable], text: str) -> list[dict[str, str]]:
+    """A row of a table for each contrast that the text asks for."""
+    of_a, of_b = sides(text)
     rows = []
-    for text in texts:
-        of_a, of_b = _sides(text)
-        for table, a, b, found in find_pairs(tables, text):
-            arrow = "" if table.higher_is_better else " ↓"
-            line = {
-                "task": f"{table.recipe}: {table.task}, {table.metric}{arrow}",
-                "a": _asked_name(a, of_a),
-                "b": _asked_name(b, of_b),
-                "pairs": str(len(found.test.seeds)),
-            }
-            rows.append(line | contrast_cells(found, scale_of(table)))
-    words = ("task", "a", "b", "reading", "at")
-    return Grid(list(rows[0]), [list(row.values()) for row in rows], words)
+    for table, a, b, found in find_pairs(tables, text):
+        arrow = "" if table.higher_is_better else " ↓"
+        line = {
+            "task": f"{table.recipe}: {table.task}, {table.metric}{arrow}",
+            "a": _asked_name(a, of_a),
+            "b": _asked_name(b, of_b),
+            "pairs": str(len(found.test.seeds)),
+        }
+        rows.append(line | contrast_cells(found, scale_of(table)))
+    return rows
 
 
 def find_pairs(
@@ -40,7 +37,7 @@ def find_pairs(
     A line is a method and some of its options or settings. Where one table has both, they are
     compared in it; otherwise each must be a single line of the task, with settings of its own.
     """
-    parts = _sides(text)
+    parts = sides(text)
     found = []
 
     def task(table: ResultTable) -> tuple[str, str, str]:
@@ -48,27 +45,32 @@ def find_pairs(
 
     for _, group in groupby(sorted(tables, key=task), key=task):
         own = list(group)
-        a, b = (_matching(own, part.split()) for part in parts)
+        a, b = (_matching(own, part) for part in parts)
         pairs = [(x, y) for x in a for y in b if x[0] is y[0]]
         if not pairs and a and b:
             pairs = [(_single(a, parts[0]), _single(b, parts[1]))]
-            _refuse_other_data(pairs[0][0][1], pairs[0][1][1])
+            refuse_other_data(pairs[0][0][1], pairs[0][1][1])
         for (table, line), (_, other) in pairs:
             compared = contrast(line.rows, other.rows)
             if line is not other and compared is not None:
                 found.append((table, line, other, compared))
-    if not found:
-        names = sorted({line.name for table in tables for line in table.lines})
-        raise ValueError(f"no task has both lines of {text!r} over common seeds; {_list(names)}")
     return found
 
 
-def _sides(text: str) -> list[str]:
+def sides(text: str) -> list[str]:
     """``A`` and ``B`` of ``A - B``."""
-    parts = re.split(r"\s[-−]\s", text)
-    if len(parts) != 2 or not all(part.strip() for part in parts):
-        raise ValueError(f"--contrast takes 'A - B', two lines of a table, got {text!r}")
+    parts = [part.strip() for part in re.split(r"\s[-−]\s", text)]
+    if len(parts) != 2 or not all(parts):
+        raise ValueError(
+            f"--contrast takes 'A - B', two lines of a table or of a family, got {text!r}"
+        )
     return parts
+
+
+def has_words(line: Line, settings: str, text: str) -> bool:
+    """Whether a line, in a table with these settings, is of this method and has these words."""
+    method, *wanted = text.split()
+    return line.method == method and set(wanted) <= {*settings.split(), *line.options.split()}
 
 
 def _asked_name(line: Line, text: str) -> str:
@@ -77,17 +79,11 @@ def _asked_name(line: Line, text: str) -> str:
     return " ".join([*known, *(word for word in text.split() if word not in known)])
 
 
-def _matching(tables: Sequence[ResultTable], words: Sequence[str]) -> list[Place]:
+def _matching(tables: Sequence[ResultTable], text: str) -> list[Place]:
     """The lines that have these words; in a table those with the fewest other options."""
-    method, *wanted = words
     found = []
     for table in tables:
-        settings = set(table.settings.split())
-        lines = [
-            line
-            for line in table.lines
-            if line.method == method and set(wanted) <= settings | set(line.options.split())
-        ]
+        lines = [line for line in table.lines if has_words(line, table.settings, text)]
         fewest = min((len(line.options.split()) for line in lines), default=0)
         found += [(table, line) for line in lines if len(line.options.split()) == fewest]
     return found
@@ -98,13 +94,11 @@ def _single(places: Sequence[Place], text: str) -> Place:
     sizes = [len(f"{line.options} {table.settings}".split()) for table, line in places]
     if sizes.count(min(sizes)) > 1:
         names = [f"{line.name} ({table.settings})" for table, line in places]
-        raise ValueError(
-            f"{text.strip()!r} is more than one line; name more settings; {_list(names)}"
-        )
+        raise ValueError(f"{text!r} is more than one line; name more settings; {_list(names)}")
     return places[sizes.index(min(sizes))]
 
 
-def _refuse_other_data(a: Line, b: Line) -> None:
+def refuse_other_data(a: Line, b: Line) -> None:
     """Raise ValueError if no row of one line is on the data of the other, as far as it is known."""
     first, second = (set(line.rows.data) - {""} for line in (a, b))
     if first and second and first.isdisjoint(second):

@@ -108,7 +108,7 @@ class Rates:
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether a rate beyond those that were tried could be better."""
+        """Whether a rate beyond those that were tried could give a lower loss."""
         return self.best in (min(self.losses), max(self.losses))
 
 

@@ -2,7 +2,7 @@
 
 Both rules are those of plans, from before their runs:
 
-- ``pretrain-46m-rate.txt``: each arm takes its better rate; where that is the lowest or the highest
+- ``pretrain-46m-rate.txt``: each arm takes its best rate; where that is the lowest or the highest
   that was tried, the page says that nothing beyond it was;
 - ``pretrain-scaling-46m.txt``: a difference between sizes below :data:`BETWEEN` nats is not one. It
   is read at as many tokens a parameter, from a line between two lengths of the smaller size, and
@@ -38,7 +38,7 @@ _PLAN = "[plan](plans/pretrain-scaling-46m.txt)"
 
 
 def rate_blocks_of_larger(runs: pd.DataFrame) -> list[Block]:
-    """The rates of every arm, its better one, and the gap of the better runs."""
+    """The rates of every arm, its best one, and the gap of the best runs."""
     if runs.empty:
         return []
     size, ratio = str(runs["size"].iloc[0]), float(runs.ratio.max())
@@ -53,14 +53,14 @@ def rate_blocks_of_larger(runs: pd.DataFrame) -> list[Block]:
             if arm != PLAIN:
                 ends = [_test(runs, arm, rate), _test(runs, PLAIN, best[PLAIN])]
                 said.append(
-                    f"{arm} − plain, each at its better rate: {NATS.signed(ends[0] - ends[1])} on "
+                    f"{arm} − plain, each at its best rate: {NATS.signed(ends[0] - ends[1])} on "
                     f"test ({ends[0]:.3f}, {ends[1]:.3f}). One pair: no interval; exploratory."
                 )
     others = [own.arm for own in found if own.best != CHOSEN]
     if others:
-        said.append(f"The rate of {SMALLER}, {CHOSEN:g}, is not the better one of {_and(others)}.")
+        said.append(f"The rate of {SMALLER}, {CHOSEN:g}, is not the best one of {_and(others)}.")
     else:
-        said.append(f"The rate of {SMALLER}, {CHOSEN:g}, is the better one of every arm.")
+        said.append(f"The rate of {SMALLER}, {CHOSEN:g}, is the best one of every arm.")
     return [Heading(f"Learning rate at {size}"), Bullets(said)]
 
 
@@ -74,7 +74,7 @@ def _rates(own: Rates) -> str:
     beyond = ""
     if len(own.losses) > 1 and own.is_at_edge:
         beyond = f"; nothing {'above' if own.best == max(own.losses) else 'below'} it was tried"
-    return f"{own.arm}: {', '.join(cells_of)} (better at {own.best:g}{beyond})"
+    return f"{own.arm}: {', '.join(cells_of)} (lowest at {own.best:g}{beyond})"
 
 
 def _test(runs: pd.DataFrame, arm: str, rate: float) -> float:

@@ -112,7 +112,7 @@ def limit_blocks(study: Study) -> list[Block]:
     rate = next((float(value) for name, _, value in words if name == "lr"), PretrainConfig.lr)
     found = rates(study.rates) if len(study.rates) else []
     below = [
-        f"{own.arm} (better at {own.best:g}{_by(own.losses[rate] - own.losses[own.best])})"
+        f"{own.arm} (lower at {own.best:g}{_by(own.losses[rate] - own.losses[own.best])})"
         for own in found
         # a run that broke down has no loss: the family's rate is not the best one either
         if own.arm in CONTROLS
@@ -130,7 +130,7 @@ def limit_blocks(study: Study) -> list[Block]:
     elif RATES in study.unfinished:
         text = (
             "Gain only and gated heads have plain's learning rate in the family; whether another "
-            "is better for them is not known yet"
+            "suits them more is not known yet"
         )
     else:
         text = (

@@ -1,0 +1,173 @@
+"""``--contrast`` of lines of families: registered comparisons, any others, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from scipy.stats import ttest_rel
+from typer.testing import CliRunner
+
+from gfsa import cli
+from gfsa_experiments.results.families import Family, read_family
+from gfsa_experiments.results.number_format import p_value
+from gfsa_experiments.runs.row import Row, append_rows
+
+TEXT = """
+registered = 2026-11-16T00:00:00Z
+recipe = "support.toy_recipe"
+metric = "accuracy"
+seeds = "100-103"
+settings = "epochs=3"
+
+[lines]
+gfsa = "gfsa K=2 filter_lr=1e-2"
+gain = "gfsa learn=w1"
+plain = "plain"
+longer = "plain epochs=4"
+
+[[comparison]]
+a = "gfsa"
+b = "plain"
+
+[[comparison]]
+a = "gfsa"
+b = "gain"
+
+[[comparison]]
+a = "gfsa"
+b = "longer"
+"""
+VALUES = {
+    "gfsa": [60.0, 61.0, 62.0, 63.5],
+    "gain": [55.0, 55.0, 56.5, 57.0],
+    "plain": [50.0, 51.5, 52.0, 53.0],
+    "longer": [59.0, 61.5, 61.0, 64.0],
+}
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    path = tmp_path / "families" / "toy.toml"
+    path.parent.mkdir()
+    path.write_text(TEXT)
+    return read_family(path)
+
+
+def rows_of(family: Family) -> list[Row]:
+    recorded = {
+        run.key(): Row(
+            **run.key()._asdict(),
+            metric="accuracy",
+            higher_is_better=True,
+            test=VALUES[line][at],
+            epochs=3.0,
+            commit="abc1234",
+            date="2026-11-16T01:00:00+00:00",
+            command=run.command,
+        )
+        for comparison in family.comparisons
+        for line, runs in comparison.runs.items()
+        for at, run in enumerate(runs)
+    }
+    return list(recorded.values())
+
+
+@pytest.fixture
+def folder(family: Family) -> Path:
+    folder = family.path.parents[1]
+    append_rows(folder / "toy.csv", rows_of(family))
+    return folder
+
+
+def shown(folder: Path, *arguments: str) -> list[dict[str, str]]:
+    """The rows of the tables that the command prints."""
+    done = CliRunner().invoke(cli.build(), ["results", "--dir", str(folder), *arguments])
+    assert done.exit_code == 0, done.output
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    names, _, *found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return [dict(zip(names, cells, strict=True)) for cells in found]
+
+
+def refusal(folder: Path, *arguments: str) -> str:
+    done = CliRunner().invoke(cli.build(), ["results", "--dir", str(folder), *arguments])
+    assert done.exit_code == 1
+    return done.stderr
+
+
+def test_a_comparison_that_is_not_registered_is_exploratory(folder: Path) -> None:
+    (row,) = shown(folder, "--family", "toy", "--contrast", "gain - plain")
+    p = ttest_rel(VALUES["gain"], VALUES["plain"]).pvalue
+    # far below 0.05, and still no verdict
+    assert (row["kind"], row["reading"]) == ("exploratory", "suggestive")
+    assert (row["p"], row["p (Holm)"]) == (p_value(p), "–")
+    # differences 5, 3.5, 4.5 and 4
+    assert row["difference"].startswith("+4.25 (")
+
+
+def test_a_registered_comparison_keeps_holms_p_and_its_verdict(folder: Path) -> None:
+    there, back = shown(
+        folder, "--family", "toy", "--contrast", "gfsa - plain", "--contrast", "plain − gfsa"
+    )
+    p = 3 * ttest_rel(VALUES["gfsa"], VALUES["plain"]).pvalue
+    assert (there["kind"], there["reading"]) == ("registered", "better")
+    assert (back["kind"], back["reading"]) == ("registered (as gfsa − plain)", "worse")
+    assert there["p (Holm)"] == back["p (Holm)"] == p_value(p)
+    assert (there["difference"][0], back["difference"][0]) == ("+", "−")
+
+
+def test_a_line_may_be_named_by_its_method_and_settings(folder: Path) -> None:
+    texts = ("gfsa learn=w1 - plain epochs=4.0", "gfsa K=2 - plain epochs=3.0")
+    found = [row for text in texts for row in shown(folder, "--family", "toy", "--contrast", text)]
+    assert [(row["a"], row["b"]) for row in found] == [("gain", "longer"), ("gfsa", "plain")]
+
+
+def test_a_recipe_whose_rows_are_all_of_families_can_be_asked(folder: Path) -> None:
+    """There is no exploratory table, and the families of the recipe answer."""
+    for asked in ((), ("--recipe", "toy"), ("--task", "toy")):
+        (row,) = shown(folder, *asked, "--contrast", "gain - longer")
+        assert (row["family"], row["kind"]) == ("toy", "exploratory")
+    # with other settings it is another table; its lines are compared there, too
+    family = read_family(folder / "families" / "toy.toml")
+    explored = [dataclasses.replace(row, seed=row.seed - 100) for row in rows_of(family)]
+    append_rows(folder / "toy.csv", explored)
+    done = CliRunner().invoke(
+        cli.build(), ["results", "--dir", str(folder), "--contrast", "gfsa K=2 - plain"]
+    )
+    assert "Exploratory, not corrected" in done.stdout
+    assert "Lines of families." in done.stdout
+
+
+def test_lines_that_do_not_exist_are_named_with_those_that_do(folder: Path) -> None:
+    said = refusal(folder, "--family", "toy", "--contrast", "gfsa - nope")
+    assert "there is no line 'nope'; there are gfsa, plain, gain, longer in the family toy" in said
+    assert "no line 'x' and no line 'y'" in refusal(folder, "--contrast", "x - y")
+    same = refusal(folder, "--family", "toy", "--contrast", "gfsa - gfsa")
+    assert "no task has both lines of 'gfsa - gfsa'" in same
+
+
+def test_nothing_is_compared_before_the_last_run(family: Family) -> None:
+    folder = family.path.parents[1]
+    append_rows(folder / "toy.csv", rows_of(family)[:-1])
+    said = refusal(folder, "--family", "toy", "--contrast", "gfsa - plain")
+    assert "the family toy is not complete" in said
+    assert "no task has both lines" in refusal(folder, "--contrast", "gfsa - plain")
+
+
+def test_a_registered_comparison_with_a_failed_run_has_no_number(family: Family) -> None:
+    folder = family.path.parents[1]
+    broken = [
+        dataclasses.replace(row, test=math.nan)
+        if row.method == "plain" and row.seed == 101
+        else row
+        for row in rows_of(family)
+    ]
+    append_rows(folder / "toy.csv", broken)
+    registered, other = shown(
+        folder, "--family", "toy", "--contrast", "gfsa - plain", "--contrast", "gain - plain"
+    )
+    assert registered["difference"] == "–"
+    assert registered["reading"] == "not finite in 1 of 4 pairs: no verdict"
+    assert (other["kind"], other["pairs"]) == ("exploratory", "3")

@@ -354,7 +354,7 @@ def test_a_family_with_unusable_pairs_is_neither_complete_nor_not_run(folder: Pa
     text = text_of(folder)
     assert "No family is complete yet" in text
     assert "not run" not in text
-    assert "| toy | gfsa − plain | 0 | – | – | – | – | 4 with local changes, of 4" in text
+    assert "| toy | gfsa − plain | 0 | – | – | – | 4 with local changes, of 4" in text
 
 
 def test_the_metrics_of_the_recipes() -> None:

@@ -84,6 +84,9 @@ def test_the_first_page_is_one_screen() -> None:
     assert len(page.splitlines()) + planned < 70
     answer = page.partition("\n\n")[2].partition("\n\n")[0]
     assert len(answer.splitlines()) == 3
+    # a line of source may be long, a screen is not
+    assert max(map(len, answer.splitlines())) < 420
+    assert len(page) + 90 * planned < 8000
 
 
 FAMILIES_IN_README = {

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 Judged = tuple[Family, list[Outcome]]
 _WORDS = ("family", "comparison", "verdict", "at")
+PAGE = "families.md"
+"""Beside the first page: families line by line."""
+_DETAILS = ("on valid", "at")
+"""Columns that the first page leaves to :data:`PAGE`."""
 NAMES = {"gfsa": "GFSA", "degree1": "degree 1", "gain": "gain only", "gated": "gated heads"}
-NAMES |= {"longer": "plain for GFSA's time", "residual": "value residual"}
+NAMES |= {"longer": "longer plain", "residual": "value residual"}
 """How prose and figures name the lines of families; any other line goes by its own name."""
 
 
@@ -55,13 +59,14 @@ class FamilyLine:
 def all_families(judged: Sequence[Judged]) -> list[Block]:
     """Which families are complete, which lack runs or have none, and a table of all comparisons."""
     complete = [
-        f"{link(family)} ({family.title}; {runs_of(outcomes)})"
-        for family, outcomes in judged
-        if is_complete(outcomes)
+        f"{link(family)} ({family.title})" for family, outcomes in judged if is_complete(outcomes)
     ]
     said = []
     if complete:
-        said.append(f"Complete, each registered before its runs: {', '.join(complete)}.")
+        said.append(
+            f"Complete, each registered before its runs: {', '.join(complete)}. On valid, at equal "
+            f"time or not, seed by seed: [families]({PAGE})."
+        )
     said += [
         summary(family, outcomes)
         for family, outcomes in judged
@@ -72,17 +77,19 @@ def all_families(judged: Sequence[Judged]) -> list[Block]:
         for family, outcomes in judged
         if not _has_runs(outcomes) and not family.withdrawn
     ]
-    if planned:
-        said.append(f"Planned, not run: {', '.join(planned)}.")
-    withdrawn = [f"{link(family)} ({family.withdrawn})" for family, _ in judged if family.withdrawn]
+    withdrawn = [link(family) for family, _ in judged if family.withdrawn]
+    later = [f"Planned, not run: {', '.join(planned)}."] if planned else []
     if withdrawn:
-        said.append(f"Withdrawn before any run: {', '.join(withdrawn)}.")
+        later.append(f"Withdrawn before any run, [with reasons]({PAGE}): {', '.join(withdrawn)}.")
+    if later:
+        said.append(" ".join(later))
     said += _unit_note(judged)
     blocks: list[Block] = [Bullets(said)] if said else []
     if not any(is_complete(outcomes) for _, outcomes in judged):
         blocks.insert(0, Text("No family is complete yet, so nothing is called better or worse."))
     rows = [
-        {"family": family.name} | _cells(outcome)
+        {"family": family.name}
+        | {name: cell for name, cell in _cells(outcome).items() if name not in _DETAILS}
         for family, outcomes in judged
         if _has_table(outcomes)
         for outcome in outcomes
@@ -113,7 +120,7 @@ def of_recipe(judged: Sequence[Judged], recipe: str) -> list[Block]:
             said.append(f"Family {link(family)}, {state(family)}: {verdicts}.")
         else:
             said.append(f"Family {summary(family, outcomes)}")
-    return [Text(f"{' '.join(said)} Families: [families.md](families.md).")] if said else []
+    return [Text(f"{' '.join(said)} Families: [{PAGE}]({PAGE}).")] if said else []
 
 
 def summary(family: Family, outcomes: Sequence[Outcome]) -> str:

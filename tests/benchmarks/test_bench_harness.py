@@ -198,6 +198,7 @@ def test_reports_are_computed_from_the_rows():
         ("1x12x1024x64", Shape(1, 12, 1024, 64)),
         ("8x2x10x4:causal", Shape(8, 2, 10, 4, True)),
         ("8x4/2x10x4:padded", Shape(8, 4, 10, 4, padded=True, key_heads=2)),
+        ("8x2x10x4:causal:dropout=0.2", Shape(8, 2, 10, 4, True, dropout=0.2)),
     ],
 )
 def test_shapes_are_written_as_they_are_read(text, shape):
@@ -205,7 +206,10 @@ def test_shapes_are_written_as_they_are_read(text, shape):
     assert str(shape) == text
 
 
-@pytest.mark.parametrize("text", ["1x2x3", "1x2x3x4x5", "1x0x3x4", "axbxcxd", "1x2x3x4:full"])
+@pytest.mark.parametrize(
+    "text",
+    ["1x2x3", "1x2x3x4x5", "1x0x3x4", "axbxcxd", "1x2x3x4:full", "1x2x3x4:dropout=1.5"],
+)
 def test_a_shape_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="BATCHxHEADSxTOKENSxDIM"):
         Shape.parse(text)
@@ -222,6 +226,37 @@ def test_grouped_heads_are_for_operators():
     assert all(torch.isfinite(variant.forward()).all() for variant in case.variants)
     with pytest.raises(ValueError, match="grouped heads"):
         run_suite("linear", "cpu", "float32", ["1x4/2x6x4"], 1, False, None, [], None, Console())
+
+
+def test_dropout_is_for_operators(monkeypatch):
+    """Every variant drops what it is asked to, plain attention too."""
+    torch.manual_seed(0)
+    shape = Shape(1, 2, 12, 4, True, dropout=0.5)
+    case = suite_called("ops").build(shape, CPU)
+    names = [variant.name for variant in case.variants]
+    assert names == ["plain", "gfsa degree 1", "gfsa", "gfsa sdpa", "published"]
+    for variant in case.variants:
+        first, second = variant.forward(), variant.forward()
+        assert torch.isfinite(first).all(), variant.name
+        assert not torch.equal(first, second), variant.name
+    with pytest.raises(ValueError, match="only the suite ops takes dropout"):
+        run_suite("linear", "cpu", "float32", [str(shape)], 1, False, None, [], None, Console())
+    # torch draws one mask for two passes outside of graphs alone
+    monkeypatch.setattr(Setting, "__post_init__", lambda setting: None)
+    captured = dataclasses.replace(CPU, graphs=True)
+    assert "gfsa sdpa" not in [v.name for v in suite_called("ops").build(shape, captured).variants]
+
+
+def test_degree_one_around_attention_is_timed_with_dropout(monkeypatch):
+    def chosen(*tokens, backend, **options):
+        return Choice("fused" if backend == "fused" else "sdpa", "a GPU")
+
+    monkeypatch.setattr(suites, "which_backend", chosen)
+    build = suite_called("ops").build
+    with_dropout = build(Shape(1, 2, 12, 4, True, dropout=0.5), CPU)
+    assert "gfsa degree 1 around" in [variant.name for variant in with_dropout.variants]
+    without = build(Shape(1, 2, 12, 4, True), CPU)
+    assert "gfsa degree 1 around" not in [variant.name for variant in without.variants]
 
 
 @pytest.mark.parametrize("program", ["/some/where/gfsa", "/site-packages/gfsa/__main__.py"])

@@ -18,8 +18,8 @@ from gfsa_benchmarks.timing import SHORTEST_SAMPLE_MS
 class Shape:
     """Batch, heads, tokens and head dim, written ``BxHxNxD``.
 
-    ``32/8`` heads are 32 of queries over 8 of keys and values. ``:causal`` and ``:padded`` may
-    follow; padded sequences have half to all of the tokens.
+    ``32/8`` heads are 32 of queries over 8 of keys and values. ``:causal``, ``:padded`` and
+    ``:dropout=0.2`` may follow, in this order; padded sequences have half to all of the tokens.
     """
 
     batch: int
@@ -30,15 +30,18 @@ class Shape:
     padded: bool = False
     key_heads: int | None = None
     """Heads of keys and values where they are fewer than ``heads``."""
+    dropout: float = 0.0
+    """The share of the map's entries that is dropped."""
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        pattern = r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)(:causal)?(:padded)?"
+        pattern = r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)(:causal)?(:padded)?(?::dropout=(0?\.\d+))?"
         match = re.fullmatch(pattern, text.strip())
         if match is None or "0" in match.groups()[:5]:
             raise ValueError(
                 f"expected a shape as BATCHxHEADSxTOKENSxDIM, such as 1x12x1024x64, "
-                f"8x32/8x1024x64:causal or 32x12x128x64:padded, got {text!r}"
+                f"8x32/8x1024x64:causal, 32x12x128x64:padded or 32x4x256x64:causal:dropout=0.2, "
+                f"got {text!r}"
             )
         batch, heads, tokens, dim = (int(match[group]) for group in (1, 2, 4, 5))
         key_heads = None if match[3] is None else int(match[3])
@@ -47,10 +50,13 @@ class Shape:
                 f"expected fewer heads of keys that divide the heads of queries, such as 32/8, "
                 f"got {heads}/{key_heads} in the shape {text!r}"
             )
-        return cls(batch, heads, tokens, dim, match[6] is not None, match[7] is not None, key_heads)
+        options = (match[6] is not None, match[7] is not None, key_heads, float(match[8] or 0))
+        return cls(batch, heads, tokens, dim, *options)
 
     def __str__(self) -> str:
         options = ":causal" * self.causal + ":padded" * self.padded
+        if self.dropout:
+            options += f":dropout={self.dropout:g}"
         grouped = "" if self.key_heads is None else f"/{self.key_heads}"
         return f"{self.batch}x{self.heads}{grouped}x{self.tokens}x{self.dim}{options}"
 

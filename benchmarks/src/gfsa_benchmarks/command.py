@@ -25,7 +25,8 @@ def bench(
     shapes: Annotated[
         str,
         typer.Option(
-            help="BATCHxHEADSxTOKENSxDIM[:causal][:padded], separated by commas; HEADS may be 32/8."
+            help="BATCHxHEADSxTOKENSxDIM[:causal][:padded][:dropout=0.2], separated by commas; "
+            "HEADS may be 32/8."
         ),
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,

@@ -18,6 +18,7 @@ def published_attention(
     K: int = 3,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     r"""The formula of the paper, term by term, with its n×n matrices.
 
@@ -32,6 +33,7 @@ def published_attention(
         K: order of the high-order term.
         is_causal: a token attends to itself and earlier tokens only.
         attn_mask: bool, True where a key takes part.
+        dropout_p: share of the entries of A that is dropped, before A is squared.
     """
     n = q.shape[-2]
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
@@ -40,7 +42,7 @@ def published_attention(
         scores = scores.masked_fill(future, -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf)
-    A = scores.softmax(-1)
+    A = torch.dropout(scores.softmax(-1), dropout_p, train=True)
     identity = torch.eye(n, dtype=A.dtype, device=A.device)
     w0, w1, wK = (w.to(A.dtype)[:, None, None] for w in (w0, w1, wK))
     A_K = A + (K - 1) * (A @ A - A)

@@ -108,6 +108,9 @@ def _shapes(suite: Suite, texts: Sequence[str]) -> list[Shape]:
             f"only the suites ops and lengths take grouped heads; give one number of heads instead "
             f"of {grouped[0]}"
         )
+    dropped = [str(shape) for shape in shapes if shape.dropout]
+    if dropped and not suite.drops:
+        raise ValueError(f"only the suite ops takes dropout, got the shape {dropped[0]}")
     return shapes
 
 

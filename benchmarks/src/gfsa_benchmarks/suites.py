@@ -32,6 +32,8 @@ class Suite:
     compiles: bool = False
     grouped: bool = False
     """Whether shapes may have fewer heads of keys than of queries."""
+    drops: bool = False
+    """Whether shapes may have dropout."""
 
     def shapes(self, device: torch.device) -> Sequence[str]:
         return self.cuda_shapes if device.type == "cuda" else self.cpu_shapes
@@ -40,7 +42,8 @@ class Suite:
 def operators(shape: Shape, setting: Setting) -> Case:
     """Plain attention, gfsa of degree 1 and 2, and the published form.
 
-    Where fused kernels take the call: these whatever ``auto`` chooses, and sums in a fixed order.
+    Where fused kernels take the call: these whatever ``auto`` chooses, and sums in a fixed order;
+    with dropout degree 1 around torch's attention, too.
     """
     tokens = _tokens(shape, setting)
 
@@ -50,7 +53,7 @@ def operators(shape: Shape, setting: Setting) -> Case:
 
     def published(q: Tensor, k: Tensor, v: Tensor, w0: Tensor, w1: Tensor, wK: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        return published_attention(q, k, v, w0, w1, wK, K=3, is_causal=shape.causal, attn_mask=mask)
+        return published_attention(q, k, v, w0, w1, wK, 3, shape.causal, mask, shape.dropout)
 
     weights = [
         torch.full((shape.heads,), value, device=setting.device, requires_grad=True)
@@ -62,7 +65,7 @@ def operators(shape: Shape, setting: Setting) -> Case:
             _plain(shape, setting, tokens),
             _filtered("gfsa degree 1", 1, "auto", shape, setting, tokens),
             _filtered("gfsa", 2, "auto", shape, setting, tokens),
-            _filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens),
+            *_by_torch(shape, setting, tokens),
             *_by_fused_kernels(shape, setting, tokens),
             variant("published", "torch", published, (*tokens, *weights)),
         ],
@@ -83,17 +86,23 @@ def lengths(shape: Shape, setting: Setting) -> Case:
 
 
 def _plain(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> Variant:
+    return variant("plain", "torch", _attend(shape, setting), tokens)
+
+
+def _attend(shape: Shape, setting: Setting) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Torch's attention."""
     mask, causal = _mask(shape, setting), shape.causal
     if mask is not None and causal:
         # torch accepts either a mask or is_causal
         mask, causal = mask & torch.ones(shape.tokens, shape.tokens).tril().to(mask), False
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = shape.key_heads is not None
         return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal, enable_gqa=shape.key_heads is not None
+            q, k, v, mask, shape.dropout, causal, enable_gqa=grouped
         )
 
-    return variant("plain", "torch", run, tokens)
+    return run
 
 
 def _filtered(
@@ -108,6 +117,7 @@ def _filtered(
     options: dict[str, Any] = {
         "attn_mask": _mask(shape, setting),
         "is_causal": shape.causal,
+        "dropout_p": shape.dropout,
         "enable_gqa": shape.key_heads is not None,
         "backend": backend,
     }
@@ -120,6 +130,13 @@ def _filtered(
     return variant(name, ran, run, (*tokens, coeffs))
 
 
+def _by_torch(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> list[Variant]:
+    """Degree 2 by torch's attention, which draws one dropout mask twice outside of graphs alone."""
+    if shape.dropout and setting.graphs:
+        return []
+    return [_filtered("gfsa sdpa", 2, "sdpa", shape, setting, tokens)]
+
+
 def _by_fused_kernels(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> list[Variant]:
     """Variants for calls that fused kernels take; none for others."""
     try:
@@ -127,7 +144,23 @@ def _by_fused_kernels(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) 
     except ValueError:
         return []
     ordered = _filtered("gfsa deterministic", 2, "fused", shape, setting, tokens)
-    return [fused, deterministic(ordered)]
+    around = [_around_torch(shape, setting, tokens)] if shape.dropout else []
+    return [fused, deterministic(ordered), *around]
+
+
+def _around_torch(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> Variant:
+    """Degree 1 by one launch each way around torch's attention, which short rows do not get."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+        # triton is imported where its kernels run
+        from gfsa.operators.fused.degree_one import combine_degree_one
+
+        return combine_degree_one(v, attend(q, k, v), coeffs)
+
+    attend = _attend(shape, setting)
+    return variant(
+        "gfsa degree 1 around", "fused", run, (*tokens, _coefficients(shape, setting, 1))
+    )
 
 
 def linear(shape: Shape, setting: Setting) -> Case:
@@ -172,6 +205,7 @@ SUITES: dict[str, Suite] = {
             "2x16x8192x128:causal",
         ),
         grouped=True,
+        drops=True,
     ),
     "lengths": Suite(
         "attention operators at doubling lengths",

@@ -127,7 +127,7 @@ class CausalLMTask(Task):
             name: Split(blocks(text, config.block, name), as_it_is)
             for name, text in corpus.parts.items()
         }
-        model = _new(config, corpus.vocabulary) if config.scratch else _pretrained(config)
+        model = new_model(config, corpus.vocabulary) if config.scratch else _pretrained(config)
         if corpus.vocabulary > model.config.vocab_size:
             raise ValueError(
                 f"the tokenizer has {corpus.vocabulary} tokens, {config.model} knows "
@@ -195,7 +195,8 @@ def causal_by_kernel(model: Any) -> Iterator[None]:
         body.config = config
 
 
-def _new(config: CausalLMConfig, vocabulary: int) -> Any:
+def new_model(config: CausalLMConfig, vocabulary: int) -> Any:
+    """A GPT-2 of the sizes that the settings name."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropout = 0.1 if config.dropout is None else config.dropout

@@ -92,7 +92,7 @@ def test_a_gain_is_confirmed(verdicts: Any) -> None:
     confirmed, bounded = found.split("No difference is confirmed for")
     assert "GFSA − longer plain" in bounded
     assert confirmed.count("(Holm's p") == 4
-    assert bounded.count("Holm's p") == 2
+    assert bounded.count(" − ") == 2
 
 
 def test_one_filter_alone_may_gain(verdicts: Any) -> None:
@@ -106,7 +106,7 @@ def test_nothing_is_confirmed_of_noise(verdicts: Any) -> None:
     found = answer(verdicts())
     assert found.startswith("**Not confirmed: no filter is shown to end lower than plain.**")
     assert "lower than plain (Holm" not in found
-    assert found.split("No difference is confirmed for")[1].count("Holm's p") == 6
+    assert found.split("No difference is confirmed for")[1].count(" − ") == 6
 
 
 def test_a_control_is_part_of_the_answer(verdicts: Any) -> None:
@@ -125,6 +125,7 @@ def test_an_interval_that_excludes_zero_confirms_nothing(verdicts: Any) -> None:
     assert first.p_holm > 0.05
     assert first.verdict == "suggestive"
     assert answer(judged).startswith("**Not confirmed")
+    assert "for GFSA − plain (suggestive), " in answer(judged)
 
 
 def test_no_number_before_the_last_run(verdicts: Any) -> None:

@@ -15,6 +15,7 @@ from gfsa_experiments.results.verdicts import Outcome
 
 NATS = Scale(1, 3)
 CONFIRMED = ("better", "worse")
+NOT_SHOWN = "not shown"
 QUESTIONS = {
     ("gfsa", "plain"): "does GFSA end lower than plain?",
     ("degree1", "plain"): "does degree 1 end lower than plain?",
@@ -47,7 +48,7 @@ def answer(outcomes: Sequence[Outcome]) -> str:
         return "**Nothing is confirmed:** there is no family of confirmatory runs."
     shown = [outcome for outcome in outcomes if outcome.verdict in CONFIRMED]
     others = [outcome for outcome in outcomes if outcome.verdict not in CONFIRMED]
-    said = [*map(sentence, shown), *([bounds(others)] if others else [])]
+    said = [*map(sentence, shown), *([not_confirmed(others)] if others else [])]
     return " ".join([f"**{_against_plain(outcomes)}**", *said])
 
 
@@ -89,17 +90,13 @@ def sentence(outcome: Outcome) -> str:
     return f"{a[0].upper() + a[1:]} ends {_size(found)} nats {side} than {b} ({_holm(outcome)})."
 
 
-def bounds(outcomes: Sequence[Outcome]) -> str:
-    """The comparisons without a confirmed difference, each with the interval that bounds it."""
+def not_confirmed(outcomes: Sequence[Outcome]) -> str:
+    """The comparisons without a confirmed difference; the table has the intervals."""
     parts = []
     for outcome in outcomes:
-        a, b = _names(outcome)
-        if outcome.contrast is None:
-            parts.append(f"{a} − {b}: {outcome.verdict}")
-        else:
-            interval = NATS.interval(outcome.contrast.test.interval)
-            parts.append(f"{a} − {b} {interval}, {_holm(outcome)}")
-    return f"No difference is confirmed for (nats, 95 % interval) {'; '.join(parts)}."
+        name = " − ".join(_names(outcome))
+        parts.append(name if outcome.verdict == NOT_SHOWN else f"{name} ({outcome.verdict})")
+    return f"No difference is confirmed for {', '.join(parts)} ([table](#confirmatory-families))."
 
 
 def _names(outcome: Outcome) -> tuple[str, str]:

@@ -225,6 +225,15 @@ def _longest_warmup_on_wikitext2(figures: Figures) -> list[str]:
     return [f"{100 * warmup.max():.0f}"]
 
 
+def _shares_on_wikitext2(figures: Figures) -> list[str]:
+    """GFSA's lead in percent of plain's perplexity: at an untuned rate, and of the family."""
+    line = figures.line("causal_lm", "wikitext-2 gpt2-d8-w256", "gfsa", "filter_lr=0.01")
+    family = figures.outcome("wikitext2", "gfsa", "plain").contrast
+    assert line.to_plain is not None
+    assert family is not None
+    return [size(100 * one.test.mean / one.error, 1) for one in (line.to_plain, family)]
+
+
 def _reduction_of_perplexity(figures: Figures) -> list[str]:
     """In percent, and in nats."""
     found = figures.outcome("wikitext2", "gfsa", "plain").contrast
@@ -315,6 +324,8 @@ CLAIMS = [
     Claim("ten epochs, {} seeds", lambda f: [_seeds(f, "wikitext2")]),
     Claim("lead is {} without dropout and {} at the best one", _leads_by_dropout),
     Claim("a step takes {}× plain's", _step_on_wikitext2),
+    Claim("dropout 0.1 instead of 0.2 to {}", lambda f: [size(checked_leads(f)["0.1"][1], 1)]),
+    Claim("({} % to {} %)", _shares_on_wikitext2),
     Claim("{}× in a tiny model", _step_on_wikitext2),
     # pretraining
     Claim("{} % lower in pretraining at 15M", _perplexity_in_pretraining),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import NamedTuple
 
@@ -59,6 +60,15 @@ class StepMeter:
         """Begin with the next step, whatever was measured or done since the reading."""
         self._losses.zero_()
         self._steps, self._untimed, self._since = 0, 0, time.perf_counter()
+
+
+def free_memory_of_earlier_runs(device: torch.device) -> None:
+    """Give back what an earlier run of this process left; it would count as this run's."""
+    gc.collect()
+    if device.type == "cuda":
+        # cuBLAS keeps 64 MiB for every stream it has worked on, and a captured step has its own
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 class PeakMemory:

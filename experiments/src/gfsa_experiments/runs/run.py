@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from gfsa_experiments.engine.config import (
     settings_of,
     without_folders,
 )
+from gfsa_experiments.engine.meters import free_memory_of_earlier_runs
 from gfsa_experiments.engine.progress import Progress
 from gfsa_experiments.engine.randomness import seed_everything
 from gfsa_experiments.engine.sharding import is_sharded, refuse_with_sharding, whole_weights
@@ -149,11 +149,8 @@ class DivergedError(FloatingPointError):
 def carry_out(run: Run, progress: Progress | None = None) -> Row:
     """Train, evaluate and write the run's folder; a finished run only gives its row."""
     run.check()
-    # memory that an earlier run of this process left on the device would count as this run's
-    gc.collect()
     accelerator = _accelerator(run)
-    if accelerator.device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory_of_earlier_runs(accelerator.device)
     finished = read_row(run.folder)
     if finished is not None and run.resume:
         _check_finished(run, accelerator.num_processes)

@@ -22,7 +22,7 @@ QUESTIONS = {
     ("gfsa", "degree1"): "does the second pass bring more than degree 1?",
     ("gfsa", "gain"): "is it more than a learned gain per head?",
     ("gfsa", "gated"): "is it more than gated heads bring?",
-    ("gfsa", "longer"): "is it more than plain brings in GFSA's time?",
+    ("gfsa", "longer"): "is it more than plain brings with 13 % more steps?",
     ("degree1", "gain"): "is degree 1 more than a learned gain per head?",
     ("degree1", "gated"): "is degree 1 more than gated heads bring?",
     ("degree1", "residual"): "is degree 1 more than a fixed value residual brings?",

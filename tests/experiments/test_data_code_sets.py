@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,9 @@ def test_other_sizes_than_the_official_ones_are_told(tmp_path: Path) -> None:
         read_code_set(tmp_path, "bigclonebench")
 
 
-def test_missing_files(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the hub is not asked without the package
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(FileNotFoundError, match=r"function.json.*CodeXGLUE.*Defect-detection"):
         read_code_set(tmp_path, "devign")
     write_clones(tmp_path)

@@ -9,9 +9,8 @@ import pytest
 from gfsa_experiments.results.page_blocks import BEGIN, END
 from support.page_claims import FAQ, NOT_FROM_ROWS, PAGE_CLAIMS, PageClaim
 from support.prose import NUMBER, ROOT, Passage, passages_of
-from support.quoted_figures import Figures
+from support.quoted_figures import FIGURES
 
-FIGURES = Figures(ROOT / "results")
 PAGES = sorted({claim.page for claim in PAGE_CLAIMS})
 # signed numbers, the ends of "a to b" with a sign, and means before and after
 COMPARED = re.compile(r"(?<![\w.])[+−]\d+(?:\.\d+)?(?!\w|\.\d)|\d+\.\d+(?= →)|(?<=→ )\d+\.\d+")

@@ -28,9 +28,8 @@ from support.prose import (
     quotes_in,
     results_in,
 )
-from support.quoted_figures import CLAIMS, Claim, Figures
+from support.quoted_figures import CLAIMS, FIGURES, Claim
 
-FIGURES = Figures(ROOT / "results")
 PROSE = prose_with_results()
 PAGES = sorted({passage.page for passage in PROSE})
 # how prose names the lines of families; a line without a name here goes by its own

@@ -10,13 +10,12 @@ import pandas as pd
 import pytest
 
 from gfsa_experiments.commands.train import runs_of_plan
-from gfsa_experiments.results.families import is_of, read_families
+from gfsa_experiments.results.families import is_of
 from gfsa_experiments.results.family_summary import lines_of, of_recipe
 from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.tuning_table import tuning_blocks
-from gfsa_experiments.results.verdicts import outcomes
-from support.quoted_figures import Figures
+from support.quoted_figures import FIGURES
 
 RESULTS = Path(__file__).parents[2] / "results"
 Runs = dict[tuple[str, str, str], list[float]]
@@ -76,8 +75,7 @@ def test_the_mean_over_seeds_counts_and_higher_may_be_better() -> None:
 
 @pytest.mark.parametrize("recipe", ["causal_lm", "glue", "graph", "image"])
 def test_a_page_names_the_families_of_its_recipe(recipe: str) -> None:
-    runs = read_folder(RESULTS).rows
-    judged = [(family, outcomes(family, runs)) for family in read_families(RESULTS)]
+    judged = FIGURES.judged
     said = to_markdown(of_recipe(judged, recipe))
     assert said.strip() in (RESULTS / f"{recipe}.md").read_text("utf-8")
     for family, found in judged:
@@ -91,9 +89,8 @@ def test_a_page_names_the_families_of_its_recipe(recipe: str) -> None:
 def test_what_is_written_of_wikitext2_is_that_of_the_rows() -> None:
     """Prose of results/causal_lm.md: the family's numbers, and those of the tuning."""
     page = " ".join((RESULTS / "causal_lm.md").read_text("utf-8").split())
-    figures = Figures(RESULTS)
     perplexity = {
-        own.name: own.line.rows.test.mean() for own in lines_of(figures.of_family("wikitext2"))
+        own.name: own.line.rows.test.mean() for own in lines_of(FIGURES.of_family("wikitext2"))
     }
     names = {"plain": "plain has", "degree1": "degree 1", "gfsa": "GFSA"}
     said = ", ".join(f"{word} {perplexity[name]:.2f}" for name, word in names.items())
@@ -106,7 +103,7 @@ def test_what_is_written_of_wikitext2_is_that_of_the_rows() -> None:
         ("longer", "gfsa", "ends {} higher than GFSA ({} … {})"),
         ("twicing", "gfsa", "GFSA ends {} lower still ({} … {})"),
     ):
-        found = figures.family_difference("wikitext2", a, b)
+        found = FIGURES.family_difference("wikitext2", a, b)
         numbers = (f"{x:.2f}".replace("-", "−") for x in (found.mean, found.low, found.high))
         assert words.format(*numbers) in page
     gains = {name: perplexity["plain"] - value for name, value in perplexity.items()}
@@ -192,11 +189,10 @@ def runs_on_wikitext2() -> pd.DataFrame:
 
 def test_the_table_of_dropout_is_that_of_the_rows(runs_on_wikitext2: pd.DataFrame) -> None:
     page = (RESULTS / "causal_lm.md").read_text("utf-8")
-    figures = Figures(RESULTS)
     best, shares, arms = {}, [], ["plain", "degree1", "gfsa"]
     for dropout, *said in _cells(page, "| dropout |"):
         if dropout == "0.2":
-            lines = lines_of(figures.of_family("wikitext2"))
+            lines = lines_of(FIGURES.of_family("wikitext2"))
             means = {own.name: own.line.rows.test.mean() for own in lines}
             valid = {own.name: own.line.rows.valid.mean() for own in lines}
         else:
@@ -237,7 +233,7 @@ def test_the_table_of_peers_is_that_of_the_rows(runs_on_wikitext2: pd.DataFrame)
     own = _at_dropout(runs_on_wikitext2, "0.2")
     lines = _cells(page, "| peer |")
     assert [line[0] for line in lines] == list(PEERS)
-    family = pd.concat([one.line.rows for one in lines_of(Figures(RESULTS).of_family("wikitext2"))])
+    family = pd.concat([one.line.rows for one in lines_of(FIGURES.of_family("wikitext2"))])
     for name, added, *said, test in lines:
         rows = family if "family" in name else own
         forms = [rows[(rows.method == m) & (rows.options == o)] for m, o in PEERS[name]]

@@ -19,7 +19,7 @@ from gfsa_experiments.results.overview import domains
 from gfsa_experiments.results.statistics import Interval
 from gfsa_experiments.results.tables import Line, ResultTable, make_tables
 from gfsa_experiments.results.verdicts import Outcome, outcomes
-from support.prose import count_word
+from support.prose import ROOT, count_word
 
 
 class Figures:
@@ -33,11 +33,15 @@ class Figures:
         return read_folder(self.folder)
 
     @cached_property
+    def judged(self) -> list[Judged]:
+        """Every family with its outcomes."""
+        families = read_families(self.folder)
+        return [(family, outcomes(family, self.runs.rows)) for family in families]
+
+    @property
     def complete(self) -> list[Judged]:
         """The families with all their runs."""
-        families = read_families(self.folder)
-        judged = [(family, outcomes(family, self.runs.rows)) for family in families]
-        return [(family, found) for family, found in judged if is_complete(found)]
+        return [(family, found) for family, found in self.judged if is_complete(found)]
 
     @cached_property
     def tables(self) -> list[ResultTable]:
@@ -91,6 +95,10 @@ class Figures:
     def text(self, page: str) -> str:
         """A page whose generated part another test compares with the rows."""
         return (self.folder / page).read_text("utf-8")
+
+
+FIGURES = Figures(ROOT / "results")
+"""Of the project's own rows; judging them takes seconds, so tests share it."""
 
 
 @dataclass(frozen=True)

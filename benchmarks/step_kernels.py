@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -138,15 +137,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", type=Shape.parse, help="such as 32x4x256x64:causal:dropout=0.2")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dropout", type=float, help="in place of the shape's")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["plain", "gfsa"])
     given = parser.parse_args(arguments)
     shape = given.shape
     if shape.padded or shape.key_heads is not None or not shape.causal:
         parser.error(f"a GPT-2 takes causal shapes without padding and groups, got {shape}")
-    if given.dropout is not None:
-        shape = dataclasses.replace(shape, dropout=given.dropout)
     cuda = torch.cuda.is_available()
     console = Console(width=WIDTH)
     torch.manual_seed(0)

@@ -125,7 +125,7 @@ def test_a_step_of_the_recipe_is_taken_apart(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = step_kernels()
     monkeypatch.setattr(module, "LISTED", 1000)
-    tiny = ["1x2x8x4:causal", "--layers", "1", "--vocabulary", "64", "--dropout", "0.2"]
+    tiny = ["1x2x8x4:causal:dropout=0.2", "--layers", "1", "--vocabulary", "64"]
     module.main([*tiny, "--methods", "plain", "degree1"])
     shown = capsys.readouterr().out
     plain, filtered = shown.split("degree1: ")

@@ -91,7 +91,7 @@ def symbols_of(code: str) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize(
     ("way", "cache", "window"),
     [
-        # forty seconds; the other four have what it has
+        # forty seconds; torch's way and a static cache each have a shorter case below
         pytest.param("torch", "static", WINDOW, marks=pytest.mark.slow),
         ("kernel", "static", WINDOW),
         ("torch", "dynamic", WINDOW),

@@ -89,5 +89,7 @@ FOOTNOTES = [
     "and seeds; *sum*: theirs, 1 at the start.",
     "*time*: of a training step, relative to plain (whose line has it in milliseconds), only from "
     "runs that had the machine to themselves, on the same device. *memory*: peak GPU memory, "
-    "likewise. *GPU seconds*: training time of a run, divided by the runs that shared the GPU.",
+    "likewise; runs with graphs=True of 2026-11-17 and before may count 65 MiB for each earlier "
+    "run of their process. *GPU seconds*: training time of a run, divided by the runs that shared "
+    "the GPU.",
 ]

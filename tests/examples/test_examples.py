@@ -36,8 +36,8 @@ QUICK = {
     "trl_sft": ["--steps", "10"],
 }
 LAUNCHED = "accelerate_fsdp2"
-LAUNCHER = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
-LAUNCHER += ["--dynamo_backend=no"]
+LAUNCHER = ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+LAUNCHER += ["--mixed_precision=no", "--dynamo_backend=no"]
 NOTEBOOKS = ["does_my_model_oversmooth", "first_look"]
 # what a reader waits at most; their own limit is a minute on a machine that does nothing else
 LONGEST = 240.0
@@ -72,8 +72,8 @@ def test_script(
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    script = str(EXAMPLES / f"{LAUNCHED}.py")
-    printed = launch("accelerate", "launch", *LAUNCHER, script, "--steps=4", f"--out={tmp_path}")
+    script = EXAMPLES / f"{LAUNCHED}.py"
+    printed = launch(LAUNCHER, script, "--steps=4", f"--out={tmp_path}")
     check_output(LAUNCHED, printed)
     assert (tmp_path / "filters" / "filters.json").exists()
 

@@ -17,13 +17,8 @@ SHOWN = ["op", "BERT", "GPT-2", "ViT", "GPS"]
 
 def torchrun(processes: int, folder: Path) -> dict[str, dict[str, float]]:
     file = folder / "results.json"
-    launch(
-        "torchrun",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        str(WORKERS / "distributed.py"),
-        str(file),
-    )
+    launcher = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    launch(launcher, WORKERS / "distributed.py", str(file))
     results: dict[str, dict[str, float]] = json.loads(file.read_text())
     return results
 
@@ -68,18 +63,11 @@ def test_four_processes(tmp_path: Path) -> None:
 # examples/accelerate_fsdp2.py is launched in every run
 @pytest.mark.slow
 def test_accelerate_launch(tmp_path: Path) -> None:
-    launch(
-        "accelerate",
-        "launch",
-        # what starts more than one process here; the script asks for the CPU
-        "--multi_gpu",
-        "--num_processes=2",
-        "--num_machines=1",
-        "--mixed_precision=no",
-        "--dynamo_backend=no",
-        str(WORKERS / "accelerated.py"),
-        str(tmp_path),
-    )
+    launcher = ["accelerate", "launch", "--num_processes=2", "--num_machines=1"]
+    # what starts more than one process here; the script asks for the CPU
+    launcher += ["--multi_gpu"]
+    launcher += ["--mixed_precision=no", "--dynamo_backend=no"]
+    launch(launcher, WORKERS / "accelerated.py", str(tmp_path))
     thetas = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert thetas[0]["theta"] == thetas[1]["theta"]
     assert thetas[0]["processes"] == 2

@@ -24,15 +24,8 @@ def test_interrupted_and_resumed(
     data = write_corpus(tmp_path)
     alone = a_run(data, tmp_path / "one", "gfsa", **SETTINGS)
     row = carry_out(alone)
-    launch(
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(WORKERS / "pretraining.py"),
-        str(data),
-        str(tmp_path / "two"),
-        way,
-    )
+    launcher = ["torchrun", "--standalone", "--nproc-per-node=2"]
+    launch(launcher, WORKERS / "pretraining.py", str(data), str(tmp_path / "two"), way)
     (file,) = (tmp_path / "two").glob("**/row.json")
     two = json.loads(file.read_text())
     assert two["device"].startswith("2 × ")

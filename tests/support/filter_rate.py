@@ -19,8 +19,8 @@ def one_process(folder: Path) -> dict[str, Any]:
 
 
 def launched(mode: str, folder: Path, processes: int = 2) -> dict[str, Any]:
-    worker = str(WORKERS / "filter_rate.py")
-    launch("torchrun", "--standalone", f"--nproc-per-node={processes}", worker, mode, str(folder))
+    launcher = ["torchrun", "--standalone", f"--nproc-per-node={processes}"]
+    launch(launcher, WORKERS / "filter_rate.py", mode, str(folder))
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
 

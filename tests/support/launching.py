@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 WORKERS = Path(__file__).parents[1] / "scale" / "workers"
+RUNNER = Path(__file__).with_name("run_script.py")
 
 
-def launch(*command: str, timeout: float = 240) -> str:
-    """Run a launcher of this environment as a user would type it; returns what it prints.
+def launch(launcher: Sequence[str], script: Path, *arguments: str, timeout: float = 240) -> str:
+    """Run a script by a launcher of this environment; returns what the processes print.
 
-    One thread a process.
+    One thread a process. What happens after the script has ended is not looked at (``RUNNER`` says
+    why).
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # a process that libraries abort prints where it was
     environment["PYTHONFAULTHANDLER"] = "1"
     # a worker of pytest-xdist has a rank of its own in the environment
     environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST")}
+    program, *options = launcher
     done = subprocess.run(
-        [str(Path(sys.executable).parent / command[0]), *command[1:]],
+        [Path(sys.executable).parent / program, *options, RUNNER, script, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -29,5 +33,14 @@ def launch(*command: str, timeout: float = 240) -> str:
         check=False,
     )
     # of two processes the one that failed first is at the beginning
-    assert done.returncode == 0, f"{done.stderr[:4000]}\n…\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, shortened(done.stderr)
     return done.stdout
+
+
+def shortened(errors: str, characters: int = 3000) -> str:
+    """The beginning and the end of what processes have printed, without faulthandler's modules."""
+    lines = [line for line in errors.splitlines() if not line.startswith("Extension modules:")]
+    text = "\n".join(lines)
+    if len(text) <= 2 * characters:
+        return text
+    return f"{text[:characters]}\n…\n{text[-characters:]}"

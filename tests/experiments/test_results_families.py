@@ -28,6 +28,7 @@ from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.statistics import holm
 from gfsa_experiments.results.verdicts import Outcome, outcomes
 from gfsa_experiments.runs.row import Row, append_rows
+from support.result_rows import rows_of_family
 
 TEXT = """
 title = "A toy"
@@ -71,23 +72,7 @@ def written(folder: Path, text: str = TEXT) -> Any:
 
 
 def rows_of(family: Any, **changes: Any) -> list[Row]:
-    """A row for each run of the family."""
-    recorded = {}
-    for comparison in family.comparisons:
-        for line, runs in comparison.runs.items():
-            for at, run in enumerate(runs):
-                row = Row(
-                    **run.key()._asdict(),
-                    metric="accuracy",
-                    higher_is_better=True,
-                    test=VALUES[line][at],
-                    epochs=3.0,
-                    commit="abc1234",
-                    date="2026-11-16T01:00:00+00:00",
-                    command=run.command,
-                )
-                recorded[run.key()] = dataclasses.replace(row, **changes)
-    return list(recorded.values())
+    return rows_of_family(family, VALUES, lambda line, at: changes)
 
 
 def judged(family: Any, rows: list[Row]) -> list[Outcome]:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from gfsa import cli
 from gfsa_experiments.results.families import Family, read_family
 from gfsa_experiments.results.number_format import p_value
-from gfsa_experiments.runs.row import Row, append_rows
+from gfsa_experiments.runs.row import append_rows
+from support.result_rows import rows_of_family
 
 TEXT = """
 registered = 2026-11-16T00:00:00Z
@@ -56,29 +57,10 @@ def family(tmp_path: Path) -> Family:
     return read_family(path)
 
 
-def rows_of(family: Family) -> list[Row]:
-    recorded = {
-        run.key(): Row(
-            **run.key()._asdict(),
-            metric="accuracy",
-            higher_is_better=True,
-            test=VALUES[line][at],
-            epochs=3.0,
-            commit="abc1234",
-            date="2026-11-16T01:00:00+00:00",
-            command=run.command,
-        )
-        for comparison in family.comparisons
-        for line, runs in comparison.runs.items()
-        for at, run in enumerate(runs)
-    }
-    return list(recorded.values())
-
-
 @pytest.fixture
 def folder(family: Family) -> Path:
     folder = family.path.parents[1]
-    append_rows(folder / "toy.csv", rows_of(family))
+    append_rows(folder / "toy.csv", rows_of_family(family, VALUES))
     return folder
 
 
@@ -131,7 +113,9 @@ def test_a_recipe_whose_rows_are_all_of_families_can_be_asked(folder: Path) -> N
         assert (row["family"], row["kind"]) == ("toy", "exploratory")
     # with other settings it is another table; its lines are compared there, too
     family = read_family(folder / "families" / "toy.toml")
-    explored = [dataclasses.replace(row, seed=row.seed - 100) for row in rows_of(family)]
+    explored = [
+        dataclasses.replace(row, seed=row.seed - 100) for row in rows_of_family(family, VALUES)
+    ]
     append_rows(folder / "toy.csv", explored)
     done = CliRunner().invoke(
         cli.build(), ["results", "--dir", str(folder), "--contrast", "gfsa K=2 - plain"]
@@ -150,7 +134,7 @@ def test_lines_that_do_not_exist_are_named_with_those_that_do(folder: Path) -> N
 
 def test_nothing_is_compared_before_the_last_run(family: Family) -> None:
     folder = family.path.parents[1]
-    append_rows(folder / "toy.csv", rows_of(family)[:-1])
+    append_rows(folder / "toy.csv", rows_of_family(family, VALUES)[:-1])
     said = refusal(folder, "--family", "toy", "--contrast", "gfsa - plain")
     assert "the family toy is not complete" in said
     assert "no task has both lines" in refusal(folder, "--contrast", "gfsa - plain")
@@ -162,7 +146,7 @@ def test_a_registered_comparison_with_a_failed_run_has_no_number(family: Family)
         dataclasses.replace(row, test=math.nan)
         if row.method == "plain" and row.seed == 101
         else row
-        for row in rows_of(family)
+        for row in rows_of_family(family, VALUES)
     ]
     append_rows(folder / "toy.csv", broken)
     registered, other = shown(

@@ -18,7 +18,7 @@ from gfsa_experiments.results.load_rows import latest
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.verdicts import outcomes
 from gfsa_experiments.runs.row import Row, append_rows
-from support.result_rows import row
+from support.result_rows import row, rows_of_family
 
 TEXT = """
 title = "A toy"
@@ -59,26 +59,17 @@ def family(tmp_path: Path) -> Family:
 
 def rows_of(family: Family) -> list[Row]:
     """A row for each run, two runs at once; on valid each number is 1 lower, those of gfsa 2."""
-    recorded = {}
-    for comparison in family.comparisons:
-        for line, runs in comparison.runs.items():
-            for at, run in enumerate(runs):
-                recorded[run.key()] = Row(
-                    **run.key()._asdict(),
-                    metric="accuracy",
-                    higher_is_better=True,
-                    test=TEST[line][at],
-                    valid=TEST[line][at] - (2 if line == "gfsa" else 1),
-                    coefficients=COEFFICIENTS[line][at],
-                    epochs=3.0,
-                    seconds=SECONDS[line],
-                    jobs=2,
-                    device="NVIDIA H200",
-                    commit="abc1234",
-                    date="2026-11-16T01:00:00+00:00",
-                    command=run.command,
-                )
-    return list(recorded.values())
+    return rows_of_family(
+        family,
+        TEST,
+        lambda line, at: {
+            "valid": TEST[line][at] - (2 if line == "gfsa" else 1),
+            "coefficients": COEFFICIENTS[line][at],
+            "seconds": SECONDS[line],
+            "jobs": 2,
+            "device": "NVIDIA H200",
+        },
+    )
 
 
 def pages(family: Family, rows: list[Row]) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gfsa
 from gfsa import baselines
 from support.families import FAMILIES, METHODS
 from support.small_baselines import IDS, apply, causal_lm
@@ -142,3 +143,24 @@ def test_a_cache_has_no_tokens_to_look_at(method: str) -> None:
     with pytest.raises(ValueError, match="use_cache=False"):
         model.generate(IDS, cache_implementation="static", **how)
     assert model.generate(IDS, use_cache=False, **how).shape == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("method", "filtered"),
+    [
+        *((method, False) for method in METHODS),
+        # the others are filters of their own
+        *((method, True) for method in ("contranorm", "contranorm-vit", "featscale", "layerscale")),
+    ],
+)
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(method: str, filtered: bool) -> None:
+    """Whether transformers writes their mask, or describes it to a plugged model."""
+    model = causal_lm().double()
+    if filtered:
+        gfsa.plug(model)
+    apply(model, method)
+    positions = torch.tensor([[*range(3), *range(4)]])
+    packed = model(IDS[:1], position_ids=positions, use_cache=False).logits
+    alone = model(IDS[:1, 3:], use_cache=False).logits
+    assert (packed[:, 3:] - alone).abs().max() <= 1e-10

@@ -52,6 +52,26 @@ def test_two_dimensional_inputs() -> None:
     assert relative_error(y, expected) <= 1e-12
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scales_that_turn_a_hidden_score(scale: float, dtype: torch.dtype) -> None:
+    """Such a scale times -inf is +inf or NaN, which torch's causal kernel on a CPU computes."""
+    inputs = [torch.randn(2, 3, 9, 4).to(dtype).requires_grad_() for _ in range(3)]
+    coeffs = torch.tensor([0.2, 0.7, 0.4])
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    y, expected = (
+        graph_filter_attention(*each, coeffs, is_causal=True, scale=scale, backend=backend)
+        for each, backend in ((inputs, "sdpa"), (exact, "dense"))
+    )
+    bound = 16 * torch.finfo(dtype).eps
+    assert relative_error(y.double(), expected) <= bound
+    found = torch.autograd.grad(y.double().square().sum(), inputs)
+    wanted = torch.autograd.grad(expected.square().sum(), exact)
+    size = max(gradient.abs().max() for gradient in wanted)
+    for gradient, right in zip(found, wanted, strict=True):
+        assert (gradient.double() - right).abs().max() <= bound * size
+
+
 OPTIONS = {
     "plain": {},
     "causal": {"is_causal": True},

@@ -17,12 +17,13 @@ from gfsa.plugs.cross_attention import has_no_values
 # what a softmax leaves of a hidden key: Swin adds -100, others the smallest number
 _HIDDEN = 1e-12
 
-Kind = tuple[bool, bool, bool]
+Kind = tuple[bool, ...]
 
 
 def kind_of(sight: Visibility) -> Kind:
-    """What a layer was given: padding, pairs, causality."""
-    return sight.keys is None, sight.pairs is None, sight.causal
+    """What a layer was given: padding, pairs, causality, a window, documents."""
+    given = (sight.keys, sight.pairs, sight.window, sight.documents)
+    return (sight.causal, *(part is not None for part in given))
 
 
 def refusal_of_sight(

@@ -76,8 +76,9 @@ def attend_alike(x: Tensor, seen: Visibility, temperature: float) -> Tensor:
     return AttentionOperator(
         direction,
         direction,
-        seen.mask,
-        is_causal=seen.causal,
+        # pairs say all of it, and torch takes them as they are
+        attn_mask=seen.pairs,
+        visible=seen if seen.pairs is None else None,
         scale=1 / temperature,
         backend="sdpa",
     ).apply(x)

@@ -45,7 +45,7 @@ class SDPAOperator(Operator):
             call = self.given
             if call.attn_mask is not None or call.visible is not None:
                 call = _described(call)
-            if call.attn_mask is not None or (call.scale is not None and call.scale < 0):
+            if call.attn_mask is not None or (call.scale is not None and call.scale <= 0):
                 call = _as_torch_takes_it(call)
             self._call = call
         return self._call
@@ -144,9 +144,9 @@ def _as_torch_takes_it(call: AttentionCall) -> AttentionCall:
         attn_mask, is_causal = _with_causal(attn_mask, q.shape[-2]), False
     if attn_mask is not None and attn_mask.dtype == torch.bool and q.is_cuda:
         attn_mask = as_additive(attn_mask, q.dtype)
-    if scale is not None and scale < 0 and q.is_cuda:
-        # cuDNN's attention gives NaN for a negative scale
-        q, scale = -q, -scale
+    if scale is not None and scale <= 0:
+        # a scale times -inf of a hidden score: cuDNN's attention and torch's on a CPU give NaN
+        q, scale = (-q, -scale) if scale < 0 else (q * 0.0, 1.0)
     return AttentionCall(
         *(q, call.k, attn_mask, call.dropout_p, is_causal, scale, call.enable_gqa),
         visible=call.visible,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 from pathlib import Path
@@ -157,6 +158,11 @@ def test_nothing_to_unplug() -> None:
             {"filter": lambda heads: gfsa.Twicing(7)},
             ValueError,
             "has 4 heads, .* a filter for 7",
+        ),
+        (
+            {"filter": functools.cache(gfsa.GFSA)},
+            ValueError,
+            r"the same object for .*\.0\..* and .*\.1\..*: each layer has a filter of its own",
         ),
         ({"preset": "best"}, ValueError, "the only preset is 'paper'"),
         ({"dropout_after": "lunch"}, ValueError, "dropout_after must be 'attention' or 'filter'"),
@@ -494,6 +500,16 @@ def test_filters_live_where_their_layer_lives() -> None:
     # small steps would be lost in bfloat16
     assert next(iter(gfsa.filters_of(half).values())).theta.dtype == torch.float32
     assert half(torch.zeros(1, 3, dtype=torch.long))[0].dtype == torch.bfloat16
+
+
+def test_a_filter_that_layers_share_is_in_its_group_once() -> None:
+    model = bert()
+    gfsa.plug(model)
+    first, second = (layer.attention.self for layer in model.encoder.layer[:2])
+    second.gfsa = first.gfsa
+    (filters,) = (g for g in gfsa.parameter_groups(model, 1e-4, 1e-2) if g["name"] == "filters")
+    assert len(filters["params"]) == len(gfsa.filters_of(model)) - 1
+    assert len({id(p) for p in filters["params"]}) == len(filters["params"])
 
 
 def test_parameter_groups() -> None:

@@ -79,6 +79,25 @@ class TestLora:
         whole = gfsa.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "merged")
         assert torch.equal(self.output(whole), self.output(merged))
 
+    def test_while_the_adapter_is_disabled_the_filters_are_those_that_run(
+        self, tmp_path: Path
+    ) -> None:
+        base = plugged("gpt2")
+        untrained = learned(base)
+        model = self.lora(base, modules_to_save=["gfsa"])
+        self.train(model)
+        trained = learned(model)
+        with model.disable_adapter():
+            assert same(dict(zip(untrained, learned(model).values(), strict=True)), untrained)
+            gfsa.save(model, tmp_path)
+            (measured,) = gfsa.diagnose(model.eval(), batch_for("gpt2")).models.values()
+            assert len(measured.attention) == 2
+        assert same(learned(model), trained)
+        again = plugged("gpt2")
+        gfsa.unplug(again)
+        gfsa.load(again, tmp_path)
+        assert same(learned(again), untrained)
+
     def test_without_modules_to_save_the_filters_are_frozen(self) -> None:
         model = self.lora(plugged("gpt2"), modules_to_save=None)
         assert not any(f.theta.requires_grad for f in gfsa.filters_of(model).values())

@@ -70,7 +70,9 @@ def trained_parameters(model: nn.Module, filter_lr: float | None) -> list[nn.Par
     filters = filters_of(model)
     if not filters:
         raise ValueError(f"{type(model).__name__} has no filters; gfsa.plug(model) first")
-    trained = [p for f in filters.values() for p in f.parameters() if p.requires_grad]
+    # once each: layers may share a filter that somebody has assigned to both
+    of_filters = dict.fromkeys(p for f in filters.values() for p in f.parameters())
+    trained = [p for p in of_filters if p.requires_grad]
     if filter_lr is not None and not trained:
         raise ValueError(
             f"filter_lr={filter_lr} has no parameters to act on: every filter is frozen (peft "

@@ -168,7 +168,8 @@ def plan_filters(
     report = PlugReport(
         skipped={name: site.refusal for name, site in found.items() if site.refusal is not None}
     )
-    planned = []
+    planned: list[tuple[Site, GraphFilter]] = []
+    taken = {id(site.filter): other for other, site in accepting.items() if site.is_plugged}
     for name, site in accepting.items():
         if name not in selected:
             report.skipped[name] = NOT_SELECTED
@@ -181,6 +182,13 @@ def plan_filters(
         # on the host, and trainable, wherever plug is called; attach moves it to the layer's device
         with torch.device("cpu"), torch.inference_mode(False):
             new_filter = _build(factory, site.num_heads, name)
+        if id(new_filter) in taken:
+            raise ValueError(
+                f"filter({site.num_heads}) returned the same object for {taken[id(new_filter)]} "
+                f"and {name}: each layer has a filter of its own. Return a new one in each call, "
+                "as lambda heads: gfsa.GFSA(heads) does"
+            )
+        taken[id(new_filter)] = name
         planned.append((site, new_filter))
         report.plugged[name] = new_filter.num_heads
         report.how[name] = site.adapter.how

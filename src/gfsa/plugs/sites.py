@@ -150,9 +150,15 @@ def _owners(name: str, modules: dict[str, nn.Module]) -> Owners:
 
 
 def _active_copy_first(wrapper: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside a wrapper; peft's modules_to_save trains the copy that is active."""
+    """The modules inside a wrapper; of peft's modules_to_save first the one that runs.
+
+    That is the copy of the active adapter, or the original while adapters are disabled.
+    """
     active = getattr(wrapper, "active_adapter", None)
     copies = getattr(wrapper, "modules_to_save", None)
-    if isinstance(active, str) and isinstance(copies, nn.ModuleDict) and active in copies:
-        yield copies[active]
+    if isinstance(copies, nn.ModuleDict):
+        if getattr(wrapper, "disable_adapters", False):
+            yield wrapper.original_module
+        elif isinstance(active, str) and active in copies:
+            yield copies[active]
     yield from wrapper.modules()

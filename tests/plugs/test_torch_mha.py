@@ -429,7 +429,7 @@ def test_compiled_self_attention_by_copies_needs_one_forward_before():
     for run in (compiled, program):
         with pytest.raises(RuntimeError, match=r"mha .* its key has other values than its query"):
             run(x, torch.randn_like(x))
-    # torch.func has no such assertion, compiled or not
+    # compiled torch.func has no such assertion
     by_sample = torch.vmap(lambda x: model(x[None], x[None].clone()))
     per_sample = torch.compile(by_sample, backend="eager")
     torch.testing.assert_close(per_sample(x)[:, 0], expected)
@@ -508,21 +508,29 @@ def test_compiled_self_attention_by_views_needs_no_forward_before(mode, dynamic)
             compiled(x, True)
 
 
-def test_self_attention_by_copies_under_torch_func_needs_one_forward_before():
+@pytest.mark.parametrize("copies_before", [False, True])
+def test_copies_and_other_tokens_under_torch_func(copies_before):
+    """Their values are compared as outside of it, whatever an earlier forward has shown."""
     model, x = _attends()
     numbers = dict(model.named_parameters())
+    if copies_before:
+        model(x, x.clone())
 
-    def loss(numbers, x):
-        return torch.func.functional_call(model, numbers, (x[None], x[None].clone())).sum()
+    def loss(numbers, query, key):
+        given = (query[None], key[None].clone())
+        return torch.func.functional_call(model, numbers, given).sum()
 
-    per_sample = torch.vmap(torch.func.grad(loss), (None, 0))
-    with pytest.raises(ValueError, match=r"or under torch\.func"):
-        per_sample(numbers, x)
-    model(x, x.clone())
-    found = per_sample(numbers, x)["mha.gfsa.theta"]
-    for one, gradient in zip(x, found, strict=True):
-        expected = torch.func.grad(loss)(numbers, one)["mha.gfsa.theta"]
-        torch.testing.assert_close(gradient, expected)
+    gradient = torch.func.grad(loss)
+    found = torch.vmap(gradient, (None, 0, 0))(numbers, x, x)["mha.gfsa.theta"]
+    turned = torch.vmap(gradient, (None, 0, 1))(numbers, x, x.transpose(0, 1).contiguous())
+    assert torch.equal(turned["mha.gfsa.theta"], found)
+    for one, of_sample in zip(x, found, strict=True):
+        torch.testing.assert_close(of_sample, gradient(numbers, one, one)["mha.gfsa.theta"])
+    for maps in (torch.vmap(gradient, (None, 0, 0)), torch.vmap(loss, (None, 0, 0)), loss):
+        with pytest.raises(ValueError, match="its key has other values than its query"):
+            maps(numbers, x, torch.randn_like(x))
+    with pytest.raises(ValueError, match="maps only one of its query and key"):
+        torch.vmap(gradient, (None, 0, None))(numbers, x, x[0])
 
 
 def test_not_a_number_is_no_other_token():

@@ -40,6 +40,9 @@ class WrittenAttention(nn.Module):
         )
         return attention.masked_fill(attention.isnan(), 0.0).contiguous() @ v
 
+    def by_casts_like_another_tensor(self, q, k, v):
+        return F.softmax((q @ k.mT).double(), -1).type_as(q).to(v) @ v
+
     def by_columns(self, q, k, v):
         return (v.mT @ torch.softmax(q @ k.mT, 3).mT).mT
 

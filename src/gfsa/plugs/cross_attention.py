@@ -79,15 +79,23 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
     elif has_no_values(query) or has_no_values(key):
         if _same_whole_view(query, key):
             return
+        if not torch.compiler.is_compiling() and _is_transformed():
+            both = _without_transforms(query, key)
+            if both is None:
+                raise ValueError(_refusal(module, "torch.vmap maps only one of its query and key"))
+            query, key = both
+            if not (has_no_values(query) or has_no_values(key)):
+                if are_same_tokens(query, key):
+                    return
+                raise ValueError(_refusal(module, _OTHER_VALUES))
         if _GIVEN_COPIES in module.__dict__:
             _compare_in_graph(module, query, key)
             return
         raise ValueError(
             f"{_name_of(module)} was plugged as self-attention, but its key is another tensor "
             "than its query, and their values cannot be compared while a graph is compiled or "
-            "captured, or under torch.func. Pass the same tensor for both, run one forward without "
-            "these first, or, if this is cross-attention, leave this layer out with "
-            "gfsa.plug(model, layers=...)"
+            "captured. Pass the same tensor for both, run one forward without that first, or, if "
+            "this is cross-attention, leave this layer out with gfsa.plug(model, layers=...)"
         )
     elif _same_memory(query, key) or _same_values(query, key):
         module.__dict__[_GIVEN_COPIES] = True
@@ -157,6 +165,31 @@ def _is_transformed() -> bool:
 
 # all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
 _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _without_transforms(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Tensors that torch.func has not transformed, equal if and only if the given ones are.
+
+    The samples that vmap maps are on their first axes. None if it maps one of both alone.
+    """
+    functorch = torch._C._functorch
+    while any(map(functorch.is_functorch_wrapped_tensor, (query, key))):
+        # the transform that was entered last: of one of them, or of both
+        level = max(map(functorch.maybe_get_level, (query, key)))
+        (query, one), (key, other) = (_without_transform(x, level) for x in (query, key))
+        if one != other:
+            return None
+    return query, key
+
+
+def _without_transform(x: Tensor, level: int) -> tuple[Tensor, bool]:
+    """A tensor without the transform of a level, if it has that one; whether it was vmap."""
+    functorch = torch._C._functorch
+    if functorch.maybe_get_level(x) != level:
+        return x, False
+    axis = functorch.maybe_get_bdim(x)
+    x = functorch.get_unwrapped(x)
+    return (x, False) if axis < 0 else (x.movedim(axis, 0), True)
 
 
 def _same_whole_view(query: Tensor, key: Tensor) -> bool:

@@ -156,9 +156,9 @@ def _active_copy_first(wrapper: nn.Module) -> Iterator[nn.Module]:
     """
     active = getattr(wrapper, "active_adapter", None)
     copies = getattr(wrapper, "modules_to_save", None)
-    if isinstance(copies, nn.ModuleDict):
-        if getattr(wrapper, "disable_adapters", False):
-            yield wrapper.original_module
-        elif isinstance(active, str) and active in copies:
-            yield copies[active]
+    original = getattr(wrapper, "original_module", None)
+    if isinstance(original, nn.Module) and getattr(wrapper, "disable_adapters", False):
+        yield original
+    elif isinstance(active, str) and isinstance(copies, nn.ModuleDict) and active in copies:
+        yield copies[active]
     yield from wrapper.modules()

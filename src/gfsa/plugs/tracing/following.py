@@ -13,6 +13,8 @@ from gfsa.plugs.tracing.axes import is_elsewhere, reshaped
 from gfsa.plugs.tracing.origins import Origins, OriginTable
 
 _RULES: dict[str, Callable[..., Origins]] = {
+    "to": rules.cast,
+    "type_as": rules.cast,
     "expand": rules.expand,
     "expand_as": rules.expand,
     "broadcast_to": rules.expand,

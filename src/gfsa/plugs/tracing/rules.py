@@ -39,6 +39,11 @@ def reorder(table: OriginTable, func: Any, args: Any, kwargs: Any) -> Origins:
     return table.each(args[0], lambda dims: [dims[axis] for axis in order])
 
 
+def cast(table: OriginTable, args: Any, kwargs: Any, result: Tensor) -> Origins:
+    """Of a second tensor only the dtype and the device count: ``x.type_as(other)``."""
+    return elementwise(table, [args[0]], result)
+
+
 def expand(table: OriginTable, args: Any, kwargs: Any, result: Tensor) -> Origins:
     """Axes of size 1 are repeated, and new ones come before them."""
     return table.each(args[0], lambda dims: broadcast(dims, result.shape))

@@ -18,7 +18,7 @@ from gfsa.lens.progress import Progress, progress_bar
 from gfsa.lens.readings import ModelReading
 from gfsa.lens.recorder import Recorder
 from gfsa.lens.report import LensReport
-from gfsa.lens.sites import plugged_everywhere
+from gfsa.lens.sites import no_nested_tensors, plugged_everywhere
 from gfsa.plugs.layer_selection import Layers
 from gfsa.plugs.registry import Unknown
 from gfsa.plugs.running import call, evaluating
@@ -119,6 +119,7 @@ class _Measurement:
         with (
             evaluating(model),
             torch.no_grad(),
+            no_nested_tensors(model),
             plugged_everywhere(model, self.unknown) as (sites, bare, skipped),
             Recorder(model, sites, self.layers, self.options) as recorder,
         ):

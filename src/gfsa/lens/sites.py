@@ -37,6 +37,23 @@ def plugged_everywhere(
         uninstall(model, [plugged[name] for name in bare])
 
 
+@contextmanager
+def no_nested_tensors(model: nn.Module) -> Iterator[None]:
+    """Keep torch's encoders from packing padded batches into nested tensors, which have no axes."""
+    packing = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor
+    ]
+    try:
+        for module in packing:
+            module.use_nested_tensor = False
+        yield
+    finally:
+        for module in packing:
+            module.use_nested_tensor = True
+
+
 def _ordinary_attention(heads: int) -> GFSA:
     """A filter that is ordinary attention, in one pass, with no parameters."""
     return GFSA(heads, K=None, learn=())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gfsa.lens.axes import AXES_IN_DOUBT
 from gfsa.lens.layer_record import LensOptions
 from gfsa.lens.progress import Progress, progress_bar
 from gfsa.lens.readings import ModelReading
@@ -61,9 +63,9 @@ def diagnose(
             passes per layer.
         spectral: measure frequency responses and singular values of the maps: the costly part,
             O(n³) per head and sample for the singular values.
-        valid: ``(B, N)``, True where a token counts, or a function of the batch that returns it.
-            Default: the batch's ``attention_mask`` (or key padding mask), else the keys that the
-            attention map does not mask, else all tokens.
+        valid: ``(B, N)``, True (or 1) where a token counts, or a function of the batch that returns
+            it. Default: what each layer's attention does not mask, and the ``attention_mask`` (or
+            key padding mask) that the model hands down to the layer's part of it; else all tokens.
         forward: ``(model, batch)``: calls the model, if not as above.
         max_batches: stop after this many batches.
         spectral_samples: samples that take part in the spectral measurements.
@@ -126,12 +128,12 @@ class _Measurement:
             for batch in batches:
                 batch = _to_device(batch, device)
                 mask = self.valid(batch) if callable(self.valid) else self.valid
-                with recorder.listening(batch, mask), self._arguments_hint(batch):
+                with recorder.listening(mask), self._arguments_hint(batch):
                     self.forward(model, batch)
                 advance()
             if not recorder.layers:
                 raise ValueError("no attention layer ran: expected at least one batch in inputs")
-            skipped |= _without_response(sites)
+            skipped |= _without_response(sites) | _without_features(recorder)
             own = [s.filter for n, s in sites.items() if n not in bare]
             first = next(iter(recorder.layers.values()))
             return ModelReading(
@@ -172,6 +174,13 @@ def _without_response(sites: Mapping[str, Site]) -> dict[str, str]:
         for name, site in sites.items()
         if not site.filter.is_polynomial
     }
+
+
+def _without_features(recorder: Recorder) -> dict[str, str]:
+    """The layers whose tokens were not measured, with the reason; warns if there are any."""
+    if recorder.in_doubt:
+        warnings.warn(f"{', '.join(recorder.in_doubt)}: {AXES_IN_DOUBT}", stacklevel=4)
+    return dict.fromkeys(recorder.in_doubt, AXES_IN_DOUBT)
 
 
 def _batches(inputs: Any, models: int) -> Iterable[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,33 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.lens import metrics
+from gfsa.lens.axes import (
+    AXES_IN_DOUBT,
+    Attended,
+    AxesInDoubtError,
+    TokenReader,
+    attended_by_input,
+    attended_by_values,
+)
+from gfsa.lens.padding import Calls, Padding, padding_of
 from gfsa.lens.sites import attention_modules, blocks_around, containers_around, is_inside
-from gfsa.lens.tokens import as_tokens, first_tensor, fits, valid_from_batch
+from gfsa.lens.tokens import first_tensor, whole_map
 from gfsa.plugs.call_check import compiled_parts
 from gfsa.plugs.sites import filters_of
 
 Log = Callable[[dict[str, float], int], None]
+
+
+@dataclass
+class _Layer:
+    """One run of an attention layer."""
+
+    name: str
+    attended: Attended | None
+    """None if it cannot be told what the attention attends to."""
+    padding: Padding
+    tokens: Tensor | None = None
+    """What leaves the outermost block around it that has ended, ``(B, N, D)``."""
 
 
 class Monitor:
@@ -35,6 +57,7 @@ class Monitor:
 
     The model has hooks only between the two calls of a measured step, so all other steps cost
     nothing. No forward is added, and nothing is copied from the device before :meth:`after_step`.
+    Padding does not count, and a layer whose axes are in doubt is left out, with a warning.
     The model need not be called itself: where a training step calls a part of it (``self.net(x)``
     in a ``LightningModule``), the outermost part that runs counts as the model.
 
@@ -56,13 +79,19 @@ class Monitor:
         self._attention = attention_modules(self.model)
         self._blocks = blocks_around(self.model, self._attention)
         self._containers = containers_around(self._blocks)
+        self._reader = TokenReader()
+        self._calls = Calls(self.model, self._blocks)
         self._handles: list[RemovableHandle] = []
         # the name of the outermost module that runs now, and of those that ran in this step
         self._running: str | None = None
         self._ran: set[str] = set()
-        self._batch: dict[str, Any] = {}
-        self._last: tuple[str, Tensor] | None = None
+        # what the filter of the attention that runs now was called with: tokens and their masks
+        self._filtered: tuple[Attended, Padding] | None = None
+        self._last: _Layer | None = None
         self._depth = 0
+        # layers whose tokens were left out in this step, and those that were warned of
+        self._left_out: set[str] = set()
+        self._warned: set[str] = set()
         self._found: dict[str, list[Tensor]] = defaultdict(list)
 
     def before_step(self, step: int) -> None:
@@ -73,6 +102,8 @@ class Monitor:
             return
         self._found.clear()
         self._running, self._ran = None, set()
+        self._filtered, self._last = None, None
+        self._left_out = set()
         modules = dict(self.model.named_modules())
         for name in self._containers:
             begin, end = self._container(name)
@@ -83,7 +114,12 @@ class Monitor:
             ]
         for name, blocks in self._blocks.items():
             for block in blocks:
-                self._handles.append(modules[block].register_forward_hook(self._block(name)))
+                hook = self._block(name)
+                self._handles.append(modules[block].register_forward_hook(hook, with_kwargs=True))
+        for name, filter in filters_of(self.model).items():
+            self._handles.append(filter.register_forward_hook(self._filter(name)))
+        # after the others, since these forget a call when it ends
+        self._handles += self._calls.watch()
 
     def after_step(self, step: int) -> None:
         """Call after the step; after the optimiser's step to log the updated filters."""
@@ -91,7 +127,7 @@ class Monitor:
             return
         self.stop()
         values = {name: float(torch.cat(parts).nanmean()) for name, parts in self._found.items()}
-        if not values:
+        if not values and not self._left_out:
             compiled = self.compiled or compiled_parts(self.model)
             why = (
                 ": torch.compile fused them; train without it to measure them"
@@ -99,6 +135,10 @@ class Monitor:
                 else " inside of a call model(x), or of a call of a part that has blocks"
             )
             warnings.warn(f"no block of the model ran in step {step}{why}", stacklevel=2)
+        unknown = sorted(self._left_out - self._warned)
+        if unknown:
+            self._warned |= self._left_out
+            warnings.warn(f"{', '.join(unknown)}: {AXES_IN_DOUBT}", stacklevel=2)
         self.log({**values, **self._filters()}, step)
 
     def stop(self) -> None:
@@ -116,7 +156,7 @@ class Monitor:
             # what is checkpointed runs again in the backward, when the forward around it is over
             if any(is_inside(name, container) for container in self._ran):
                 return
-            self._running, self._batch = name, kwargs
+            self._running = name
             self._last = None
             self._depth = self._layers_before(name)
             self._ran.add(name)
@@ -125,7 +165,7 @@ class Monitor:
             if self._running != name:
                 return
             self._flush()
-            self._running, self._batch = None, {}
+            self._running = None
 
         return begin, end
 
@@ -134,35 +174,70 @@ class Monitor:
         inside = [name == container or is_inside(name, container) for name in self._attention]
         return inside.index(True) if True in inside else 0
 
-    def _block(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = first_tensor(output) if self._running is not None else None
-            if found is None:
+    def _filter(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """The hook on a filter, whose arguments show the tokens and the masks of the layer."""
+
+        def hook(filter: nn.Module, args: Any, output: Any) -> None:
+            if self._running is None or args[1].is_nested:
                 return
-            # blocks end from the inside out, so the outermost around an attention is kept
-            if self._last is not None and self._starts_again(name, module):
-                self._flush()
-            self._last = (name, found.detach())
+            operator, v = whole_map(args[0]), args[1].detach()
+            padding = padding_of(self._calls.mask_of(name), operator, v)
+            self._filtered = attended_by_values(self._attention[name], v), padding
 
         return hook
 
-    def _starts_again(self, name: str, module: nn.Module) -> bool:
-        """Whether the module that ends now belongs to another layer than the last one."""
-        assert self._last is not None
-        return self._last[0] != name or module is self._attention[name]
+    def _block(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        """The hook after a block around the attention ``name``, or after the attention itself."""
+
+        @torch.no_grad()
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if self._running is None:
+                return
+            if self._last is None or self._last.name != name or module is self._attention[name]:
+                self._flush()
+                self._last = self._begin_layer(name, module, args, kwargs)
+            # blocks end from the inside out, so the outermost that returns tokens is kept
+            layer, found = self._last, first_tensor(output)
+            if layer.attended is None or found is None:
+                return
+            entered = first_tensor((args, kwargs))
+            try:
+                tokens = self._reader.tokens(found.detach(), layer.attended, module, entered)
+            except AxesInDoubtError:
+                layer.tokens = None
+                return
+            # samples of several lengths in one list: to take them apart is to read their lengths
+            if tokens is not None or found.dim() == 2:
+                layer.tokens = tokens
+
+        return hook
+
+    def _begin_layer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> _Layer:
+        """The layer whose innermost ``module`` has ended."""
+        self._depth += 1
+        filtered, self._filtered = self._filtered, None
+        if filtered is not None:
+            return _Layer(name, *filtered)
+        padding = Padding(stated=[self._calls.mask_of(name)])
+        try:
+            if module is not self._attention[name]:
+                raise AxesInDoubtError
+            around = self._calls.matrices_around(name)
+            return _Layer(name, attended_by_input(module, args, kwargs, around), padding)
+        except AxesInDoubtError:
+            return _Layer(name, None, padding)
 
     @torch.no_grad()
     def _flush(self) -> None:
-        if self._last is None:
+        """Measure the tokens of the last layer."""
+        layer, self._last = self._last, None
+        if layer is None:
             return
-        name, x = self._last
-        self._last = None
-        valid = valid_from_batch(self._batch, name)
-        tokens = as_tokens(x, None, self._attention[name], valid)
+        tokens = layer.tokens
         if tokens is None:
+            self._left_out.add(layer.name)
             return
-        self._depth += 1
-        valid = fits(valid, tokens)
+        valid = layer.padding.of(tokens.shape[:2], tokens.device)
         for what, measure in _CHEAP.items():
             key = f"{self.prefix}/{what}/{self._depth:02d}"
             self._found[key].append(measure(tokens, valid))

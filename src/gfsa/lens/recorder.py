@@ -11,18 +11,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
-from gfsa.lens import metrics
+from gfsa.lens.axes import Attended, AxesInDoubtError, TokenReader, attended_by_values
 from gfsa.lens.layer_record import LayerRecord, LensOptions, Stopwatch
+from gfsa.lens.padding import Calls, Padding, checked_mask, padding_of
 from gfsa.lens.readings import AttentionReading, FeatureReading
 from gfsa.lens.sites import blocks_around
-from gfsa.lens.tokens import (
-    as_tokens,
-    first_tensor,
-    fits,
-    valid_from_batch,
-    valid_from_operator,
-    whole_map,
-)
+from gfsa.lens.tokens import first_tensor, whole_map
 from gfsa.plugs.layer_selection import Layers, select_layers
 from gfsa.plugs.sites import Site
 
@@ -35,17 +29,20 @@ Key = tuple[str, int]
 class _Forward:
     """The state of the forward that is recorded."""
 
-    batch: Any = None
     valid: Tensor | None = None
     turns: dict[str, int] = field(default_factory=dict)
-    entered: Tensor | None = None
-    """The input of the first block, until the first attention shows its axes."""
+    entered: tuple[nn.Module, Tensor] | None = None
+    """The first block and its input, until the first attention shows its axes."""
     key: Key | None = None
-    """The layer whose attention ran last; below, its values and mask."""
-    v: Tensor | None = None
+    """The layer whose attention ran last; below, its tokens and their masks."""
+    attended: Attended | None = None
+    padding: Padding = field(default_factory=Padding)
     mask: Tensor | None = None
+    """The mask of the tokens that the attention attends to."""
     left: Tensor | None = None
-    """The output of the outermost block around it that has ended."""
+    """The tokens that leave the outermost block around it that has ended."""
+    in_doubt: bool = False
+    """Whether what leaves that block can be read in several ways."""
 
 
 class Recorder:
@@ -54,7 +51,7 @@ class Recorder:
     .. code-block:: python
 
         with plugged_everywhere(model, "refuse") as (sites, bare, refusals):
-            with Recorder(model, sites) as recorder, recorder.listening(batch):
+            with Recorder(model, sites) as recorder, recorder.listening():
                 model(**batch)
             recorder.features(), recorder.attention(bare)
 
@@ -77,6 +74,10 @@ class Recorder:
         self.options = options or LensOptions()
         self.selected = select_layers({n: s.module for n, s in sites.items()}, layers)
         self.blocks = blocks_around(model, sites)
+        self.reader = TokenReader()
+        self.calls = Calls(model, self.blocks)
+        self.in_doubt: list[str] = []
+        """Layers whose tokens were left out: their axes could not be told apart."""
         self.watch = Stopwatch()
         self.entry = LayerRecord(0, self.options, self.watch)
         self.layers: dict[Key, LayerRecord] = {}
@@ -87,13 +88,14 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         modules = dict(self.model.named_modules())
+        self._handles += self.calls.watch()
         for name, site in self.sites.items():
             self._handles.append(site.filter.register_forward_hook(self._on_filter(name)))
             for block in self.blocks[name]:
                 entered, left = self._on_entry, self._on_exit(name)
                 module = modules[block]
                 self._handles.append(module.register_forward_pre_hook(entered, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(left))
+                self._handles.append(module.register_forward_hook(left, with_kwargs=True))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -102,14 +104,13 @@ class Recorder:
         self._handles.clear()
 
     @contextmanager
-    def listening(self, batch: Any = None, valid: Tensor | None = None) -> Iterator[None]:
-        """Around one forward of the model.
+    def listening(self, valid: Tensor | None = None) -> Iterator[None]:
+        """Around one forward of the model; padding masks that it is called with are used.
 
         Args:
-            batch: the model's inputs; padding masks in it are used.
             valid: ``(B, N)``, True where a token counts; overrides all other masks.
         """
-        self._now = _Forward(batch, valid)
+        self._now = _Forward(checked_mask(valid))
         try:
             yield
             self._finish_layer(self._now)
@@ -138,19 +139,23 @@ class Recorder:
         now = self._now
         # the first block to begin is the outermost block around the first attention
         if now is not None and now.key is None and now.entered is None:
-            now.entered = first_tensor(args)
-            if now.entered is None:
-                now.entered = first_tensor(kwargs)
+            found = first_tensor((args, kwargs))
+            now.entered = None if found is None else (module, found)
 
-    def _on_exit(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def _on_exit(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             now = self._now
             if now is None or now.key is None or now.key[0] != name:
                 return
-            found = first_tensor(output)
             # blocks end from the inside out, so the outermost that returns tokens is kept
-            if found is not None and self._tokens(now, found) is not None:
-                now.left = found
+            try:
+                entered = first_tensor((args, kwargs))
+                tokens = self._tokens(now, module, first_tensor(output), entered)
+            except AxesInDoubtError:
+                now.left, now.in_doubt = None, True
+            else:
+                if tokens is not None:
+                    now.left, now.in_doubt = tokens, False
 
         return hook
 
@@ -173,10 +178,10 @@ class Recorder:
                 turn = now.turns.get(name, 0)
                 now.turns[name] = turn + 1
                 first = now.key is None
-                now.key, now.v = (name, turn), v
-                now.mask = now.valid if now.valid is not None else valid_from_batch(now.batch, name)
-                if now.mask is None or now.mask.shape[-1] != v.shape[-2]:
-                    now.mask = valid_from_operator(operator, v)
+                now.key = (name, turn)
+                now.attended = attended_by_values(self.sites[name].module, v)
+                now.padding = padding_of(self.calls.mask_of(name), operator, v, now.valid)
+                now.mask = _unless_all(now.padding.of((*v.shape[:-3], v.shape[-2]), v.device))
                 if now.key not in self.layers:
                     depth = len(self.layers) + 1
                     self.layers[now.key] = LayerRecord(depth, self.options, self.watch)
@@ -186,7 +191,7 @@ class Recorder:
                     # (..., heads, tokens, features)
                     if output.dim() == 4:
                         tokens = output.transpose(1, 2).flatten(2)
-                        counted = fits(now.mask, tokens)
+                        counted = now.padding.of(tokens.shape[:2], tokens.device)
                         _refuse_not_finite(tokens, counted, f"that leave the attention of {name}")
                     self.layers[now.key].add_attention(filter, operator, v, output, now.mask)
             finally:
@@ -196,37 +201,63 @@ class Recorder:
 
     def _begin(self, now: _Forward) -> None:
         """Count samples and tokens, and measure the input of the first block."""
-        tokens = None if now.entered is None else self._tokens(now, now.entered)
-        now.entered = None
-        if tokens is None:
+        assert now.key is not None
+        assert now.attended is not None
+        if now.entered is None:
             return
-        if now.valid is not None and fits(now.valid, tokens) is None:
+        (block, entered), now.entered = now.entered, None
+        try:
+            tokens = self._tokens(now, block, entered)
+            if tokens is None:
+                return
+            sizes = tuple(tokens.shape[:2])
+        except AxesInDoubtError:
+            # how many there are is known
+            tokens, sizes = None, now.attended[:2]
+            self._leave_out(now.key)
+        if now.valid is not None and now.valid.shape != sizes:
             raise ValueError(
                 f"valid must be a mask of the tokens that enter the first block, "
-                f"{tuple(tokens.shape[:2])} here (batch, tokens), got {tuple(now.valid.shape)}"
+                f"{sizes} here (batch, tokens), got {tuple(now.valid.shape)}"
             )
-        valid = fits(now.mask, tokens)
-        self.samples += len(tokens)
-        self.tokens += int(metrics.token_count(tokens, valid).sum())
-        if self.options.features and now.key is not None and now.key[0] in self.selected:
+        valid = _unless_all(now.padding.of(sizes, entered.device))
+        self.samples += sizes[0]
+        self.tokens += sizes[0] * sizes[1] if valid is None else int(valid.sum())
+        if tokens is not None and self.options.features and now.key[0] in self.selected:
             _refuse_not_finite(tokens, valid, "that enter the first block")
             self.entry.add_features(tokens, valid)
 
     def _finish_layer(self, now: _Forward) -> None:
         """Measure the output of the last block."""
-        if now.left is None or now.key is None:
+        tokens, in_doubt = now.left, now.in_doubt
+        now.left, now.in_doubt = None, False
+        if now.key is None:
             return
-        tokens = self._tokens(now, now.left)
-        now.left = None
+        if in_doubt:
+            self._leave_out(now.key)
         if tokens is not None and self.options.features and now.key[0] in self.selected:
-            valid = fits(now.mask, tokens)
+            valid = _unless_all(now.padding.of(tokens.shape[:2], tokens.device))
             _refuse_not_finite(tokens, valid, f"that leave the block of {now.key[0]}")
             self.layers[now.key].add_features(tokens, valid)
 
-    def _tokens(self, now: _Forward, x: Tensor) -> Tensor | None:
-        assert now.key is not None
-        assert now.v is not None
-        return as_tokens(x, now.v, self.sites[now.key[0]].module, now.mask)
+    def _tokens(
+        self, now: _Forward, block: nn.Module, x: Tensor | None, entered: Tensor | None = None
+    ) -> Tensor | None:
+        """Features as ``(B, N, D)``; None if they are not features of tokens."""
+        assert now.attended is not None
+        if x is None:
+            return None
+        return self.reader.tokens(x, now.attended, block, entered, now.mask)
+
+    def _leave_out(self, key: Key) -> None:
+        is_asked_for = self.options.features and key[0] in self.selected
+        if is_asked_for and key[0] not in self.in_doubt:
+            self.in_doubt.append(key[0])
+
+
+def _unless_all(valid: Tensor | None) -> Tensor | None:
+    """A mask that hides something, else None: without a mask less is computed."""
+    return None if valid is None or bool(valid.all()) else valid
 
 
 def _refuse_not_finite(tokens: Tensor, valid: Tensor | None, which: str) -> None:

@@ -1,0 +1,242 @@
+"""The lens measures along the axis of tokens, or leaves a layer out and says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gfsa
+from gfsa.lens import diagnose, metrics
+from gfsa.lens.monitor import Monitor
+from gfsa.lens.readings import ModelReading
+from support.tiny import TinyAttention, TinyBlock
+
+IN_DOUBT = "do not show which axis"
+
+
+def only(report: Any) -> ModelReading:
+    (reading,) = report.models.values()
+    return reading
+
+
+def diagnosed(model: nn.Module, inputs: Any, **options: Any) -> dict[int, float]:
+    """Similarity by depth."""
+    reading = only(diagnose(model, inputs, attention=False, spectral=False, **options))
+    return {feature.depth: feature.cosine for feature in reading.features}
+
+
+def monitored(model: nn.Module, *calls: Callable[[], object]) -> list[dict[int, float]]:
+    """Similarity by depth, in each of several steps."""
+    logged: list[dict[str, float]] = []
+    monitor = Monitor(model, lambda values, step: logged.append(values), every=1)
+    for step, call in enumerate(calls):
+        monitor.before_step(step)
+        with torch.no_grad():
+            call()
+        monitor.after_step(step)
+    start = "lens/cosine/"
+    return [{int(n[len(start) :]): v for n, v in s.items() if n.startswith(start)} for s in logged]
+
+
+def similar(tokens: Tensor) -> Any:
+    return pytest.approx(metrics.cosine_similarity(tokens).mean().item(), abs=1e-5)
+
+
+class Blocks(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class OnGrid(nn.Module):
+    """A residual block on images ``(B, D, H, W)`` or ``(B, H, W, D)``."""
+
+    def __init__(self, features_first: bool, stride: int = 1) -> None:
+        super().__init__()
+        self.features_first = features_first
+        self.stride = stride
+        self.attention = TinyAttention(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2).mT if self.features_first else x.flatten(1, 2)
+        y = self.attention(tokens)
+        x = x + (y.mT if self.features_first else y).reshape(x.shape)
+        return F.avg_pool2d(x, self.stride) if self.stride > 1 else x
+
+
+class TurnsAround(nn.Module):
+    """Batch first around an attention that is sequence first, as SpeechBrain's layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(0, 1)
+        return x + self.attention(y, y, y, need_weights=False)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+@pytest.mark.parametrize("features_first", [False, True])
+def test_grids_while_training(features_first: bool, plugged: bool) -> None:
+    model = Blocks(OnGrid(features_first)).eval()
+    if plugged:
+        gfsa.plug(model)
+    x = torch.randn(2, 16, 3, 4) if features_first else torch.randn(2, 3, 4, 16)
+    with torch.no_grad():
+        y = model(x)
+    expected = similar(y.flatten(2).mT if features_first else y.flatten(1, 2))
+    assert monitored(model, lambda: model(x)) == [{1: expected}]
+
+
+def test_a_block_that_leaves_another_grid_than_it_attends_to() -> None:
+    model = Blocks(OnGrid(features_first=True, stride=2), OnGrid(features_first=True)).eval()
+    x = torch.randn(2, 16, 4, 6)
+    with torch.no_grad():
+        first = model.blocks[0](x)
+        second = model.blocks[1](first)
+    expected = {1: similar(first.flatten(2).mT), 2: similar(second.flatten(2).mT)}
+    got = diagnosed(model, x)
+    del got[0]
+    assert got == expected
+    assert monitored(model, lambda: model(x)) == [expected]
+
+
+def test_a_grid_with_as_many_columns_as_features_is_left_out() -> None:
+    model, x = Blocks(OnGrid(features_first=True)).eval(), torch.randn(2, 16, 3, 16)
+    with pytest.warns(UserWarning, match=rf"blocks\.0\.attention: .* {IN_DOUBT}"):
+        reading = only(diagnose(model, x))
+    assert reading.features == []
+    assert (reading.samples, reading.tokens) == (2, 96)
+    assert IN_DOUBT in reading.skipped["blocks.0.attention"]
+    assert len(reading.attention) == 1
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+def test_an_attention_whose_axes_are_turned(plugged: bool) -> None:
+    model = Blocks(TurnsAround(), TinyBlock(16, 4, causal=False)).eval()
+    if plugged:
+        gfsa.plug(model)
+    oblong, square = torch.randn(3, 7, 16), torch.randn(7, 7, 16)
+    expected = []
+    for x in (oblong, square):
+        with torch.no_grad():
+            first = model.blocks[0](x)
+            expected.append({1: similar(first), 2: similar(model.blocks[1](first))})
+    # sizes show the order of the second block's axes in the first batch alone
+    with pytest.warns(UserWarning, match=rf"blocks\.0\.attention: .* {IN_DOUBT}"):
+        got = diagnosed(model, square)
+    assert got == {2: expected[1][2]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert diagnosed(model, oblong) == {0: similar(oblong), **expected[0]}
+        steps = monitored(model, lambda: model(oblong), lambda: model(square))
+    assert steps == expected
+
+
+def test_the_monitor_warns_once_of_what_it_leaves_out() -> None:
+    model = Blocks(TurnsAround(), TinyBlock(16, 4, causal=False)).eval()
+    x = torch.randn(7, 7, 16)
+    with pytest.warns(UserWarning, match=IN_DOUBT) as said:
+        steps = monitored(model, lambda: model(x), lambda: model(x))
+    assert [set(step) for step in steps] == [{2}, {2}]
+    assert len(said) == 1
+    assert "blocks.0.attention" in str(said[0].message)
+
+
+def test_a_valid_mask_is_compared_with_square_batches() -> None:
+    model, valid = Blocks(TurnsAround()), torch.ones(7, 6, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"\(7, 7\) here .* got \(7, 6\)"):
+        diagnose(model, torch.randn(7, 7, 16), valid=valid)
+
+
+def xlnet() -> Any:
+    import transformers as hf
+
+    config = hf.XLNetConfig(vocab_size=31, d_model=32, n_layer=2, n_head=4, d_inner=32)
+    model = hf.XLNetModel(config).eval()
+    gfsa.plug(model, unknown="trace")
+    return model
+
+
+def test_a_model_that_is_sequence_first_inside() -> None:
+    model, ids = xlnet(), torch.arange(27).reshape(3, 9)
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    expected = {depth: similar(states[depth]) for depth in (1, 2)}
+    assert monitored(model, lambda: model(ids)) == [expected]
+    # as many samples as tokens
+    with pytest.warns(UserWarning, match=IN_DOUBT):
+        assert diagnosed(model, torch.arange(25).reshape(5, 5), unknown="trace") == {}
+
+
+def test_ids_show_the_axes_of_a_model_without_filters() -> None:
+    import transformers as hf
+
+    config = hf.FSMTConfig(
+        langs=["a", "b"],
+        src_vocab_size=31,
+        tgt_vocab_size=31,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+    )
+    model = hf.FSMTModel(config).eval()
+    ids = torch.arange(27).reshape(3, 9) + 3
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+    (got,) = monitored(model, lambda: model(ids))
+    assert got[1] == similar(out.encoder_hidden_states[1])
+    assert got[2] == similar(out.decoder_hidden_states[1])
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+def test_tokens_of_all_samples_in_one_list(plugged: bool) -> None:
+    class Flat(TinyBlock):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x.unflatten(0, (3, 5))).flatten(0, 1)
+
+    model, x = Blocks(Flat(16, 4, causal=False)).eval(), torch.randn(15, 16)
+    if plugged:
+        gfsa.plug(model)
+    with torch.no_grad():
+        y = model(x).unflatten(0, (3, 5))
+    assert diagnosed(model, x) == {0: similar(x.unflatten(0, (3, 5))), 1: similar(y)}
+    assert monitored(model, lambda: model(x)) == [{1: similar(y)}]
+
+
+def test_samples_of_several_lengths_in_one_list() -> None:
+    """As in graph libraries; the monitor would have to wait for their lengths."""
+    lengths = [5, 3, 4]
+    valid = torch.arange(5) < torch.tensor(lengths)[:, None]
+
+    class Graphs(TinyBlock):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            dense = x.new_zeros(3, 5, 16)
+            dense[valid] = x
+            return super().forward(dense, valid)[valid]
+
+    model, x = Blocks(Graphs(16, 4, causal=False)).eval(), torch.randn(12, 16)
+    with torch.no_grad():
+        parts = [metrics.cosine_similarity(part) for part in model(x).split(lengths)]
+    expected = pytest.approx(torch.stack(parts).mean().item(), abs=1e-5)
+    assert diagnosed(model, x)[1] == expected
+    gfsa.plug(model)
+    assert diagnosed(model, x)[1] == expected
+    with pytest.warns(UserWarning, match=r"blocks\.0\.attention: .* samples of several lengths"):
+        assert monitored(model, lambda: model(x)) == [{}]

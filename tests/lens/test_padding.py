@@ -1,0 +1,324 @@
+"""The lens leaves out each layer's own padding, however its mask reaches the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gfsa
+from gfsa.lens import diagnose, metrics
+from gfsa.lens.monitor import Monitor
+from gfsa.lens.padding import shown_by_map
+from gfsa.lens.readings import ModelReading
+from gfsa.operators import DenseOperator
+from support.tiny import TinyBlock, TinyEncoder, padded_batch
+
+IDS = torch.arange(30).reshape(3, 10) % 17 + 3
+MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
+SMALL = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+
+
+def only(report: Any) -> ModelReading:
+    (reading,) = report.models.values()
+    return reading
+
+
+def diagnosed(model: nn.Module, inputs: Any) -> list[float]:
+    reading = only(diagnose(model, inputs, attention=False, spectral=False))
+    return [feature.cosine for feature in reading.features if feature.depth]
+
+
+def monitored(model: nn.Module, call: Callable[[], object]) -> list[float]:
+    logged: dict[str, float] = {}
+    monitor = Monitor(model, lambda values, step: logged.update(values), every=1)
+    monitor.before_step(0)
+    with torch.no_grad():
+        call()
+    monitor.after_step(0)
+    return [value for name, value in sorted(logged.items()) if name.startswith("lens/cosine")]
+
+
+def similar(states: Any, mask: Tensor | None = None) -> list[float]:
+    return [metrics.cosine_similarity(x, mask).mean().item() for x in states]
+
+
+def outputs_of(blocks: Any, call: Callable[[], object]) -> list[Tensor]:
+    found: list[Tensor] = []
+    handles = [
+        block.register_forward_hook(
+            lambda module, args, output: found.append(
+                output if isinstance(output, Tensor) else output[0]
+            )
+        )
+        for block in blocks
+    ]
+    with torch.no_grad():
+        call()
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+def test_a_decoder_is_not_padded_as_its_source_is(plugged: bool) -> None:
+    import transformers as hf
+
+    config = hf.BartConfig(
+        vocab_size=31,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=32,
+    )
+    model = hf.BartForConditionalGeneration(config).eval()
+    if plugged:
+        gfsa.plug(model, w0=0.2, wK=0.3)
+    batch = {"input_ids": IDS, "attention_mask": MASK.long(), "labels": IDS.flip(1)}
+    blocks = model.model.decoder.layers
+    expected = similar(outputs_of(blocks, lambda: model(**batch)))
+    assert diagnosed(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
+    assert monitored(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("target_is_padded", [False, True])
+def test_torch_transformer_has_two_masks(target_is_padded: bool) -> None:
+    model = nn.Transformer(16, 4, 1, 2, 32, 0.0, batch_first=True).eval()
+    batch = {"src": torch.randn(3, 10, 16), "tgt": torch.randn(3, 10, 16)}
+    batch |= {"src_key_padding_mask": ~MASK, "memory_key_padding_mask": ~MASK}
+    mask = None
+    if target_is_padded:
+        mask = MASK.flip(0)
+        batch["tgt_key_padding_mask"] = ~mask
+    expected = similar(outputs_of(model.decoder.layers, lambda: model(**batch)), mask)
+    assert diagnosed(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
+    model.encoder.use_nested_tensor = False
+    assert monitored(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
+
+
+def test_images_are_not_padded_as_texts_are() -> None:
+    import transformers as hf
+
+    width = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    text = {**width, "vocab_size": 31, "max_position_embeddings": 32}
+    config = hf.CLIPConfig(
+        text_config=text, vision_config={**width, "image_size": 12, "patch_size": 4}
+    )
+    model = hf.CLIPModel(config).eval()
+    # as many ids as patches and class token
+    batch = {
+        "input_ids": IDS,
+        "attention_mask": MASK.long(),
+        "pixel_values": torch.randn(3, 3, 12, 12),
+    }
+
+    def run() -> None:
+        model(**batch)
+
+    images = similar(outputs_of(model.vision_model.encoder.layers, run))
+    texts = similar(outputs_of(model.text_model.encoder.layers, run), MASK)
+    assert diagnosed(model, batch) == pytest.approx(images + texts, abs=1e-5)
+    assert monitored(model, run) == pytest.approx(images + texts, abs=1e-5)
+
+
+class OfBatches(nn.Module):
+    """A model that is called with a whole batch."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.net(**batch)
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+@pytest.mark.parametrize("way", ["by name", "by place", "in a batch"])
+def test_masks_reach_the_model_in_any_way(way: str, plugged: bool) -> None:
+    model = TinyEncoder().eval()
+    if plugged:
+        gfsa.plug(model, w0=0.2)
+    batch = padded_batch([9, 5, 12])
+    with torch.no_grad():
+        states = model.states(**batch)[1:]
+    expected = similar(states, batch["attention_mask"].bool())
+    whole = OfBatches(model) if way == "in a batch" else model
+    inputs: Any = {
+        "by name": batch,
+        "by place": tuple(batch.values()),
+        "in a batch": (batch,),
+    }[way]
+    call = (lambda: whole(**inputs)) if way == "by name" else (lambda: whole(*inputs))
+    assert monitored(whole, call) == pytest.approx(expected, abs=1e-5)
+    assert diagnosed(whole, inputs) == pytest.approx(expected, abs=1e-5)
+
+
+class MaskedLoss(nn.Module):
+    """Attends to padding as well, and leaves it out of the loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(TinyBlock(16, 4, causal=True), TinyBlock(16, 4, causal=True))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.blocks(batch["tokens"])[batch["attention_mask"] > 0].mean()
+
+
+@pytest.mark.parametrize("kind", ["long", "float", "added"])
+def test_a_mask_that_no_attention_sees(kind: str) -> None:
+    model = MaskedLoss().eval()
+    mask = {"long": MASK.long(), "float": MASK.float(), "added": (~MASK) * -1e4}[kind]
+    batch = {"tokens": torch.randn(3, 10, 16), "attention_mask": mask}
+    expected = similar(outputs_of(model.blocks, lambda: model(batch)), MASK)
+    assert monitored(model, lambda: model(batch)) == pytest.approx(expected, abs=1e-5)
+    assert diagnosed(model, (batch,)) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+def test_a_mask_of_samples_of_sound(plugged: bool) -> None:
+    import transformers as hf
+
+    config = hf.Wav2Vec2Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        conv_dim=(8, 8),
+        conv_stride=(4, 4),
+        conv_kernel=(4, 4),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+    )
+    model = hf.Wav2Vec2Model(config).eval()
+    if plugged:
+        gfsa.plug(model, w0=0.2, wK=0.3)
+    # 20 tokens, of which the second sample has 10
+    mask = torch.arange(320) < torch.tensor([[320], [160]])
+    batch = {"input_values": torch.randn(2, 320), "attention_mask": mask.long()}
+    states = outputs_of(model.encoder.layers, lambda: model(**batch))
+    expected = similar(states, torch.arange(20) < torch.tensor([[20], [10]]))
+    assert monitored(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
+    assert diagnosed(model, batch) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_a_written_map_shows(side: str) -> None:
+    """A query that sees nothing has the same weight for all keys, hidden ones among them."""
+    import transformers as hf
+
+    config = hf.LlamaConfig(**SMALL, num_key_value_heads=2)
+    model = hf.AutoModel.from_config(config, attn_implementation="eager").eval()
+    valid = MASK if side == "right" else MASK.flip(1)
+    seen = torch.ones(10, 10, dtype=torch.bool).tril() & valid[:, None, None]
+    added = torch.zeros(3, 1, 10, 10).masked_fill(~seen, torch.finfo(torch.float32).min)
+    batch = {"input_ids": IDS, "attention_mask": added}
+    expected = similar(outputs_of(model.layers, lambda: model(**batch)), valid)
+    assert only(diagnose(model, batch, spectral=False)).tokens == int(valid.sum())
+    assert diagnosed(model, batch) == pytest.approx(expected, abs=1e-5)
+    gfsa.plug(model)
+    assert monitored(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
+
+
+def shown(matrix: Tensor) -> list[bool]:
+    found = shown_by_map(DenseOperator(matrix[None, None]), torch.zeros(1, 1, len(matrix), 2))
+    assert found is not None
+    return found[0].tolist()
+
+
+def test_maps_in_which_rows_are_spread_evenly() -> None:
+    causal = torch.ones(4, 4).tril().softmax(-1).tril()
+    even = torch.ones(4, 4).tril() / torch.arange(1, 5)[:, None]
+    for nothing_is_hidden in (torch.full((4, 4), 0.25), causal, even, torch.ones(1, 1)):
+        assert shown(nothing_is_hidden) == [True] * len(nothing_is_hidden)
+    left = causal.clone()
+    left[:2], left[2:, :2] = 0.25, 0
+    assert shown(left) == [False, False, True, True]
+    right = torch.full((4, 4), 0.25)
+    right[:2] = torch.tensor([0.5, 0.5, 0, 0])
+    assert shown(right) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
+def test_a_mask_of_ones_own_of_any_dtype(dtype: torch.dtype) -> None:
+    model, x = TinyEncoder(), torch.randn(3, 10, 16)
+    with_bool = only(diagnose(model, x, valid=MASK))
+    other = only(diagnose(model, x, valid=MASK.to(dtype)))
+    assert other.features == with_bool.features
+    assert other.tokens == int(MASK.sum())
+
+
+def test_what_is_no_mask_is_refused_by_name() -> None:
+    model, x = TinyEncoder(), torch.randn(3, 10, 16)
+    with pytest.raises(ValueError, match=r"valid must be .* got -10000"):
+        diagnose(model, x, valid=(~MASK) * -10000)
+    with pytest.raises(TypeError, match=r"valid must be a tensor .* got list"):
+        diagnose(model, x, valid=MASK.tolist())
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+def test_encoders_that_pack_their_batches(plugged: bool) -> None:
+    """torch's encoders compute padded batches as nested tensors in evaluation mode."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    assert model.use_nested_tensor
+    if plugged:
+        gfsa.plug(model, w0=0.2)
+    batch = {"src": torch.randn(3, 10, 16), "src_key_padding_mask": ~MASK}
+    got = diagnosed(model, batch)
+    assert model.use_nested_tensor
+    # the monitor changes nothing of how a model computes
+    both = r"layers\.0\.self_attn, layers\.1\.self_attn: .* nested tensors"
+    with pytest.warns(UserWarning, match=both) as said:
+        assert monitored(model, lambda: model(**batch)) == []
+    assert not [w for w in said if "no block of the model ran" in str(w.message)]
+    model.use_nested_tensor = False
+    expected = similar(outputs_of(model.layers, lambda: model(**batch)), MASK)
+    assert got == pytest.approx(expected, abs=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what reads a tensor's values, which would wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waiting = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        self.count += func in waiting
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+def test_the_monitor_reads_nothing_before_the_step_is_over(plugged: bool) -> None:
+    model = TinyEncoder()
+    if plugged:
+        gfsa.plug(model)
+    batch = padded_batch([9, 5, 12])
+    model(**batch)
+    monitor = Monitor(model, lambda values, step: None, every=1)
+    monitor.before_step(0)
+    with Reads() as reads:
+        model(**batch)
+    assert reads.count == 0
+    monitor.after_step(0)

@@ -123,6 +123,14 @@ def test_a_grid_with_as_many_columns_as_features_is_left_out() -> None:
     assert len(reading.attention) == 1
 
 
+def test_another_batch_shows_the_axes_of_a_grid() -> None:
+    model = Blocks(OnGrid(features_first=True)).eval()
+    oblong, square = torch.randn(2, 16, 3, 4), torch.randn(2, 16, 3, 16)
+    with torch.no_grad():
+        expected = [{1: similar(model(x).flatten(2).mT)} for x in (oblong, square)]
+    assert monitored(model, lambda: model(oblong), lambda: model(square)) == expected
+
+
 @pytest.mark.parametrize("plugged", [False, True])
 def test_an_attention_whose_axes_are_turned(plugged: bool) -> None:
     model = Blocks(TurnsAround(), TinyBlock(16, 4, causal=False)).eval()
@@ -134,7 +142,7 @@ def test_an_attention_whose_axes_are_turned(plugged: bool) -> None:
         with torch.no_grad():
             first = model.blocks[0](x)
             expected.append({1: similar(first), 2: similar(model.blocks[1](first))})
-    # sizes show the order of the second block's axes in the first batch alone
+    # the second block's attention gives no reason for doubt
     with pytest.warns(UserWarning, match=rf"blocks\.0\.attention: .* {IN_DOUBT}"):
         got = diagnosed(model, square)
     assert got == {2: expected[1][2]}
@@ -153,6 +161,22 @@ def test_the_monitor_warns_once_of_what_it_leaves_out() -> None:
     assert [set(step) for step in steps] == [{2}, {2}]
     assert len(said) == 1
     assert "blocks.0.attention" in str(said[0].message)
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+def test_as_many_samples_as_a_window_has_tokens(plugged: bool) -> None:
+    class Windows(TinyBlock):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x.reshape(-1, 4, 16)).reshape(x.shape)
+
+    # the attention has 12 windows of 4 tokens, the block 4 samples of 12
+    model, x = Blocks(Windows(16, 4, causal=False)).eval(), torch.randn(4, 12, 16)
+    if plugged:
+        gfsa.plug(model)
+    with torch.no_grad():
+        y = model(x)
+    assert diagnosed(model, x) == {0: similar(x), 1: similar(y)}
+    assert monitored(model, lambda: model(x)) == [{1: similar(y)}]
 
 
 def test_a_valid_mask_is_compared_with_square_batches() -> None:

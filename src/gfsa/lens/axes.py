@@ -40,7 +40,11 @@ class Attended(NamedTuple):
         sizes, batch_first = tuple(x.shape[:2]), (self.batch, self.length)
         if self.batch == self.length or sizes not in (batch_first, batch_first[::-1]):
             return None
-        return sizes != batch_first
+        is_turned = sizes != batch_first
+        if is_turned and not self.sequence_first and self.batch % self.length == 0:
+            # or windows of as many tokens as there are samples, (B·windows, B)
+            return None
+        return is_turned
 
     def features_first_in(self, x: Tensor) -> bool | None:
         """Whether a grid is ``(B, D, H, W)``, as its sizes show; None if they do not."""
@@ -100,6 +104,7 @@ class TokenReader:
 
     def __init__(self) -> None:
         self._sequence_first: dict[nn.Module, bool] = {}
+        self._features_first: dict[type[nn.Module], bool] = {}
 
     def tokens(
         self,
@@ -125,7 +130,7 @@ class TokenReader:
             AxesInDoubtError: if ``x`` can be read in several ways.
         """
         if x.dim() == 4:
-            return _tokens_of_grid(x, _features_first(x, attended, entered))
+            return _tokens_of_grid(x, self._has_features_first(x, attended, block, entered))
         if x.dim() == 3:
             order = self._order(x, attended, block, entered)
             return x.transpose(0, 1) if order else x
@@ -157,15 +162,21 @@ class TokenReader:
             raise AxesInDoubtError
         return False
 
-
-def _features_first(x: Tensor, attended: Attended, entered: Tensor | None) -> bool | None:
-    for shown in (x, entered):
-        if shown is not None and shown.dim() == 4:
-            first = attended.features_first_in(shown)
+    def _has_features_first(
+        self, x: Tensor, attended: Attended, block: nn.Module, entered: Tensor | None
+    ) -> bool | None:
+        """Whether a grid is ``(B, D, H, W)``; None if it is in doubt."""
+        for shown in (x, entered):
+            first = None
+            if shown is not None and shown.dim() == 4:
+                first = attended.features_first_in(shown)
             if first is not None:
+                self._features_first[type(block)] = first
                 return first
-    # windows that reach beyond the grid have more tokens than it
-    return _by_width(x, attended.width)
+        # windows that reach beyond the grid have more tokens than it
+        first = _by_width(x, attended.width)
+        # blocks of a class differ in their sizes from stage to stage
+        return self._features_first.get(type(block)) if first is None else first
 
 
 def _by_width(x: Tensor, width: int) -> bool | None:

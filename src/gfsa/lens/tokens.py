@@ -58,9 +58,10 @@ def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     named = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     positional = [name for name, p in parameters.items() if p.kind in named]
     given = {**dict(zip(positional, args, strict=False)), **kwargs}
-    in_order = [name for name in parameters if name in given]
+    order = [name for name in parameters if name in given]
+    order += [name for name in given if name not in parameters]
     return Arguments(
         takes=tuple(parameters),
-        given={name: given[name] for name in [*in_order, *(given.keys() - set(in_order))]},
+        given={name: given[name] for name in order},
         passes_on=any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values()),
     )

@@ -179,6 +179,80 @@ def test_as_many_samples_as_a_window_has_tokens(plugged: bool) -> None:
     assert monitored(model, lambda: model(x)) == [{1: similar(y)}]
 
 
+class SequenceFirst(nn.Module):
+    """A block on ``(N, B, D)`` whose attention shows that by nothing but its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length, batch, _ = x.shape
+        parts = self.qkv(x).reshape(length, batch, 3, 4, 4).permute(2, 1, 3, 0, 4).contiguous()
+        q, k, v = parts.unbind(0)
+        y = (q @ k.mT).softmax(-1) @ v
+        return x + self.out(y.permute(2, 0, 1, 3).reshape(length, batch, 16))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (4, 12), (5, 8)])
+def test_several_times_as_many_samples_as_tokens(sizes: tuple[int, int]) -> None:
+    model = Blocks(Around(SequenceFirst()), Around(SequenceFirst())).eval()
+    # the tokens of a sample are alike, samples are not
+    x = torch.randn(*sizes, 16) + 3 * torch.randn(1, sizes[1], 16)
+    gfsa.plug(model, unknown="trace")
+    with torch.no_grad():
+        states = [x, model.blocks[0](x), model(x)]
+    expected = {depth: similar(state.transpose(0, 1)) for depth, state in enumerate(states)}
+    assert diagnosed(model, x) == expected
+    del expected[0]
+    assert monitored(model, lambda: model(x)) == [expected]
+
+
+@pytest.mark.parametrize("plugged", [False, True])
+@pytest.mark.parametrize("way", ["in place", "wrapped"])
+def test_compiled_blocks_while_training(way: str, plugged: bool) -> None:
+    torch.compiler.reset()
+    model = Blocks(*(TinyBlock(16, 4, causal=True) for _ in range(2))).eval()
+    x = torch.randn(3, 10, 16)
+    with torch.no_grad():
+        expected = {1: similar(model.blocks[0](x)), 2: similar(model(x))}
+    if plugged:
+        gfsa.plug(model)
+    options = {"backend": "eager", "fullgraph": True}
+    if way == "in place":
+        for block in model.blocks:
+            block.compile(**options)
+    else:
+        model.blocks = nn.ModuleList(torch.compile(block, **options) for block in model.blocks)
+    with torch.no_grad():
+        model(x)
+    assert monitored(model, lambda: model(x)) == [expected]
+
+
+def test_the_input_alone_is_in_doubt() -> None:
+    class Patches(TinyBlock):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x.unfold(2, 4, 4).unfold(3, 4, 4).flatten(4).flatten(1, 3))
+
+    model, x = Blocks(Patches(16, 4, causal=False)).eval(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        y = model(x)
+    with pytest.warns(UserWarning, match=f"^the input of the first block: .*{IN_DOUBT}"):
+        reading = only(diagnose(model, x, spectral=False))
+    assert {feature.depth: feature.cosine for feature in reading.features} == {1: similar(y)}
+    assert list(reading.skipped) == ["the input of the first block"]
+
+
 def test_a_valid_mask_is_compared_with_square_batches() -> None:
     model, valid = Blocks(TurnsAround()), torch.ones(7, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"\(7, 7\) here .* got \(7, 6\)"):

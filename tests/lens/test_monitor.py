@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,11 @@ def test_parts_that_are_called_apart_keep_their_layers_numbers() -> None:
     assert hooks(model) == 0
 
 
+def numbers_of(monitor: Monitor) -> list[int]:
+    """How often each number was measured in a step."""
+    return list(Counter((what, depth) for what, depth, _ in monitor._found).values())
+
+
 def test_a_checkpointed_part_is_counted_once() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -121,9 +127,7 @@ def test_a_checkpointed_part_is_counted_once() -> None:
 
     model = Checkpointed()
     looked: list[int] = []
-    monitor = Monitor(
-        model, lambda values, step: looked.extend(map(len, monitor._found.values())), every=1
-    )
+    monitor = Monitor(model, lambda values, step: looked.extend(numbers_of(monitor)), every=1)
     batch = padded_batch([6, 4])
     batch["tokens"].requires_grad_(True)
     train(model, monitor, batch, steps=1)

@@ -172,6 +172,65 @@ def test_masks_reach_the_model_in_any_way(way: str, plugged: bool) -> None:
     assert diagnosed(whole, inputs) == pytest.approx(expected, abs=1e-5)
 
 
+class Encoder(nn.Module):
+    """Causal blocks that are given no mask, or one of pairs under the name of another."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.pairs = pairs
+        self.blocks = nn.ModuleList(NamesItsMask(16, 4, causal=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.ones(x.shape[1], x.shape[1]).tril() if self.pairs else None
+        for block in self.blocks:
+            x = block(x, attention_mask=pairs)
+        return x
+
+
+class NamesItsMask(TinyBlock):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class MeanOfEncoder(nn.Module):
+    """Padding counts in what is made of an encoder's tokens, not in the encoder."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.encoder = Encoder(pairs)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.encoder(x)[attention_mask].mean()
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("samples", [3, 10])
+def test_a_mask_that_an_inner_part_does_not_get(samples: int, pairs: bool) -> None:
+    model = MeanOfEncoder(pairs).eval()
+    mask = MASK.repeat(4, 1)[:samples]
+    # as if the padding were other tokens
+    batch = {"x": torch.randn(samples, 10, 16) + 5 * ~mask[..., None], "attention_mask": mask}
+    expected = similar(outputs_of(model.encoder.blocks, lambda: model(**batch)), mask)
+    assert diagnosed(model, batch) == pytest.approx(expected, abs=1e-5)
+    assert monitored(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_mask_of_the_batch_that_the_model_does_not_get() -> None:
+    model = Encoder(pairs=False).eval()
+    x = torch.randn(3, 10, 16) + 5 * ~MASK[..., None]
+    expected = similar(outputs_of(model.blocks, lambda: model(x)), MASK)
+    report = diagnose(
+        model,
+        {"x": x, "attention_mask": MASK},
+        forward=lambda model, batch: model(batch["x"]),
+        attention=False,
+        spectral=False,
+    )
+    assert only(report).tokens == int(MASK.sum())
+    found = [feature.cosine for feature in only(report).features if feature.depth]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
 class MaskedLoss(nn.Module):
     """Attends to padding as well, and leaves it out of the loss alone."""
 

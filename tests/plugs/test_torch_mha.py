@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 import gfsa
@@ -529,8 +530,33 @@ def test_copies_and_other_tokens_under_torch_func(copies_before):
     for maps in (torch.vmap(gradient, (None, 0, 0)), torch.vmap(loss, (None, 0, 0)), loss):
         with pytest.raises(ValueError, match="its key has other values than its query"):
             maps(numbers, x, torch.randn_like(x))
-    with pytest.raises(ValueError, match="maps only one of its query and key"):
+    # one key for all samples, whose queries are the same or not
+    torch.vmap(gradient, (None, 0, None))(numbers, x[:1].expand_as(x), x[0])
+    with pytest.raises(ValueError, match="its key has other values than its query"):
         torch.vmap(gradient, (None, 0, None))(numbers, x, x[0])
+
+
+def test_copies_where_operations_are_recorded():
+    model, x = _attends()
+    expected = model(x, x.clone())
+    one = torch.vmap(lambda x: model(x[None], x[None].clone())[0])
+    for function in (lambda x: model(x, x.clone()), one, torch.func.functionalize(one)):
+        recorded = make_fx(function)(x)
+        torch.testing.assert_close(recorded(x), expected)
+
+
+def test_a_tensor_that_has_left_its_transform():
+    model, x = _attends()
+    left = []
+
+    def keeps(x):
+        left.append(x * 1.0)
+        return x.sum()
+
+    torch.func.grad(keeps)(x)
+    expected = model(x, x.clone())
+    slope = torch.func.grad(lambda w: (model(left[0], x.clone()) * w).sum())(torch.ones(()))
+    torch.testing.assert_close(slope, expected.sum())
 
 
 def test_not_a_number_is_no_other_token():

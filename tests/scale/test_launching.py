@@ -1,4 +1,4 @@
-"""A launched script that fails is noticed; what happens to the interpreter after it is not."""
+"""A launched script that fails is noticed; how the interpreter is taken down after it is not."""
 
 from __future__ import annotations
 
@@ -40,8 +40,18 @@ def test_a_script_that_fails(last: str, said: str, tmp_path: Path) -> None:
 
 
 def test_the_end_of_the_interpreter_is_not_reached(tmp_path: Path) -> None:
-    script = write(tmp_path, "import atexit, os", "atexit.register(os.abort)", "print('done')")
-    assert launch(["python"], script) == "done\n"
+    script = write(
+        tmp_path,
+        "import atexit, os, threading",
+        "class Aborts:",
+        "    def __del__(self):",
+        "        os.abort()",
+        "late = Aborts()",
+        "atexit.register(print, 'atexit')",
+        "threading.Timer(0.2, print, ['thread']).start()",
+        "print('done')",
+    )
+    assert launch(["python"], script) == "done\nthread\natexit\n"
 
 
 def test_what_is_shown_of_errors() -> None:

@@ -15,8 +15,7 @@ RUNNER = Path(__file__).with_name("run_script.py")
 def launch(launcher: Sequence[str], script: Path, *arguments: str, timeout: float = 240) -> str:
     """Run a script by a launcher of this environment; returns what the processes print.
 
-    One thread a process. What happens after the script has ended is not looked at (``RUNNER`` says
-    why).
+    One thread a process. The interpreter is not taken down after the script (``RUNNER`` says why).
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # a process that libraries abort prints where it was

@@ -76,7 +76,7 @@ def attend_alike(x: Tensor, seen: Visibility, temperature: float) -> Tensor:
     return AttentionOperator(
         direction,
         direction,
-        # pairs say all of it, and torch takes them as they are
+        # pairs include keys and causality, and torch takes them as they are
         attn_mask=seen.pairs,
         visible=seen if seen.pairs is None else None,
         scale=1 / temperature,

@@ -32,6 +32,8 @@ class Attended(NamedTuple):
     """Tokens of a sample."""
     width: int
     """Features of a token."""
+    attention: nn.Module
+    """The attention module."""
     sequence_first: bool = False
     """Whether the attention has them as ``(N, B, D)``; blocks around it need not."""
 
@@ -40,11 +42,12 @@ class Attended(NamedTuple):
         sizes, batch_first = tuple(x.shape[:2]), (self.batch, self.length)
         if self.batch == self.length or sizes not in (batch_first, batch_first[::-1]):
             return None
-        is_turned = sizes != batch_first
-        if is_turned and not self.sequence_first and self.batch % self.length == 0:
-            # or windows of as many tokens as there are samples, (B·windows, B)
-            return None
-        return is_turned
+        return sizes != batch_first
+
+    @property
+    def may_be_windows(self) -> bool:
+        """Whether a block's ``(N, B, D)`` may also be M samples of several windows of M tokens."""
+        return not self.sequence_first and self.batch % self.length == 0
 
     def features_first_in(self, x: Tensor) -> bool | None:
         """Whether a grid is ``(B, D, H, W)``, as its sizes show; None if they do not."""
@@ -61,16 +64,22 @@ def attended_by_values(attention: nn.Module, v: Tensor) -> Attended:
     if not hasattr(attention, "batch_first") and len(lead) == 1:
         # tokens further apart in memory than samples were projected from (N, B, D)
         sequence_first = v.stride(-2) > v.stride(0)
-    return Attended(lead.numel(), v.shape[-2], width, sequence_first)
+    return Attended(lead.numel(), v.shape[-2], width, attention, sequence_first)
 
 
 def attended_by_input(
-    attention: nn.Module, args: tuple[Any, ...], kwargs: Any, around: Collection[tuple[int, int]]
+    attention: nn.Module,
+    called: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    around: Collection[tuple[int, int]],
 ) -> Attended:
-    """The same of an attention without a filter, by what it was called with.
+    """The same of an attention without a filter, by what it or a block around it was called with.
 
     Args:
         attention: the attention module.
+        called: the attention, or the innermost block around it whose call is seen (a compiled block
+            calls no hooks inside of it).
         args: its arguments.
         kwargs: those by name.
         around: shapes of matrices among the arguments of the modules around it. Those of ids and
@@ -79,21 +88,24 @@ def attended_by_input(
     Raises:
         AxesInDoubtError: if it was not called with tokens, or may have been in several ways.
     """
-    x = first_tensor(arguments(attention, args, kwargs).given)
+    x = first_tensor(arguments(called, args, kwargs).given)
+    if x is None:
+        # a wrapper, whose arguments have no names
+        x = first_tensor((args, kwargs))
     width = _width(attention)
     sequence_first = _declares_sequence_first(attention)
     if x is None or x.dim() > 4:
         raise AxesInDoubtError
     if x.dim() == 4:
         samples, tokens = _tokens_of_grid(x, _by_width(x, width)).shape[:2]
-        return Attended(samples, tokens, width)
+        return Attended(samples, tokens, width, attention)
     if x.dim() == 2:
-        return Attended(1, len(x), width, sequence_first)
+        return Attended(1, len(x), width, attention, sequence_first)
     one, other = x.shape[:2]
     if not hasattr(attention, "batch_first"):
         sequence_first = (other, one) in around and (one, other) not in around
     batch, length = (other, one) if sequence_first else (one, other)
-    return Attended(batch, length, width, sequence_first)
+    return Attended(batch, length, width, attention, sequence_first)
 
 
 class TokenReader:
@@ -105,6 +117,12 @@ class TokenReader:
     def __init__(self) -> None:
         self._sequence_first: dict[nn.Module, bool] = {}
         self._features_first: dict[type[nn.Module], bool] = {}
+
+    def note(self, attended: Attended, entered: Tensor | None) -> None:
+        """Remember what the input of an attention module shows."""
+        order = None if entered is None or entered.dim() != 3 else attended.order_of(entered)
+        if order is not None:
+            self._sequence_first[attended.attention] = order
 
     def tokens(
         self,
@@ -148,8 +166,14 @@ class TokenReader:
         self, x: Tensor, attended: Attended, block: nn.Module, entered: Tensor | None
     ) -> bool:
         """Whether ``x`` is sequence first."""
+        is_attention = block is attended.attention
         for shown in (x, entered):
             order = None if shown is None or shown.dim() != 3 else attended.order_of(shown)
+            if order and attended.may_be_windows and not is_attention:
+                # the attention gets (N, B, D) as its block does, or (B·windows, M, D)
+                if attended.attention not in self._sequence_first:
+                    raise AxesInDoubtError
+                return self._sequence_first[attended.attention]
             if order is not None:
                 self._sequence_first[block] = order
                 return order

@@ -64,8 +64,9 @@ def diagnose(
         spectral: measure frequency responses and singular values of the maps: the costly part,
             O(n³) per head and sample for the singular values.
         valid: ``(B, N)``, True (or 1) where a token counts, or a function of the batch that returns
-            it. Default: what each layer's attention does not mask, and the ``attention_mask`` (or
-            key padding mask) that the model hands down to the layer's part of it; else all tokens.
+            it. Default: tokens that the layer's attention does not hide from every query, and that
+            the ``attention_mask`` (or key padding mask) of the model, or of its encoder, decoder or
+            tower around the layer, does not hide.
         forward: ``(model, batch)``: calls the model, if not as above.
         max_batches: stop after this many batches.
         spectral_samples: samples that take part in the spectral measurements.
@@ -128,7 +129,7 @@ class _Measurement:
             for batch in batches:
                 batch = _to_device(batch, device)
                 mask = self.valid(batch) if callable(self.valid) else self.valid
-                with recorder.listening(mask), self._arguments_hint(batch):
+                with recorder.listening(mask, batch), self._arguments_hint(batch):
                     self.forward(model, batch)
                 advance()
             if not recorder.layers:

@@ -36,6 +36,8 @@ class _Layer:
     """One run of an attention layer."""
 
     name: str
+    depth: int
+    """Its number among the layers of the model, from 1."""
     attended: Attended | None
     """None if it cannot be told what the attention attends to."""
     padding: Padding
@@ -92,7 +94,8 @@ class Monitor:
         # layers whose tokens were left out in this step, and those that were warned of
         self._left_out: set[str] = set()
         self._warned: set[str] = set()
-        self._found: dict[str, list[Tensor]] = defaultdict(list)
+        # what was measured, at which depth, and a number for each sample
+        self._found: list[tuple[str, int, Tensor]] = []
 
     def before_step(self, step: int) -> None:
         """Call before the forward of training step ``step``."""
@@ -126,7 +129,7 @@ class Monitor:
         if not self._handles:
             return
         self.stop()
-        values = {name: float(torch.cat(parts).nanmean()) for name, parts in self._found.items()}
+        values = self._means()
         if not values and not self._left_out:
             compiled = self.compiled or compiled_parts(self.model)
             why = (
@@ -217,15 +220,14 @@ class Monitor:
         self._depth += 1
         filtered, self._filtered = self._filtered, None
         if filtered is not None:
-            return _Layer(name, *filtered)
+            return _Layer(name, self._depth, *filtered)
         padding = Padding(stated=[self._calls.mask_of(name)])
+        around = self._calls.matrices_around(name)
         try:
-            if module is not self._attention[name]:
-                raise AxesInDoubtError
-            around = self._calls.matrices_around(name)
-            return _Layer(name, attended_by_input(module, args, kwargs, around), padding)
+            attended = attended_by_input(self._attention[name], module, args, kwargs, around)
         except AxesInDoubtError:
-            return _Layer(name, None, padding)
+            attended = None
+        return _Layer(name, self._depth, attended, padding)
 
     @torch.no_grad()
     def _flush(self) -> None:
@@ -239,8 +241,15 @@ class Monitor:
             return
         valid = layer.padding.of(tokens.shape[:2], tokens.device)
         for what, measure in _CHEAP.items():
-            key = f"{self.prefix}/{what}/{self._depth:02d}"
-            self._found[key].append(measure(tokens, valid))
+            self._found.append((what, layer.depth, measure(tokens, valid)))
+
+    def _means(self) -> dict[str, float]:
+        """What was measured in a step, by name, each the mean over samples."""
+        parts = defaultdict(list)
+        # named here, because the compiler follows hooks of what it compiles, but not such formats
+        for what, depth, numbers in self._found:
+            parts[f"{self.prefix}/{what}/{depth:02d}"].append(numbers)
+        return {name: float(torch.cat(numbers).nanmean()) for name, numbers in parts.items()}
 
     def _filters(self) -> dict[str, float]:
         """The mean coefficients of each layer, counted over all attention layers."""

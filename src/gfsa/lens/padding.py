@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,18 +81,24 @@ class Calls:
 
     def __init__(self, model: nn.Module, blocks: dict[str, list[str]]) -> None:
         self._model = model
-        # whether a module that got no mask has no padding: a part of the model; a block may leave
-        # padding to the loss
-        self._last_word = dict.fromkeys((b for around in blocks.values() for b in around), False)
-        self._last_word |= dict.fromkeys(containers_around(blocks), True)
+        self._watched = {block for around in blocks.values() for block in around}
+        # encoders, decoders and towers, with tokens of their own: there is attention beside them
+        self._parts = {
+            container
+            for container in containers_around(blocks)
+            if not all(name == container or is_inside(name, container) for name in blocks)
+        }
+        self._watched |= set(containers_around(blocks))
         self._running: dict[str, Arguments] = {}
+        self.batch: Any = None
+        """What the outermost call is made of, if that is known."""
 
     def watch(self) -> list[RemovableHandle]:
         """Hooks on the modules, which keep the arguments of each until it ends."""
         self._running = {}
         modules = dict(self._model.named_modules())
         handles = []
-        for name in self._last_word:
+        for name in sorted(self._watched):
             module = modules[name]
             if isinstance(module, _CHAINS):
                 continue
@@ -103,12 +109,20 @@ class Calls:
 
     def mask_of(self, layer: str) -> Tensor | None:
         """The padding mask that was handed down to a layer that runs now, True where one counts."""
-        around = [n for n in self._running if n == layer or is_inside(layer, n)]
-        for name in sorted(around, key=len, reverse=True):
-            mask, is_last_word = _mask_among(self._running[name], layer[len(name) :])
-            if mask is not None or (is_last_word and self._last_word[name]):
-                return mask
-        return None
+        around = sorted((n for n in self._running if n == layer or is_inside(layer, n)), key=len)
+        calls = [(layer[len(n) :], self._running[n], n in self._parts) for n in reversed(around)]
+        calls.append((layer, Arguments((), {"batch": self.batch}, passes_on=True), False))
+        square = None
+        for path, call, is_part in calls:
+            mask = _mask_among(call, path)
+            if mask is not None:
+                if mask.shape[0] != mask.shape[1]:
+                    return mask
+                # as many samples as tokens; or, further inside, pairs of tokens
+                square = mask
+            elif is_part and not _got_another_mask(call, path):
+                break
+        return square
 
     def matrices_around(self, layer: str) -> set[tuple[int, int]]:
         """The shapes of matrices among the arguments of the modules around a layer that runs."""
@@ -122,37 +136,46 @@ class Calls:
 
     def _hooks(self, name: str) -> tuple[Any, Any]:
         def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                # inside of a compiled block: it has its arguments from the block
+                return
             self._running[name] = arguments(module, args, kwargs)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             self._running.pop(name, None)
 
         return begin, end
 
 
-class _Search(NamedTuple):
-    mask: Tensor | None
-    is_last_word: bool
-    """Whether masks of the modules around are not about these tokens."""
-
-
-def _mask_among(call: Arguments, path: str) -> _Search:
+def _mask_among(call: Arguments, path: str) -> Tensor | None:
     """The padding mask in the arguments of a module, for its layer at ``path`` inside of it."""
+    given = _with_batches(call)
+    for name in _masks_taken(call, path):
+        mask = given.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            return _counting(mask, {**_OF_SOURCE, **_OF_TARGET}[name])
+    return None
+
+
+def _got_another_mask(call: Arguments, path: str) -> bool:
+    """Whether a mask may have come in another form: pairs or a description, made further out."""
+    given = _with_batches(call)
+    names = _masks_taken(call, path) or [name for name in given if "mask" in name]
+    return call.passes_on or any(given.get(name) is not None for name in names)
+
+
+def _masks_taken(call: Arguments, path: str) -> list[str]:
+    """The names of masks in a module's call that are about the layer at ``path`` inside of it."""
     given = _with_batches(call)
     source, target = (
         [name for name in names if name in call.takes or name in given]
         for names in (_OF_SOURCE, _OF_TARGET)
     )
-    both = bool(source and target)
-    taken = target if both and "decoder" in path else source if both else source + target
-    for name in taken:
-        mask = given.get(name)
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            return _Search(_counting(mask, {**_OF_SOURCE, **_OF_TARGET}[name]), True)
-    # a mask in another form, pairs of tokens or a description, was made of one further out
-    names = taken or [name for name in given if "mask" in name]
-    has_another = any(given.get(name) is not None for name in names)
-    return _Search(None, not has_another and not call.passes_on)
+    if source and target:
+        return target if "decoder" in path else source
+    return source + target
 
 
 def _with_batches(call: Arguments) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class _Forward:
     turns: dict[str, int] = field(default_factory=dict)
     entered: tuple[nn.Module, Tensor] | None = None
     """The first block and its input, until the first attention shows its axes."""
+    given: tuple[nn.Module, Tensor | None] | None = None
+    """The module among blocks and attention that was called last, and its input."""
     key: Key | None = None
     """The layer whose attention ran last; below, its tokens and their masks."""
     attended: Attended | None = None
@@ -77,7 +79,7 @@ class Recorder:
         self.reader = TokenReader()
         self.calls = Calls(model, self.blocks)
         self.in_doubt: list[str] = []
-        """Layers whose tokens were left out: their axes could not be told apart."""
+        """Layers (or the input) whose tokens were left out: axes could not be told apart."""
         self.watch = Stopwatch()
         self.entry = LayerRecord(0, self.options, self.watch)
         self.layers: dict[Key, LayerRecord] = {}
@@ -104,18 +106,21 @@ class Recorder:
         self._handles.clear()
 
     @contextmanager
-    def listening(self, valid: Tensor | None = None) -> Iterator[None]:
+    def listening(self, valid: Tensor | None = None, batch: Any = None) -> Iterator[None]:
         """Around one forward of the model; padding masks that it is called with are used.
 
         Args:
             valid: ``(B, N)``, True where a token counts; overrides all other masks.
+            batch: what the call is made of; a padding mask in it counts as one that the model got.
         """
         self._now = _Forward(checked_mask(valid))
+        self.calls.batch = batch
         try:
             yield
             self._finish_layer(self._now)
         finally:
             self._now = None
+            self.calls.batch = None
 
     def features(self) -> list[FeatureReading]:
         records = {"input": self.entry} | {self._title(k): r for k, r in self.layers.items()}
@@ -137,10 +142,13 @@ class Recorder:
 
     def _on_entry(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
+        if now is None:
+            return
+        found = first_tensor((args, kwargs))
+        now.given = (module, found)
         # the first block to begin is the outermost block around the first attention
-        if now is not None and now.key is None and now.entered is None:
-            found = first_tensor((args, kwargs))
-            now.entered = None if found is None else (module, found)
+        if found is not None and now.key is None and now.entered is None:
+            now.entered = (module, found)
 
     def _on_exit(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -179,7 +187,10 @@ class Recorder:
                 now.turns[name] = turn + 1
                 first = now.key is None
                 now.key = (name, turn)
-                now.attended = attended_by_values(self.sites[name].module, v)
+                attention = self.sites[name].module
+                now.attended = attended_by_values(attention, v)
+                if now.given is not None and now.given[0] is attention:
+                    self.reader.note(now.attended, now.given[1])
                 now.padding = padding_of(self.calls.mask_of(name), operator, v, now.valid)
                 now.mask = _unless_all(now.padding.of((*v.shape[:-3], v.shape[-2]), v.device))
                 if now.key not in self.layers:
@@ -214,7 +225,7 @@ class Recorder:
         except AxesInDoubtError:
             # how many there are is known
             tokens, sizes = None, now.attended[:2]
-            self._leave_out(now.key)
+            self._leave_out(now.key[0], "the input of the first block")
         if now.valid is not None and now.valid.shape != sizes:
             raise ValueError(
                 f"valid must be a mask of the tokens that enter the first block, "
@@ -234,7 +245,7 @@ class Recorder:
         if now.key is None:
             return
         if in_doubt:
-            self._leave_out(now.key)
+            self._leave_out(now.key[0], now.key[0])
         if tokens is not None and self.options.features and now.key[0] in self.selected:
             valid = _unless_all(now.padding.of(tokens.shape[:2], tokens.device))
             _refuse_not_finite(tokens, valid, f"that leave the block of {now.key[0]}")
@@ -249,10 +260,11 @@ class Recorder:
             return None
         return self.reader.tokens(x, now.attended, block, entered, now.mask)
 
-    def _leave_out(self, key: Key) -> None:
-        is_asked_for = self.options.features and key[0] in self.selected
-        if is_asked_for and key[0] not in self.in_doubt:
-            self.in_doubt.append(key[0])
+    def _leave_out(self, layer: str, what: str) -> None:
+        """Note tokens of a layer that are not measured, unless nobody asked for them."""
+        is_asked_for = self.options.features and layer in self.selected
+        if is_asked_for and what not in self.in_doubt:
+            self.in_doubt.append(what)
 
 
 def _unless_all(valid: Tensor | None) -> Tensor | None:

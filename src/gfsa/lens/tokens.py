@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gfsa.operators import Operator
@@ -49,6 +50,9 @@ class Arguments(NamedTuple):
 
 def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Bind the arguments of a call to the names of the forward's parameters."""
+    if torch.compiler.is_compiling():
+        # the compiler follows hooks of what it compiles, but not inspect
+        return Arguments((), kwargs, passes_on=True)
     kinds = inspect.Parameter
     try:
         parameters = inspect.signature(module.forward).parameters

@@ -80,10 +80,7 @@ def require_same_tokens(module: nn.Module, query: Tensor, key: Tensor) -> None:
         if _same_whole_view(query, key):
             return
         if not torch.compiler.is_compiling() and _is_transformed():
-            both = _without_transforms(query, key)
-            if both is None:
-                raise ValueError(_refusal(module, "torch.vmap maps only one of its query and key"))
-            query, key = both
+            query, key = _without_transforms(query, key)
             if not (has_no_values(query) or has_no_values(key)):
                 if are_same_tokens(query, key):
                     return
@@ -148,9 +145,18 @@ def forget_tokens(module: nn.Module) -> None:
     module.__dict__.pop(_GIVEN_COPIES, None)
 
 
+# make_fx records operations, a fake mode computes shapes
+_MODES_WITHOUT_VALUES = (
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FAKE,
+)
+
+
 def has_no_values(x: Tensor) -> bool:
     """Whether a tensor's values cannot be read now: it is traced, transformed or captured."""
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES_WITHOUT_VALUES):
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -167,25 +173,27 @@ def _is_transformed() -> bool:
 _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _without_transforms(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | None:
+def _without_transforms(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors that torch.func has not transformed, equal if and only if the given ones are.
 
-    The samples that vmap maps are on their first axes. None if it maps one of both alone.
+    The samples that vmap maps are on their first axes.
     """
     functorch = torch._C._functorch
-    while any(map(functorch.is_functorch_wrapped_tensor, (query, key))):
+    while wrapped := [x for x in (query, key) if functorch.is_functorch_wrapped_tensor(x)]:
         # the transform that was entered last: of one of them, or of both
-        level = max(map(functorch.maybe_get_level, (query, key)))
+        level = max(functorch.maybe_get_level(x) for x in wrapped)
         (query, one), (key, other) = (_without_transform(x, level) for x in (query, key))
-        if one != other:
-            return None
+        if one and not other:
+            key = key.expand(len(query), *key.shape)
+        if other and not one:
+            query = query.expand(len(key), *query.shape)
     return query, key
 
 
 def _without_transform(x: Tensor, level: int) -> tuple[Tensor, bool]:
     """A tensor without the transform of a level, if it has that one; whether it was vmap."""
     functorch = torch._C._functorch
-    if functorch.maybe_get_level(x) != level:
+    if not functorch.is_functorch_wrapped_tensor(x) or functorch.maybe_get_level(x) != level:
         return x, False
     axis = functorch.maybe_get_bdim(x)
     x = functorch.get_unwrapped(x)

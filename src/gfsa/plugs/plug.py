@@ -76,8 +76,8 @@ def plug(
             counted from 1 over the model's self-attention layers, or a predicate
             ``(name, module) -> bool``.
         filter: another filter, as a function of the number of heads, e.g. ``gfsa.Twicing`` or
-            ``lambda heads: gfsa.Polynomial(heads, degree=4)``; passing an argument of GFSA
-            beside it is an error.
+            ``lambda heads: gfsa.Polynomial(heads, degree=4)``; it returns a new one for each layer.
+            Passing an argument of GFSA beside it is an error.
         dropout_after: where the layer's attention dropout acts: ``"attention"`` (default) drops
             entries of A once, before its powers; ``"filter"`` drops entries of H, which builds
             the n×n map while training.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -380,9 +379,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results, indent=2))
     dist.barrier()
-    # gloo's threads sometimes abort a process whose interpreter is already going down
-    sys.stdout.flush()
-    os._exit(0)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

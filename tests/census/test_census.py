@@ -8,7 +8,7 @@ from census.known_failures import KNOWN
 from census.run import run
 from census.sample import SEED, sample, seed
 
-SIZE = 30
+SIZE = 20
 
 
 def test_a_sample_agrees_with_the_page() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,35 +12,10 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.lens import diagnose, metrics
-from gfsa.lens.monitor import Monitor
-from gfsa.lens.readings import ModelReading
+from support.lens_readings import diagnosed, monitored, only
 from support.tiny import TinyAttention, TinyBlock
 
 IN_DOUBT = "do not show which axis"
-
-
-def only(report: Any) -> ModelReading:
-    (reading,) = report.models.values()
-    return reading
-
-
-def diagnosed(model: nn.Module, inputs: Any, **options: Any) -> dict[int, float]:
-    """Similarity by depth."""
-    reading = only(diagnose(model, inputs, attention=False, spectral=False, **options))
-    return {feature.depth: feature.cosine for feature in reading.features}
-
-
-def monitored(model: nn.Module, *calls: Callable[[], object]) -> list[dict[int, float]]:
-    """Similarity by depth, in each of several steps."""
-    logged: list[dict[str, float]] = []
-    monitor = Monitor(model, lambda values, step: logged.append(values), every=1)
-    for step, call in enumerate(calls):
-        monitor.before_step(step)
-        with torch.no_grad():
-            call()
-        monitor.after_step(step)
-    start = "lens/cosine/"
-    return [{int(n[len(start) :]): v for n, v in s.items() if n.startswith(start)} for s in logged]
 
 
 def similar(tokens: Tensor) -> Any:

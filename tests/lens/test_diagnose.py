@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,8 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.lens import diagnose, metrics
-from gfsa.lens.readings import ModelReading
+from support.lens_readings import only
 from support.tiny import TinyAttention, TinyEncoder, padded_batch
-
-
-def only(report: Any) -> ModelReading:
-    (reading,) = report.models.values()
-    return reading
 
 
 def expected_cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:

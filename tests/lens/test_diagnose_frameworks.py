@@ -10,16 +10,11 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa.lens import diagnose, metrics
-from gfsa.lens.readings import ModelReading
 from support.graphs import ATOMS, BONDS, molecule
+from support.lens_readings import only
 
 IDS = torch.arange(30).reshape(3, 10) % 17
 MASK = torch.arange(10) < torch.tensor([[10], [6], [8]])
-
-
-def only(report: Any) -> ModelReading:
-    (reading,) = report.models.values()
-    return reading
 
 
 def cosines(states: list[Tensor], mask: Tensor | None) -> list[float]:

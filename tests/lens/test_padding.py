@@ -14,8 +14,8 @@ import gfsa
 from gfsa.lens import diagnose, metrics
 from gfsa.lens.monitor import Monitor
 from gfsa.lens.padding import shown_by_map
-from gfsa.lens.readings import ModelReading
 from gfsa.operators import DenseOperator
+from support.lens_readings import diagnosed, monitored, only
 from support.tiny import TinyBlock, TinyEncoder, padded_batch
 
 IDS = torch.arange(30).reshape(3, 10) % 17 + 3
@@ -29,24 +29,15 @@ SMALL = {
 }
 
 
-def only(report: Any) -> ModelReading:
-    (reading,) = report.models.values()
-    return reading
+def after_blocks(model: nn.Module, inputs: Any, **options: Any) -> list[float]:
+    """Similarity after each block, by ``diagnose``."""
+    return [cosine for depth, cosine in diagnosed(model, inputs, **options).items() if depth]
 
 
-def diagnosed(model: nn.Module, inputs: Any) -> list[float]:
-    reading = only(diagnose(model, inputs, attention=False, spectral=False))
-    return [feature.cosine for feature in reading.features if feature.depth]
-
-
-def monitored(model: nn.Module, call: Callable[[], object]) -> list[float]:
-    logged: dict[str, float] = {}
-    monitor = Monitor(model, lambda values, step: logged.update(values), every=1)
-    monitor.before_step(0)
-    with torch.no_grad():
-        call()
-    monitor.after_step(0)
-    return [value for name, value in sorted(logged.items()) if name.startswith("lens/cosine")]
+def while_training(model: nn.Module, call: Callable[[], object]) -> list[float]:
+    """Similarity after each block, by the monitor."""
+    (step,) = monitored(model, call)
+    return list(step.values())
 
 
 def similar(states: Any, mask: Tensor | None = None) -> list[float]:
@@ -91,8 +82,8 @@ def test_a_decoder_is_not_padded_as_its_source_is(plugged: bool) -> None:
     batch = {"input_ids": IDS, "attention_mask": MASK.long(), "labels": IDS.flip(1)}
     blocks = model.model.decoder.layers
     expected = similar(outputs_of(blocks, lambda: model(**batch)))
-    assert diagnosed(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
-    assert monitored(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
+    assert after_blocks(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
+    assert while_training(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("target_is_padded", [False, True])
@@ -105,9 +96,9 @@ def test_torch_transformer_has_two_masks(target_is_padded: bool) -> None:
         mask = MASK.flip(0)
         batch["tgt_key_padding_mask"] = ~mask
     expected = similar(outputs_of(model.decoder.layers, lambda: model(**batch)), mask)
-    assert diagnosed(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
+    assert after_blocks(model, batch)[1:] == pytest.approx(expected, abs=1e-5)
     model.encoder.use_nested_tensor = False
-    assert monitored(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
+    assert while_training(model, lambda: model(**batch))[1:] == pytest.approx(expected, abs=1e-5)
 
 
 def test_images_are_not_padded_as_texts_are() -> None:
@@ -136,8 +127,8 @@ def test_images_are_not_padded_as_texts_are() -> None:
 
     images = similar(outputs_of(model.vision_model.encoder.layers, run))
     texts = similar(outputs_of(model.text_model.encoder.layers, run), MASK)
-    assert diagnosed(model, batch) == pytest.approx(images + texts, abs=1e-5)
-    assert monitored(model, run) == pytest.approx(images + texts, abs=1e-5)
+    assert after_blocks(model, batch) == pytest.approx(images + texts, abs=1e-5)
+    assert while_training(model, run) == pytest.approx(images + texts, abs=1e-5)
 
 
 class OfBatches(nn.Module):
@@ -168,8 +159,8 @@ def test_masks_reach_the_model_in_any_way(way: str, plugged: bool) -> None:
         "in a batch": (batch,),
     }[way]
     call = (lambda: whole(**inputs)) if way == "by name" else (lambda: whole(*inputs))
-    assert monitored(whole, call) == pytest.approx(expected, abs=1e-5)
-    assert diagnosed(whole, inputs) == pytest.approx(expected, abs=1e-5)
+    assert while_training(whole, call) == pytest.approx(expected, abs=1e-5)
+    assert after_blocks(whole, inputs) == pytest.approx(expected, abs=1e-5)
 
 
 class Encoder(nn.Module):
@@ -178,7 +169,7 @@ class Encoder(nn.Module):
     def __init__(self, pairs: bool) -> None:
         super().__init__()
         self.pairs = pairs
-        self.blocks = nn.ModuleList(NamesItsMask(16, 4, causal=True) for _ in range(2))
+        self.blocks = nn.ModuleList(NamesItsMask() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         pairs = torch.ones(x.shape[1], x.shape[1]).tril() if self.pairs else None
@@ -187,9 +178,14 @@ class Encoder(nn.Module):
         return x
 
 
-class NamesItsMask(TinyBlock):
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return super().forward(x)
+class NamesItsMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = TinyBlock(16, 4, causal=True)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        out: Tensor = self.block(x)
+        return out
 
 
 class MeanOfEncoder(nn.Module):
@@ -211,23 +207,16 @@ def test_a_mask_that_an_inner_part_does_not_get(samples: int, pairs: bool) -> No
     # as if the padding were other tokens
     batch = {"x": torch.randn(samples, 10, 16) + 5 * ~mask[..., None], "attention_mask": mask}
     expected = similar(outputs_of(model.encoder.blocks, lambda: model(**batch)), mask)
-    assert diagnosed(model, batch) == pytest.approx(expected, abs=1e-5)
-    assert monitored(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
+    assert after_blocks(model, batch) == pytest.approx(expected, abs=1e-5)
+    assert while_training(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_mask_of_the_batch_that_the_model_does_not_get() -> None:
     model = Encoder(pairs=False).eval()
     x = torch.randn(3, 10, 16) + 5 * ~MASK[..., None]
     expected = similar(outputs_of(model.blocks, lambda: model(x)), MASK)
-    report = diagnose(
-        model,
-        {"x": x, "attention_mask": MASK},
-        forward=lambda model, batch: model(batch["x"]),
-        attention=False,
-        spectral=False,
-    )
-    assert only(report).tokens == int(MASK.sum())
-    found = [feature.cosine for feature in only(report).features if feature.depth]
+    batch = {"x": x, "attention_mask": MASK}
+    found = after_blocks(model, batch, forward=lambda model, batch: model(batch["x"]))
     assert found == pytest.approx(expected, abs=1e-5)
 
 
@@ -248,8 +237,8 @@ def test_a_mask_that_no_attention_sees(kind: str) -> None:
     mask = {"long": MASK.long(), "float": MASK.float(), "added": (~MASK) * -1e4}[kind]
     batch = {"tokens": torch.randn(3, 10, 16), "attention_mask": mask}
     expected = similar(outputs_of(model.blocks, lambda: model(batch)), MASK)
-    assert monitored(model, lambda: model(batch)) == pytest.approx(expected, abs=1e-5)
-    assert diagnosed(model, (batch,)) == pytest.approx(expected, abs=1e-5)
+    assert while_training(model, lambda: model(batch)) == pytest.approx(expected, abs=1e-5)
+    assert after_blocks(model, (batch,)) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("plugged", [False, True])
@@ -276,8 +265,8 @@ def test_a_mask_of_samples_of_sound(plugged: bool) -> None:
     batch = {"input_values": torch.randn(2, 320), "attention_mask": mask.long()}
     states = outputs_of(model.encoder.layers, lambda: model(**batch))
     expected = similar(states, torch.arange(20) < torch.tensor([[20], [10]]))
-    assert monitored(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
-    assert diagnosed(model, batch) == pytest.approx(expected, abs=1e-5)
+    assert while_training(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
+    assert after_blocks(model, batch) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -293,9 +282,9 @@ def test_padding_that_a_written_map_shows(side: str) -> None:
     batch = {"input_ids": IDS, "attention_mask": added}
     expected = similar(outputs_of(model.layers, lambda: model(**batch)), valid)
     assert only(diagnose(model, batch, spectral=False)).tokens == int(valid.sum())
-    assert diagnosed(model, batch) == pytest.approx(expected, abs=1e-5)
+    assert after_blocks(model, batch) == pytest.approx(expected, abs=1e-5)
     gfsa.plug(model)
-    assert monitored(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
+    assert while_training(model, lambda: model(**batch)) == pytest.approx(expected, abs=1e-5)
 
 
 def shown(matrix: Tensor) -> list[bool]:
@@ -343,12 +332,12 @@ def test_encoders_that_pack_their_batches(plugged: bool) -> None:
     if plugged:
         gfsa.plug(model, w0=0.2)
     batch = {"src": torch.randn(3, 10, 16), "src_key_padding_mask": ~MASK}
-    got = diagnosed(model, batch)
+    got = after_blocks(model, batch)
     assert model.use_nested_tensor
     # the monitor changes nothing of how a model computes
     both = r"layers\.0\.self_attn, layers\.1\.self_attn: .* nested tensors"
     with pytest.warns(UserWarning, match=both) as said:
-        assert monitored(model, lambda: model(**batch)) == []
+        assert while_training(model, lambda: model(**batch)) == []
     assert not [w for w in said if "no block of the model ran" in str(w.message)]
     model.use_nested_tensor = False
     expected = similar(outputs_of(model.layers, lambda: model(**batch)), MASK)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from gfsa.lens.tokens import arguments, first_tensor
 
 AXES_IN_DOUBT = (
-    "tokens are not measured where sizes do not show which axis is samples, tokens or features, "
-    "nor in nested tensors and lists of samples of several lengths; if there are as many samples "
-    "as tokens, take another number of samples"
+    "tokens were not measured, because their sizes do not show which axis is samples, tokens or "
+    "features, or they are nested tensors or samples of several lengths in one list. If there are "
+    "as many samples as tokens, take another batch size"
 )
 
-# their tokens lie as their attention's batch_first says; other blocks may turn them around it
+# blocks with the layout that their attention's batch_first says; others may transpose around it
 _LIE_AS_DECLARED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -170,7 +170,7 @@ class TokenReader:
         for shown in (x, entered):
             order = None if shown is None or shown.dim() != 3 else attended.order_of(shown)
             if order and attended.may_be_windows and not is_attention:
-                # the attention gets (N, B, D) as its block does, or (B·windows, M, D)
+                # the attention's own input decides: (N, B, D) like its block's, or windows
                 if attended.attention not in self._sequence_first:
                     raise AxesInDoubtError
                 return self._sequence_first[attended.attention]

@@ -22,7 +22,8 @@ from gfsa.lens.axes import (
     attended_by_input,
     attended_by_values,
 )
-from gfsa.lens.padding import Calls, Padding, padding_of
+from gfsa.lens.calls import Calls
+from gfsa.lens.padding import Padding, padding_of
 from gfsa.lens.sites import attention_modules, blocks_around, containers_around, is_inside
 from gfsa.lens.tokens import first_tensor, whole_map
 from gfsa.plugs.call_check import compiled_parts

@@ -12,8 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gfsa.filters import GraphFilter
 from gfsa.lens.axes import Attended, AxesInDoubtError, TokenReader, attended_by_values
+from gfsa.lens.calls import Calls
 from gfsa.lens.layer_record import LayerRecord, LensOptions, Stopwatch
-from gfsa.lens.padding import Calls, Padding, checked_mask, padding_of
+from gfsa.lens.padding import Padding, checked_mask, padding_of
 from gfsa.lens.readings import AttentionReading, FeatureReading
 from gfsa.lens.sites import blocks_around
 from gfsa.lens.tokens import first_tensor, whole_map

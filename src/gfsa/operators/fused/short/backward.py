@@ -25,11 +25,14 @@ from gfsa.operators.fused.short.tiles import (
     LOG2E,
     add_product,
     chunk_width,
+    drop,
+    drop_threshold,
     more_scores,
     pin,
+    positive,
     product_layout,
     scores,
-    survives,
+    widened,
 )
 
 
@@ -37,13 +40,13 @@ from gfsa.operators.fused.short.tiles import (
 def _kept(p, DROPOUT: gl.constexpr):
     """``A`` from a signed ``P``: entries that dropout took away carry a minus sign."""
     if DROPOUT:
-        return gl.maximum(p.to(gl.float32), 0.0).to(p.dtype)
+        return positive(p)
     return p
 
 
 @gluon.jit
 def _probabilities(
-    s, lss, mask, seed, bh, n, sc, mask_i, mask_j, dropout_p, dt: gl.constexpr, PL: gl.constexpr,
+    s, lss, mask, seed, bh, n, sc, mask_i, mask_j, dropped, dt: gl.constexpr, PL: gl.constexpr,
     START: gl.constexpr, WIDTH: gl.constexpr,
     EVEN: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
@@ -67,11 +70,9 @@ def _probabilities(
         there = (i < n)[None, :] & (j < n)[:, None]
         p = gl.where(gl.load(mask + at, mask=there, other=0) != 0, p, 0.0)
     if DROPOUT:
-        half_i = START // 2 + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)) // 2
-        kept = survives(
-            i[None, :], j[:, None], half_i[None, :], j[:, None] // 2, n, seed, bh, dropout_p
-        )
-        p = gl.where(kept, p, -p)
+        half_i = START // 2 + (gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)) >> 1)
+        p = drop(p, j[:, None], half_i[None, :], n, seed, bh, dropped, dt, True, True)
+        return gl.convert_layout(p, PL)
     return pin(gl.convert_layout(p.to(dt), PL))
 
 
@@ -83,10 +84,10 @@ def _score_gradient(
     """``dSᵀ = P∘(dA − δ)`` for a chunk of queries."""
     LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
     delta = dls.slice(START, WIDTH).load(gl.SliceLayout(0, LAYOUT))
-    p = gl.convert_layout(p, LAYOUT).to(gl.float32)
+    p = widened(gl.convert_layout(p, LAYOUT))
     if DROPOUT:
         a = gl.where(p > 0.0, a * keep_p, 0.0)
-        p = gl.maximum(p, -p)
+        p = gl.abs(p)
     return pin(gl.convert_layout((p * (a - delta[None, :])).to(dt), PL))
 
 
@@ -150,8 +151,10 @@ def grad_short(
     c2 = gl.load(coeffs + h * 3 + 2)
     keep_p = 1.0
     seed = 0
+    dropped = 0
     if DROPOUT:
         keep_p = 1.0 / (1.0 - dropout_p)
+        dropped = drop_threshold(dropout_p)
         seed = gl.load(seed_in)
     seen = mask + b.to(gl.int64) * mask_b
     dc = dc_out + (h * 3 * batch + b).to(gl.int64) * N + rows
@@ -167,7 +170,7 @@ def grad_short(
             s = scores(k, q, c * BN, chunk_width(c, FULL, BN, TAIL))
             s = warpgroup_mma_wait(0, deps=[s])
             p = _probabilities(
-                s, lss, seen, seed, bh, n, sc, mask_i, mask_j, dropout_p, dt, PL, c * BN,
+                s, lss, seen, seed, bh, n, sc, mask_i, mask_j, dropped, dt, PL, c * BN,
                 chunk_width(c, FULL, BN, TAIL), EVEN, CAUSAL, MASK, DROPOUT,
             )  # fmt: skip
             P = P + (p,)
@@ -191,7 +194,7 @@ def grad_short(
             else:
                 s = warpgroup_mma_wait(0, deps=[s])
             p = _probabilities(
-                s, lss, seen, seed, bh, n, sc, mask_i, mask_j, dropout_p, dt, PL, c * BN,
+                s, lss, seen, seed, bh, n, sc, mask_i, mask_j, dropped, dt, PL, c * BN,
                 chunk_width(c, FULL, BN, TAIL), EVEN, CAUSAL, MASK, DROPOUT,
             )  # fmt: skip
             z = add_product(_kept(p, DROPOUT), g, z, c * BN, chunk_width(c, FULL, BN, TAIL))
@@ -215,6 +218,9 @@ def grad_short(
     dv = gl.full([N, D], 0.0, gl.float32, AL)
     for c in gl.static_range(CHUNKS):
         dv = add_product(_kept(P[c], DROPOUT), du, dv, c * BN, chunk_width(c, FULL, BN, TAIL))
+        if DROPOUT:
+            # what a product reads from registers stays there until it is done: a copy of P
+            dv = warpgroup_mma_wait(0, deps=[dv])
     dv = warpgroup_mma_wait(0, deps=[dv])
     o.store((dv * keep_p + c0 * g.load(AL).to(gl.float32)).to(dt))
     # dSᵀ takes the place of Pᵀ

@@ -26,10 +26,11 @@ from gfsa.operators.fused.short.tiles import (
     LOG2E,
     add_product,
     chunk_width,
+    drop,
+    drop_threshold,
     pin,
     product_layout,
     scores,
-    survives,
 )
 
 
@@ -72,16 +73,16 @@ def _exponentials(s, shift, sc, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _operand(
-    p, n, seed, bh, dropout_p, dt: gl.constexpr, PL: gl.constexpr, START: gl.constexpr,
+    p, n, seed, bh, dropped, dt: gl.constexpr, PL: gl.constexpr, START: gl.constexpr,
     WIDTH: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """What of a chunk dropout leaves, in 16 bits and in place for a product."""
     if DROPOUT:
         LAYOUT: gl.constexpr = product_layout(gl.num_warps(), WIDTH)
         i = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
-        j = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        half_j = START // 2 + j // 2
-        p = gl.where(survives(i, j, i // 2, half_j, n, seed, bh, dropout_p), p, 0.0)
+        half_j = START // 2 + (gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT)) >> 1)
+        p = drop(p, i, half_j[None, :], n, seed, bh, dropped, dt, False, False)
+        return gl.convert_layout(p, PL)
     return pin(gl.convert_layout(p.to(dt), PL))
 
 
@@ -117,8 +118,10 @@ def filter_short(
     sc = scale * LOG2E
     keep_p = 1.0
     seed = 0
+    dropped = 0
     if DROPOUT:
         keep_p = 1.0 / (1.0 - dropout_p)
+        dropped = drop_threshold(dropout_p)
         seed = gl.load(seed_in)
     mbarrier.expect(bars.index(0), 3 * N * D * 2)
     _load(q_in, first, heads, 1, bars.index(0), qs.index(0), True)
@@ -170,8 +173,8 @@ def filter_short(
                 p = _exponentials(S2[c], m, sc, chunk_width(c, FULL, BN, TAIL))
                 norm = norm + gl.convert_layout(gl.sum(p, 1), RL)
                 p = _operand(
-                    p, n, seed, bh, dropout_p, dt, PL, c * BN, chunk_width(c, FULL, BN, TAIL),
-                    DROPOUT,
+                    p, n + unknown, seed, bh, dropped, dt, PL, c * BN,
+                    chunk_width(c, FULL, BN, TAIL), DROPOUT,
                 )  # fmt: skip
                 P = P + (p,)
             for c in gl.static_range(CHUNKS):
@@ -193,8 +196,8 @@ def filter_short(
                 r = gl.exp2(m - shift)
                 norm = norm * r + gl.convert_layout(gl.sum(p, 1), RL)
                 p = _operand(
-                    p, n, seed, bh, dropout_p, dt, PL, c * BN, chunk_width(c, FULL, BN, TAIL),
-                    DROPOUT,
+                    p, n + unknown, seed, bh, dropped, dt, PL, c * BN,
+                    chunk_width(c, FULL, BN, TAIL), DROPOUT,
                 )  # fmt: skip
                 if c > 0:
                     acc = warpgroup_mma_wait(0, deps=[acc])

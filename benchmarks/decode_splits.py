@@ -29,7 +29,7 @@ CACHES = 12
 # keys, warps, stages; a thread's registers for sums: keys·dim / (16·warps)
 TILES = [
     *(Tile(16, 2, 3), Tile(16, 4, 3), Tile(32, 4, 3), Tile(32, 4, 4), Tile(32, 8, 3)),
-    *(Tile(64, 4, 3), Tile(64, 8, 3)),
+    *(Tile(32, 4, 5), Tile(64, 4, 3), Tile(64, 8, 3), Tile(64, 8, 4)),
 ]
 SPLITS = (1, 2, 4, 8, 16, 32)
 # fewer leave processors of the GPU without any

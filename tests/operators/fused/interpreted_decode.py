@@ -133,9 +133,9 @@ def test_programs_share_the_tokens_that_there_are(monkeypatch: pytest.MonkeyPatc
         results.append(token_in_cache(rows, 100))
     assert torch.equal(*results)
     assert loads[0] == loads[1]
-    # four tiles of 32 tokens: each program reads the length, q, and one tile of keys, values and
-    # powers; the last one reads all sums, the new token's value and the coefficients, too
-    assert [loads[1].count(program) for program in range(4)] == [5, 5, 5, 5 + 9]
+    # four tiles of 32 tokens: each program reads the length, q, the coefficients, the new token's
+    # value, and one tile of keys, values and powers; the last one reads all sums, too
+    assert [loads[1].count(program) for program in range(4)] == [7, 7, 7, 7 + 5]
 
 
 @pytest.mark.parametrize("by_head", [False, True])

@@ -18,6 +18,8 @@ import triton.language as tl
 STEP = tl.constexpr(8)
 """Strides of the cache are multiples of it, so that a thread reads 16 bytes at once."""
 LOG2_E = tl.constexpr(1.4426950408889634)
+POWERS = tl.constexpr(4)
+"""c0, c1 and c2, and a place that makes them a power of two."""
 
 
 # lengths and strides change from token to token: nothing about them is compiled in
@@ -59,6 +61,8 @@ def decode_token(
     k_in += (b * k_b + (h // group) * k_h) * STEP
     v_in += (b * v_b + (h // group) * v_h) * STEP
     u_rows += (b * u_b + h * u_h) * STEP
+    # read now: the program that finishes a head would have to wait for them at the end
+    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD)
     # from row to row
     k_step = k_n.to(tl.int64) * STEP
     v_step = v_n.to(tl.int64) * STEP
@@ -74,6 +78,13 @@ def decode_token(
     # the rows that there is room for: all programs work, and the time follows the length
     tiles = tl.cdiv(tl.cdiv(new + 1, BN), SPLITS)
     begin = tl.program_id(1) * tiles * BN
+    newest = v_in + new.to(tl.int64) * v_step
+    u_out = u_rows + new.to(tl.int64) * u_step
+    own_v = tl.load(newest + column, mask=inside, other=0.0).to(tl.float32)
+    if MASK:
+        mask += b * mask_b + h * mask_h
+        first = begin + tl.arange(0, BN)
+        ahead = tl.load(mask + first.to(tl.int64) * mask_n, first <= new, 0)
     for start in tl.range(begin, tl.minimum(begin + tiles * BN, new + 1), BN, num_stages=STAGES):
         row = (start + tl.arange(0, BN)).to(tl.int64)
         seen = row <= new
@@ -85,7 +96,9 @@ def decode_token(
         other = tl.load(u_rows + row[:, None] * u_step + column[None, :], mask=cached, other=0.0)
         score = tl.sum(k.to(tl.float32) * q[None, :], 1)
         if MASK:
-            seen = seen & (tl.load(mask + b * mask_b + h * mask_h + row * mask_n, seen, 0) != 0)
+            seen = seen & (ahead != 0)
+            # too narrow for the loads that run ahead by themselves
+            ahead = tl.load(mask + (row + BN) * mask_n, row + BN <= new, 0)
         score = tl.where(seen, score, -float("inf"))
         higher = tl.maximum(top, score)
         shift = _finite(higher)
@@ -99,13 +112,8 @@ def decode_token(
         top = higher
     highest = tl.max(top, 0)
     u, w, total, own = _together(tl.exp2(top - _finite(highest)), u, w, total, own)
-    newest = v_in + new.to(tl.int64) * v_step
-    u_out = u_rows + new.to(tl.int64) * u_step
     if SPLITS == 1:
-        _finish(
-            u, w, total, own, newest, theta, base, basis, h, y_out, u_out,
-            D, WIDTH, LEARNED, BY_HEAD,
-        )  # fmt: skip
+        _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH)
     else:
         head = tl.program_id(0)
         sums += head.to(tl.int64) * (SPLITS * (2 * WIDTH + 3))
@@ -129,10 +137,7 @@ def decode_token(
             ws = tl.load(rows + WIDTH, cache_modifier=".cg")
             weight = tl.exp2(tops - _finite(tl.max(tops, 0)))
             u, w, total, own = _together(weight, us, ws, totals, owns)
-            _finish(
-                u, w, total, own, newest, theta, base, basis, h, y_out, u_out,
-                D, WIDTH, LEARNED, BY_HEAD,
-            )  # fmt: skip
+            _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH)
 
 
 @triton.jit
@@ -144,31 +149,28 @@ def _finite(top):
 @triton.jit
 def _together(weight, u, w, total, own):
     """Sums over the first axis, each entry weighted."""
-    return (
-        tl.sum(u * weight[:, None], 0),
-        tl.sum(w * weight[:, None], 0),
-        tl.sum(total * weight, 0),
-        tl.sum(own * weight, 0),
-    )
+    # two sums at once: the warps wait for each other half as often
+    u, w = tl.split(tl.sum(tl.join(u * weight[:, None], w * weight[:, None]), 0))
+    total, own = tl.split(tl.sum(tl.join(total * weight, own * weight), 0))
+    return u, w, total, own
 
 
 @triton.jit
 def _finish(
-    u, w, total, own, newest, theta, base, basis, h, y_out, u_out,
-    D: tl.constexpr, WIDTH: tl.constexpr, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr,
+    u, w, total, own, v, c, y_out, u_out, D: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """``u = Σ p·v`` and ``y = c0·v + c1·u + c2·(w + p_new·u)`` from plain sums of weights."""
     column = tl.arange(0, WIDTH)
     inside = column < D
-    v = tl.load(newest + column, mask=inside, other=0.0).to(tl.float32)
     # a token that sees nothing has a row of zeros
     share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
     # rounded as it is cached: later tokens see it so
     u = (u * share).to(u_out.dtype.element_ty)
-    c0 = _coefficient(theta, base, basis, h, 0, LEARNED, BY_HEAD)
-    c1 = _coefficient(theta, base, basis, h, 1, LEARNED, BY_HEAD)
-    c2 = _coefficient(theta, base, basis, h, 2, LEARNED, BY_HEAD)
     second = w * share + own * share * u.to(tl.float32)
+    power = tl.arange(0, POWERS)
+    c0 = tl.sum(tl.where(power == 0, c, 0.0), 0)
+    c1 = tl.sum(tl.where(power == 1, c, 0.0), 0)
+    c2 = tl.sum(tl.where(power == 2, c, 0.0), 0)
     y = c0 * v + c1 * u.to(tl.float32) + c2 * second
     tl.store(u_out + column, u, mask=inside)
     y_out += tl.program_id(0).to(tl.int64) * D + column
@@ -176,18 +178,17 @@ def _finish(
 
 
 @triton.jit
-def _coefficient(
-    theta, base, basis, h, power: tl.constexpr, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr
-):
-    """``c = base + θ·basis`` of one head and power.
+def _coefficients(theta, base, basis, h, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr):
+    """``c = base + θ·basis`` of one head: ``(POWERS,)``, the last of them zero.
 
     Args:
         theta: ``(H, LEARNED)``; base: ``(H, 3)``; basis: ``(LEARNED, 3)``, with ``BY_HEAD`` one for
             each head. Without learned numbers the base alone is read.
     """
-    c = tl.load(base + h * 3 + power)
+    power = tl.arange(0, POWERS)
+    c = tl.load(base + h * 3 + power, power < 3, 0.0)
     for number in tl.static_range(LEARNED):
         learned = tl.load(theta + h * LEARNED + number).to(tl.float32)
         row = (h * LEARNED + number) if BY_HEAD else number
-        c += learned * tl.load(basis + row * 3 + power)
+        c += learned * tl.load(basis + row * 3 + power, power < 3, 0.0)
     return c

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PAGE = "README.md"
 FAMILIES = "families.md"
+EXPLORED = "exploratory.md"
 
 
 def results(
@@ -51,7 +52,7 @@ def results(
     ] = None,
     write: Annotated[
         bool,
-        typer.Option("--write", help=f"Update {PAGE}, {FAMILIES} and RECIPE.md in the folder."),
+        typer.Option("--write", help=f"Update {PAGE}, {FAMILIES}, {EXPLORED}, RECIPE.md there."),
     ] = False,
 ) -> None:
     """Compare methods over paired seeds: differences with intervals, verdicts, costs."""
@@ -178,11 +179,13 @@ def _shown(
 
 def _page(found: _Folder, shown: list[ResultTable], paper: bool, part: bool) -> list[Block]:
     """The tables that are shown, after what the whole folder says unless a ``part`` is wanted."""
-    from gfsa_experiments.results.overview import costs, overview
+    from gfsa_experiments.results.overview import confirmed, costs, explored
     from gfsa_experiments.results.page_blocks import Heading
     from gfsa_experiments.results.page_sections import sections
 
-    head = [] if part else [*overview(found.tables, found.judged), *costs(found.times)]
+    head: list[Block] = []
+    if not part:
+        head = [*confirmed(found.judged), *explored(found.tables), *costs(found.times)]
     # a folder may have the runs of families alone
     return [*head, Heading("Tables"), *sections(shown, paper)] if shown else head
 
@@ -232,10 +235,10 @@ def _print(blocks: list[Block], markdown: bool) -> None:
 
 
 def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None:
-    """Update the first page, that of families and one per recipe, all of them or none."""
+    """Update the first page, those of families and domains and one per recipe, all or none."""
     from gfsa_experiments.results.family_details import families_page
     from gfsa_experiments.results.family_summary import of_recipe
-    from gfsa_experiments.results.overview import costs, domain_of, overview
+    from gfsa_experiments.results.overview import confirmed, costs, domain_of, explored
     from gfsa_experiments.results.page_blocks import Picture, Text, updated_page, write_pages
     from gfsa_experiments.results.page_sections import sections
     from gfsa_experiments.results.tuning_table import tuning_blocks
@@ -255,14 +258,20 @@ def _write(folder: Path, found: _Folder, paper: bool, plot: Path | None) -> None
     links = ", ".join(f"[{title}]({recipe}.md)" for recipe, title in titles.items())
     pointer = f"Families line by line and seed by seed: [{FAMILIES}]({FAMILIES}). "
     pointer = pointer if found.judged else ""
+    pointer += f"Exploratory comparisons by domain: [{EXPLORED}]({EXPLORED}). " if links else ""
     pointer += f"Tables, commands, figures of the paper: {links}. " if links else ""
     foot = Text(f"{pointer}{source.text}")
-    first = [*head, *overview(found.tables, found.judged), *costs(found.times), foot]
+    first = [*head, *confirmed(found.judged), *costs(found.times), foot]
     pages = {folder / PAGE: updated_page(folder / PAGE, "Results", first)}
     if found.judged:
         path = folder / FAMILIES
         blocks = [source, *families_page(found.judged)]
         pages[path] = updated_page(path, "Confirmatory families", blocks)
+    if found.tables:
+        path = folder / EXPLORED
+        pages[path] = updated_page(
+            path, "Exploratory comparisons", [source, *explored(found.tables)]
+        )
     for recipe, tables in by_recipe.items():
         path, title = folder / f"{recipe}.md", titles[recipe]
         tuned = tuning_blocks(found.tuning[found.tuning.recipe == recipe])

@@ -1,4 +1,4 @@
-"""The first page: what is confirmed, a row per domain, and what filters cost."""
+"""What the whole folder says: what is confirmed, a row per domain, and what filters cost."""
 
 from __future__ import annotations
 
@@ -90,9 +90,14 @@ def headline(table: ResultTable, method: str) -> Line | None:
     return next((line for line in lines if len(lines) == 1 or line.options == OWN_RATE), None)
 
 
-def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Block]:
-    """What is confirmed, and the domains; ``every`` has the tables of the whole folder."""
-    blocks = [Heading("Confirmatory comparisons"), *all_families(judged)]
+def confirmed(judged: Sequence[Judged]) -> list[Block]:
+    """The comparisons of the families."""
+    return [Heading("Confirmatory comparisons"), *all_families(judged)]
+
+
+def explored(every: Sequence[ResultTable]) -> list[Block]:
+    """A row per domain, and what is regular; ``every`` has the tables of the whole folder."""
+    blocks: list[Block] = []
     found = domains(every)
     if found:
         methods = [FILTERS.get(name, name) for name in found[0].to_plain]
@@ -103,7 +108,7 @@ def overview(every: Sequence[ResultTable], judged: Sequence[Judged]) -> list[Blo
             "tasks of the domain; positive is better. Not corrected for the number of comparisons: "
             "an interval that excludes 0 is *suggestive* and no more."
         )
-        blocks += [Heading("Exploratory, by domain"), Text(text), Grid(columns, rows, ("domain",))]
+        blocks = [Heading("Exploratory, by domain"), Text(text), Grid(columns, rows, ("domain",))]
     notes = [*_coefficient_note(every), *_chance_note(every)]
     return [*blocks, Bullets(notes)] if notes else blocks
 

@@ -25,11 +25,11 @@ RATES = "pretrain-controls-rates.txt"
 CONTROLS = ("pretrain-controls.txt", "pretrain-layers.txt")
 BASELINE = "pretrain-baseline.txt"
 WARMUP = "pretrain-warmup.txt"
-LONGER_WARMUP = "pretrain-epoch-tuning.txt"
+LONGER_WARMUPS = ("pretrain-epoch-tuning.txt", "pretrain-epoch-rates.txt")
 LARGER_RATE = "pretrain-46m-rate.txt"
 LONG = "pretrain-long.txt"
 LONG_WARMUP = "pretrain-long-warmup.txt"
-OTHERS = ("pretrain-gates.txt",)
+OTHERS = ("pretrain-epoch-high-rates.txt",)
 """Plans of which the page says whether their runs are there, and no more."""
 FAMILIES = {
     "pretrain-epoch": "3.4 tokens a parameter",
@@ -62,7 +62,7 @@ class Study:
     rates: pd.DataFrame = field(default_factory=pd.DataFrame)
     baseline: pd.DataFrame = field(default_factory=pd.DataFrame)
     warmups: pd.DataFrame = field(default_factory=pd.DataFrame)
-    """The runs of :data:`WARMUP`, and of :data:`LONGER_WARMUP` those with the same other settings,
+    """The runs of :data:`WARMUP`, and of :data:`LONGER_WARMUPS` those with the same other settings,
     likewise."""
     larger_rates: pd.DataFrame = field(default_factory=pd.DataFrame)
     """The runs of :data:`LARGER_RATE`, likewise."""
@@ -93,13 +93,12 @@ def read_study(folder: Path) -> Study:
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), plans.missing)
     _refuse_several_data(folder, runs)
-    names = [STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, LONGER_WARMUP, LARGER_RATE]
+    names = [STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, *LONGER_WARMUPS, LARGER_RATE]
     names += [LONG, LONG_WARMUP, *OTHERS]
     of_plans = {name: plans.rows_of(name) for name in names}
     controls = pd.concat([of_plans[name] for name in CONTROLS])
-    longer = of_plans[LONGER_WARMUP]
-    longer = longer[longer.settings.str.contains("gain_lr=0.1 ")]
-    warmups = pd.concat([of_plans[WARMUP], longer]).drop_duplicates(RUN)
+    longer = pd.concat([of_plans[name] for name in LONGER_WARMUPS])
+    warmups = pd.concat([of_plans[WARMUP], _as_in_families(longer)]).drop_duplicates(RUN)
     long_warmups = of_plans[LONG_WARMUP]
     if len(long_warmups):
         long_warmups = pd.concat([long_warmups, but_for_warmup(of_plans[LONG], long_warmups)])
@@ -122,6 +121,14 @@ def read_study(folder: Path) -> Study:
         long_warmups=labelled(long_warmups, [], keep_diverged=True),
         unfinished=frozenset(plans.unfinished),
     )
+
+
+def _as_in_families(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of seed 0 with the families' rates of gains and filters and their normalisation."""
+    settings = rows.settings.str.contains("gain_lr=0.1 ") & rows.settings.str.contains(
+        "qk_norm=temperature"
+    )
+    return rows[settings & rows.options.isin(["", "filter_lr=0.1"]) & (rows.seed == 0)]
 
 
 def but_for_warmup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,8 @@
 """Runs with longer warm-ups: which schedule is best for each arm, and what is left of gaps.
 
-The plan ``pretrain-warmup.txt`` has them beside the runs of the scaling plan, and
-``pretrain-epoch-tuning.txt`` longer ones of one epoch.
+The plan ``pretrain-warmup.txt`` has them beside the runs of the scaling plan,
+``pretrain-epoch-tuning.txt`` longer ones of one epoch, and ``pretrain-epoch-rates.txt`` these at
+other rates.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def warmup_blocks(runs: pd.DataFrame) -> list[Block]:
     text = (
         "Validation loss in nats of runs with a schedule of their own, seed 0. One seed, and the "
         "best of several: exploratory ([plan](plans/pretrain-warmup.txt), "
-        "[longer ones](plans/pretrain-epoch-tuning.txt))."
+        "[longer ones](plans/pretrain-epoch-tuning.txt), "
+        "[other rates](plans/pretrain-epoch-rates.txt))."
     )
     columns = ["tokens per parameter", "lr", "steps of warm-up", *arms]
     return [Heading("Warm-up"), Text(text), Grid(columns, rows)]

@@ -140,6 +140,25 @@ def test_leads_by_length_are_those_of_runs_with_a_tuned_plain_model() -> None:
     assert f"GFSA ends {_listed(gfsa)} nats below plain at these lengths" in by_hand
 
 
+def test_leads_by_rate_are_those_of_the_table() -> None:
+    """What is written by hand of higher rates, with the longest warm-up of every arm."""
+    details = (RESULTS / "pretraining-details.md").read_text("utf-8")
+    lines = [
+        line[1:] for line in table(details, "| tokens per parameter | lr |") if line[0] == "3.4"
+    ]
+    rates = {float(line[0]): line[2:5] for line in lines if line[1] == "401"}
+    assert list(rates) == [5e-4, 1e-3, 2e-3, 4e-3], "say what the others show"
+    plain, *filtered = zip(*rates.values(), strict=True)
+    page = " ".join((RESULTS / "pretraining.md").read_text("utf-8").split())
+    for name, losses in zip(("Degree 1 − plain is", "GFSA − plain"), filtered, strict=True):
+        said = re.search(rf"{name} ((?:[+−\d.]+, )+[+−\d.]+ and [+−\d.]+)", page)
+        assert said is not None
+        gaps = [float(x.replace("−", "-")) for x in re.split(", | and ", said[1])]
+        # the table's losses are rounded, the differences are not
+        found = [float(a) - float(b) for a, b in zip(losses, plain, strict=True)]
+        assert gaps == pytest.approx(found, abs=1.1e-3)
+
+
 def _listed(values: list[str]) -> str:
     return f"{', '.join(values[:-1])} and {values[-1]}"
 

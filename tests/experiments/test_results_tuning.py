@@ -182,9 +182,10 @@ def _at_dropout(rows: pd.DataFrame, dropout: str) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def runs_on_wikitext2() -> pd.DataFrame:
-    folders = [read_folder(RESULTS / name).rows for name in ("tuning", "checks")]
-    rows = pd.concat(folders)
-    return rows[rows.recipe == "causal_lm"]
+    """Of a run that was tuned with and then checked, the check."""
+    rows = pd.concat([read_folder(RESULTS / name).rows for name in ("tuning", "checks")])
+    own = rows[rows.recipe == "causal_lm"]
+    return own.drop_duplicates(["task", "method", "options", "settings", "seed"], keep="last")
 
 
 def test_the_table_of_dropout_is_that_of_the_rows(runs_on_wikitext2: pd.DataFrame) -> None:
@@ -221,6 +222,7 @@ PEERS = {
     "FeatScale": [("featscale", ""), ("featscale", "filter_lr=0.01")],
     "NeuTRENO": [("neutreno", "strength=0.6"), ("neutreno", "strength=0.3")],
     "LayerScale": [("layerscale", ""), ("layerscale", "filter_lr=0.01")],
+    "AttnScale": [("attnscale", ""), ("attnscale", "filter_lr=0.01")],
     "ContraNorm": [("contranorm", "strength=0.01"), ("contranorm", "strength=0.1")],
     "twicing (the family's ten seeds)": [("twicing", "")],
     "degree 1 (the family's ten seeds)": [("degree1", "filter_lr=0.01")],
@@ -255,6 +257,7 @@ def test_the_step_on_wikitext2_is_that_of_the_rows() -> None:
         for m, o, t in zip(own.method, own.options, own.seconds_per_step, strict=True)
     }
     plain, gfsa = ms.pop("plain"), ms.pop("gfsa filter_lr=0.01")
-    assert f"it takes **{gfsa / plain:.2f}×** ({gfsa:.2f} ms against {plain:.2f};" in page
-    assert len(ms) == 3
-    assert f"({min(ms.values()):.2f} to {max(ms.values()):.2f})" in page
+    said = f"a step with GFSA takes **{gfsa / plain:.2f}×** ({gfsa:.2f} ms against {plain:.2f};"
+    assert said in page
+    # timed with earlier kernels, it would be compared with the present plain model
+    assert not ms

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -65,12 +67,42 @@ class TestNames:
         folder.mkdir()
         (folder / "train.csv").touch()
         (folder / "gone.csv").symlink_to(tmp_path / "nowhere.csv")
-        written = max((folder / "train.csv").stat().st_mtime, folder.stat().st_mtime)
+        written = max(path.lstat().st_ctime for path in (folder, *folder.iterdir()))
         for data in ("my", str(folder), "my/train.csv"):
             assert is_written_after(data, tmp_path, written - 1)
             assert not is_written_after(data, tmp_path, written)
         assert not is_written_after("hub:someone/my", tmp_path, 0)
         assert not is_written_after("", tmp_path, 0)
+
+    @pytest.mark.parametrize("put", ["moved", "linked", "in a folder"])
+    def test_what_was_put_in_its_place_since(self, put: str, tmp_path: Path) -> None:
+        """Its text was written long ago: a finished run was taken to be on it."""
+        old, new = tmp_path / "my/very/deep/a.txt", tmp_path / "new.txt"
+        old.parent.mkdir(parents=True)
+        for path in (old, new):
+            path.touch()
+            os.utime(path, (1, 1))
+        between = time.time()
+        while time.time() < between + 0.02:
+            # times of files have steps of some milliseconds
+            pass
+        if put == "linked":
+            old.unlink()
+            old.symlink_to(new)
+        else:
+            new.replace(old)
+        data = "my" if put == "in a folder" else "my/very/deep/a.txt"
+        assert is_written_after(data, tmp_path, between + 0.01)
+
+    def test_large_folders_may_have_changed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("a", "b", "c"):
+            (tmp_path / name).touch()
+        later = time.time() + 1
+        assert not is_written_after(str(tmp_path), tmp_path, later)
+        monkeypatch.setattr("gfsa_experiments.data.own._MOST_ENTRIES", 2)
+        assert is_written_after(str(tmp_path), tmp_path, later)
 
     def test_a_missing_file_names_its_neighbours(self, tmp_path: Path) -> None:
         (tmp_path / "my.csv").touch()
@@ -90,6 +122,7 @@ class TestNames:
             ("image", {"data": "a/cifar10", **SMALL_IMAGES}, "folder=cifar10 deit_tiny-d1"),
             ("pretrain", {"data": "hub:someone/wiki:en"}, "wiki-en qwen3-15m"),
             ("pretrain", {"data": "techdocs.txt"}, "data=techdocs qwen3-15m"),
+            ("pretrain", {"data": "release-1.5"}, "release-1.5 qwen3-15m"),
         ],
     )
     def test_rows_are_never_labelled_like_those_of_our_data(

@@ -334,11 +334,24 @@ class TestTraining:
     def test_the_last_batch_is_filled_up_and_counts_as_it_is(self, data: Path) -> None:
         task = built(data)
         with torch.no_grad():
-            total, count = task.predict(task.model, a_batch(task, "valid", rows=5))
+            total, count, _ = task.predict(task.model, a_batch(task, "valid", rows=5))
             rows = task.rows["valid"]
             single = [task.predict(task.model, rows.__getitems__([index])) for index in range(5)]
         assert count == 5 * 16
-        torch.testing.assert_close(total, sum(loss for loss, _ in single))
+        torch.testing.assert_close(total, sum(loss for loss, _, _ in single))
+
+    def test_bits_are_spread_over_the_bytes_of_their_part(self, tmp_path: Path) -> None:
+        texts = {"train": "a b c d " * 100, "valid": "é" * 99, "test": "a" * 99}
+        for part, text in texts.items():
+            (tmp_path / f"{part}.txt").write_text(text)
+        task = built(tmp_path, data=str(tmp_path), vocab_size=257)
+        for part, size in (("valid", 2), ("test", 1)):
+            with torch.no_grad():
+                scores = task.score([task.predict(task.model, a_batch(task, part, rows=2))])
+            # a token is a byte, and one more begins the document
+            tokens_per_byte = (99 * size + 1) / (99 * size)
+            bits = scores["loss"] / math.log(2) * tokens_per_byte
+            assert scores["bits_per_byte"] == pytest.approx(bits)
 
     def test_every_token_is_predicted_once(self, data: Path) -> None:
         rows = built(data).rows["train"]
@@ -565,11 +578,64 @@ class TestData:
         with pytest.raises(ValueError, match="no tokenizer"):
             built(data, tokenizer=str(tmp_path / "t.json"))
 
+    def test_a_tokenizer_that_was_saved_for_short_texts(self, data: Path, tmp_path: Path) -> None:
+        """Its file says where to cut and how to fill a text; documents lost their ends."""
+        from gfsa_experiments.data.tokenizers import train_tokenizer
+
+        tokenizer = train_tokenizer([document(i) for i in range(9)], 280)
+        tokenizer.save(str(tmp_path / "whole.json"))
+        tokenizer.enable_truncation(8)
+        tokenizer.enable_padding(length=500)
+        tokenizer.save(str(tmp_path / "short.json"))
+        tasks = [built(data, tokenizer=str(tmp_path / f"{n}.json")) for n in ("whole", "short")]
+        assert torch.equal(*(task.rows["test"]._host for task in tasks))
+
+    def test_a_tokenizer_that_leaves_numbers_out(self, data: Path, tmp_path: Path) -> None:
+        """Numbers above the count of tokens were cut to 16 bits."""
+        from gfsa_experiments.data.tokenizers import train_tokenizer
+
+        train_tokenizer([document(i) for i in range(9)], 280).save(str(tmp_path / "t.json"))
+        written = json.loads((tmp_path / "t.json").read_text())
+        written["model"]["vocab"]["Ġ"] = 70_000
+        (tmp_path / "t.json").write_text(json.dumps(written))
+        task = built(data, tokenizer=str(tmp_path / "t.json"))
+        assert int(task.rows["test"].ids(a_batch(task, "test")).max()) == 70_000
+        assert task.model.config.vocab_size > 70_000
+
+    def test_a_document_begins_where_the_text_says_so(self, tmp_path: Path) -> None:
+        """As in texts that were made for GPT-2; they were counted as one document."""
+        text = "<|endoftext|>\n".join(map(document, range(100)))
+        (tmp_path / "own.txt").write_text(text)
+        task = self.loss_of(str(tmp_path / "own.txt"), tmp_path, boundaries=True)
+        starts = [int((rows._host == task._end).sum()) for rows in task.rows.values()]
+        assert sum(starts) > 99
+        counts = "{} train, {} valid, {} test documents".format(*starts)
+        assert str(task.own_data).endswith(f"{counts})")
+
+    def test_tokens_that_lost_their_end_are_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("GFSA_CACHE", str(tmp_path / "cache"))
+        (tmp_path / "own.txt").write_text("".join(map(document, range(50))))
+        built(tmp_path, data="own.txt")
+        (path,) = (tmp_path / "cache").glob("*/train.bin")
+        path.write_bytes(path.read_bytes()[:1000])
+        with pytest.raises(ValueError, match=r"train.bin has 1000 bytes .*; delete .*tokens-own"):
+            built(tmp_path, data="own.txt")
+
+    def test_blank_lines_of_json_are_no_documents(self, tmp_path: Path) -> None:
+        for part in ("train", "valid", "test"):
+            lines = [json.dumps({"text": text}) for text in (document(1), "", " \n", document(2))]
+            (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
+        task = self.loss_of(str(tmp_path), tmp_path)
+        assert [int((rows._host == task._end).sum()) for rows in task.rows.values()] == [2] * 3
+
     @pytest.mark.parametrize(
         ("name", "content", "error"),
         [
             ("x.jsonl", '{"txt": "a"}', "x.jsonl, line 1: .*text is a string, got the keys txt"),
             ("x.jsonl", "{", "x.jsonl, line 1: expected a JSON object"),
+            ("x.jsonl", '{"text": "a\\ud83d"}', "line 1: .*half of a pair, at character 1 of"),
             ("x.txt.xz", "no xz", "damaged"),
             ("x.txt", "short", "too little text"),
             ("x.txt", "", "has no text in it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -238,7 +239,8 @@ def _read_lines(path: Path, column: str) -> Iterator[str]:
             reason, found = _text_in(line, column)
             if reason is not None:
                 raise ValueError(f"{path}, line {number}: {reason}{first_lines(text.splitlines())}")
-            yield found
+            if found.strip():
+                yield found
 
 
 def _text_in(line: str, column: str) -> tuple[str | None, str]:
@@ -249,7 +251,13 @@ def _text_in(line: str, column: str) -> tuple[str | None, str]:
         return f"expected a JSON object with a text, got {error}", ""
     text = value.get(column) if isinstance(value, dict) else None
     if isinstance(text, str):
-        return None, text
+        half = re.search("[\ud800-\udfff]", text)
+        if half is None:
+            return None, text
+        return (
+            f"expected text, got {half[0]!r}, half of a pair, at character {half.start():,} of the "
+            f"key {column}; it is no character of its own: leave it out"
+        ), ""
     got = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
     return (
         f"expected a JSON object whose key {column} is a string, got {got}; set text= to the key "

@@ -22,6 +22,8 @@ _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": 
 _UNREADABLE = (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile)
 _SHOWN_LINES, _SHOWN_CHARACTERS = 3, 100
 _SHOWN_ENTRIES = 8
+# of a folder whose times are looked at
+_MOST_ENTRIES = 20_000
 
 
 def name_of(data: str) -> str:
@@ -60,18 +62,30 @@ def is_in_working_folder(data: str, data_dir: Path) -> bool:
 
 
 def is_written_after(data: str, data_dir: Path, time: float) -> bool:
-    """Whether the file, or an entry of the folder, that ``data`` names was written after ``time``.
+    """Whether the file, or anything in the folder, that ``data`` names may be later than ``time``.
 
-    Folders in it are not opened: they may hold millions of images.
+    So is a folder of more entries than are looked at: it may hold millions of images.
     """
     if not data or data.startswith(HUB):
         return False
     for path in (data_dir / data, Path(os.path.expanduser(data))):
         if path.exists():
-            # a link may lead nowhere
-            entries = [p for p in path.iterdir() if p.exists()] if path.is_dir() else []
-            return any(entry.stat().st_mtime > time for entry in (path, *entries))
+            below = path.rglob("*") if path.is_dir() else ()
+            found = list(itertools.islice(below, _MOST_ENTRIES + 1))
+            return len(found) > _MOST_ENTRIES or any(
+                _changed(entry) > time for entry in (path, *found)
+            )
     return False
+
+
+def _changed(path: Path) -> float:
+    """When a file, or the link to it, was written, or put there by ``mv``, ``cp -p`` or ``ln``.
+
+    These keep the time at which it was written, and change that of its entry.
+    """
+    # a link may lead nowhere
+    found = [path.lstat(), *([path.stat()] if path.exists() else [])]
+    return max(time for stat in found for time in (stat.st_mtime, stat.st_ctime))
 
 
 def digest_of(pieces: Iterable[str | bytes]) -> str:
@@ -97,7 +111,7 @@ def entries_of(folder: Path) -> str:
 def bytes_of(path: Path) -> bytes:
     """The content of a file, unpacked by its ending."""
     try:
-        return _OPENERS.get(path.suffix, bytes)(path.read_bytes())
+        return _OPENERS.get(path.suffix.lower(), bytes)(path.read_bytes())
     except _UNREADABLE as error:
         raise ValueError(f"{path} is damaged, or not packed as its name says ({error})") from error
 

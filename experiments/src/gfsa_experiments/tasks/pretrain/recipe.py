@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gfsa_experiments.data.files import cache_folder
-from gfsa_experiments.data.own import HUB, digest_of, name_of
+from gfsa_experiments.data.own import digest_of, name_of
 from gfsa_experiments.engine.config import (
     Compile,
     CountOrZero,
@@ -187,8 +187,7 @@ class PretrainConfig(TrainConfig):
 
     def label(self) -> str:
         size = self.size if "size" not in self.unused() else f"d{self.depth}-w{self.width}"
-        hub = self.data.startswith(HUB)
-        name = name_of(self.data) if hub else Path(self.data).name.partition(".")[0]
+        name = name_of(self.data)
         ours = PretrainConfig.data
         if name == ours and self.data != ours:
             # the caller's own text is not taken for ours
@@ -200,8 +199,9 @@ class PretrainTask(Task):
     """Predict the next token: ``loss = mean of −log p(token | those before it)`` in nats.
 
     The text of a part is one row of tokens, each document begun by a token that says so, cut into
-    rows of ``block``: every token but the first is predicted once. ``bits_per_byte`` spreads the
-    same loss over the bytes of the text, and can be compared between tokenizers.
+    rows of ``block``: every token but the first is predicted once, and what is left at the end of a
+    part, less than a row, never. ``bits_per_byte`` spreads the same loss over the bytes of the
+    part's text, and can be compared between tokenizers.
     """
 
     metric = "loss"
@@ -229,8 +229,8 @@ class PretrainTask(Task):
         self._boundaries = config.boundaries
         self._probes, self._in_bf16 = config.probes, config.precision == "bf16"
         self._eval_batch = config.eval_batch_size or config.batch_size
-        test = found.meta.parts["test"]
-        self._bytes_per_token = test.bytes / test.tokens
+        parts = found.meta.parts.items()
+        self._bytes_per_token = {name: part.bytes / part.tokens for name, part in parts}
         sizes = config.sizes(found.meta.vocabulary)
         self.work = Work(sizes.block, sizes.flops())
         model = build_decoder(sizes, config.variant(), self._end)
@@ -254,15 +254,17 @@ class PretrainTask(Task):
             nothing = torch.full((lacking, labels.shape[1]), IGNORED, device=ids.device)
             labels = torch.cat([labels, nothing])
         count = ids.shape[0] * (ids.shape[1] - 1)
-        return self._mean(model, inputs, labels).double() * count, count
+        size = count * self._bytes_per_token[batch["part"]]
+        return self._mean(model, inputs, labels).double() * count, count, size
 
     def score(self, predictions: list[Any]) -> dict[str, float]:
-        totals, counts = zip(*predictions, strict=True)
-        loss = float(sum(totals)) / sum(counts)
+        totals, counts, sizes = zip(*predictions, strict=True)
+        total = float(sum(totals))
+        loss = total / sum(counts)
         return {
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "bits_per_byte": loss / math.log(2) / self._bytes_per_token,
+            "bits_per_byte": total / math.log(2) / sum(sizes),
         }
 
     def example(self) -> Any:

@@ -113,7 +113,7 @@ def token_files(
     with _made_once(folder) as making:
         if making is not None:
             prepare(corpus, choice, making)
-    return TokenFiles(folder, read_meta(folder), corpus.split_by)
+    return TokenFiles(folder, _checked(folder), corpus.split_by)
 
 
 def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> Meta:
@@ -121,7 +121,8 @@ def prepare(corpus: Corpus, choice: TokenizerChoice, folder: Path) -> Meta:
     documents = corpus.documents()
     tokenizer = _tokenizer(choice, documents["train"])
     tokenizer.save(str(folder / TOKENIZER))
-    vocabulary = tokenizer.get_vocab_size()
+    # numbers may be left out, so that the largest is above their count
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
     end = tokenizer.token_to_id(END)
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
     parts = {
@@ -181,7 +182,7 @@ def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
     with _made_once(folder) as making:
         if making is not None:
             _unpack(path, meta, making)
-    return TokenFiles(folder, read_meta(folder))
+    return TokenFiles(folder, _checked(folder))
 
 
 def _unpack(path: Path, meta: Meta, folder: Path) -> None:
@@ -200,13 +201,21 @@ def _unpack(path: Path, meta: Meta, folder: Path) -> None:
         shutil.copyfile(path / name, folder / name)
 
 
+def _checked(folder: Path) -> Meta:
+    """What a folder of the cache holds; a disk that was full, or cleaned up, may have cut it."""
+    meta = read_meta(folder)
+    _check_sizes(folder, meta)
+    return meta
+
+
 def _check_sizes(folder: Path, meta: Meta) -> None:
     for part, numbers in meta.parts.items():
-        size = (folder / f"{part}.bin").stat().st_size
+        path = folder / f"{part}.bin"
+        size = path.stat().st_size if path.is_file() else 0
         expected = numbers.tokens * np.dtype(meta.dtype).itemsize
         if size != expected:
             raise ValueError(
-                f"{folder / f'{part}.bin'} has {size} bytes where {META} says {expected}; "
+                f"{path} has {size} bytes where {META} says {expected}; delete {folder} and "
                 "prepare the corpus again"
             )
 
@@ -215,7 +224,9 @@ def _key(corpus: Corpus, choice: TokenizerChoice) -> str:
     """The same as long as files, their sizes and dates, and the tokenizer are the same."""
     # tokens of text that an earlier rule split are not taken; named parts were never split
     parts = corpus.has_parts or f"split {_SPLIT}"
-    digest = sha256(f"{_FORMAT} {choice.description} {parts}".encode())
+    # earlier versions cut documents where a tokenizer's file said so
+    whole = " whole" if choice.file else ""
+    digest = sha256(f"{_FORMAT} {choice.description}{whole} {parts}".encode())
     for line in corpus.identity():
         digest.update(line.encode())
     return digest.hexdigest()[:16]
@@ -258,14 +269,20 @@ def _tokenizer(choice: TokenizerChoice, texts: Sequence[str]) -> Any:
         raise ValueError(
             f"tokenizer={choice.file} is no tokenizer.json of the library tokenizers: {error}"
         ) from error
+    # files that were saved for a model of so many tokens cut documents to that length, or fill them
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     if tokenizer.token_to_id(END) is None:
         tokenizer.add_special_tokens([END])
     return tokenizer
 
 
 def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtype: str) -> Part:
-    """Write ``end`` and the tokens of each document, one document after the other."""
-    digest, count, size = sha256(), 0, 0
+    """Write ``end`` and the tokens of each document, one document after the other.
+
+    Where the text has the words of ``end`` themselves, another document begins, and is counted.
+    """
+    digest, count, begun, size = sha256(), 0, 0, 0
     start = np.array([end], dtype)
     with path.open("wb") as file:
         for at in range(0, len(documents), _DOCUMENTS_AT_ONCE):
@@ -275,5 +292,6 @@ def _encode(tokenizer: Any, documents: Sequence[str], end: int, path: Path, dtyp
             file.write(data.tobytes())
             digest.update(data.tobytes())
             count += len(data)
+            begun += int((data == end).sum())
             size += sum(len(document.encode()) for document in some)
-    return Part(count, len(documents), size, digest.hexdigest())
+    return Part(count, begun, size, digest.hexdigest())

@@ -24,6 +24,7 @@ import gfsa
 from gfsa.lens.trajectory import Trajectory
 from gfsa_experiments.engine.checkpoints import checkpoints
 from gfsa_experiments.engine.evaluate import evaluate
+from gfsa_experiments.runs import run_many
 from gfsa_experiments.runs.load_run import trained_task
 from gfsa_experiments.runs.methods import METHODS, MethodConfig
 from gfsa_experiments.runs.row import Row, append_rows, read_rows
@@ -397,6 +398,23 @@ def test_divergence_is_an_error_and_a_result(tmp_path: Path) -> None:
     assert caught.value.row.steps == 6
     append_rows(tmp_path / "toy.csv", [caught.value.row])
     assert math.isnan(read_rows(tmp_path / "toy.csv")[0].test)
+
+
+def test_all_processes_end_a_run_that_diverges_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several processes the launcher was told to end all, and the table had no row."""
+    alone = run_many.attempt(run(tmp_path, explode_at=3))
+    assert alone.row is not None
+
+    def diverge(*arguments: Any) -> Row:
+        raise DivergedError("the loss is inf", alone.row)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run_many, "carry_out", diverge)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    finished = run_many.attempt(run(tmp_path))
+    assert finished.row is alone.row
+    assert finished.error == "the loss is inf"
 
 
 def damage_newest(folder: Path, name: str) -> None:

@@ -32,6 +32,11 @@ def test_interrupted_and_resumed(
     for name in ("test", "valid", "moved"):
         assert two[name] == pytest.approx(getattr(row, name), rel=close), name
     assert two["coefficients"] == row.coefficients
+    # the loss of a step is that of all processes, not of the first one's share
+    logs = [folder / "metrics.jsonl" for folder in (file.parent, alone.folder)]
+    for lines in zip(*(log.read_text().splitlines() for log in logs), strict=True):
+        ours, expected = map(json.loads, lines)
+        assert ours == pytest.approx(expected, rel=close)
     weights = torch.load(file.parent / "model.pt")
     expected = torch.load(alone.folder / "model.pt")
     assert weights.keys() == expected.keys()

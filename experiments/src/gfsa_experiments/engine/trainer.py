@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -222,7 +223,7 @@ class Trainer:
             if not (evaluates or kept or done or at.step % config.log_every == 0):
                 continue
             # only here the host waits for the device
-            pace = meter.read()
+            pace = self._of_all_processes(meter.read())
             at.seconds += pace.seconds
             if pace.seconds_per_step is not None:
                 self.state.rates.append(pace.seconds_per_step)
@@ -239,6 +240,16 @@ class Trainer:
             if at.stopped:
                 break
             meter.restart()
+
+    def _of_all_processes(self, pace: Pace) -> Pace:
+        """The mean loss over the processes, each of which has a share of every batch.
+
+        So all of them see a loss that is not finite, and end together.
+        """
+        if self.accelerator.num_processes == 1:
+            return pace
+        loss = torch.tensor(pace.loss, device=self.accelerator.device)
+        return pace._replace(loss=float(self.accelerator.reduce(loss, "mean")))
 
     def _save(self, kept: int) -> None:
         self.checkpoints.save(self.state, kept)

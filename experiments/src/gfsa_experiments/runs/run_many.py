@@ -104,8 +104,10 @@ def attempt(run: Run, progress: Progress | None = None) -> Finished:
     try:
         return Finished(run, carry_out(run, progress))
     except Exception as error:
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            # the launcher has to end the other processes, which wait for this one
+        diverged = isinstance(error, DivergedError)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not diverged:
+            # the launcher has to end the other processes, which wait for this one; where a run
+            # diverges, all of them see it
             raise
         details = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):

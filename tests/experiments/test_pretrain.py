@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import math
 from collections.abc import Callable
@@ -636,6 +637,7 @@ class TestData:
             ("x.jsonl", '{"txt": "a"}', "x.jsonl, line 1: .*text is a string, got the keys txt"),
             ("x.jsonl", "{", "x.jsonl, line 1: expected a JSON object"),
             ("x.jsonl", '{"text": "a\\ud83d"}', "line 1: .*half of a pair, at character 1 of"),
+            ("x.jsonl", '{"text": null}', "key text is a string, got null there; leave the line"),
             ("x.txt.xz", "no xz", "damaged"),
             ("x.txt", "short", "too little text"),
             ("x.txt", "", "has no text in it"),
@@ -651,6 +653,13 @@ class TestData:
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=error):
             built(tmp_path, data=str(tmp_path))
+
+    def test_packed_in_another_way(self, tmp_path: Path) -> None:
+        (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+        with pytest.raises(ValueError, match=r"Unpack it; \.xz and \.gz are read packed"):
+            built(tmp_path, data="x.jsonl.zst")
+        (tmp_path / "X.TXT.GZ").write_bytes(gzip.compress(document(1).encode() * 50))
+        assert len(built(tmp_path, data="X.TXT.GZ").rows["train"])
 
     def test_nothing_there(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no techdocs in"):

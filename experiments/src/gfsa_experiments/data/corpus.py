@@ -33,6 +33,7 @@ _LINES = (".jsonl", ".ndjson")
 # in a folder; a csv beside the text is no text
 _IN_FOLDERS = (*_TEXT, *_LINES, ".parquet")
 _SHOWN_UNREAD = 3
+_SHOWN_VALUE = 40
 
 
 @dataclass(frozen=True)
@@ -258,8 +259,12 @@ def _text_in(line: str, column: str) -> tuple[str | None, str]:
             f"expected text, got {half[0]!r}, half of a pair, at character {half.start():,} of the "
             f"key {column}; it is no character of its own: leave it out"
         ), ""
-    got = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
+    if isinstance(value, dict) and column in value:
+        got = f"{json.dumps(text)[:_SHOWN_VALUE]} there; leave the line out, or set"
+    else:
+        got = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
+        got += "; set"
     return (
-        f"expected a JSON object whose key {column} is a string, got {got}; set text= to the key "
-        "of the text"
+        f"expected a JSON object whose key {column} is a string, got {got} text= to the key of the "
+        "text"
     ), ""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 HUB = "hub:"
 PACKED = (".xz", ".gz")
+_NOT_UNPACKED = (".zst", ".bz2", ".zip", ".7z", ".tar", ".tgz")
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _UNREADABLE = (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile)
 _SHOWN_LINES, _SHOWN_CHARACTERS = 3, 100
@@ -122,9 +123,12 @@ def text_of(path: Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        unpacked = path.suffix.lower() in _NOT_UNPACKED
+        todo = (
+            f"Unpack it; {' and '.join(PACKED)} are read packed" if unpacked else "Save it as UTF-8"
+        )
         raise ValueError(
-            f"{path} is damaged, or no UTF-8 text ({error}); it begins with {data[:16]!r}. "
-            "Save it as UTF-8"
+            f"{path} is damaged, or no UTF-8 text ({error}); it begins with {data[:16]!r}. {todo}"
         ) from error
 
 

@@ -1,11 +1,14 @@
 """Folders with what belongs there, what does not, and what is broken."""
 
 import csv
+import os
+import subprocess
+import sys
 
 import pytest
 
 from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
-from gfsa_experiments.runs.row import COLUMNS, Row, append_rows
+from gfsa_experiments.runs.row import COLUMNS, Row, append_rows, read_rows
 from support.result_rows import row, rows
 
 
@@ -23,6 +26,29 @@ def test_every_table_of_runs_is_read_and_no_other(folder):
     found = read_folder(folder)
     assert sorted(found.rows.method) == ["degree1", "gfsa", "plain", "plain"]
     assert found.replaced.empty
+
+
+def test_tables_are_utf_8_on_every_machine(folder):
+    """Of a device "2 × H200" others could not read the row, or it could not be written."""
+    rewrite = """
+import sys, pathlib
+from gfsa_experiments.runs.row import append_rows, read_rows
+table = pathlib.Path(sys.argv[1])
+append_rows(table, read_rows(table))
+"""
+    table = folder / "table.csv"
+    append_rows(table, [row("degree1", device="2 × H200")])
+    locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", rewrite, str(table)]
+    subprocess.run(command, env=os.environ | locale, check=True)
+    assert [row.device for row in read_rows(table)] == ["2 × H200"] * 2
+
+
+def test_a_byte_order_mark_is_no_part_of_the_header(folder):
+    path = folder / "runs.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    append_rows(path, [row("degree1")])
+    assert len(read_folder(folder).rows) == 4
 
 
 def test_nothing_there(tmp_path):

@@ -80,7 +80,7 @@ def latest(rows: Sequence[Row]) -> Runs:
 
 
 def _is_table_of_runs(path: Path) -> bool:
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         header = set(next(csv.reader(file), []))
     if not header:
         raise ValueError(f"{path} is empty and has no header; remove it or restore it")

@@ -73,7 +73,7 @@ def append_lines(
                 if file.read(1) != b"\n":
                     # a write was interrupted: the next row begins a line of its own
                     file.write(end.encode())
-        with path.open("a", newline="") as file:
+        with path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, columns, lineterminator=end)
             if is_new:
                 writer.writeheader()
@@ -82,7 +82,8 @@ def append_lines(
 
 def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Each line of a table, the header first, with its place for messages: ``runs.csv, line 3``."""
-    with path.open(newline="") as file:
+    # spreadsheets write a byte order mark
+    with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, strict=True)
         header: list[str] = []
         try:

@@ -112,7 +112,7 @@ def attempt(run: Run, progress: Progress | None = None) -> Finished:
         details = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
             if run.folder.exists():
-                (run.folder / "error.txt").write_text(details)
+                (run.folder / "error.txt").write_text(details, encoding="utf-8")
         row = error.row if isinstance(error, DivergedError) else None
         return Finished(run, row, f"{error}" if _is_expected(error) else details)
 

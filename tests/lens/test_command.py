@@ -15,7 +15,7 @@ import gfsa
 from gfsa.lens import LensReport
 from gfsa.lens.command import diagnose
 from gfsa.lens.command_inputs import load_batches
-from gfsa.lens.command_models import load_source
+from gfsa.lens.command_models import Source, load_source
 from support.reports import example_trajectory
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dogs"]
@@ -73,6 +73,24 @@ def test_texts(bert: Path, texts: Path, tmp_path: Path) -> None:
     again = run("--report", json, "--html", tmp_path / "again.html")
     assert again.exit_code == 0, again.output
     assert (tmp_path / "again.html").stat().st_size == html.stat().st_size
+    # layers 1 and 3 would be shown whatever is asked for
+    refused = run("--report", json, "--layers", "2", "--model", bert)
+    assert refused.exit_code == 1
+    assert "leave out --model, --layers" in refused.output
+
+
+def test_coefficients_alone_take_no_data() -> None:
+    done = run("--coefficients", "coefficients.csv", "--data", "random", "--batch-size", "2")
+    assert done.exit_code == 1
+    assert "without --model measures nothing; leave out --data, --batch-size" in done.output
+
+
+def test_a_byte_order_mark_is_no_word(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    source = Source("m", torch.nn.Identity(), texts=lambda lines, tokens: seen.append(lines))
+    (tmp_path / "a.txt").write_text("cat", encoding="utf-8-sig")
+    load_batches(source, str(tmp_path / "a.txt"), 1, 1, 8)
+    assert seen == [["cat"]]
 
 
 def test_compares_with_filters_saved_on_their_own_and_in_a_model(

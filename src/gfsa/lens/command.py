@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from gfsa.lens.report import LensReport
 
 
+# options that say how models are measured
+_MEASURING = ("data", "layers", "samples", "batch_size", "tokens", "spectral", "trace", "untrained")
+
+
 def diagnose(
+    context: typer.Context,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,12 +68,10 @@ def diagnose(
     try:
         _make_places(html, json, figures)
         if report is not None:
-            if model or data:
-                raise SourceError(
-                    "--report shows what was measured before; leave out --model, --data"
-                )
+            _refuse_given(context, "--report shows what was measured before", "model", *_MEASURING)
             found = LensReport.from_json(report)
         elif coefficients and not model:
+            _refuse_given(context, "--coefficients without --model measures nothing", *_MEASURING)
             found = LensReport({}, created=_now())
         else:
             chosen = _layers(layers)
@@ -83,6 +86,18 @@ def diagnose(
     written = [str(path) for path in (html, json, figures) if path is not None]
     if written:
         typer.echo(f"written: {', '.join(written)}")
+
+
+def _refuse_given(context: typer.Context, why: str, *names: str) -> None:
+    """Raise for options that were given and would have no effect."""
+    from gfsa.lens.command_models import SourceError
+
+    sources = {name: context.get_parameter_source(name) for name in names}
+    # by name: newer versions of typer have a copy of click's enumeration
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise SourceError(f"{why}; leave out {options}")
 
 
 def _make_places(html: Path | None, json: Path | None, figures: Path | None) -> None:

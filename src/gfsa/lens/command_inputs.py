@@ -105,7 +105,8 @@ def _need(function: Any, source: Source, what: str) -> Any:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        # some editors write a byte order mark
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SourceError(
             f"{path} is no text in UTF-8 ({error.reason}, byte {error.start}); pass a text file, a "

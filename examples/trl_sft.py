@@ -50,7 +50,8 @@ def main() -> None:
     gfsa.plug(model, K=3)
 
     arguments = trl.SFTConfig(
-        options.out, max_steps=options.steps, learning_rate=1e-3, logging_steps=5,
+        options.out, max_steps=options.steps, learning_rate=1e-3,
+        logging_first_step=True, logging_steps=min(5, options.steps),
         per_device_train_batch_size=4, save_strategy="no", report_to=[], disable_tqdm=True,
         # several examples a row, cut at max_length
         packing=True, packing_strategy="wrapped", max_length=64,

@@ -32,8 +32,9 @@ QUICK = {
     "pyg_gps": ["--epochs", "2"],
     "serve": ["--new-tokens", "8", "--backend", "eager"],
     "timm_finetune": ["--steps", "15"],
-    "trainer": ["--steps", "10", "--logging-steps", "5"],
-    "trl_sft": ["--steps", "10"],
+    # fewer steps than lie between two lines of their logs
+    "trainer": ["--steps", "10"],
+    "trl_sft": ["--steps", "4"],
 }
 LAUNCHED = "accelerate_fsdp2"
 LAUNCHER = ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]

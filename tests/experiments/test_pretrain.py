@@ -603,6 +603,20 @@ class TestData:
         assert int(task.rows["test"].ids(a_batch(task, "test")).max()) == 70_000
         assert task.model.config.vocab_size > 70_000
 
+    def test_a_finished_run_is_of_its_tokenizer(self, data: Path, tmp_path: Path) -> None:
+        """Another file in its place gave the row of the former one."""
+        from gfsa_experiments.data.tokenizers import train_tokenizer
+
+        file = tmp_path / "t.json"
+        texts = [document(i) for i in range(9)]
+        train_tokenizer(texts, 280).save(str(file))
+        run = a_run(data, tmp_path, max_steps=1, tokenizer=str(file))
+        again = dataclasses.replace(run, resume=True)
+        assert carry_out(run) == carry_out(again)
+        train_tokenizer(texts, 290).save(str(file))
+        with pytest.raises(ValueError, match="finished run on other data"):
+            carry_out(again)
+
     def test_a_document_begins_where_the_text_says_so(self, tmp_path: Path) -> None:
         """As in texts that were made for GPT-2; they were counted as one document."""
         text = "<|endoftext|>\n".join(map(document, range(100)))

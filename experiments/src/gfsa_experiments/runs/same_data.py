@@ -86,11 +86,12 @@ def data_begun_on(folder: Path, data_dir: Path, config: Any) -> str | None:
     begun = read_record(record, RunData)
     if begun is None or begun.data_dir != str(data_dir.resolve()):
         return None
-    # a recipe of the user's own may have None there, or a path
-    own = str(getattr(config, "data", None) or "")
-    if is_in_working_folder(own, data_dir):
+    # a recipe of the user's own may have None there, or a path; tokens depend on the tokenizer, too
+    own = [str(getattr(config, name, None) or "") for name in ("data", "tokenizer")]
+    if any(is_in_working_folder(name, data_dir) for name in own):
         return None
-    return None if is_written_after(own, data_dir, record.stat().st_mtime) else begun.data
+    since = record.stat().st_mtime
+    return None if any(is_written_after(name, data_dir, since) for name in own) else begun.data
 
 
 def check_finished_data(

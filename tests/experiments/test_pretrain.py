@@ -569,6 +569,27 @@ class TestData:
             with pytest.raises(ValueError, match="other tokens"):
                 built(tmp_path / "elsewhere")
 
+    @pytest.mark.parametrize("given", [True, False])
+    def test_what_the_error_says_about_packed_tokens_works(
+        self, given: bool, data: Path, tmp_path: Path
+    ) -> None:
+        """It led from one error to the same one."""
+        from gfsa_experiments.data.tokenizers import train_tokenizer
+        from gfsa_experiments.tasks.pretrain.prepare import main
+
+        place = tmp_path / "elsewhere/techdocs"
+        words = ["--data-dir", str(data), "--pack", str(place)]
+        # the text has fewer tokens than are asked for
+        words += ["--tokenizer", str(tmp_path / "t.json")] if given else ["--vocab-size", "9000"]
+        train_tokenizer([document(i) for i in range(9)], 280).save(str(tmp_path / "t.json"))
+        main(words)
+        with pytest.raises(ValueError, match="; set .*, or data=") as caught:
+            built(place.parent)
+        hint = str(caught.value).partition("; set ")[2].partition(", or data=")[0]
+        name, _, value = hint.partition("=")
+        settings: dict[str, Any] = {name: value if given else int(value)}
+        assert len(built(place.parent, **settings).rows["test"])
+
     def test_a_tokenizer_of_ones_own(self, data: Path, tmp_path: Path) -> None:
         from gfsa_experiments.data.tokenizers import train_tokenizer
 

@@ -163,13 +163,12 @@ def read_meta(folder: Path) -> Meta:
 def _given(path: Path, choice: TokenizerChoice, cache: Path) -> TokenFiles:
     """A prepared folder as it is, or unpacked into the cache."""
     meta = read_meta(path)
-    wanted = choice.description
-    if meta.tokenizer != wanted:
-        hint = (
-            f"vocab_size={meta.vocabulary}"
-            if meta.tokenizer.startswith("bpe")
-            else f"tokenizer={path / TOKENIZER}"
-        )
+    own, wanted = path / TOKENIZER, choice.description
+    # a file that was given has been written anew
+    same = own.is_file() and wanted == TokenizerChoice(str(own), 0).description
+    if meta.tokenizer != wanted and not same:
+        kind, _, size = meta.tokenizer.partition(" ")
+        hint = f"vocab_size={size}" if kind == "bpe" else f"tokenizer={own}"
         raise ValueError(
             f"{path} was prepared with the tokenizer {meta.tokenizer}, the settings ask for "
             f"{wanted}; set {hint}, or data= to the text itself"

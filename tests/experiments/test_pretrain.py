@@ -583,7 +583,7 @@ class TestData:
         words += ["--tokenizer", str(tmp_path / "t.json")] if given else ["--vocab-size", "9000"]
         train_tokenizer([document(i) for i in range(9)], 280).save(str(tmp_path / "t.json"))
         main(words)
-        with pytest.raises(ValueError, match="; set .*, or data=") as caught:
+        with pytest.raises(ValueError, match=r"; set .*, or data=") as caught:
             built(place.parent)
         hint = str(caught.value).partition("; set ")[2].partition(", or data=")[0]
         name, _, value = hint.partition("=")

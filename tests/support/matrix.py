@@ -22,10 +22,10 @@ FEATURES = {
 HEADER = """\
 # Feature × model
 
-Every cell is written by a test in `tests/scale` on a tiny random model whose filters do something,
-on a CPU (`pytest tests/scale -m "slow or not slow" --write-matrix` writes the page anew; a test
-whose cell differs from what is written here fails). ✓: equal to one process in eager mode, to
-rounding. Words say what stands in the way, plugged or not. –: the two do not meet.
+Which feature is tested with which model; [how to use each](scale.md). ✓: equal to one process in
+eager mode, to rounding. Words say what prevents it, plugged or not. –: does not apply. Each cell is
+the result of a test in `tests/scale` with a tiny random model, filters away from their start, on a
+CPU; `pytest tests/scale -m "slow or not slow" --write-matrix` writes the page.
 """
 
 

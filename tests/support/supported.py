@@ -10,19 +10,20 @@ TABLE = "| library | model | how | heads of the plugged layers | left alone | at
 HEADER = f"""\
 # What can be plugged
 
-Every row is written by a test that built the model with random weights and showed, unless the row
-says *refused*: outputs as before at init, equality with the dense formula Σ c_k A^k in float64 up
+Look up your model here, or ask `gfsa info MODEL`. How to use it is on the pages for
+[transformers](transformers.md) and [timm](timm.md).
+
+Each row is the result of a test with random weights. Unless the row says *refused*, the test
+showed: outputs as before at init, equality with the dense formula Σ c_k A^k in float64 up
 to 1e-10 (2e-6 for transformers models that compute in float32 inside), gradients to every filter,
 copies and pickles with filters of their own (where the model itself can be copied), a save and
-load round trip, and classes, keys and outputs as before after `gfsa.unplug`. A test whose row
-differs from what is written here fails; `pytest tests/plugs --write-supported` writes the rows
-anew.
+load round trip, and classes, keys and outputs as before after `gfsa.unplug`.
+`pytest tests/plugs --write-supported` writes the rows.
 
 *At init* is the largest difference to the model before plugging. *How*: an adapter repeats the
-module's forward with the filter in it; the tracer follows the module's own forward (on by itself
-for known classes and for transformers models outside its attention interface, by
-`unknown="trace"` for others). How to use it with transformers is on [a page of its
-own](transformers.md).
+module's forward with the filter in it; the tracer follows the module's own forward. The tracer is
+automatic for known classes and for transformers models outside its attention interface; for others
+pass `unknown="trace"`.
 
 {TABLE}
 |---|---|---|---|---|---|"""

@@ -87,9 +87,9 @@ def passages_of(page: str, text: str) -> list[Passage]:
 def prose_with_results() -> list[Passage]:
     """What is written by hand of results in README.md and on the first page of results."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    honest = re.search(r"^- \*\*Honest\.\*\*.*?\n(?=\n|- )", readme, flags=re.M | re.S)
-    assert honest, "README.md begins without a sentence on results"
-    found = passages_of("README.md", honest[0])
+    gain = re.search(r"^- \*\*Gain\.\*\*.*?\n(?=\n|- )", readme, flags=re.M | re.S)
+    assert gain, "README.md begins without a sentence on results"
+    found = passages_of("README.md", gain[0])
     for title in ("What to do first", "Does it help?"):
         section = readme.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
         assert section, f"README.md has no section {title!r}"

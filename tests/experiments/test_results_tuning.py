@@ -261,3 +261,21 @@ def test_the_step_on_wikitext2_is_that_of_the_rows() -> None:
     assert said in page
     # timed with earlier kernels, it would be compared with the present plain model
     assert not ms
+
+
+def test_steps_of_earlier_kernels_are_those_of_their_rows() -> None:
+    """What was timed before stays, apart from what it would be compared with."""
+    page = " ".join((RESULTS / "causal_lm.md").read_text("utf-8").split())
+    early, times = read_folder(RESULTS / "times/earlier").rows, read_folder(RESULTS / "times").every
+    times = times[(times.recipe == "causal_lm") & times.settings.str.contains("compile=blocks")]
+    (plain,) = early[early.method == "plain"].seconds_per_step
+    ratios = list(early[early.method != "plain"].seconds_per_step / plain)
+    assert f"in an earlier session plain took {1e3 * plain:.2f})" in page
+    now = times.set_index(["method", "commit"]).seconds_per_step
+    before = now["gfsa", "6fb7f02"] / now["plain", "6fb7f02"]
+    assert f"it took {before:.2f} to {max(ratios):.2f}×, and degree 1, gain only and" in page
+    assert {f"{ratio:.2f}" for ratio in ratios} <= {"1.18", "1.19"}
+    every = pd.concat([early, times])
+    gfsa = every[(every.method == "gfsa") & (every.options == "filter_lr=0.01")]
+    assert len(gfsa) == 3
+    assert gfsa.test.nunique() == gfsa.valid.nunique() == gfsa.coefficients.nunique() == 1

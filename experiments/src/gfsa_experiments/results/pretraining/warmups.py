@@ -53,7 +53,8 @@ def warmup_blocks(runs: pd.DataFrame) -> list[Block]:
         "Validation loss in nats of runs with a schedule of their own, seed 0. One seed, and the "
         "best of several: exploratory ([plan](plans/pretrain-warmup.txt), "
         "[longer ones](plans/pretrain-epoch-tuning.txt), "
-        "[other rates](plans/pretrain-epoch-rates.txt))."
+        "[other rates](plans/pretrain-epoch-rates.txt)). An arm's best is that of the runs "
+        "here, and some arms have fewer of them than plain."
     )
     columns = ["tokens per parameter", "lr", "steps of warm-up", *arms]
     return [Heading("Warm-up"), Text(text), Grid(columns, rows)]

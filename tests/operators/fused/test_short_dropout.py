@@ -46,6 +46,12 @@ if eligibility.TRITON in eligibility.SHORT_TRITON:
         gl.store(out + at, widened(p))
         gl.store(kept_out + at, widened(_kept(p, KEYS_FIRST)))
 
+    @gluon.jit
+    def threshold(out, dropout_p):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        at = gl.arange(0, 32, layout=LAYOUT)
+        gl.store(out + at, at.to(gl.float32) * 0.0 + drop_threshold(dropout_p).to(gl.float32))
+
 
 def run(
     rows: int, width: int, start: int, keys_first: bool, number: str, *call: Any
@@ -111,6 +117,8 @@ def test_threshold(share: float) -> None:
     dropout_p = np.float32(share / 65536)
     drawn = np.arange(65536, dtype=np.float32)
     expected = int((drawn + np.float32(0.5) < dropout_p * np.float32(65536)).sum())
-    exact = dropout_p * np.float32(65536.0)
-    whole = int(exact)
-    assert whole + int(exact - np.float32(whole) > 0.5) == expected
+    source = GluonASTSource(threshold, {"out": "*fp32", "dropout_p": "fp32"}, {}, {})
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 1})
+    found = np.full(32, np.nan, np.float32)
+    ptx_on_cpu.run(compiled.asm["ptx"], [found, float(dropout_p)], 32)
+    assert found.tolist() == [expected] * 32

@@ -123,10 +123,9 @@ def text_of(path: Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        unpacked = path.suffix.lower() in _NOT_UNPACKED
-        todo = (
-            f"Unpack it; {' and '.join(PACKED)} are read packed" if unpacked else "Save it as UTF-8"
-        )
+        todo = "Save it as UTF-8"
+        if path.suffix.lower() in _NOT_UNPACKED:
+            todo = f"Unpack it; {' and '.join(PACKED)} are read packed"
         raise ValueError(
             f"{path} is damaged, or no UTF-8 text ({error}); it begins with {data[:16]!r}. {todo}"
         ) from error

@@ -135,8 +135,8 @@ def filter_short(
         after = (turn + 1) % 2
         more = following < total
         h = bh % heads
-        # a zero that the compiler does not know: addresses that depend on it cannot be computed
-        # before the loop, where they would cost registers and then spills
+        # a zero that the compiler does not know: addresses, and counters of dropout, that depend on
+        # it cannot be computed before the loop, where they would cost registers and then spills
         unknown = gl.load(zero, volatile=True)
         mbarrier.expect(bars.index(after), 3 * N * D * 2, pred=more)
         _load(k_in, following, heads, group, bars.index(after), ks.index(after), more)

@@ -314,6 +314,13 @@ class TestLabels:
         with pytest.raises(ValueError, match="labels=numbers, but the column stars has 'good'"):
             decide(["1", "good"], "stars", "numbers")
 
+    @pytest.mark.parametrize("missing", ["nan", "NaN", "inf"])
+    def test_what_is_missing_among_numbers_is_no_class(self, missing: str) -> None:
+        with pytest.raises(ValueError, match=f"4 finite numbers and 1 other .* {missing}: correct"):
+            decide(["0", "1", "1", "0", missing], "label")
+        # among words it is one
+        assert decide(["naan", "roti", "nan"] * 3, "bread").classes == ("naan", "nan", "roti")
+
     def test_a_column_that_is_no_label(self) -> None:
         numbers = [*(f"{0.5 * i}" for i in range(40)), "nan"]
         with pytest.raises(ValueError, match=r"has 40 finite numbers and 1 other labels, .* nan:"):

@@ -161,6 +161,26 @@ class TestGraphs:
         if metric == "rocauc":
             assert torch.equal(graphs.y[:, 1].isnan(), torch.from_numpy(y[:, 1] == -1))
 
+    @pytest.mark.parametrize("kind", [2.0, 0.7])
+    def test_a_graph_without_a_label_is_left_out(self, kind: float, tmp_path: Path) -> None:
+        y = np.arange(150) % 3 * kind
+        y[7] = np.nan
+        path = write_npz(tmp_path / "mine.npz", 150, y=y)
+        with pytest.warns(UserWarning, match="1 of 150 graphs .* graph 7: a wrong label"):
+            graphs = read_graphs(str(path), tmp_path)
+        assert len(graphs) == 149
+        assert graphs.outputs == (3 if kind == 2 else 1)
+        assert bool(graphs.y.isfinite().all())
+        write_npz(tmp_path / "none.npz", y=np.full(30, np.nan))
+        with pytest.raises(ValueError, match="y is NaN or infinite in all 30 graphs"):
+            read_graphs(str(tmp_path / "none.npz"), tmp_path)
+
+    def test_classes_that_are_not_trained_on(self, tmp_path: Path) -> None:
+        split = np.arange(30) // 10
+        write_npz(tmp_path / "mine.npz", y=np.arange(30) % 3 * (split == 2), split=split)
+        with pytest.raises(ValueError, match="test has labels that train lacks: 1, 2"):
+            read_graphs(str(tmp_path / "mine.npz"), tmp_path)
+
     def test_files_of_pyg(self, tmp_path: Path) -> None:
         from torch_geometric.data import InMemoryDataset
 

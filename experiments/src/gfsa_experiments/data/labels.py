@@ -49,6 +49,7 @@ def decide(
         advice: what to do if they are no labels.
     """
     read = _Column(texts, column, [_number(text) for text in texts])
+    _refuse_not_finite(read)
     if wanted == "numbers" or (wanted == "auto" and read.is_quantity):
         return _as_numbers(read, only_classes, advice)
     override = "" if only_classes else ", or labels=classes if each of them is a class"
@@ -101,6 +102,16 @@ class _Column:
         """The different classes, in order."""
         order = (lambda name: (int(name), name)) if self.is_whole else None
         return sorted(set(self.names), key=order)
+
+
+def _refuse_not_finite(column: _Column) -> None:
+    """Raise ValueError for NaN or infinity among numbers: missing, and no class of its own."""
+    if column.numbers and column.words and all(_is_number(word) for word in column.words):
+        raise ValueError(
+            f"the column {column.name} has {len(column.numbers)} finite numbers and "
+            f"{len(column.words)} other labels, such as {_some(sorted(set(column.words)))}: correct "
+            "or delete these rows"
+        )
 
 
 def _as_numbers(column: _Column, only_classes: bool, advice: str) -> Labels:
@@ -164,11 +175,17 @@ def refuse_unseen(labels: Labels, parts: dict[str, list[int]], where: str) -> No
 
 
 def _number(text: str) -> float | None:
+    """The finite number that a text is, if it is one."""
+    return float(text) if _is_number(text) and math.isfinite(float(text)) else None
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text is a number, NaN and infinity included."""
     try:
-        value = float(text)
+        float(text)
     except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+        return False
+    return True
 
 
 def _some(values: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gfsa_experiments.data.files import read_npz
-from gfsa_experiments.data.labels import Wanted, decide
+from gfsa_experiments.data.labels import Labels, Wanted, decide, refuse_unseen
 from gfsa_experiments.data.own import digest_of, entries_of, find_own, name_of
 from gfsa_experiments.data.splits import PARTS, part_named, three_parts
 from gfsa_experiments.engine.task import OwnData
@@ -73,6 +73,10 @@ def _graph_set(data: str, where: str, read: Tensors, named: Parts, labels: Wante
     y, metric, classes, why = _labels(read["y"], labels)
     of_class = y[:, 0].tolist() if metric == "accuracy" else None
     parts, split_by = three_parts(named, where, of_class)
+    if of_class is not None:
+        known = y[:, 0].isfinite().tolist()
+        labelled = {part: [row for row in rows if known[row]] for part, rows in parts.items()}
+        refuse_unseen(Labels("classes", classes, of_class, why), labelled, where)
     split = torch.full((len(y),), 255, dtype=torch.uint8)
     for number, part in enumerate(PARTS):
         split[torch.tensor(parts[part])] = number
@@ -82,7 +86,7 @@ def _graph_set(data: str, where: str, read: Tensors, named: Parts, labels: Wante
         name=own_name(data),
         kind=KINDS[metric],
         metric=metric,
-        classes=classes,
+        classes=len(classes),
         x=x,
         edge_index=read["edge_index"].int(),
         edge_attr=edge_attr,
@@ -113,19 +117,24 @@ def _digest(graphs: GraphSet) -> str:
     return digest_of(np.ascontiguousarray(part.numpy()).tobytes() for part in every)
 
 
-def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, int, str]:
-    """The labels as float32, the metric for them, the number of classes, and why.
+def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, tuple[str, ...], str]:
+    """The labels as float32, the metric for them, the names of the classes, and why.
 
     One column is classes or a number, by the rule of :func:`~gfsa_experiments.data.labels.decide`.
     Several columns are yes-or-no labels if they have no numbers but 0 and 1 (−1 and NaN: unknown),
     otherwise numbers.
     """
     if y.shape[1] == 1:
-        texts = [str(value) for value in y[:, 0].tolist()]
+        # graphs without a label are left out later, counted and reported
+        known = y[:, 0].isfinite()
+        if not known.any():
+            raise ValueError(f"y is NaN or infinite in all {len(y)} graphs; give each its label")
+        texts = [str(value) for value in y[known, 0].tolist()]
         found = decide(texts, "y", wanted, advice="give every graph its class or number as y")
-        values = torch.tensor(found.values, dtype=torch.float32)[:, None]
+        values = torch.full(y.shape, torch.nan)
+        values[known, 0] = torch.tensor(found.values)
         metric: Metric = "accuracy" if found.kind == "classes" else "mae"
-        return values, metric, len(found.classes), f"y: {found.why}; measured by {metric}"
+        return values, metric, found.classes, f"y: {found.why}; measured by {metric}"
     if wanted == "classes":
         raise ValueError(f"labels=classes takes one column y, got {y.shape[1]}")
     values = y.float()
@@ -133,8 +142,8 @@ def _labels(y: Tensor, wanted: Wanted) -> tuple[Tensor, Metric, int, str]:
     yes_or_no = bool((unknown | (values == 0) | (values == 1)).all())
     if yes_or_no and wanted == "auto":
         why = f"y: {y.shape[1]} columns of 0 and 1 (−1, NaN: unknown); measured by rocauc"
-        return torch.where(unknown, torch.nan, values), "rocauc", 0, why
-    return values, "mae", 0, f"y: {y.shape[1]} columns of numbers; measured by mae"
+        return torch.where(unknown, torch.nan, values), "rocauc", (), why
+    return values, "mae", (), f"y: {y.shape[1]} columns of numbers; measured by mae"
 
 
 def _features(features: Tensor, where: str, of: str) -> tuple[Tensor, Features]:

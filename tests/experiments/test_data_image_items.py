@@ -7,12 +7,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from gfsa_experiments.tasks.image import broken
 from gfsa_experiments.tasks.image.broken import reason_against, refuse_broken
-from gfsa_experiments.tasks.image.items import FolderImages, list_images
+from gfsa_experiments.tasks.image.items import FolderImages, list_images, read_image
 from gfsa_experiments.tasks.image.recipe import ImageConfig, build
 from support.tiny_images import write_folder
 
@@ -58,6 +59,21 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         FileNotFoundError, match=r"no images .* of the classes n777.*has nothing in it"
     ):
         list_images(tmp_path)
+
+
+def test_grey_images_of_16_bits_keep_their_shades(tmp_path: Path) -> None:
+    shades = np.arange(0, 2**16, 2**12, dtype=np.uint16).reshape(4, 4)
+    Image.fromarray(shades).save(tmp_path / "grey.png")
+    image = read_image(str(tmp_path / "grey.png"))
+    assert image.mode == "RGB"
+    assert np.array_equal(np.asarray(image), np.stack([shades // 256] * 3, -1))
+
+
+@pytest.mark.parametrize(("holdout", "error"), [(0.01, "in valid"), (0.9, "to train on")])
+def test_what_is_held_out_leaves_every_class(tmp_path: Path, holdout: float, error: str) -> None:
+    write_folder(tmp_path, {"train": 2, "val": 1})
+    with pytest.raises(ValueError, match=f"holdout={holdout} leaves no image .*{error}"):
+        list_images(tmp_path, holdout)
 
 
 def test_an_unreadable_image_is_named(tmp_path: Path) -> None:

@@ -356,6 +356,8 @@ class TestParts:
             three_parts({"test": other}, "here")
         with pytest.raises(ValueError, match="9 examples to split, at least 10"):
             three_parts({"train": range(9)}, "here")
+        with pytest.raises(ValueError, match="1 % of 20 examples of here leave nothing for valid"):
+            three_parts({"train": range(20)}, "here", holdout=0.01)
 
     def test_no_speaker_is_in_two_parts(self) -> None:
         speakers = [f"s{i % 5}" for i in range(50)]

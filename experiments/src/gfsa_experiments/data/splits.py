@@ -77,6 +77,12 @@ def three_parts(
     if "train" not in shares:
         raise ValueError(f"holdout={holdout} leaves nothing to train on")
     cut = _cut(parts["train"], shares, where, classes, groups)
+    for part, rows in cut.items():
+        if not rows:
+            raise ValueError(
+                f"{100 * shares[part]:g} % of {len(parts['train'])} examples of {where} leave "
+                f"nothing for {part}; set another holdout"
+            )
     percent = ", ".join(f"{100 * share:.3g} % {part}" for part, share in shares.items())
     if len(named) == 1:
         return cut, f"{percent}, {way}"

@@ -69,6 +69,7 @@ def list_images(root: Path, holdout: float = 0.1) -> ImageFiles:
         train, valid = hold_out(len(files["train"]), holdout)
         parts["train"] = [files["train"][row] for row in train]
         parts["valid"] = [files["train"][row] for row in valid]
+        _refuse_lost(classes, parts, holdout)
         split_by += f", valid is {100 * holdout:g} % of train at random, the same in every run"
     return ImageFiles(parts, classes, split_by)
 
@@ -165,11 +166,28 @@ def _refuse_empty(folder: Path, classes: list[str], files: list[File]) -> None:
         )
 
 
-def read_image(path: str) -> Any:
-    """The image in a file, decoded, as RGB (PIL)."""
-    from torchvision.datasets.folder import pil_loader
+def _refuse_lost(classes: list[str], parts: dict[str, list[File]], holdout: float) -> None:
+    """Raise ValueError if holding out leaves no image of a class to train on, or holds out none."""
+    trained = {label for _, label in parts["train"]}
+    lost = [name for number, name in enumerate(classes) if number not in trained]
+    if lost or not parts["valid"]:
+        what = f"no image of {', '.join(lost[:5])} to train on" if lost else "no image in valid"
+        raise ValueError(
+            f"holdout={holdout:g} leaves {what}; add images or folders of both val and test, or set "
+            "another holdout (0 for no valid)"
+        )
 
-    return pil_loader(path)
+
+def read_image(path: str) -> Any:
+    """The image in a file, decoded, as RGB (PIL); of 16 bits the upper 8, also of grey ones."""
+    import numpy as np
+    from PIL import Image
+
+    with open(path, "rb") as file, Image.open(file) as image:
+        if image.mode.startswith("I"):
+            # Pillow would clip them: everything above 255 white
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        return image.convert("RGB")
 
 
 class FolderImages(Dataset[Any]):

@@ -61,6 +61,14 @@ def test_settings_of_the_paper() -> None:
     assert (config.longest, CodeConfig(dataset="bigclonebench").longest) == (512, 400)
 
 
+def test_models_that_cannot_take_the_code(data: Path, tmp_path: Path) -> None:
+    gpt2, roberta = (str(save_model(tmp_path / kind, kind)) for kind in ("gpt2", "roberta"))
+    with pytest.raises(ValueError, match="is a decoder: the vector of its first token"):
+        built(data, model=gpt2)
+    with pytest.raises(ValueError, match="positions for 38 tokens, .* set max_length=38"):
+        built(data, model=roberta, max_length=0, pad_to_multiple=64)
+
+
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_a_filter_changes_nothing_to_begin_with(dataset: str, data: Path) -> None:
     plain, filtered = built(data, dataset=dataset), built(data, dataset=dataset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gfsa_experiments.data.labelled import read_labelled
 from gfsa_experiments.tasks.graph.own import read_own as read_graphs
 from gfsa_experiments.tasks.image.items import list_images
 from gfsa_experiments.tasks.lra.own import read_texts
@@ -56,6 +58,43 @@ class TestText:
         assert scores["spearman"] == pytest.approx(100.0)
         constant = task.score([(torch.zeros(4), labels)])
         assert constant["spearman"] == 0.0
+
+    def test_large_numbers_are_not_rounded(self, model: Path, tmp_path: Path) -> None:
+        """Between two seconds of the epoch float32 has none: it rounds to 128."""
+        rows = [{"text": sentence(i), "label": 1.7e9 + 3.5 * i} for i in range(40)]
+        path = write_table(tmp_path / "seconds.csv", rows)
+        task = TextTask(TextConfig(data=str(path), model=str(model)), tmp_path)
+        batch = task.splits["train"].dataset.__getitems__(list(range(32)))  # type: ignore[attr-defined]
+        assert batch["labels"].std(correction=0).item() == pytest.approx(1.0, abs=0.01)
+        _, labels = task.predict(task.model.eval(), batch)
+        assert set((labels - 1.7e9).round(decimals=3).tolist()) <= {3.5 * i for i in range(40)}
+
+    def test_more_tokens_than_positions(self, tmp_path: Path) -> None:
+        """A table of positions ends in an IndexError, on a GPU in an assertion of the device."""
+        rows = [{"text": sentence(i, 60), "label": i % 2} for i in range(20)]
+        path = write_table(tmp_path / "long.csv", rows)
+        # RoBERTa's first position is that behind the padding
+        for kind, positions in (("bert", 40), ("roberta", 38), ("gpt2", 32)):
+            model = save_model(tmp_path / kind, kind)
+            config = TextConfig(data=str(path), model=str(model))
+            with pytest.raises(ValueError, match=f"{positions} tokens.* set max_length={positions}"):
+                TextTask(config, tmp_path)
+            task = TextTask(dataclasses.replace(config, max_length=positions), tmp_path)
+            loss = task.loss(task.model, task.first_examples(2))
+            assert loss.isfinite()
+
+    def test_examples_that_are_trained_on_are_counted(self, tmp_path: Path) -> None:
+        rows = [{"text": sentence(i % 30), "label": i % 2} for i in range(40)]
+        path = write_table(tmp_path / "twice.csv", rows)
+        found = read_labelled(str(path), tmp_path, ("text",), "label")
+        trained = {found.texts[row] for row in found.parts["train"]}
+        for part in ("valid", "test"):
+            count = sum(found.texts[row] in trained for row in found.parts[part])
+            assert count
+            assert f"{count} of {part}" in found.own.repeated
+        assert f"{found.own.repeated}; labels:" in str(found.own)
+        path = write_table(tmp_path / "once.csv", [r | {"text": i} for i, r in enumerate(rows)])
+        assert not read_labelled(str(path), tmp_path, ("text",), "label").own.repeated
 
     def test_pairs_and_classes(self, model: Path, tmp_path: Path) -> None:
         rows = [

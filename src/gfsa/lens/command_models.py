@@ -80,7 +80,7 @@ def _transformers(where: str) -> Source:
     if _has_filters(where):
         build = functools.partial(from_pretrained, kind)
     model = build(where)
-    longest = _positions_of(config, model)
+    longest = positions_of(config, model)
     source = Source(where, model, longest=longest)
     inputs = _TransformersInputs(where, config, longest)
     main = getattr(model, "main_input_name", "input_ids")
@@ -157,7 +157,7 @@ class _TransformersInputs:
         return used
 
 
-def _positions_of(config: Any, model: nn.Module) -> int:
+def positions_of(config: Any, model: nn.Module) -> int:
     """The tokens that a model has positions for; a large number if its config does not say."""
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:

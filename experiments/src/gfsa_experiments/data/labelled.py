@@ -57,6 +57,7 @@ def read_labelled(
         splits={part: len(chosen) for part, chosen in parts.items()},
         split_by=split_by,
         labels=f"{label}: {labels.why}",
+        repeated=_repeated(rows.values, parts),
         digest=digest_of(
             piece
             for part, chosen in parts.items()
@@ -64,6 +65,18 @@ def read_labelled(
         ),
     )
     return LabelledRows([values[:-1] for values in rows.values], labels, parts, own)
+
+
+def _repeated(values: list[tuple[str, ...]], parts: dict[str, list[int]]) -> str:
+    """How many examples of valid and test are trained on, word for word; empty if none is."""
+    trained = {values[row][:-1] for row in parts["train"]}
+    counts = {
+        part: sum(values[row][:-1] in trained for row in rows)
+        for part, rows in parts.items()
+        if part != "train"
+    }
+    found = [f"{count} of {part}" for part, count in counts.items() if count]
+    return f"{' and '.join(found)} are in train, too, word for word" if found else ""
 
 
 def refuse_columns(text: tuple[str, ...], label: str) -> None:

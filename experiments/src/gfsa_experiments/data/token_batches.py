@@ -112,6 +112,11 @@ class LabelledTexts(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest batch, with its padding."""
+        return padded(int(self.texts.lengths.max()), self.multiple, self.most)
+
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
         at = np.asarray(indices)
         labels = torch.from_numpy(self.labels[at])

@@ -182,6 +182,7 @@ class OwnData:
         labels: what the labels were taken for and why; empty if there are none.
         unit: of the sizes.
         digest: a hash of everything that was read, where that is cheap; part of the fingerprint.
+        repeated: how much of valid and test is trained on; empty if nothing is, or it is not known.
     """
 
     name: str
@@ -191,11 +192,13 @@ class OwnData:
     labels: str = ""
     unit: str = "examples"
     digest: str = ""
+    repeated: str = ""
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count:,} {part}" for part, count in self.splits.items())
         labels = f"; labels: {self.labels}" if self.labels else ""
-        return f"{self.name}: {counts} {self.unit} ({self.split_by}){labels}"
+        repeated = f"; {self.repeated}" if self.repeated else ""
+        return f"{self.name}: {counts} {self.unit} ({self.split_by}){repeated}{labels}"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from gfsa_experiments.data.labelled import refuse_columns
 from gfsa_experiments.data.own import name_of
-from gfsa_experiments.data.pretrained import load_model, load_tokenizer
+from gfsa_experiments.data.pretrained import (
+    load_model,
+    load_tokenizer,
+    refuse_decoder,
+    refuse_longer,
+)
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import (
     LabelledTexts,
@@ -177,15 +182,18 @@ class CodeTask(Classification):
             from transformers import AutoModel
 
             body = load_model(AutoModel, config.model, new=("pooler",))
+            refuse_decoder(body, config.model)
         self.model = CodeClassifier(body, functions, encoded.classes)
         train = encoded.parts["train"]
         rows, _ = hold_out(len(train.labels), 0.0, config.fraction)
         parts = encoded.parts | {"train": CodePart(train.functions[rows], train.labels[rows])}
         padding = config.pad_to_multiple, config.longest
-        self.splits = {
-            name: LabelledTexts(encoded.texts, part.labels, *padding, part.functions).split()
+        batched = {
+            name: LabelledTexts(encoded.texts, part.labels, *padding, part.functions)
             for name, part in parts.items()
         }
+        refuse_longer(body, config.model, batched["train"].longest)
+        self.splits = {name: of_part.split() for name, of_part in batched.items()}
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         logits: Tensor = model(**without_labels(batch))

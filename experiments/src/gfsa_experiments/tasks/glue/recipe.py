@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.pretrained import load_model, load_tokenizer
+from gfsa_experiments.data.pretrained import load_classifier, load_tokenizer, refuse_longer
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import (
     LabelledTexts,
@@ -69,19 +69,12 @@ class GlueTask(Task):
     """
 
     def __init__(self, config: GlueConfig, data_dir: Path) -> None:
-        from transformers import AutoModelForSequenceClassification
-
         facts = TASKS[config.task]
         self.metric = facts.metric
         self.regression = not facts.labels
         # first, so that missing data is not noticed after the model has been fetched
         read_glue(data_dir, config.task)
-        self.model = load_model(
-            AutoModelForSequenceClassification,
-            config.model,
-            new=("classifier", "score", "pooler"),
-            num_labels=max(1, len(facts.labels)),
-        )
+        self.model = load_classifier(config.model, max(1, len(facts.labels)))
         encoded = encode_task(
             data_dir,
             config.task,
@@ -92,6 +85,7 @@ class GlueTask(Task):
             config.fraction,
             config.report,
         )
+        refuse_longer(self.model, config.model, max(part.longest for part in encoded.values()))
         self.splits = {name: texts.split() for name, texts in encoded.items()}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

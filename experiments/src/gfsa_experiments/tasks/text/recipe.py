@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa_experiments.data.labelled import read_labelled, refuse_columns
+from gfsa_experiments.data.labelled import LabelledRows, read_labelled, refuse_columns
 from gfsa_experiments.data.labels import Wanted
 from gfsa_experiments.data.own import name_of
-from gfsa_experiments.data.pretrained import load_model, load_tokenizer
+from gfsa_experiments.data.pretrained import load_classifier, load_tokenizer, refuse_longer
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.token_batches import LabelledTexts, encode_texts, without_labels
 from gfsa_experiments.engine.config import Count, TrainConfig
@@ -69,8 +69,6 @@ class TextTask(Task):
     """
 
     def __init__(self, config: TextConfig, data_dir: Path) -> None:
-        from transformers import AutoModelForSequenceClassification
-
         columns = config.text, config.label_column, config.labels
         # first, so that wrong data is not noticed after the model has been fetched
         rows = read_labelled(config.data, Path(data_dir).absolute(), *columns)
@@ -78,15 +76,8 @@ class TextTask(Task):
         self.regression = rows.labels.kind == "numbers"
         self.metric = "rmse" if self.regression else "accuracy"
         self.higher_is_better = not self.regression
-        trained = np.array([rows.labels.values[row] for row in rows.parts["train"]])
-        self._mean = float(trained.mean()) if self.regression else 0.0
-        self._deviation = (float(trained.std()) or 1.0) if self.regression else 1.0
-        self.model = load_model(
-            AutoModelForSequenceClassification,
-            config.model,
-            new=("classifier", "score", "pooler"),
-            num_labels=max(1, len(rows.labels.classes)),
-        )
+        self._mean, self._deviation = _mean_and_deviation(rows)
+        self.model = load_classifier(config.model, max(1, len(rows.labels.classes)))
         encoded = _encode(
             config.data,
             Path(data_dir).absolute(),
@@ -95,19 +86,19 @@ class TextTask(Task):
             config.max_length,
             config.pad_to_multiple,
         )
+        refuse_longer(self.model, config.model, max(part.longest for part in encoded.values()))
         self.splits = {name: texts.split() for name, texts in encoded.items()}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         logits = self._logits(model, batch)
         if self.regression:
-            target = (batch["labels"] - self._mean) / self._deviation
-            return F.mse_loss(logits.squeeze(-1), target)
+            return F.mse_loss(logits.squeeze(-1), batch["labels"])
         return F.cross_entropy(logits, batch["labels"].long())
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         logits = self._logits(model, batch)
         if self.regression:
-            return logits.squeeze(-1) * self._deviation + self._mean, batch["labels"]
+            return self._in_own_unit(logits.squeeze(-1)), self._in_own_unit(batch["labels"])
         return logits.argmax(-1), batch["labels"]
 
     def score(self, predictions: list[Any]) -> dict[str, float]:
@@ -120,9 +111,21 @@ class TextTask(Task):
         """Some validation texts."""
         return without_labels(self.first_examples(_EXAMPLES))
 
+    def _in_own_unit(self, normalised: Tensor) -> Tensor:
+        # not every device has float64
+        return normalised.cpu().double() * self._deviation + self._mean
+
     def _logits(self, model: nn.Module, batch: Any) -> Tensor:
         logits: Tensor = model(**without_labels(batch)).logits
         return logits.float()
+
+
+def _mean_and_deviation(rows: LabelledRows) -> tuple[float, float]:
+    """Of the labels to train on, if they are numbers; those of classes stay as they are."""
+    if rows.labels.kind == "classes":
+        return 0.0, 1.0
+    trained = np.array([rows.labels.values[row] for row in rows.parts["train"]])
+    return float(trained.mean()), float(trained.std()) or 1.0
 
 
 def _errors(found: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -156,13 +159,17 @@ def _encode(
     max_length: int,
     multiple: int,
 ) -> dict[str, LabelledTexts]:
-    """The splits as token ids, cached for later runs of this process."""
+    """The splits as token ids, cached for later runs of this process.
+
+    Numbers are normalised before they become float32, which would round ``1.7e9 + 10``.
+    """
     tokenizer = load_tokenizer(model)
     rows = read_labelled(data, data_dir, text, label, wanted)
+    mean, deviation = _mean_and_deviation(rows)
     found = {}
     for part, chosen in rows.parts.items():
         texts = tuple([rows.texts[row][at] for row in chosen] for at in range(len(text)))
-        labels = [rows.labels.values[row] for row in chosen]
+        labels = [(rows.labels.values[row] - mean) / deviation for row in chosen]
         found[part] = encode_texts(tokenizer, texts, labels, multiple, max_length)
     return found
 

@@ -315,6 +315,21 @@ class TestSpeech:
         assert own.splits == {"train": 18, "test": 2}
         assert "at random" in own.split_by
 
+    def test_some_speakers_are_unknown(self, tmp_path: Path) -> None:
+        table = write_recordings(tmp_path / "recordings") / "transcripts.tsv"
+        table.write_text(table.read_text(encoding="utf-8").replace("\ts3", "\t"), encoding="utf-8")
+        _, own = read_speech("recordings", tmp_path, 0.1)
+        assert sum(own.splits.values()) == 20
+        assert "at random" in own.split_by
+        assert own.split_by.endswith("not kept apart, 4 utterances name none")
+
+    def test_samples_that_are_no_numbers(self, tmp_path: Path) -> None:
+        """Their loss would be NaN, and the run called diverged."""
+        soundfile = pytest.importorskip("soundfile")
+        soundfile.write(tmp_path / "a.wav", np.full(8_000, np.nan), 16_000, subtype="FLOAT")
+        with pytest.raises(ValueError, match=r"a\.wav has samples that are NaN"):
+            read_audio(tmp_path / "a.wav")
+
     @pytest.mark.parametrize(
         ("table", "error"),
         [

@@ -36,7 +36,13 @@ class Rows:
     unused: tuple[str, ...] = ()
 
 
-def read_rows(data: str, data_dir: Path, columns: Sequence[str], settings: Sequence[str]) -> Rows:
+def read_rows(
+    data: str,
+    data_dir: Path,
+    columns: Sequence[str],
+    settings: Sequence[str],
+    may_be_empty: Sequence[str] = (),
+) -> Rows:
     """The wanted columns of all tables of ``data``.
 
     Args:
@@ -44,6 +50,7 @@ def read_rows(data: str, data_dir: Path, columns: Sequence[str], settings: Seque
         data_dir: where a relative path may begin.
         columns: the columns that are wanted.
         settings: the setting that names each of them, for messages.
+        may_be_empty: columns that a row can be used without; the text is then empty.
     """
     if data.startswith(HUB):
         parts, unused = load_parts(data)
@@ -51,9 +58,9 @@ def read_rows(data: str, data_dir: Path, columns: Sequence[str], settings: Seque
         hidden = [part for part in tables if part != "train" and _is_hidden(tables[part], columns)]
         unused += tuple(f"{part}, whose {columns[-1]} is hidden" for part in hidden)
         shown = {part: [table] for part, table in tables.items() if part not in hidden}
-        return _rows(data, shown, columns, settings, unused)
+        return _rows(data, shown, columns, settings, unused, may_be_empty)
     path = find_own(data, data_dir, _EXPECTED)
-    return _rows(str(path), _tables_of(path), columns, settings)
+    return _rows(str(path), _tables_of(path), columns, settings, may_be_empty=may_be_empty)
 
 
 def columns_in(path: Path) -> tuple[list[str], str]:
@@ -147,18 +154,21 @@ def _rows(
     columns: Sequence[str],
     settings: Sequence[str],
     unused: tuple[str, ...] = (),
+    may_be_empty: Sequence[str] = (),
 ) -> Rows:
     values: list[tuple[str, ...]] = []
     parts: dict[str, list[int]] = {}
     for part, of_part in tables.items():
         begin = len(values)
         for table in of_part:
-            values += _usable(table, columns, settings)
+            values += _usable(table, columns, settings, may_be_empty)
         parts[part] = list(range(begin, len(values)))
     return Rows(where, values, parts, unused)
 
 
-def _usable(table: Table, columns: Sequence[str], settings: Sequence[str]) -> list[tuple[str, ...]]:
+def _usable(
+    table: Table, columns: Sequence[str], settings: Sequence[str], may_be_empty: Sequence[str]
+) -> list[tuple[str, ...]]:
     """The rows of one table that have a text in every wanted column."""
     _refuse_missing(table, columns, settings)
     places = [table.columns.index(column) for column in columns]
@@ -169,7 +179,8 @@ def _usable(table: Table, columns: Sequence[str], settings: Sequence[str]) -> li
             continue
         # NaN stands for a missing cell in many tables
         texts = tuple("" if cell is None or cell != cell else str(cell).strip() for cell in cells)
-        empty = [column for column, text in zip(columns, texts, strict=True) if not text]
+        named = zip(columns, texts, strict=True)
+        empty = [column for column, text in named if not text and column not in may_be_empty]
         if empty:
             bad.add(number, f"nothing in the column {', '.join(empty)}")
         else:

@@ -35,4 +35,6 @@ def read_audio(path: Path) -> tuple[np.ndarray, int]:
         samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise ValueError(f"{path} is damaged: {error}; replace or delete it") from error
+    if not np.isfinite(samples).all():
+        raise ValueError(f"{path} has samples that are NaN or infinite; replace or delete it")
     return samples, rate

@@ -90,6 +90,8 @@ def read_own(data: str, data_dir: Path, holdout: float) -> tuple[Sets, OwnData]:
     parts, split_by = three_parts(
         named, str(root), groups=speakers if known else None, holdout=holdout
     )
+    if any(speakers) and not all(speakers):
+        split_by += f"; speakers are not kept apart, {speakers.count('')} utterances name none"
     unused = len(_audio_in(root) - {line.path.resolve() for line in lines})
     if unused:
         split_by += f"; {unused} recordings without a transcript are not used"
@@ -149,7 +151,8 @@ def _of_table(table: Path, root: Path) -> Iterator[_Line]:
             f"known; it has {', '.join(columns)}{begin}"
         )
     wanted = [name for name in ("path", "text", "speaker", "split") if name in columns]
-    for values in read_rows(str(table), root, wanted, wanted).values:
+    # a speaker may be unknown
+    for values in read_rows(str(table), root, wanted, wanted, ("speaker",)).values:
         row = dict(zip(wanted, values, strict=True))
         part = _part_of_folders(table.parent.relative_to(root).parts)
         if "split" in row:

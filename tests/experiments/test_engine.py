@@ -101,6 +101,11 @@ def test_methods_begin_as_the_same_model(tmp_path: Path) -> None:
     assert metrics(plain)[0]["loss"] == metrics(filtered)[0]["loss"]
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(1.1, 11), (1.11, 12), (0.3, 3), (1e-5, 1)])
+def test_a_fraction_of_an_epoch(epochs: float, steps: int) -> None:
+    assert ToyConfig(epochs=epochs).total_steps(10) == steps
+
+
 @pytest.mark.parametrize("before", ["highest", "medium"])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_tensor_cores_multiply_where_asked_and_afterwards_as_before(

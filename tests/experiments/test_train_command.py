@@ -287,6 +287,7 @@ def test_models_of_the_same_name_are_two_models() -> None:
         ([TOY, "--set", "epochs=many"], "epochs must be of type float"),
         ([TOY, "--set", "epochs"], "key=value"),
         ([TOY, "--set", "precision=int8"], "fp32, tf32, bf16, fp16"),
+        ([TOY, "--set", "precision=fp16", "--device", "cpu"], "precision=fp16 needs a GPU"),
         ([TOY, "--set", "K=4"], "has such an option"),
         ([TOY, "--method", "degree1", "--K", "4"], "has such an option"),
         ([TOY, "--set", "seed=3"], "--seeds"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fractions
 import functools
 import math
 import os
@@ -192,6 +193,11 @@ class TrainConfig:
             )
         if self.graphs and (self.accumulate > 1 or self.precision == "fp16"):
             raise ValueError("graphs=true captures one batch a step in fp32, tf32 or bf16")
+
+    def total_steps(self, per_epoch: int) -> int:
+        """Optimiser steps of the whole run: ``max_steps``, or ⌈epochs · steps of an epoch⌉."""
+        # as it was written: 1.1 · 10 in floats is above 11
+        return self.max_steps or math.ceil(fractions.Fraction(str(self.epochs)) * per_epoch)
 
     def steps_between_evaluations(self, per_epoch: int, total: int) -> int:
         """Optimiser steps from one evaluation of ``valid`` to the next.

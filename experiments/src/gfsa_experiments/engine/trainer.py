@@ -92,7 +92,7 @@ class Trainer:
         self.checkpoints = LoopCheckpoints(folder, accelerator, self.optimiser, self.log)
         self.batches = StepBatches(task, config, accelerator)
         self.steps_per_epoch = self.batches.steps_per_epoch
-        self.total = config.max_steps or math.ceil(config.epochs * self.steps_per_epoch)
+        self.total = config.total_steps(self.steps_per_epoch)
         self._peak_memory = PeakMemory(accelerator.device)
         found = peak_flops(accelerator.device)
         if task.work is not None and accelerator.is_main_process:

@@ -96,6 +96,7 @@ class Run:
     def check(self) -> None:
         """Raise ValueError for everything that can be found before any data is read."""
         refuse_missing_device(self.device)
+        refuse_half_precision(self.config.precision, self.device)
         self.config.check()
         self._changed_options()
 
@@ -301,6 +302,16 @@ def refuse_missing_device(name: str) -> None:
         raise ValueError(
             "device=cuda, but torch finds no GPU here; auto uses a GPU if there is one"
         )
+
+
+def refuse_half_precision(precision: str, device: str) -> None:
+    """Raise ValueError for fp16 on a CPU: accelerate would train in float32, and the row say fp16.
+
+    Args:
+        device: as in :class:`Run`.
+    """
+    if precision == "fp16" and (device == "cpu" or not torch.accelerator.is_available()):
+        raise ValueError("precision=fp16 needs a GPU; on a CPU set bf16 or fp32")
 
 
 def _accelerator(run: Run) -> Accelerator:

@@ -600,8 +600,26 @@ def test_graphs_need_a_gpu(tmp_path: Path) -> None:
 _LAUNCHED = """
 import sys
 from pathlib import Path
+import torch
+import support.toy_recipe
 from support.toy_recipe import ToyConfig, ToyModel, ToyTask
 from gfsa_experiments.runs.run import Run, carry_out
+# a buffer that training changes in each process by its own share, as batch norms have
+class Averaging(ToyModel):
+    def __init__(self, dropout):
+        super().__init__(dropout)
+        self.register_buffer("mean", torch.zeros(()))
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(), 0.1)
+        return super().forward(x)
+support.toy_recipe.ToyModel = Averaging
+def score(self, predictions, own=ToyTask.score):
+    found = [None, None]
+    torch.distributed.all_gather_object(found, float(self.model.mean))
+    assert found[0] == found[1] != 0, found
+    return own(self, predictions)
+ToyTask.score = score
 # more than one process has examples to evaluate
 config = ToyConfig(epochs=1, dropout=0.0, eval_batch_size=64)
 row = carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", device="cpu",
@@ -616,8 +634,7 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     script.write_text(
         _LAUNCHED.replace(
             "config =",
-            "import support.toy_recipe as t\n"
-            "t.ToyTask.prepare = lambda self, batch: batch\nconfig =",
+            "ToyTask.prepare = lambda self, batch: batch\nconfig =",
             1,
         )
     )

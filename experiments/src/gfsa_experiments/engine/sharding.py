@@ -1,9 +1,10 @@
-"""Models that are sharded over processes by FSDP2, through accelerate."""
+"""Models on several processes: copies that stay the same, or shards by FSDP2."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -13,6 +14,16 @@ from gfsa_experiments.engine.config import TrainConfig
 
 def is_sharded(accelerator: Accelerator) -> bool:
     return bool(accelerator.distributed_type == DistributedType.FSDP)
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give every process the buffers of the first one; every process calls this.
+
+    In training each updates the statistics of its batch norms by its own share of a batch.
+    """
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            torch.distributed.broadcast(buffer, src=0)
 
 
 def refuse_with_sharding(config: TrainConfig) -> None:

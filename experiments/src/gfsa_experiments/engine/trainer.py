@@ -25,6 +25,7 @@ from gfsa_experiments.engine.progress import Progress, Report
 from gfsa_experiments.engine.randomness import isolated_generators
 from gfsa_experiments.engine.run_log import Movement, RunLog
 from gfsa_experiments.engine.sealed import sealed
+from gfsa_experiments.engine.sharding import is_sharded, share_buffers
 from gfsa_experiments.engine.speed import peak_flops, speed, warn_of_unknown_peak
 from gfsa_experiments.engine.step_batches import StepBatches
 from gfsa_experiments.engine.task import Task
@@ -279,6 +280,8 @@ class Trainer:
         )
 
     def _evaluate(self, split: str) -> dict[str, float]:
+        if self.accelerator.num_processes > 1 and not is_sharded(self.accelerator):
+            share_buffers(self.evaluated_model)
         return evaluate(self.task, self.evaluated_model, split, self.config, self.accelerator)
 
     def _validate(self) -> dict[str, float]:

@@ -14,6 +14,8 @@ import torch
 from gfsa_experiments.data.labelled import read_labelled
 from gfsa_experiments.tasks.graph.own import read_own as read_graphs
 from gfsa_experiments.tasks.image.items import list_images
+from gfsa_experiments.tasks.image.recipe import ImageConfig
+from gfsa_experiments.tasks.image.recipe import build as build_images
 from gfsa_experiments.tasks.lra.own import read_texts
 from gfsa_experiments.tasks.speech.audio import header_of, read_audio
 from gfsa_experiments.tasks.speech.own import letters_of
@@ -137,6 +139,19 @@ class TestImages:
             assert sorted(label for _, label in found.parts[part]) == [0, 1, 2]
         assert len({path for files in found.parts.values() for path, _ in files}) == 30
         assert "80 % train" in found.split_by
+
+    def test_an_image_of_another_class_makes_other_data(self, tmp_path: Path) -> None:
+        """The fingerprint reads few files; where all of them are is known anyway."""
+        photos = write_photos(tmp_path / "photos")
+        config = ImageConfig(data="photos", model="deit_tiny", depth=1, image_size=32)
+        before = build_images(config, tmp_path).own_data
+        first = min((photos / "kind0").iterdir())
+        first.rename(photos / "kind1" / f"moved{first.suffix}")
+        list_images.cache_clear()
+        after = build_images(config, tmp_path).own_data
+        assert before is not None
+        assert after is not None
+        assert before.digest != after.digest
 
     def test_parts_by_other_names(self, tmp_path: Path) -> None:
         write_folder(tmp_path, {"training": 2, "dev": 1, "test": 1})

@@ -160,6 +160,8 @@ def test_the_mean_over_tasks_is_welchs() -> None:
     assert (found.low, found.high) == pytest.approx((low / 2, high / 2))
     assert mean_of_groups([first, [1.0]]) == Interval((2.625 + 1) / 2)
     assert mean_of_groups([[1.0, 1.0], [2.0, 2.0]]) == Interval(1.5)
+    # the same differences, computed from other numbers
+    assert mean_of_groups([[90.2 - 90, 8.2 - 8], [2.0, 2.0]]).low is None
 
 
 def test_one_task_alone_keeps_its_own_interval() -> None:

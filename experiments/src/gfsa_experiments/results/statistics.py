@@ -20,6 +20,8 @@ from typing import Literal
 import numpy as np
 
 LEVEL = 0.95
+# percent that were computed from equal differences may differ by so much
+_ROUNDING = 1e-9
 
 Verdict = Literal["better", "worse", "no difference shown"]
 _EXPLORATORY: dict[Verdict, str] = {
@@ -121,15 +123,16 @@ def mean_of_groups(groups: Sequence[Sequence[float]]) -> Interval:
     """The mean of the means of independent groups, each of which counts the same.
 
     With v_i = std_i²/n_i the standard error is √(Σ v_i)/m over m groups, and the degrees of freedom
-    are Welch's and Satterthwaite's, (Σ v_i)² / Σ (v_i²/(n_i − 1)). A group of one value leaves the
-    interval unknown.
+    are Welch's and Satterthwaite's, (Σ v_i)² / Σ (v_i²/(n_i − 1)). A group of one value, or groups
+    that do not vary, leave the interval unknown.
     """
     mean = float(np.mean([np.mean(group) for group in groups]))
     if min(map(len, groups)) < 2:
         return Interval(mean)
-    v = np.array([np.var(group, ddof=1) / len(group) for group in groups])
-    if not v.sum():
+    largest = max(abs(value) for group in groups for value in group)
+    if max(map(np.ptp, groups)) <= _ROUNDING * max(1.0, largest):
         return Interval(mean)
+    v = np.array([np.var(group, ddof=1) / len(group) for group in groups])
     from scipy.stats import t
 
     freedom = v.sum() ** 2 / sum(v**2 / [len(group) - 1 for group in groups])

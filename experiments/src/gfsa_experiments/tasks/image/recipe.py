@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gfsa_experiments.data.own import find_own
+from gfsa_experiments.data.own import digest_of, find_own
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.data.splits import PARTS
 from gfsa_experiments.data.token_batches import hold_out
@@ -335,6 +335,17 @@ def _own_data(config: ImageConfig, data_dir: Path) -> OwnData:
         split_by=files.split_by,
         labels=f"classification, {len(files.classes)} classes: {some}",
         unit="images",
+        digest=_digest(files) if config.data else "",
+    )
+
+
+def _digest(files: ImageFiles) -> str:
+    """A hash of which files are in which part and class: one may have moved to another."""
+    return digest_of(
+        piece
+        for part, listed in files.parts.items()
+        for path, label in listed
+        for piece in (part, files.classes[label], os.fsencode(os.path.basename(path)))
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,22 +59,29 @@ def _from_csv(path: Path, text: str, begin: str) -> Table:
     comma = "\t" if ending_of(path) == ".tsv" else max((",", ";", "\t"), key=head.count)
     # a quote in a tsv is a part of its text, as in GLUE's files
     quoting = csv.QUOTE_NONE if comma == "\t" else csv.QUOTE_MINIMAL
-    options: dict[str, Any] = {"delimiter": comma, "quoting": quoting}
+    # strict: a quote that is not closed would make one field of all lines up to the next quote
+    options: dict[str, Any] = {"delimiter": comma, "quoting": quoting, "strict": True}
     lines = [line + "\n" for line in text.replace("\r\n", "\n").split("\n")]
-    header = [name.strip() for name in next(csv.reader(lines, **options))]
 
-    def rows(places: Sequence[int]) -> Numbered:
-        reader = csv.reader(lines, **options)
-        next(reader)
+    def records() -> Numbered:
+        reader, first = csv.reader(lines, **options), 1
         try:
             for cells in reader:
-                if cells:
-                    kept = cells if len(cells) == len(header) else []
-                    yield reader.line_num, [kept[at] for at in places if kept]
+                yield reader.line_num, cells
+                first = reader.line_num + 1
         except csv.Error as error:
             raise ValueError(
-                f"{path}, line {reader.line_num}: {error}; is a quote not closed?{begin}"
+                f"{path}, row from line {first} to {reader.line_num}: {error}; is a quote not "
+                f"closed, or one inside of quotes not written twice?{begin}"
             ) from error
+
+    header = [name.strip() for name in next(records())[1]]
+
+    def rows(places: Sequence[int]) -> Numbered:
+        for number, cells in itertools.islice(records(), 1, None):
+            if cells:
+                kept = cells if len(cells) == len(header) else []
+                yield number, [kept[at] for at in places if kept]
 
     return Table(str(path), header, rows, begin)
 

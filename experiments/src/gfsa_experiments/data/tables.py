@@ -177,6 +177,12 @@ def _usable(
         if len(cells) < len(columns):
             bad.add(number, _other_fields(table))
             continue
+        for column, cell in zip(columns, cells, strict=True):
+            if isinstance(cell, bytes | list | dict):
+                raise ValueError(
+                    f"{table.where}, {table.place} {number}: expected a text or a number in the "
+                    f"column {column}, got {type(cell).__name__}{table.begin}"
+                )
         # NaN stands for a missing cell in many tables
         texts = tuple("" if cell is None or cell != cell else str(cell).strip() for cell in cells)
         named = zip(columns, texts, strict=True)

@@ -195,6 +195,7 @@ class TestTables:
             ("x.csv", b'review,stars\na,1\n"b,2\nc,1\n', "from line 3 to 5: .* quote not closed"),
             ("x.csv", b'review,stars\na,1\n"b,2\n"c",1\n', "from line 3 to 4: .* not closed"),
             ("x.jsonl", b'{"review": ["a"], "stars": 1}', "a text or a number .* review, got list"),
+            ("x.jsonl", b'{"review": "a\\ud83d", "stars": 1}', r"line 1: '\\ud83d' is half of a"),
             ("x.jsonl", b'{"review": 1}\n{', r"x\.jsonl, line 2: expected a JSON object"),
             ("x.jsonl", b"[1]", "expected a JSON object, got a list"),
             ("x.json", b'{"a": 1}\n{"a": 2}', r"list of JSON objects.*is a \.jsonl"),

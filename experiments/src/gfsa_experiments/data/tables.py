@@ -5,6 +5,7 @@ A file is one table; a folder, or a data set of the hub, has a table for each pa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from gfsa_experiments.data.splits import part_of
 from gfsa_experiments.data.table_files import ENDINGS, Table, hub_table, open_table
 
 _EXPECTED = f"a file or folder of tables ({', '.join(ENDINGS)}), or hub:ID"
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,12 @@ def _usable(
         texts = tuple("" if cell is None or cell != cell else str(cell).strip() for cell in cells)
         named = zip(columns, texts, strict=True)
         empty = [column for column, text in named if not text and column not in may_be_empty]
+        # JSON may have them; no tokenizer takes them
+        half = next(filter(None, map(_HALF.search, texts)), None)
         if empty:
             bad.add(number, f"nothing in the column {', '.join(empty)}")
+        elif half is not None:
+            bad.add(number, f"{half[0]!r} is half of a pair, and no character of its own")
         else:
             found.append(texts)
     _report(bad, len(found), table)

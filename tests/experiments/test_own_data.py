@@ -73,6 +73,9 @@ class TestNames:
             assert not is_written_after(data, tmp_path, written)
         assert not is_written_after("hub:someone/my", tmp_path, 0)
         assert not is_written_after("", tmp_path, 0)
+        # the code of a module may be another by now
+        assert is_written_after("my_module:Rings", tmp_path, later := time.time())
+        assert not is_written_after("pyg:TUDataset:MUTAG", tmp_path, later)
 
     @pytest.mark.parametrize("put", ["moved", "linked", "in a folder"])
     def test_what_was_put_in_its_place_since(self, put: str, tmp_path: Path) -> None:

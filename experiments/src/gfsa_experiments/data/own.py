@@ -23,6 +23,8 @@ _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": 
 _UNREADABLE = (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile)
 _SHOWN_LINES, _SHOWN_CHARACTERS = 3, 100
 _SHOWN_ENTRIES = 8
+# graphs of a module of the caller's own; those of PyG are files
+_MADE = re.compile(r"(?!pyg:)[A-Za-z_][\w.]*(:[\w.-]+){1,2}")
 # of a folder whose times are looked at
 _MOST_ENTRIES = 20_000
 
@@ -65,7 +67,8 @@ def is_in_working_folder(data: str, data_dir: Path) -> bool:
 def is_written_after(data: str, data_dir: Path, time: float) -> bool:
     """Whether the file, or anything in the folder, that ``data`` names may be later than ``time``.
 
-    So is a folder of more entries than are looked at: it may hold millions of images.
+    So is a folder of more entries than are looked at: it may hold millions of images. And so is
+    what a module makes (``MODULE:CLASS``): its code may have changed.
     """
     if not data or data.startswith(HUB):
         return False
@@ -76,7 +79,7 @@ def is_written_after(data: str, data_dir: Path, time: float) -> bool:
             return len(found) > _MOST_ENTRIES or any(
                 _changed(entry) > time for entry in (path, *found)
             )
-    return False
+    return _MADE.fullmatch(data) is not None
 
 
 def _changed(path: Path) -> float:

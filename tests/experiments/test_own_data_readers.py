@@ -269,6 +269,8 @@ class TestGraphs:
             ({"n_edge": None}, "has no array n_edge; it has "),
             ({"edge": np.zeros((3, 4, 2))}, r"expected edge of shape \(edges, 2\)"),
             ({"node_feat": np.full((150, 1), -1)}, "-1 is below 0; store them as floats"),
+            ({"node_feat": np.full((150, 1), 2**32)}, "4294967296 would need as many embeddings"),
+            ({"edge": np.full((150, 2), 2**32)}, "an edge to a node that it does not have"),
             ({"y": np.zeros(30)}, "every label in the column y is '0'"),
         ],
     )

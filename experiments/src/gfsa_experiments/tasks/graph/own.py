@@ -34,6 +34,7 @@ _NEEDED = ("n_node", "n_edge", "edge", "y")
 _OPTIONAL = ("node_feat", "edge_feat", "split")
 _IMPORTED = re.compile(r"[A-Za-z_][\w.]*(:[\w.-]+){1,2}")
 _SPLITS = ("train", "val", "test")
+_MOST_KINDS = 1 << 20
 
 
 def is_own(data: str) -> bool:
@@ -88,7 +89,8 @@ def _graph_set(data: str, where: str, read: Tensors, named: Parts, labels: Wante
         metric=metric,
         classes=len(classes),
         x=x,
-        edge_index=read["edge_index"].int(),
+        # a number beyond 32 bits stays one of no node
+        edge_index=read["edge_index"].clamp(-1, 2**31 - 1).int(),
         edge_attr=edge_attr,
         nodes=read["nodes"].long(),
         edges=read["edges"].long(),
@@ -157,12 +159,15 @@ def _features(features: Tensor, where: str, of: str) -> tuple[Tensor, Features]:
         if not one_hot or not len(features):
             return features.float(), features.shape[1]
         features = features.argmax(1, keepdim=True)
-    kinds = features.int()
-    if len(kinds) and int(kinds.min()) < 0:
+    # as int64: what does not fit into 32 bits would become another kind
+    least, most = (int(end) for end in features.long().aminmax()) if features.numel() else (0, 0)
+    if least < 0 or most >= _MOST_KINDS:
+        wrong = f"{least} is below 0" if least < 0 else f"{most} would need as many embeddings"
         raise ValueError(
-            f"{where}: the features of {of} are whole numbers, which count as kinds, but "
-            f"{int(kinds.min())} is below 0; store them as floats to have them read as quantities"
+            f"{where}: the features of {of} are whole numbers, which count as kinds, but {wrong}; "
+            "store them as floats to have them read as quantities"
         )
+    kinds = features.int()
     sizes = kinds.amax(0) + 1 if len(kinds) else torch.ones(kinds.shape[1], dtype=torch.int)
     return kinds, tuple(sizes.tolist())
 

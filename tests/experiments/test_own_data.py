@@ -366,6 +366,15 @@ class TestParts:
         with pytest.raises(ValueError, match="1 % of 20 examples of here leave nothing for valid"):
             three_parts({"train": range(20)}, "here", holdout=0.01)
 
+    @pytest.mark.parametrize("names", ["abc", "bca", "cab"])
+    def test_a_speaker_of_most_utterances_is_trained_on(self, names: str) -> None:
+        speakers = [names[0]] * 90 + [names[1]] * 5 + [names[2]] * 5
+        parts, _ = three_parts({"train": range(100)}, "here", groups=speakers)
+        assert [len(parts[part]) for part in PARTS] == [90, 5, 5]
+        named = {"train": range(95), "test": range(95, 100)}
+        parts, _ = three_parts(named, "here", groups=speakers, holdout=0.0)
+        assert len(parts["train"]) == 95
+
     def test_no_speaker_is_in_two_parts(self) -> None:
         speakers = [f"s{i % 5}" for i in range(50)]
         parts, how = three_parts({"train": range(50)}, "here", groups=speakers)

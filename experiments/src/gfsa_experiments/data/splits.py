@@ -139,13 +139,20 @@ def split(
 def _split_groups(
     groups: Sequence[Hashable], shares: Mapping[str, float], where: str
 ) -> dict[Hashable, str]:
-    """The part of each group: the smaller parts are filled up first, in a fixed random order."""
+    """The part of each group: the smaller parts are filled up first, in a fixed random order.
+
+    Groups that are larger than such a part come last, the largest at the very end: a speaker of most
+    utterances is trained on.
+    """
     sizes = Counter(groups)
     if len(sizes) < len(shares):
         raise ValueError(f"{where} has {len(sizes)} groups, too few for {', '.join(shares)}")
     names = sorted(sizes, key=str)
     waiting = [names[at] for at in np.random.default_rng(_SEED).permutation(len(names)).tolist()]
     small = [part for part in shares if part != "train"]
+    fitting = max((shares[part] for part in small), default=0.0) * len(groups)
+    # taken from the end
+    waiting.sort(key=lambda group: -max(sizes[group], fitting))
     found: dict[Hashable, str] = {}
     for number, part in enumerate(small):
         filled = 0

@@ -136,6 +136,12 @@ def test_perplexity_by_hand(data: Path) -> None:
     assert scores["word_perplexity"] == pytest.approx(math.exp(-float(picked.sum()) / words), 1e-5)
 
 
+def test_an_encoder_sees_what_it_would_predict(data: Path, tmp_path: Path) -> None:
+    model = str(save_model(tmp_path, "bert"))
+    with pytest.raises(ValueError, match="is an encoder, which sees the tokens"):
+        built(data, model=model, tokenizer="own", dropout=None)
+
+
 def test_blocks_cover_the_text(data: Path) -> None:
     task, longer = built(data), built(data, block=32)
     ids = task.splits["train"].dataset.columns["input_ids"].reshape(-1)  # type: ignore[attr-defined]

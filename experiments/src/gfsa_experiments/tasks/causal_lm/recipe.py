@@ -218,9 +218,15 @@ def new_model(config: CausalLMConfig, vocabulary: int) -> Any:
 
 
 def _pretrained(config: CausalLMConfig) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForCausalLM
 
     sizes = load_config(config.model)
+    is_causal = getattr(sizes, "is_decoder", False) or sizes.is_encoder_decoder
+    if type(sizes) in MODEL_FOR_MASKED_LM_MAPPING and not is_causal:
+        raise ValueError(
+            f"{config.model} is an encoder, which sees the tokens that it would predict; set model= "
+            "to a decoder such as gpt2"
+        )
     most = getattr(sizes, "max_position_embeddings", config.block)
     if config.block > most:
         raise ValueError(f"block {config.block} is longer than the {most} tokens of {config.model}")

@@ -65,7 +65,7 @@ def test_models_that_cannot_take_the_code(data: Path, tmp_path: Path) -> None:
     gpt2, roberta = (str(save_model(tmp_path / kind, kind)) for kind in ("gpt2", "roberta"))
     with pytest.raises(ValueError, match="is a decoder: the vector of its first token"):
         built(data, model=gpt2)
-    with pytest.raises(ValueError, match="positions for 38 tokens, .* set max_length=38"):
+    with pytest.raises(ValueError, match=r"positions for 38 tokens, .* set max_length=38"):
         built(data, model=roberta, max_length=0, pad_to_multiple=64)
 
 

@@ -79,7 +79,7 @@ class TestText:
         for kind, positions in (("bert", 40), ("roberta", 38), ("gpt2", 32)):
             model = save_model(tmp_path / kind, kind)
             config = TextConfig(data=str(path), model=str(model))
-            with pytest.raises(ValueError, match=f"{positions} tokens.* set max_length={positions}"):
+            with pytest.raises(ValueError, match=f"{positions} tokens.* max_length={positions}"):
                 TextTask(config, tmp_path)
             task = TextTask(dataclasses.replace(config, max_length=positions), tmp_path)
             loss = task.loss(task.model, task.first_examples(2))

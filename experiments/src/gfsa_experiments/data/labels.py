@@ -109,8 +109,8 @@ def _refuse_not_finite(column: _Column) -> None:
     if column.numbers and column.words and all(_is_number(word) for word in column.words):
         raise ValueError(
             f"the column {column.name} has {len(column.numbers)} finite numbers and "
-            f"{len(column.words)} other labels, such as {_some(sorted(set(column.words)))}: correct "
-            "or delete these rows"
+            f"{len(column.words)} other labels, such as {_some(sorted(set(column.words)))}: "
+            "correct or delete these rows"
         )
 
 

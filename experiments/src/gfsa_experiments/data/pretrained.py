@@ -129,13 +129,15 @@ def load_classifier(name: str, outputs: int) -> Any:
     return model
 
 
-def refuse_longer(model: nn.Module, name: str, tokens: int) -> None:
+def refuse_longer(model: Any, name: str, tokens: int) -> None:
     """Raise ValueError if a model has a table of positions for fewer tokens than texts have."""
     most = positions_of(model.config, model)
-    rows = getattr(model.config, "max_position_embeddings", None)
+    if tokens <= most:
+        return
+    rows = model.config.max_position_embeddings
     # BART's tables have two rows more; models without a table compute positions for any length
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    if tokens > most and any(rows <= size <= rows + 2 for size in tables):
+    if any(rows <= size <= rows + 2 for size in tables):
         raise ValueError(
             f"{name} has positions for {most} tokens, but texts have up to {tokens}, padding "
             f"included; set max_length={most}, which cuts them"

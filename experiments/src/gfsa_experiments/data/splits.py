@@ -141,8 +141,8 @@ def _split_groups(
 ) -> dict[Hashable, str]:
     """The part of each group: the smaller parts are filled up first, in a fixed random order.
 
-    Groups that are larger than such a part come last, the largest at the very end: a speaker of most
-    utterances is trained on.
+    Groups that are larger than such a part come last, the largest at the very end: a speaker of
+    most utterances is trained on.
     """
     sizes = Counter(groups)
     if len(sizes) < len(shares):

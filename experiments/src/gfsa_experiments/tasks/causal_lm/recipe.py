@@ -224,8 +224,8 @@ def _pretrained(config: CausalLMConfig) -> Any:
     is_causal = getattr(sizes, "is_decoder", False) or sizes.is_encoder_decoder
     if type(sizes) in MODEL_FOR_MASKED_LM_MAPPING and not is_causal:
         raise ValueError(
-            f"{config.model} is an encoder, which sees the tokens that it would predict; set model= "
-            "to a decoder such as gpt2"
+            f"{config.model} is an encoder, which sees the tokens that it would predict; set "
+            "model= to a decoder such as gpt2"
         )
     most = getattr(sizes, "max_position_embeddings", config.block)
     if config.block > most:

@@ -173,8 +173,8 @@ def _refuse_lost(classes: list[str], parts: dict[str, list[File]], holdout: floa
     if lost or not parts["valid"]:
         what = f"no image of {', '.join(lost[:5])} to train on" if lost else "no image in valid"
         raise ValueError(
-            f"holdout={holdout:g} leaves {what}; add images or folders of both val and test, or set "
-            "another holdout (0 for no valid)"
+            f"holdout={holdout:g} leaves {what}; add images or folders of both val and test, or "
+            "set another holdout (0 for no valid)"
         )
 
 

@@ -625,6 +625,20 @@ config = ToyConfig(epochs=1, dropout=0.0, eval_batch_size=64)
 row = carry_out(Run(recipe="support.toy_recipe", config=config, method="gfsa", device="cpu",
                     out=Path(sys.argv[1])))
 assert row.others == "count=30.0"
+
+# a run that keeps its best weights, and is interrupted after the first evaluation
+again = Run(recipe="support.toy_recipe", config=ToyConfig(epochs=2, best=True, checkpoint_every=1),
+            device="cpu", out=Path(sys.argv[1]) / "interrupted", resume=True)
+def loss(self, *args, own=ToyTask.loss):
+    if self.steps == 7:
+        raise InterruptedError
+    return own(self, *args)
+ToyTask.loss, own = loss, ToyTask.loss
+try:
+    carry_out(again)
+except InterruptedError:
+    ToyTask.loss = own
+assert carry_out(again).steps == 10
 """
 
 
@@ -656,7 +670,7 @@ def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         device="cpu",
     )
     row = carry_out(one)
-    (path,) = (tmp_path / "two").rglob("row.json")
+    (path,) = (tmp_path / "two" / "toy").rglob("row.json")
     two = Row(**json.loads(path.read_text()))
     assert two.steps == row.steps
     assert two.moved == pytest.approx(row.moved, rel=1e-4)

@@ -134,7 +134,10 @@ class LoopCheckpoints:
         state = LoopState(trajectory, Position(**plain["position"]), plain["rates"])
         best = checkpoint / _BEST
         if best.exists():
-            state.best = torch.load(best, map_location=self.accelerator.device, weights_only=True)
+            # torch loads to no "cpu:1", which is the device of one of several processes on a CPU
+            weights = torch.load(best, map_location="cpu", weights_only=True)
+            device = self.accelerator.device
+            state.best = {name: tensor.to(device) for name, tensor in weights.items()}
         self.log.history = plain["history"]
         if "coefficients" in plain:
             # checkpoints of earlier versions have none

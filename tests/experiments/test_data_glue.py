@@ -193,7 +193,7 @@ def test_missing_data_is_noticed_before_a_model_is_fetched(
     def fetched(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("the model came first")
 
-    monkeypatch.setattr(recipe, "load_model", fetched)
+    monkeypatch.setattr(recipe, "load_classifier", fetched)
     code, output = run_command(tmp_path, "glue", "--data-dir", str(tmp_path / "nowhere"))
     assert code == 1
     assert "nowhere does not exist" in " ".join(output.split())

@@ -398,6 +398,14 @@ def test_the_command_prints_a_family_and_keeps_its_rows_out_of_the_tables(folder
     assert "gfsa train support.toy_recipe --method gfsa --seeds 100-103 --set epochs=3" in text
 
 
+def test_a_family_before_its_first_run(folder: Path) -> None:
+    written(folder)
+    plan = folder / "plan.txt"
+    assert "gfsa − degree1" in text_of(folder, "--family", "toy", "--plan", plan)
+    assert "--seeds 100-103" in plan.read_text(encoding="utf-8")
+    assert "Planned, not run: [toy]" in text_of(folder)
+
+
 def test_a_folder_with_an_unfinished_family_alone(folder: Path) -> None:
     append_rows(folder / "toy.csv", without(rows_of(written(folder)), 3))
     text = text_of(folder)

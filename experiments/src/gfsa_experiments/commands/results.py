@@ -150,7 +150,9 @@ def _read(folder: Path) -> _Folder:
     from gfsa_experiments.results.tables import make_tables
     from gfsa_experiments.results.verdicts import outcomes
 
-    runs, families = read_folder(folder), read_families(folder)
+    families = read_families(folder)
+    # a family is there before its first run, and --plan writes what to run
+    runs = read_folder_if_any(folder) if families else read_folder(folder)
     tuning = read_folder_if_any(folder / "tuning")
     refuse_unregistered(families, runs.every, tuning.every)
     keys = {key for family in families for key in family.keys}

@@ -103,6 +103,14 @@ def test_links_to_headings_lead_there_on_github_and_on_the_site() -> None:
     assert not missing
 
 
+def test_no_two_rows_are_about_the_same_model() -> None:
+    page = (ROOT / "docs" / "supported.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ")]
+    named = [" ".join(row) for row in rows]
+    assert len(named) > 500
+    assert sorted(named) == sorted(set(named))
+
+
 def public_objects() -> dict[str, Any]:
     """Every public name and what it is."""
     found = {f"gfsa.{name}": getattr(gfsa, name) for name in gfsa.__all__}

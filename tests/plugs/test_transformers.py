@@ -67,7 +67,7 @@ def test_a_plugged_model_is_the_same_model(
     model.eval()
     assert torch.equal(output(model, batch), evaluated)
     assert "(gfsa): GFSA(" in repr(model)
-    supported("transformers", type(model).__name__, report)
+    supported("transformers", f"{type(model).__name__}, {implementation}", report)
 
     randomise(model)
     filtered = output(model, batch)

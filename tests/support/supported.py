@@ -23,7 +23,8 @@ load round trip, and classes, keys and outputs as before after `gfsa.unplug`.
 *At init* is the largest difference to the model before plugging. *How*: an adapter repeats the
 module's forward with the filter in it; the tracer follows the module's own forward. The tracer is
 automatic for known classes and for transformers models outside its attention interface; for others
-pass `unknown="trace"`.
+pass `unknown="trace"`. Models of transformers' attention interface have a row for each
+`attn_implementation` that was tested, `eager` or `sdpa`.
 
 {TABLE}
 |---|---|---|---|---|---|"""

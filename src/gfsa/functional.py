@@ -25,14 +25,15 @@ def graph_filter_attention(
     enable_gqa: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    r"""Attention with a polynomial of its map.
+    r"""Attention whose map A is replaced by a polynomial of A, with coefficients for each head.
 
     .. math:: y_h = \sum_{k=0}^{m} c_{h,k}\,A_h^k\,v_h,
               \qquad A = \mathrm{softmax}(\mathrm{scale}\cdot q k^\top + \mathrm{mask})
 
-    The signature of :func:`torch.nn.functional.scaled_dot_product_attention` with coefficients
-    added. Coefficients (0, 1) or (0, 1, 0) are ordinary attention: to the bit where torch's own
-    kernel does the first pass, to rounding with the fused kernels for short or causal sequences.
+    It takes the arguments of :func:`torch.nn.functional.scaled_dot_product_attention`, and the
+    coefficients. Coefficients (0, 1) or (0, 1, 0) are ordinary attention: to the bit where torch's
+    own kernel does the first pass, to rounding with the fused kernels for short or causal
+    sequences.
 
     Args:
         q, k, v: ``(..., H, N, D)``; v's head dim may differ. Queries and keys are the same tokens:
@@ -53,6 +54,17 @@ def graph_filter_attention(
 
     Returns:
         ``(..., H, N, D_v)`` in v's dtype (under autocast, in autocast's).
+
+    Raises:
+        TypeError: if an argument has the wrong type or dtype.
+        ValueError: if shapes, devices or values do not fit, or the backend asked for by name
+            cannot serve the call.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 2, 4, 16, 8)           # (batch, heads, tokens, dim)
+        >>> coeffs = torch.tensor([0.1, 0.8, 0.1])          # 0.1·v + 0.8·A·v + 0.1·A²·v
+        >>> gfsa.graph_filter_attention(q, k, v, coeffs, is_causal=True).shape
+        torch.Size([2, 4, 16, 8])
     """
     operator = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
     return operator.polynomial(coeffs, v)
@@ -70,7 +82,21 @@ def which_backend(
     enable_gqa: bool = False,
     backend: Backend = "auto",
 ) -> Choice:
-    """What :func:`graph_filter_attention` runs for these arguments, and why; computes nothing."""
+    """Say which backend :func:`graph_filter_attention` runs for these arguments, and why.
+
+    Nothing is computed.
+
+    Args:
+        q, k, v, coeffs, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as in
+            :func:`graph_filter_attention`.
+
+    Returns:
+        The backend, ``"dense"``, ``"sdpa"`` or ``"fused"``, and the reason, as a sentence.
+
+    Raises:
+        TypeError: as :func:`graph_filter_attention`.
+        ValueError: likewise.
+    """
     operator = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
     return operator.which(coeffs, v)
 
@@ -82,10 +108,13 @@ def linear_graph_filter_attention(
     coeffs: Tensor,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    r"""Efficient Attention with a polynomial of its map, in time and memory linear in N.
+    r"""Efficient Attention whose map A is replaced by a polynomial of A, linear in N.
 
     .. math:: y_h = \sum_{k=0}^{m} c_{h,k}\,A_h^k\,v_h,
               \qquad A = \rho_{row}(q)\,\rho_{col}(k)^\top
+
+    ρ_row is a softmax over the features of each query, ρ_col one over the tokens for each feature
+    of the keys. Time and memory are linear in the number of tokens N.
 
     Args:
         q, k, v: ``(..., H, N, D)``; v's head dim may differ.
@@ -94,7 +123,12 @@ def linear_graph_filter_attention(
             padding (the convention of :class:`torch.nn.MultiheadAttention`).
 
     Returns:
-        ``(..., H, N, D_v)`` in v's dtype. Rows of padding tokens are finite and have no meaning.
+        ``(..., H, N, D_v)`` in v's dtype (under autocast, in autocast's). Rows of padding tokens
+        are finite and have no meaning.
+
+    Raises:
+        TypeError: if an argument has the wrong type or dtype.
+        ValueError: if shapes, devices or values do not fit.
     """
     check_kinds(q=q, k=k, v=v, key_padding_mask=key_padding_mask)
     q, k, v = autocast(q, k, v)

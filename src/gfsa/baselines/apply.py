@@ -97,6 +97,13 @@ def remove(model: nn.Module) -> None:
     """Remove the applied method: outputs and state_dict keys are as before.
 
     What it has learned is lost. Filters of :func:`gfsa.plug` stay.
+
+    Args:
+        model: a model to which a method is applied; it is changed in place.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        ValueError: if no method is applied to it, or another library (peft) wraps its parts.
     """
     check_model(model)
     if not _is_applied(model):
@@ -120,7 +127,14 @@ def remove(model: nn.Module) -> None:
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the applied method: for an optimiser group with its own learning rate."""
+    """The parameters of the applied method, for an optimizer group with its own learning rate.
+
+    Args:
+        model: any model.
+
+    Returns:
+        The parameters; none if no method is applied, or the method learns nothing.
+    """
     return [parameter for module in _applied(model) for parameter in module.parameters()]
 
 

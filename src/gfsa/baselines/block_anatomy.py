@@ -151,7 +151,15 @@ FAMILIES = (
 
 
 def register_block(cls: type[nn.Module], anatomy: Anatomy) -> None:
-    """Teach :func:`gfsa.baselines.apply` a block class; registering ``cls`` again replaces it."""
+    """Teach :func:`gfsa.baselines.apply` a block class; registering ``cls`` again replaces it.
+
+    Args:
+        cls: the class of the block.
+        anatomy: where the parts of such a block are.
+
+    Raises:
+        TypeError: if ``cls`` is no ``nn.Module`` class, or ``anatomy`` no :class:`Anatomy`.
+    """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected an nn.Module class, got {cls!r}")
     if not isinstance(anatomy, Anatomy):

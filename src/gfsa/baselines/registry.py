@@ -15,13 +15,15 @@ from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale
 
 @dataclass(frozen=True)
 class Method:
-    """A method that can be applied to a model."""
+    """A method that :func:`gfsa.baselines.apply` can apply to a model."""
 
     kind: type[nn.Module]
+    """The module that computes it."""
     formula: str
     options: dict[str, Any]
     """The names and defaults of its options in :func:`gfsa.baselines.apply`."""
     identity_at_init: bool
+    """Whether a model's outputs are unchanged when the method is applied."""
 
 
 def _method(kind: type[nn.Module], formula: str, identity: bool, *options: str) -> Method:

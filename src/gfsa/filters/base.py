@@ -66,6 +66,10 @@ class GraphFilter(nn.Module):
         lr_multiplier: the coefficients change by ``lr_multiplier·Δθ``. Optimisers such as Adam
             take steps of about the learning rate whatever the gradient's size, so this sets a
             learning rate for the filter without parameter groups.
+
+    Raises:
+        TypeError: if ``base``, ``basis`` or ``theta`` is no tensor.
+        ValueError: if shapes do not fit together, or a number is out of its range.
     """
 
     base: Tensor
@@ -137,7 +141,15 @@ class GraphFilter(nn.Module):
             cls.polynomial_coefficients = _own_coefficients  # type: ignore[method-assign]
 
     def coefficients(self) -> Tensor:
-        """``(heads, degree+1)`` in float32 (float64 in a float64 model), differentiable in θ."""
+        r"""The coefficients of A⁰ … A^degree of each head, differentiable in θ.
+
+        .. math:: c = base + θ \cdot basis
+
+        ``lr_multiplier`` is part of the stored ``basis``.
+
+        Returns:
+            ``(heads, degree+1)`` in float32 (float64 in a float64 model).
+        """
         return value_of(GraphFilter.polynomial_coefficients(self))
 
     def polynomial_coefficients(self) -> Tensor | Coefficients:
@@ -163,11 +175,11 @@ class GraphFilter(nn.Module):
         return operator.polynomial(self.polynomial_coefficients(), v)
 
     def map(self, operator: DenseOperator) -> Tensor:
-        """``H``, the map that replaces A, ``(..., H, N, N)``; for looking at it."""
+        """The matrix that replaces A, ``(..., H, N, N)``; to look at it, not for speed."""
         return operator.filter(self.coefficients())
 
     def fold(self) -> Polynomial:
-        """The same polynomial as a plain :class:`Polynomial`, each coefficient free to learn."""
+        """A :class:`Polynomial` with the present coefficients, each of which can be learned."""
         with torch.inference_mode(False):
             coefficients = self.coefficients().detach()
             folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
@@ -245,6 +257,23 @@ class Polynomial(GraphFilter):
 
     Starts as ordinary attention, :math:`c = (0, 1, 0, …)`. Degree 1 is :math:`c_0 I + c_1 A`,
     which costs no second pass.
+
+    Args:
+        num_heads: heads of the layer.
+        degree: the highest power m; degree m costs m passes. Degree 0 has no power of A, and
+            starts as the identity.
+        lr_multiplier: see :class:`GraphFilter`.
+
+    Raises:
+        ValueError: if an argument is out of its range.
+
+    Examples:
+        >>> filter = gfsa.Polynomial(num_heads=4, degree=3)
+        >>> filter.coefficients()[0].tolist()               # ordinary attention
+        [0.0, 1.0, 0.0, 0.0]
+        >>> filter.set_coefficients(torch.tensor([0.0, 1.0, 0.25, -0.25]))
+        >>> filter.coefficients()[3].tolist()
+        [0.0, 1.0, 0.25, -0.25]
     """
 
     def __init__(self, num_heads: int, degree: int = 2, lr_multiplier: float = 1.0) -> None:
@@ -257,7 +286,14 @@ class Polynomial(GraphFilter):
 
     @torch.no_grad()
     def set_coefficients(self, coefficients: Tensor) -> None:
-        """Take these coefficients, ``(heads, degree+1)`` or ``(degree+1,)``."""
+        """Set the coefficients by setting θ.
+
+        Args:
+            coefficients: ``(heads, degree+1)`` or ``(degree+1,)``, lowest power first.
+
+        Raises:
+            ValueError: if they have another shape.
+        """
         assert self.theta is not None
         shape = (self.num_heads, self.degree + 1)
         if coefficients.shape not in (shape, shape[1:]):

@@ -9,26 +9,46 @@ from gfsa.filters.checks import check_order, check_positive_int
 
 
 class Twicing(GraphFilter):
-    r"""Twicing attention, :math:`H = 2A - A^2 = A + A (I - A)`: adds the residual, smoothed."""
+    r"""Twicing attention, :math:`H = 2A - A^2 = A + A (I - A)`, without learned numbers.
+
+    It adds to :math:`A v` the attention of the residual, :math:`A (v - A v)`.
+
+    Args:
+        num_heads: heads of the layer.
+    """
 
     def __init__(self, num_heads: int) -> None:
         super().__init__(num_heads, polynomial(0.0, 2.0, -1.0))
 
 
 class Laplacian(GraphFilter):
-    r"""The graph Laplacian, :math:`H = I - A`: what attention would remove; learns nothing."""
+    r"""The graph Laplacian, :math:`H = I - A`, without learned numbers.
+
+    It gives what attention removes from v, :math:`v - A v`.
+
+    Args:
+        num_heads: heads of the layer.
+    """
 
     def __init__(self, num_heads: int) -> None:
         super().__init__(num_heads, polynomial(1.0, -1.0))
 
 
 class PageRank(GraphFilter):
-    r"""Personalised PageRank: diffuse ``hops`` times and return to v with probability ``alpha``.
+    r"""Personalised PageRank: L steps of A, each of which returns to v with probability α.
 
     .. math:: z_0 = v, \quad z_{t+1} = (1-α) A z_t + α v, \qquad
               H = (1-α)^{L} A^{L} + α \sum_{k<L} (1-α)^k A^k
 
-    Learns nothing; fold it to learn from there.
+    It has no learned numbers; :meth:`fold` gives a :class:`Polynomial` that starts from it.
+
+    Args:
+        num_heads: heads of the layer.
+        alpha: the probability α, 0 to 1.
+        hops: the number of steps L, at least 1, which is the degree.
+
+    Raises:
+        ValueError: if an argument is out of its range.
     """
 
     def __init__(self, num_heads: int, alpha: float = 0.15, hops: int = 4) -> None:

@@ -26,7 +26,7 @@ class GFSA(GraphFilter):
     true :math:`A^K` and pays for it with K passes. Folded, the filter is a quadratic with
     :math:`c_0 = w_0,\; c_1 = w_1 + (2-K) w_K,\; c_2 = (K-1) w_K`.
 
-    Starts as ordinary attention, exactly, unless the initial values say otherwise.
+    With the default initial values it starts as ordinary attention, exactly.
 
     Args:
         num_heads: heads of the layer.
@@ -37,6 +37,17 @@ class GFSA(GraphFilter):
         w0, w1, wK: initial (or fixed) values, a number or one per head.
         power: ``"extrapolated"`` as published, or ``"exact"``.
         lr_multiplier: see :class:`GraphFilter`.
+
+    Raises:
+        ValueError: if an argument is out of its range, or ``K=None`` is given with a ``wK``.
+
+    Examples:
+        >>> gfsa.GFSA(num_heads=4, K=3).coefficients()[0].tolist()          # ordinary attention
+        [0.0, 1.0, 0.0]
+        >>> gfsa.GFSA(num_heads=4, K=3, wK=0.5).coefficients()[0].tolist()
+        [0.0, 0.5, 1.0]
+        >>> gfsa.GFSA(num_heads=4, K=None).degree                           # one pass
+        1
     """
 
     def __init__(

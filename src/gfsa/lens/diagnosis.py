@@ -76,6 +76,21 @@ def diagnose(
             (``"trace"``), as in :func:`gfsa.plug`.
         progress: True or False for a progress bar (default: in a terminal), or a function that is
             called with (batches done, number of batches or None).
+
+    Returns:
+        A report with the readings of each model by its name. A single model has the name of its
+        class.
+
+    Raises:
+        TypeError: if ``model`` is neither an ``nn.Module`` nor a mapping of them.
+        ValueError: if the mapping is empty, ``inputs`` has no batch, or ``layers`` selects no
+            layer.
+
+    Examples:
+        >>> report = gfsa.diagnose(model, torch.randn(4, 10, 16))
+        >>> list(report.models)
+        ['TransformerEncoder']
+        >>> cosine = report.models["TransformerEncoder"].features[-1].cosine
     """
     models = dict(model) if isinstance(model, Mapping) else {type(model).__name__: model}
     if not models:

@@ -33,10 +33,20 @@ from gfsa.operators.visibility import Visibility
 class AttentionOperator(Operator):
     """Softmax attention whose kernel is chosen call by call.
 
-    The operator that :func:`graph_filter_attention` applies, for callers that hand an operator to
-    a filter: ``filter(AttentionOperator(q, k), v)``. Arguments as there, ``dropout_after``
-    as in :class:`~gfsa.operators.DenseOperator`, and ``visible`` as in
-    :class:`~gfsa.operators.AttentionCall`: what a query sees, in place of a mask.
+    :func:`gfsa.graph_filter_attention` applies this operator; use it to pass an operator to a
+    filter: ``filter(AttentionOperator(q, k), v)``.
+
+    Args:
+        q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as in
+            :func:`gfsa.graph_filter_attention`.
+        dropout_after: as in :class:`~gfsa.operators.DenseOperator`.
+        visible: what a query sees, in place of a mask, as in
+            :class:`~gfsa.operators.AttentionCall`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if ``dropout_after`` is unknown; shapes are checked when the operator is
+            applied.
     """
 
     def __init__(

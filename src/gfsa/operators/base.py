@@ -148,7 +148,11 @@ class Operator(ABC):
 
 
 class FunctionOperator(Operator):
-    """An operator given as a function ``x -> A·x``, such as another library's attention kernel."""
+    """An operator given as a function ``x -> A·x``, such as another library's attention kernel.
+
+    Args:
+        apply: takes tokens ``x``, ``(..., H, N, D)``, and returns A·x in the same shape.
+    """
 
     def __init__(self, apply: Callable[[Tensor], Tensor]) -> None:
         self._apply = apply

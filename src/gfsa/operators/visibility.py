@@ -152,8 +152,8 @@ class Visibility:
         ``first_i … i``, which :func:`refusal_of_spans` must have found to be all that is described.
 
         Returns:
-            ``(B or 1, 2, N)``, int32: first, and last; ``first_i ≤ i ≤ last_i`` whatever the
-            documents are.
+            ``first`` and ``last`` as int32, ``(B or 1, 2, N)``; ``first_i ≤ i ≤ last_i`` whatever
+            the documents are.
         """
         return self._once("spans", length, device, lambda: self._spans(length, device))
 

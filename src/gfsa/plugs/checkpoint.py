@@ -29,6 +29,21 @@ def save(model: nn.Module, path: str | Path) -> None:
 
     If the model is sharded over processes, every process has to call this: the filters are
     gathered, and the first process writes them.
+
+    Args:
+        model: a plugged model.
+        path: the folder; it is created if it does not exist.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        ValueError: if the model has no filters, a filter is of a class that :func:`load` cannot
+            build, or a value is not finite or has been offloaded.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> gfsa.save(model, "filters")
+        >>> sorted(path.name for path in pathlib.Path("filters").iterdir())
+        ['filters.json', 'filters.safetensors']
     """
     description = describe(model)
     if not description["filters"]:
@@ -96,6 +111,19 @@ def load(
             ``"user/name"``, if there is no such folder.
         revision: of the repository: a branch, a tag or a commit.
         token: an access token for the Hub; by default the one that you are logged in with.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        FileNotFoundError: if there are no filters at ``path``.
+        ValueError: if the files are damaged, or the filters do not fit the model.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> gfsa.save(model, "filters")
+        >>> gfsa.unplug(model)
+        >>> gfsa.load(model, "filters")
+        >>> list(gfsa.filters_of(model))
+        ['layers.0.self_attn', 'layers.1.self_attn']
     """
     check_model(model)
     folder = filter_folder(path, revision, token)

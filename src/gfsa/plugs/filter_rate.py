@@ -16,7 +16,9 @@ _INSTEAD = (
 
 
 class FilterRate:
-    """Mixin for transformers' ``Trainer`` and its subclasses (TRL's too): a rate for the filters.
+    """Mixin that gives the filters a learning rate of their own in transformers' ``Trainer``.
+
+    It works with subclasses of ``Trainer`` too (TRL's, for example).
 
     .. code-block:: python
 
@@ -26,8 +28,8 @@ class FilterRate:
         trainer = FilterTrainer(model, args, train_dataset=data, filter_lr=1e-2)
         trainer.train()
 
-    The trainer builds the optimiser that ``args`` ask for; then the filters leave its groups for
-    one of their own, with ``filter_lr`` and no weight decay. The scheduler multiplies both rates,
+    The trainer builds the optimizer that ``args`` ask for; then the filters are moved into a group
+    of their own, with ``filter_lr`` and no weight decay. The scheduler multiplies both rates,
     gradients are clipped as before, a checkpoint resumes exactly, and ``filter_learning_rate`` is
     logged beside ``learning_rate``. This also holds where ``Trainer`` accepts no ready optimizer:
     FSDP 2, and DeepSpeed with an optimizer from its config. An optimizer that cannot have such a
@@ -35,7 +37,13 @@ class FilterRate:
 
     Args:
         *args, **kwargs: for the trainer.
-        filter_lr: the filters' learning rate at the height of the schedule.
+        filter_lr: the filters' highest learning rate, which the scheduler multiplies.
+
+    Raises:
+        TypeError: if a subclass has no trainer after ``FilterRate`` among its bases.
+        ValueError: if ``filter_lr`` is not a finite number of at least zero; from
+            ``create_optimizer``, if the model has no filters to train, or the optimizer or the
+            scheduler cannot have a rate for them.
     """
 
     optimizer: Any

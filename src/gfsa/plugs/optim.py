@@ -21,16 +21,12 @@ def parameter_groups(
     *,
     gain_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Optimiser groups: the filters with their own learning rate and no weight decay.
+    """Parameter groups for an optimizer, in which the filters have a learning rate of their own.
 
-    .. code-block:: python
-
-        optimizer = AdamW(gfsa.parameter_groups(model, lr=2e-5, filter_lr=1e-2))
-
-    A filter's few numbers per head have far to go in a short fine-tuning run: at the model's usual
-    learning rate they hardly move. Frozen parameters are left out. Compare with a plain model at
-    its best: trained from scratch, its gains may want a fast rate as much as filters do, and
-    ``gain_lr`` without ``filter_lr`` takes a model without filters too.
+    A filter has a few numbers per head, which hardly change in a short fine-tuning run at the
+    model's usual learning rate. Frozen parameters are left out. In a comparison, tune the plain
+    model too: trained from scratch, its gains may need a high learning rate as much as filters do.
+    With ``gain_lr`` and without ``filter_lr``, a model without filters is accepted.
 
     Args:
         model: a plugged model.
@@ -39,6 +35,22 @@ def parameter_groups(
         weight_decay: for weights of two or more dimensions; biases, norms and filters get none.
         gain_lr: for what is not decayed, filters excepted: biases, gains of norms, temperatures;
             default: as ``lr``.
+
+    Returns:
+        Up to three groups, named ``"weights"``, ``"biases"`` and ``"filters"``; empty ones are
+        left out.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        ValueError: if the model has no filters (unless ``gain_lr`` alone is given), ``filter_lr``
+            finds no parameter to train, or a rate is not a finite number of at least zero.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> groups = gfsa.parameter_groups(model, lr=2e-5, filter_lr=1e-2, weight_decay=0.01)
+        >>> optimizer = torch.optim.AdamW(groups)
+        >>> [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
+        [('weights', 2e-05, 0.01), ('biases', 2e-05, 0.0), ('filters', 0.01, 0.0)]
     """
     # torch's optimisers check their own defaults, not the numbers of a group
     rates = {"lr": lr, "filter_lr": filter_lr, "weight_decay": weight_decay, "gain_lr": gain_lr}

@@ -42,7 +42,7 @@ _HUB_ARGUMENTS = tuple(field.name for field in dataclasses.fields(Download))
 
 
 def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
-    """``PeftModel.from_pretrained`` for an adapter with filters in it: none of them is lost.
+    """Load an adapter of peft together with the filters that were saved in it or beside it.
 
     .. code-block:: python
 
@@ -66,8 +66,12 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
         The ``PeftModel``.
 
     Raises:
-        ValueError: if the adapter has no filters, or they do not fit the model. Whatever is
-            raised, the modules of the model are then as they were.
+        TypeError: if ``model`` is no ``nn.Module``.
+        ImportError: if peft is not installed.
+        ValueError: if ``model`` is a ``PeftModel`` already, the adapter has no filters, or they do
+            not fit the model.
+
+    Whatever is raised, the modules of the model are then as they were.
     """
     check_model(model)
     try:

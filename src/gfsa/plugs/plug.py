@@ -100,10 +100,19 @@ def plug(
         not attention (Mamba, gated delta networks, Fourier transforms …) are among the skipped.
 
     Raises:
+        TypeError: if ``model`` is no ``nn.Module``, or ``filter`` no function that returns a
+            :class:`gfsa.GraphFilter`.
         ValueError: if nothing can be plugged, a layer is plugged already, the model is
             distributed over processes already, or an argument is invalid.
 
     Whatever is raised, by an adapter or by Ctrl-C too, the model is then unchanged.
+
+    Examples:
+        >>> report = gfsa.plug(model, K=3)
+        >>> print(report)
+        plugged 2 layers, 24 learned numbers (0 skipped)
+            1  layers.0.self_attn: 4 heads, adapter
+            2  layers.1.self_attn: 4 heads, adapter
     """
     check_model(model)
     arguments: dict[str, Any] = {
@@ -140,6 +149,19 @@ def unplug(model: nn.Module) -> None:
     """Remove every filter: outputs, classes and state_dict keys are as before :func:`plug`.
 
     What the filters have learned is lost; :func:`gfsa.save` them first to keep it.
+
+    Args:
+        model: a plugged model; it is changed in place.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        ValueError: if the model has no filters, or another library (peft) wraps them.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> gfsa.unplug(model)
+        >>> gfsa.filters_of(model)
+        {}
     """
     plugged = plugged_sites(model)
     if not plugged:

@@ -102,6 +102,11 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
 
     Returns:
         The passes before and after; ``report.undo()`` puts the old filters back.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        ValueError: if the model has no filters, they are wrapped by another library or distributed
+            over processes, or ``tolerance`` is not a finite number of at least zero.
     """
     if not (isinstance(tolerance, (int, float)) and 0 <= tolerance <= sys.float_info.max):
         raise ValueError(f"tolerance must be a finite number of at least 0, got {tolerance!r}")

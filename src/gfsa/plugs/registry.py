@@ -30,6 +30,14 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
 
     A registered adapter takes precedence over the built-in ones; registering ``cls`` again
     replaces it.
+
+    Args:
+        cls: the class of the attention module.
+        adapter: a :class:`gfsa.plugs.SwapClass`, or a subclass of your own of
+            :class:`gfsa.plugs.Adapter`.
+
+    Raises:
+        TypeError: if ``cls`` is no ``nn.Module`` class, or ``adapter`` no adapter.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected an nn.Module class, got {cls!r}")

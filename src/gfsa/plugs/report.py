@@ -22,6 +22,7 @@ class PlugReport:
     how: dict[str, str] = field(default_factory=dict)
     """Module name → how its forward calls the filter."""
     dry_run: bool = False
+    """Whether the model was left unchanged."""
 
     def __str__(self) -> str:
         verb = "would plug" if self.dry_run else "plugged"

@@ -20,7 +20,7 @@ ADAPTER = "_gfsa_adapter"
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """An attention module of a model: a place where a filter is, can go, or cannot go."""
+    """An attention module of a model, with its filter, or with the reason why it has none."""
 
     name: str
     """The module's name in the model."""
@@ -63,6 +63,12 @@ def sites(model: nn.Module, unknown: Unknown = "refuse") -> dict[str, Site]:
         model: any model; nothing in it changes.
         unknown: whether attention that no adapter knows is refused or traced, as in
             :func:`gfsa.plug`.
+
+    Returns:
+        Module name → :class:`Site`, those that cannot be plugged among them, with the reason.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
     """
     check_model(model)
     modules = dict(model.named_modules())
@@ -94,7 +100,17 @@ def plugged_sites(model: nn.Module) -> dict[str, Site]:
 
 
 def filters_of(model: nn.Module) -> dict[str, GraphFilter]:
-    """The model's filters by the name of their attention module, in the model's order."""
+    """The model's filters by the name of their attention module, in the model's order.
+
+    Args:
+        model: any model.
+
+    Returns:
+        Module name → filter; empty if the model is not plugged.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+    """
     return {name: site.filter for name, site in plugged_sites(model).items()}
 
 

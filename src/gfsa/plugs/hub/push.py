@@ -78,6 +78,13 @@ def push_to_hub(
 
     Returns:
         The address of the commit.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``, or ``results`` are not numbers or texts by
+            name.
+        ImportError: if huggingface_hub is not installed.
+        ValueError: if the model has no filters or they are sharded over processes, a name is not
+            valid, or ``weights=True`` cannot save the model's weights.
     """
     check_model(model)
     _check_arguments(repository, base_model, results)

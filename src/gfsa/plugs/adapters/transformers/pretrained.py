@@ -69,6 +69,12 @@ def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs:
 
     Returns:
         A model of this class; of an ``AutoModelFor…``, of the class that the config names.
+
+    Raises:
+        TypeError: if ``model_class`` is no class of transformers.
+        FileNotFoundError: if there is no such folder, or it has no safetensors.
+        ValueError: if the folder has no filters, its files are damaged, or an argument asks for
+            other weights than its safetensors.
     """
     if not callable(getattr(model_class, "from_pretrained", None)):
         raise TypeError(

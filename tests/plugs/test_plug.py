@@ -164,7 +164,7 @@ def test_nothing_to_unplug() -> None:
             ValueError,
             r"the same object for .*\.0\..* and .*\.1\..*: each layer has a filter of its own",
         ),
-        ({"preset": "best"}, ValueError, "the only preset is 'paper'"),
+        ({"preset": "best"}, ValueError, "preset must be 'paper' or None, got 'best'"),
         ({"dropout_after": "lunch"}, ValueError, "dropout_after must be 'attention' or 'filter'"),
         ({"unknown": "guess"}, ValueError, "unknown must be one of"),
         ({"learn": ("w9",)}, ValueError, "learn takes each of"),

@@ -55,7 +55,7 @@ def read_description(state: Tensor) -> dict[str, Any]:
     if state.numel() > _MOST_DESCRIPTION:
         raise ValueError(
             f"the description of a filter has {state.numel()} bytes; more than {_MOST_DESCRIPTION} "
-            "are refused"
+            "are refused, because a filter needs far fewer. Take another copy of the checkpoint"
         )
     # a checkpoint that was averaged with others, or cast, has the same bytes as floats
     if state.is_floating_point() and bool(((state - state.round()).abs() < _ROUNDING).all()):
@@ -68,5 +68,8 @@ def read_description(state: Tensor) -> dict[str, Any]:
             "checkpoints are averaged, take keys that end in _extra_state from one of them"
         ) from error
     if not isinstance(description, dict):
-        raise ValueError(f"the description of a filter is damaged: {description!r:.80}")
+        raise ValueError(
+            "the description of a filter is damaged: expected a JSON object, got "
+            f"{description!r:.80}. Take another copy of the checkpoint"
+        )
     return description

@@ -72,7 +72,10 @@ class GFSA(GraphFilter):
         learn = _in_order(learn)
         if K is None:
             if bool(values["wK"].any()):
-                raise ValueError(f"K=None leaves no high-order term, but wK={wK!r:.80} was given")
+                raise ValueError(
+                    f"K=None leaves no high-order term, but wK={wK!r:.80} was given; leave it out, "
+                    "or pass an integer K of at least 2"
+                )
             learn = _without_high_order(learn)
 
         # a high-order term that is fixed at zero is left out: it costs no pass
@@ -121,7 +124,10 @@ class GFSA(GraphFilter):
 def _without_high_order(learn: tuple[str, ...]) -> tuple[str, ...]:
     """What is learned of w0·I + w1·A; wK is left out where all were to be learned."""
     if "wK" in learn and learn != NAMES:
-        raise ValueError(f"K=None leaves no wK to learn, but learn={learn!r}")
+        raise ValueError(
+            f"K=None leaves no wK to learn, but learn={learn!r}; leave 'wK' out of it, or pass an "
+            "integer K of at least 2"
+        )
     return tuple(name for name in learn if name != "wK")
 
 
@@ -149,7 +155,8 @@ def _per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tens
         numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name} must be a number or one number for each of {num_heads} heads: {error}"
+            f"{name} must be a number or one number for each of {num_heads} heads, got "
+            f"{value!r:.80}: {error}"
         ) from error
     if numbers.dim() > 1 or numbers.numel() not in (1, num_heads):
         raise ValueError(

@@ -113,7 +113,7 @@ def check_depths(
             f"{source} belongs to another backbone: {type(model).__name__} has "
             f"{_counted(found, saved)}, the filters were saved from a "
             f"{description.get('model')!s:.80} "
-            f"with {_counted(saved, found)}"
+            f"with {_counted(saved, found)}; load them into that backbone"
         )
 
 

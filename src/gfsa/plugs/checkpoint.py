@@ -87,8 +87,8 @@ def _values(value: Any, name: str) -> Tensor:
     tensor = gathered.detach().cpu().contiguous()
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(
-            f"{name} has values that are not finite, which gfsa.load would refuse; an earlier save "
-            "is not overwritten with them"
+            f"{name} has values that are not finite, which gfsa.load would refuse: nothing was "
+            "written, and an earlier save in the folder is kept"
         )
     return tensor
 

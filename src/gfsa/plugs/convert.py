@@ -164,7 +164,10 @@ def _plan(
     for layer, site in matched.items():
         numbers = layers[layer].detach().double().cpu()
         if not bool(numbers.isfinite().all()):
-            raise ValueError(f"{layer}.{settings.parameter} has values that are not finite")
+            raise ValueError(
+                f"{layer}.{settings.parameter} has values that are not finite; take an earlier "
+                "checkpoint of the run"
+            )
         if site.refusal is not None:
             if strict and bool(numbers.any()):
                 raise ValueError(
@@ -178,7 +181,7 @@ def _plan(
         if numbers.shape != (heads,):
             raise ValueError(
                 f"{layer}.{settings.parameter} has {numbers.numel()} numbers, {site.name} has "
-                f"{heads} heads"
+                f"{heads} heads, expected one number per head; build the model that was trained"
             )
         with torch.device("cpu"), torch.inference_mode(False):
             filter = GFSA(heads, K=settings.K, learn=("wK",), w0=settings.w0, wK=numbers.tolist())

@@ -78,7 +78,8 @@ class Builder:
         if kind not in KINDS or not isinstance(arguments, dict):
             raise ValueError(
                 f"{self.source}: the filter of {name} is a {kind!r:.80}; known are "
-                f"{', '.join(KINDS)}"
+                f"{', '.join(KINDS)}, with their arguments as a JSON object. If a newer gfsa wrote "
+                "it, install that version"
             )
         return KINDS[kind], arguments
 
@@ -92,7 +93,8 @@ class Builder:
         described = arguments.get("num_heads")
         if type(described) is not int or described != heads:
             raise ValueError(
-                f"{self.source} has a filter for {described!r:.40} heads, {name} has {heads}"
+                f"{self.source} has a filter for {described!r:.40} heads, {name} has {heads}; load "
+                "it into the backbone that it was saved from"
             )
         exact = arguments.get("power") == "exact"
         orders = [
@@ -109,19 +111,28 @@ class Builder:
 def entries_of(description: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
     """The description of each filter by the name of its layer; refuses another format."""
     if not isinstance(description, Mapping):
-        raise ValueError(f"{source} describes no filters, got {type(description).__name__}")
+        raise ValueError(
+            f"{source} describes no filters: expected a JSON object, got "
+            f"{type(description).__name__}; save the filters again"
+        )
     if type(description.get("format")) is not int or description["format"] != FORMAT:
         raise ValueError(
             f"{source} has format {description.get('format')!r:.40}, this version of gfsa "
             f"({__version__}) reads format {FORMAT}; it was written by gfsa "
-            f"{description.get('gfsa')!r:.40}"
+            f"{description.get('gfsa')!r:.40}: load it with that version"
         )
     entries = description.get("filters")
     if not isinstance(entries, dict) or not entries:
-        raise ValueError(f"{source} describes no filters")
+        raise ValueError(
+            f"{source} describes no filters: expected an entry for each layer under 'filters', got "
+            f"{entries!r:.40}; save the filters of a plugged model again"
+        )
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
-            raise ValueError(f"{source}: the entry of {name!r:.80} describes no filter")
+            raise ValueError(
+                f"{source}: the entry of {name!r:.80} describes no filter: expected an object with "
+                f"a 'kind', got {entry!r:.40}; save the filters again"
+            )
     return entries
 
 

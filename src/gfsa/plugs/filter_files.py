@@ -101,9 +101,12 @@ class FilterFiles:
                 content, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
             )
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
+            raise ValueError(f"{file} is damaged: {error}; save the filters again") from error
         if not isinstance(description, dict):
-            raise ValueError(f"{file} must be a JSON object that describes filters")
+            raise ValueError(
+                f"{file} must be a JSON object that describes filters, got "
+                f"{type(description).__name__}; save the filters again"
+            )
         self._description = description
         return description
 
@@ -166,7 +169,7 @@ def _parse(content: bytes, file: Path) -> dict[str, Tensor]:
         return load(content)
     # beside its own error, dtypes that torch does not have and shapes beyond its range
     except (SafetensorError, KeyError, AttributeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{file} is damaged: {error!s:.200}") from error
+        raise ValueError(f"{file} is damaged: {error!s:.200}; save the filters again") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -224,7 +227,10 @@ def _replace(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Give ``folder`` these files: all of them on the disk first, then renamed."""
     for name in contents:
         if (folder / name).is_dir():
-            raise IsADirectoryError(f"{folder / name} is a folder; filters are saved as files")
+            raise IsADirectoryError(
+                f"{folder / name} is a folder; filters are saved as files. Remove it, or save into "
+                "another folder"
+            )
     owner = f"{os.getpid()}-{threading.get_ident()}"
     temporary = {folder / name: folder / f".{name}.{owner}.tmp" for name in contents}
     try:

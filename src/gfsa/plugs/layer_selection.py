@@ -64,6 +64,6 @@ def select_layers(candidates: Mapping[str, nn.Module], layers: Layers) -> set[st
         raise ValueError(
             f"layers={layers!r} selects none of the model's {len(names)} self-attention "
             f"layer{'s' if len(names) > 1 else ''} (depths that share one module, as in ALBERT, "
-            "are one layer)"
+            "are one layer); select at least one"
         )
     return selected

@@ -190,7 +190,7 @@ def _filters_in(
                 else:
                     tensors[f"{layer}.{name}"] = value
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error!s:.200}") from error
+        raise ValueError(f"{file} is damaged: {error!s:.200}; save or download it again") from error
     return {"format": FORMAT, "filters": filters}, tensors
 
 

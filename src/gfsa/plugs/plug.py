@@ -269,6 +269,6 @@ def _build(factory: FilterFactory, heads: int, name: str) -> GraphFilter:
     if new_filter.num_heads != heads:
         raise ValueError(
             f"{name} has {heads} heads, but filter({heads}) returned a filter for "
-            f"{new_filter.num_heads}"
+            f"{new_filter.num_heads}; pass the number on, as lambda heads: gfsa.GFSA(heads) does"
         )
     return new_filter

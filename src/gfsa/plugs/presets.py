@@ -39,7 +39,7 @@ _BACKBONES = {
 def preset_for(model: nn.Module, preset: str) -> dict[str, Any]:
     """The arguments of plug that ``preset`` sets for this model."""
     if preset != "paper":
-        raise ValueError(f"the only preset is 'paper', got {preset!r}")
+        raise ValueError(f"preset must be 'paper' or None, got {preset!r}")
     backbones = backbones_of(model)
     if not backbones:
         raise ValueError(

@@ -209,7 +209,7 @@ def _outputs(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     if not found:
         raise ValueError(
             f"{type(model).__name__} returns no floating-point tensor on these inputs, so the "
-            "change of its outputs cannot be measured"
+            "change of its outputs cannot be measured; pass another batch, or leave inputs out"
         )
     return found
 

@@ -48,7 +48,7 @@ def match_by_order(layers: Collection[str], found: Mapping[str, Site]) -> dict[s
         raise ValueError(
             f"the checkpoint has filters for {len(layers)} layers ({some_of(layers)}), the model "
             f"has {len(accepting)} ({some_of(site.name for site in accepting)}): they cannot be "
-            "matched by order"
+            "matched by order. Build the backbone that was trained"
         )
     return dict(zip(_by_number(layers), accepting, strict=True))
 

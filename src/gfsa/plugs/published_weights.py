@@ -56,7 +56,8 @@ def read_checkpoint(state_dict: Any) -> PublishedCheckpoint:
             return PublishedCheckpoint(parameter, layers, rest)
     raise ValueError(
         "the checkpoint has no filters: none of its tensors is called lamb, w_K or beta, as in the "
-        f"published code; it has {some_of(tensors)}"
+        f"published code; it has {some_of(tensors)}. Load its weights with model.load_state_dict, "
+        "then gfsa.plug(model)"
     )
 
 
@@ -115,7 +116,7 @@ def weights_for(model: nn.Module, rest: Mapping[str, Tensor]) -> dict[str, Tenso
         if value.shape != own[key].shape:
             raise ValueError(
                 f"{key} of the checkpoint has shape {tuple(value.shape)}, that of "
-                f"{type(model).__name__} {tuple(own[key].shape)}"
+                f"{type(model).__name__} {tuple(own[key].shape)}. Build the model that was trained"
             )
     return given
 

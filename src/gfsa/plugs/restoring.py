@@ -122,7 +122,8 @@ class _LayersByCanonicalName:
         if saved not in self.modules:
             raise ValueError(
                 f"{source} has a filter for the layer {saved!r:.80}, which "
-                f"{type(self.model).__name__} does not have; it was saved from {saved_from!r:.80}"
+                f"{type(self.model).__name__} does not have; load it into the model that it "
+                f"was saved from, {saved_from!r:.80}"
             )
         name, *others = self.attention.get(saved, [self.modules[saved]])
         if others:
@@ -149,7 +150,7 @@ def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
     if fingerprint != entry.get("backbone", fingerprint):
         raise ValueError(
             f"{source} belongs to another backbone: {site.name} is {fingerprint}, the filter was "
-            f"saved from {entry['backbone']!r:.120}"
+            f"saved from {entry['backbone']!r:.120}; load it into that backbone"
         )
 
 
@@ -214,14 +215,14 @@ def _check_tensors(plans: list[Plan], tensors: Mapping[str, Tensor], source: str
     if missing or extra:
         raise ValueError(
             f"{source} and its description disagree: missing {some_of(missing)}, "
-            f"not expected {some_of(extra)}"
+            f"not expected {some_of(extra)}; save the filters again"
         )
     for name, wanted in expected.items():
         found = tensors[name]
         if found.shape != wanted.shape or found.dtype not in _DTYPES:
             raise ValueError(
                 f"{source}: {name} should be floating point of shape {tuple(wanted.shape)}, "
-                f"got {found.dtype} of shape {tuple(found.shape)}"
+                f"got {found.dtype} of shape {tuple(found.shape)}; save the filters again"
             )
 
 
@@ -261,4 +262,7 @@ def _fill(plan: Plan, tensors: Mapping[str, Tensor], source: str) -> None:
 
 def _check_finite(tensor: Tensor, name: str, how: str) -> None:
     if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"{name} has values that are not finite {how}")
+        raise ValueError(
+            f"{name} has values that are not finite {how}; take an earlier save, or a model in a "
+            "wider dtype"
+        )

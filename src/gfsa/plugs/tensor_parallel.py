@@ -35,7 +35,8 @@ class ShardHeads(ParallelStyle):
         size = device_mesh.size()
         if module.num_heads % size:
             raise ValueError(
-                f"{module.num_heads} heads cannot be sharded evenly over {size} processes"
+                f"{module.num_heads} heads cannot be sharded evenly over {size} processes; "
+                "take a number of processes that divides the heads"
             )
         if isinstance(module, PartialPolynomial):
             raise ValueError(

@@ -46,7 +46,7 @@ def filter_folder(
         if revision is not None or token is not None:
             raise ValueError(
                 "revision and token are for a repository of the Hub ('user/name'), but "
-                f"{path} is a folder"
+                f"{path} is a folder; leave them out"
             )
         return Path(path)
     return download_filters(str(path), Download(revision, token))

@@ -131,7 +131,9 @@ def _check_arguments(
         raise ValueError(f"repository must be 'user/name', got {repository!r:.80}")
     check_results(results)
     if base_model is not None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model):
-        raise ValueError(f"base_model must be a name on the Hub, got {base_model!r:.80}")
+        raise ValueError(
+            f"base_model must be a name on the Hub, 'user/name' or 'name', got {base_model!r:.80}"
+        )
 
 
 def _refuse_model(model: nn.Module, weights: bool) -> None:

@@ -88,7 +88,10 @@ def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs:
             "that gfsa.save wrote with gfsa.load"
         )
     if kwargs.get("output_loading_info"):
-        raise ValueError("output_loading_info is not supported: the filters would be listed in it")
+        raise ValueError(
+            "output_loading_info is not supported, because it would list the filters as "
+            "unexpected; leave it out"
+        )
     refusal = _refusal_of_other_weights(kwargs)
     if refusal is not None:
         raise ValueError(f"filters are read from the safetensors of the weights: {refusal}")
@@ -103,7 +106,9 @@ def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs:
         with without_filters_in_load_report():
             model = model_class.from_pretrained(path, **kwargs)
     except SafetensorError as error:
-        raise ValueError(f"the weights of {path} are damaged: {error!s:.200}") from error
+        raise ValueError(
+            f"the weights of {path} are damaged: {error!s:.200}; save or download them again"
+        ) from error
     if not restore_filters(model, path, hub, kwargs.get("variant")):
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
@@ -209,7 +214,9 @@ def filter_tensors(
         try:
             opened = safe_open(file, framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error!s:.200}") from error
+            raise ValueError(
+                f"{file} is damaged: {error!s:.200}; save or download it again"
+            ) from error
         with opened as checkpoint:
             for key in checkpoint.keys():  # noqa: SIM118  (not a dict)
                 if f".{CHILD}." in key:
@@ -247,7 +254,10 @@ def _files(
     shards = {whole} if index is None else _shards(Path(index))
     outside = [shard for shard in shards if Path(str(shard)).name != shard]
     if outside:
-        raise ValueError(f"the index of {path} names a file outside of it: {outside[0]!r:.80}")
+        raise ValueError(
+            f"the index of {path} names a file outside of it: {outside[0]!r:.80}, which is "
+            "refused; save the model again with save_pretrained"
+        )
     files = [locate(shard) for shard in sorted(shards)]
     missing = [shard for shard, file in zip(sorted(shards), files, strict=True) if file is None]
     if missing:
@@ -268,7 +278,9 @@ def _shards(index: Path) -> set[Any]:
     try:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is damaged: {error!r:.200}") from error
+        raise ValueError(
+            f"{index} is damaged: {error!r:.200}; save or download it again"
+        ) from error
 
 
 class _LoadReportFilter(logging.Filter):

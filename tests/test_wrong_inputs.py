@@ -98,7 +98,7 @@ RANDOM = ("--data", "random", "--samples", "1", "--tokens", "4")
         (("diagnose", "--report", "report_bare.json"), "report_bare.json is damaged"),
         (
             ("diagnose", "--model", "bert", "--report", "report_none.json"),
-            "--report shows what was measured before; leave out --model, --data",
+            "--report shows what was measured before; leave out --model",
         ),
         (("diagnose", "--coefficients", "bytes"), "bytes has no coefficients over training"),
         (

@@ -171,9 +171,15 @@ def test_no_token_sees_the_future(case: Case, implementation: str) -> None:
     ids = torch.randint(3, VOCABULARY, (2, LENGTH))
     changed = ids.clone()
     changed[:, 6:] = (changed[:, 6:] + 1) % VOCABULARY
-    before, after = output(model, {"input_ids": ids}), output(model, {"input_ids": changed})
-    assert torch.equal(before[:, :6], after[:, :6])
-    assert not torch.equal(before[:, 6:], after[:, 6:])
+    if any("expert" in name for name, _ in model.named_modules()):
+        # other tokens change how many rows an expert multiplies, and with them the rounding
+        model.double().set_experts_implementation("eager")  # grouped products take no float64
+        before, after = (output(model, {"input_ids": x}) for x in (ids, changed))
+        torch.testing.assert_close(after[:, :6], before[:, :6], atol=1e-13, rtol=0)
+    else:
+        before, after = (output(model, {"input_ids": x}) for x in (ids, changed))
+        assert torch.equal(after[:, :6], before[:, :6])
+    assert not torch.equal(after[:, 6:], before[:, 6:])
 
 
 PADDED = [

@@ -410,15 +410,16 @@ def test_all_processes_end_a_run_that_diverges_and_go_on(
 ) -> None:
     """Of several processes the launcher was told to end all, and the table had no row."""
     alone = run_many.attempt(run(tmp_path, explode_at=3))
-    assert alone.row is not None
+    row = alone.row
+    assert row is not None
 
-    def diverge(*arguments: Any) -> Row:
-        raise DivergedError("the loss is inf", alone.row)  # type: ignore[arg-type]
+    def diverge(*arguments: Any, row: Row = row) -> Row:
+        raise DivergedError("the loss is inf", row)
 
     monkeypatch.setattr(run_many, "carry_out", diverge)
     monkeypatch.setenv("WORLD_SIZE", "2")
     finished = run_many.attempt(run(tmp_path))
-    assert finished.row is alone.row
+    assert finished.row is row
     assert finished.error == "the loss is inf"
 
 

@@ -52,8 +52,9 @@ class Program:
         kind, *types = operation.split(".")
         target, *sources = operands
         if kind == "ld" and types[0] == "param":
-            number = int(re.search(r"_param_(\d+)", sources[0])[1])  # type: ignore[index]
-            self.write(target, np.full(self.threads.shape, self.parameters[number], np.uint64))
+            (number,) = re.findall(r"_param_(\d+)", sources[0])
+            value = self.parameters[int(number)]
+            self.write(target, np.full(self.threads.shape, value, np.uint64))
         elif kind == "ld":
             array, offset = self.place(sources[0])
             self.write(target, array.view(np.uint64)[offset // 8])

@@ -19,7 +19,7 @@ STEP = tl.constexpr(8)
 """Strides of the cache are multiples of it, so that a thread reads 16 bytes at once."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 POWERS = tl.constexpr(4)
-"""c0, c1 and c2, and a place that makes them a power of two."""
+"""c0, c1, c2 and one entry of padding: Triton's ranges have a power of two entries."""
 
 
 # lengths and strides change from token to token: nothing about them is compiled in
@@ -61,7 +61,7 @@ def decode_token(
     k_in += (b * k_b + (h // group) * k_h) * STEP
     v_in += (b * v_b + (h // group) * v_h) * STEP
     u_rows += (b * u_b + h * u_h) * STEP
-    # read now: the program that finishes a head would have to wait for them at the end
+    # loaded before the loop: at the end the program that finishes a head would wait for them
     c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD)
     # from row to row
     k_step = k_n.to(tl.int64) * STEP
@@ -97,7 +97,7 @@ def decode_token(
         score = tl.sum(k.to(tl.float32) * q[None, :], 1)
         if MASK:
             seen = seen & (ahead != 0)
-            # too narrow for the loads that run ahead by themselves
+            # the compiler does not pipeline loads this narrow, so the next mask is prefetched here
             ahead = tl.load(mask + (row + BN) * mask_n, row + BN <= new, 0)
         score = tl.where(seen, score, -float("inf"))
         higher = tl.maximum(top, score)
@@ -149,7 +149,7 @@ def _finite(top):
 @triton.jit
 def _together(weight, u, w, total, own):
     """Sums over the first axis, each entry weighted."""
-    # two sums at once: the warps wait for each other half as often
+    # two sums per reduction: half as many barriers between the warps
     u, w = tl.split(tl.sum(tl.join(u * weight[:, None], w * weight[:, None]), 0))
     total, own = tl.split(tl.sum(tl.join(total * weight, own * weight), 0))
     return u, w, total, own

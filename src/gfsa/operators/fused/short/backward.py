@@ -219,7 +219,7 @@ def grad_short(
     for c in gl.static_range(CHUNKS):
         dv = add_product(_kept(P[c], DROPOUT), du, dv, c * BN, chunk_width(c, FULL, BN, TAIL))
         if DROPOUT:
-            # what a product reads from registers stays there until it is done: a copy of P
+            # an asynchronous product holds its operand, a copy of P, in registers until done
             dv = warpgroup_mma_wait(0, deps=[dv])
     dv = warpgroup_mma_wait(0, deps=[dv])
     o.store((dv * keep_p + c0 * g.load(AL).to(gl.float32)).to(dt))

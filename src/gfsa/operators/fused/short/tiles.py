@@ -75,7 +75,7 @@ def _dropping(dt, keys_first, signed):
     two by two, so the thread four lanes on, which has row r + 1, needs the same two draws: each of
     the threads makes one of them, and they exchange what the other one needs.
     """
-    # Philox2x32
+    # Philox2x32, seven rounds
     philox = (
         7
         * """

@@ -26,7 +26,7 @@ from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
 
 FOLDER = Path(__file__).parents[2] / "results/families"
 FAMILY = FOLDER / "pretrain.toml"
-LENGTHS = {"pretrain": "10 tokens", "pretrain-epoch": "3.4 tokens"}
+LENGTHS = {"pretrain": "10 tokens", "pretrain-epoch": "3.4 tokens", "pretrain-epoch-best": "3.4"}
 NOISE = (0.001, -0.002, 0.0, 0.002, -0.001, 0.0005)
 
 

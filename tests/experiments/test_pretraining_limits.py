@@ -135,7 +135,11 @@ def test_a_longer_warm_up_is_said_and_changes_no_verdict(family: list[Outcome]) 
     known = study(family, rates=rates_of(losses), warmups=pd.DataFrame([*warmed, shorter]))
     said = to_markdown(limit_blocks(known))
     assert "gated (lower at 0.003 by 0.030)" in said
-    assert "With a longer warm-up gated ends at 1.950 at 0.002; other rates were not run" in said
+    assert "With a longer warm-up gated ends at 1.950 (lr 0.002); other rates were not run" in said
+    warmed.append(warmed[0] | {"lr": 0.004, "valid": 1.94})
+    known = study(family, rates=rates_of(losses), warmups=pd.DataFrame([*warmed, shorter]))
+    said = to_markdown(limit_blocks(known))
+    assert "With a longer warm-up gated ends at 1.950 (lr 0.002), 1.940 (lr 0.004)." in said
     assert "longer" not in to_markdown(limit_blocks(study(family, rates=rates_of(losses))))
 
 

@@ -13,9 +13,9 @@ from gfsa_experiments.results.pretraining.arms import arm_of
 from gfsa_experiments.results.pretraining.gap import cells
 from gfsa_experiments.results.pretraining.page import detail_blocks, first_blocks
 from gfsa_experiments.results.pretraining.speeds import speeds_of
-from gfsa_experiments.results.pretraining.study import read_study
+from gfsa_experiments.results.pretraining.study import BEST_RATES, read_study
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
-from support.pretraining_runs import add_family_runs, study_folder
+from support.pretraining_runs import FAMILY, add_family_runs, study_folder
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +63,15 @@ def test_a_family_is_not_read_before_its_last_run(folder: Path) -> None:
     assert found[4800 * 32 * 1024].seeds == (100, 101)
     assert found[4800 * 32 * 1024].mean == pytest.approx(-0.5)
     assert found[1600 * 32 * 1024].seeds == (0, 1)
+
+
+def test_a_family_at_other_rates_gives_verdicts_and_no_runs_by_length(folder: Path) -> None:
+    own = FAMILY.replace("epochs=3", "epochs=3 lr=4e-3").replace("100-101", "400-401")
+    (folder / f"families/{BEST_RATES}.toml").write_text(own)
+    add_family_runs(folder, ["plain", "gfsa"], BEST_RATES)
+    study = read_study(folder)
+    assert [outcome.pairs for outcome in study.families[BEST_RATES]] == [2]
+    assert study.runs.seed.max() < 100
 
 
 def test_a_family_with_local_changes_is_not_read(folder: Path) -> None:

@@ -128,7 +128,7 @@ def study_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def add_family_runs(folder: Path, methods: Sequence[str]) -> None:
-    keys = sorted(read_family(folder / "families/pretrain.toml").keys)
+def add_family_runs(folder: Path, methods: Sequence[str], name: str = "pretrain") -> None:
+    keys = sorted(read_family(folder / f"families/{name}.toml").keys)
     own = [row(key, -0.5) for key in keys if key.method in methods]
     append_rows(folder / "pretrain.csv", own)

@@ -25,6 +25,7 @@ QUESTIONS = {
     ("gfsa", "longer"): "is it more than plain brings with 13 % more steps?",
     ("degree1", "gain"): "is degree 1 more than a learned gain per head?",
     ("degree1", "gated"): "is degree 1 more than gated heads bring?",
+    ("both", "gated"): "does degree 1 bring anything on top of gated heads?",
     ("degree1", "residual"): "is degree 1 more than a fixed value residual brings?",
 }
 

@@ -137,29 +137,34 @@ def limit_blocks(study: Study) -> list[Block]:
             f"Gain only and gated heads end nowhere {MARGIN} nats or more lower on valid than at "
             "the family's learning rate, after one epoch"
         )
-    warmed = [
-        f"{arm} ends at {loss:.3f} at {rate:g}"
-        for arm in CONTROLS
-        if not math.isnan(loss := _warmed_up(study.warmups, study.rates, arm, rate))
+    return [Text(f"{text} ({_RATES_PLAN}).{_with_longer_warmup(study, rate)}")]
+
+
+def _with_longer_warmup(study: Study, rate: float) -> str:
+    """The losses of the controls by learning rate in the plans of warm-ups, or nothing."""
+    losses = {arm: _warmed_up(study.warmups, study.rates, arm) for arm in CONTROLS}
+    said = [
+        f"{arm} ends at " + ", ".join(f"{loss:.3f} (lr {lr:g})" for lr, loss in own.items())
+        for arm, own in losses.items()
+        if len(own)
     ]
-    beside = (
-        f" With a longer warm-up {' and '.join(warmed)}; other rates were not run with it."
-        if warmed
-        else ""
-    )
-    return [Text(f"{text} ({_RATES_PLAN}).{beside}")]
+    if not said:
+        return ""
+    alone = all(set(own.index) <= {rate} for own in losses.values())
+    others = "; other rates were not run with it" if alone else ""
+    return f" With a longer warm-up {' and '.join(said)}{others}."
 
 
-def _warmed_up(runs: pd.DataFrame, rates: pd.DataFrame, arm: str, rate: float) -> float:
-    """The lowest loss of an arm's runs at ``rate`` in the plan of warm-ups, or NaN.
+def _warmed_up(runs: pd.DataFrame, rates: pd.DataFrame, arm: str) -> pd.Series:
+    """The lowest loss of an arm at each learning rate in the plans of warm-ups.
 
-    Of those alone that see as many tokens as the runs of ``rates``.
+    Of those runs alone that see as many tokens as the runs of ``rates``.
     """
     if runs.empty or rates.empty:
-        return math.nan
+        return pd.Series(dtype=float)
     as_long = runs.tokens.isin(rates.tokens)
-    own = runs[(runs.arm == arm) & (runs.lr == rate) & as_long & ~_is_of(runs, rates)]
-    return float(own.valid.min())
+    own = runs[(runs.arm == arm) & as_long & ~_is_of(runs, rates)]
+    return own.groupby("lr").valid.min().dropna()
 
 
 def _is_of(runs: pd.DataFrame, others: pd.DataFrame) -> pd.Series:

@@ -25,13 +25,17 @@ RATES = "pretrain-controls-rates.txt"
 CONTROLS = ("pretrain-controls.txt", "pretrain-layers.txt")
 BASELINE = "pretrain-baseline.txt"
 WARMUP = "pretrain-warmup.txt"
-LONGER_WARMUPS = ("pretrain-epoch-tuning.txt", "pretrain-epoch-rates.txt")
+LONGER_WARMUPS = (
+    "pretrain-epoch-tuning.txt",
+    "pretrain-epoch-rates.txt",
+    "pretrain-epoch-high-rates.txt",
+)
 LARGER_RATE = "pretrain-46m-rate.txt"
 LONG = "pretrain-long.txt"
 LONG_WARMUP = "pretrain-long-warmup.txt"
-OTHERS = ("pretrain-epoch-high-rates.txt",)
-"""Plans of which the page says whether their runs are there, and no more."""
+BEST_RATES = "pretrain-epoch-best"
 FAMILIES = {
+    BEST_RATES: "3.4 tokens a parameter, each arm at its best rate",
     "pretrain-epoch": "3.4 tokens a parameter",
     "pretrain": "10 tokens a parameter",
 }
@@ -89,12 +93,14 @@ def read_study(folder: Path) -> Study:
     for name in FAMILIES:
         family = _registered(folder / FOLDER / f"{name}.toml")
         if family is not None:
-            planned, families[name] = _with_family(family, rows, planned, plans.missing)
+            with_family, families[name] = _with_family(family, rows, planned, plans.missing)
+            # runs that are compared by length have one rate
+            planned = planned if name == BEST_RATES else with_family
     # a run may be asked for by two plans
     runs = labelled(planned.drop_duplicates(RUN), plans.missing)
     _refuse_several_data(folder, runs)
     names = [STABILITY, BASELINE, RATES, *CONTROLS, WARMUP, *LONGER_WARMUPS, LARGER_RATE]
-    names += [LONG, LONG_WARMUP, *OTHERS]
+    names += [LONG, LONG_WARMUP]
     of_plans = {name: plans.rows_of(name) for name in names}
     controls = pd.concat([of_plans[name] for name in CONTROLS])
     longer = pd.concat([of_plans[name] for name in LONGER_WARMUPS])

@@ -1,8 +1,8 @@
 """Runs with longer warm-ups: which schedule is best for each arm, and what is left of gaps.
 
 The plan ``pretrain-warmup.txt`` has them beside the runs of the scaling plan,
-``pretrain-epoch-tuning.txt`` longer ones of one epoch, and ``pretrain-epoch-rates.txt`` these at
-other rates.
+``pretrain-epoch-tuning.txt`` longer ones of one epoch, and ``pretrain-epoch-rates.txt`` and
+``pretrain-epoch-high-rates.txt`` these at other rates.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def warmup_blocks(runs: pd.DataFrame) -> list[Block]:
         "Validation loss in nats of runs with a schedule of their own, seed 0. One seed, and the "
         "best of several: exploratory ([plan](plans/pretrain-warmup.txt), "
         "[longer ones](plans/pretrain-epoch-tuning.txt), "
-        "[other rates](plans/pretrain-epoch-rates.txt)). An arm's best is that of the runs "
+        "[other rates](plans/pretrain-epoch-rates.txt), "
+        "[higher ones](plans/pretrain-epoch-high-rates.txt)). An arm's best is that of the runs "
         "here, and some arms have fewer of them than plain."
     )
     columns = ["tokens per parameter", "lr", "steps of warm-up", *arms]

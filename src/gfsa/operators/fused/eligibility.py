@@ -335,9 +335,9 @@ def refusal_of_decoding(
     learned, numbers = (
         (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
     )
-    if numbers.shape[-1] != 3:
+    if numbers.shape[-1] not in (2, 3):
         return (
-            "the kernel for a decoded token takes filters of degree 2, "
+            "the kernel for a decoded token takes filters of degree 1 and 2, "
             f"this one has {numbers.shape[-1] - 1}"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):

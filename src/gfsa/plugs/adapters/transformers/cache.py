@@ -31,6 +31,7 @@ from gfsa.operators.exporting import is_exporting
 from gfsa.plugs.adapters.transformers.companions import (
     GrowingPowers,
     append,
+    counters_beside,
     counts_its_tokens,
     empty_like,
 )
@@ -94,14 +95,20 @@ class CachedOperator(Operator):
         return self.rows.apply(x)
 
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+        # not by isinstance, which is slow here
+        numbers = coeffs.base if type(coeffs) is Coefficients else coeffs
+        needs_powers = numbers.shape[-1] != 2
         if self.new == 1 and type(self.rows) is SDPAOperator:
-            companion = _first_companion(self.layer, self.owner)
-            if companion is not None:
+            companion = _first_companion(self.layer, self.owner) if needs_powers else None
+            if companion is not None or not needs_powers:
                 y = decode_in_one_launch(
                     self.rows.given, self.layer, self.owner, companion, coeffs, v
                 )
                 if y is not None:
                     return y
+        elif not needs_powers:
+            # for the tokens after a prompt, since a compiled step cannot make them
+            counters_beside(self.layer, v.shape[0] * self.heads, v.device)
         coeffs = value_of(coeffs)
         powers = self.powers(v, coeffs.shape[-1] - 1)
         # for one token the cost is in kernel launches, not in arithmetic

@@ -300,9 +300,7 @@ def test_a_compiled_graph_keeps_no_room(graph: bool, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_inputs_of_a_graph_may_begin_anywhere(
-    degree: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_of_a_graph_may_begin_anywhere(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernel loads 16 bytes at a time."""
     q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False, degree)
     u = torch.randn_like(v)

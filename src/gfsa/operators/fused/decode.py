@@ -94,7 +94,7 @@ def decode(
     """
     theta, base, basis = numbers_of(coeffs, q.shape[1])
     if needs_registered_operator(q):
-        if u is None and counters is None:
+        if u is None and counters is None and torch.compiler.is_compiling():
             # torch's compiler fails on an operator none of whose written arguments is given
             counters = new_counters(q.shape[0] * q.shape[1], q.device)
         y: Tensor = registered(q, k, v, u, theta, base, basis, mask, length, counters, scale)

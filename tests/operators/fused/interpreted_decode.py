@@ -342,7 +342,8 @@ def test_the_registered_operator(static: bool, degree: int) -> None:
     torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
 
 
-def test_tiles_and_programs_that_the_script_times() -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_tiles_and_programs_that_the_script_times(degree: int) -> None:
     """Every candidate decodes the same token."""
     spec = importlib.util.spec_from_file_location("decode_splits", SCRIPT)
     assert spec is not None
@@ -350,7 +351,7 @@ def test_tiles_and_programs_that_the_script_times() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     script.FEWEST_PROGRAMS = 2
-    bench = script.Bench(script.Shape.parse("1x2x65x8"), "cpu", caches=1)
+    bench = script.Bench(script.Shape.parse("1x2x65x8"), "cpu", caches=1, degree=degree)
     candidates = list(bench.candidates())
     assert {tile.keys for tile, _ in candidates} == {16, 32, 64}
     (wanted,) = bench.kernel(*bench.present(), static=False)()

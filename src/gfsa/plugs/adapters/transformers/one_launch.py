@@ -42,7 +42,7 @@ def decode_in_one_launch(
     coeffs: Tensor | Coefficients,
     v: Tensor,
 ) -> Tensor | None:
-    """The filtered new token, ``(B, H, 1, D)``; its power is written into the companion.
+    """The filtered new token, ``(B, H, 1, D)``; its power, if any, is written into the companion.
 
     None where the kernel does not serve; the passes are then torch's, one after another.
 

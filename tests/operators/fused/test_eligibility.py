@@ -206,6 +206,9 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
     with monkeypatch.context() as benchmark:
         benchmark.setattr(eligibility, "DECODES_BY_KERNEL", False)
         assert "turned off" in (refusal() or "")
+    with monkeypatch.context() as exporter:
+        exporter.setattr(torch.compiler, "_is_exporting_flag", True)
+        assert "exported" in (refusal() or "")
     monkeypatch.setattr(eligibility, "capability", lambda device: (8, 6))
     assert "not measured" in (refusal() or "")
 

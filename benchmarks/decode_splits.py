@@ -5,8 +5,8 @@
 A captured graph decodes one token with each of twelve caches, more than the GPU's L2 cache holds,
 because a model reads its weights in between. Times are those of one call: by torch's attention
 (plain, without a filter) with a growing and with a static cache, then by the kernel for each tile
-(keys, warps, stages) and number of programs. The fastest go into ``tile_of`` and ``_splits`` of
-``operators/fused/decode.py``.
+(keys, warps, stages) and number of programs, for filters of degree 1 and 2. The fastest go into
+``tile_of`` and ``_splits`` of ``operators/fused/decode.py``.
 """
 
 from __future__ import annotations
@@ -32,25 +32,31 @@ TILES = [
     *(Tile(32, 4, 5), Tile(64, 4, 3), Tile(64, 8, 3), Tile(64, 8, 4)),
 ]
 SPLITS = (1, 2, 4, 8, 16, 32)
+DEGREES = (1, 2)
 # fewer leave processors of the GPU without any
 FEWEST_PROGRAMS = 96
 
 
 class Bench:
-    """One new token with each of some filled caches."""
+    """One new token with each of some filled caches, by a filter of some degree."""
 
-    def __init__(self, shape: Shape, device: str, caches: int = CACHES) -> None:
+    def __init__(self, shape: Shape, device: str, caches: int = CACHES, degree: int = 2) -> None:
         size = (shape.batch, shape.heads, shape.tokens, shape.dim)
         make = {"device": device, "dtype": torch.bfloat16}
         self.shape = shape
-        self.caches = [[torch.randn(size, **make) for _ in range(3)] for _ in range(caches)]
+        self.caches: list[list[torch.Tensor | None]] = [
+            # keys, values and A·V, of which degree 1 has none
+            [torch.randn(size, **make) if i <= degree else None for i in range(3)]
+            for _ in range(caches)
+        ]
         self.q = torch.randn((*size[:2], 1, shape.dim), **make)
         # a static cache whose last row is the newest token's
         self.mask = torch.ones(shape.batch, 1, 1, shape.tokens, dtype=torch.bool, device=device)
         self.length = torch.tensor(shape.tokens, device=device)
         self.counters = decode.new_counters(shape.batch * shape.heads, self.q.device)
-        numbers = (torch.rand(shape.heads, 3), torch.rand(shape.heads, 3), torch.rand(3, 3))
-        self.coeffs = Coefficients(*(x.to(device) for x in numbers))
+        powers = degree + 1
+        sizes = ((shape.heads, powers), (shape.heads, powers), (powers, powers))
+        self.coeffs = Coefficients(*(torch.rand(size).to(device) for size in sizes))
 
     def plain(self, static: bool) -> Work:
         mask = self.mask if static else None
@@ -100,17 +106,23 @@ class Bench:
         ]
 
 
-def cases(shape: Shape) -> list[tuple[Shape, Tile]]:
-    return [(shape, tile) for tile in TILES]
+def cases(shape: Shape) -> list[tuple[Shape, Tile, int]]:
+    return [(shape, tile, degree) for degree in DEGREES for tile in TILES]
 
 
-def compile_case(case: tuple[Shape, Tile]) -> None:
-    shape, tile = case
-    compiled(Bench(shape, "cuda", caches=1).ways([tile]), str(shape))
+def compile_case(case: tuple[Shape, Tile, int]) -> None:
+    shape, tile, degree = case
+    bench = Bench(shape, "cuda", caches=1, degree=degree)
+    compiled(bench.ways([tile]), f"{shape} degree {degree}")
 
 
 def measure(shape: Shape, rounds: int) -> None:
-    bench = Bench(shape, "cuda")
+    for degree in DEGREES:
+        measure_degree(shape, rounds, degree)
+
+
+def measure_degree(shape: Shape, rounds: int, degree: int) -> None:
+    bench, heading = Bench(shape, "cuda", degree=degree), f"{shape} degree {degree}"
     tile, splits = bench.present()
     first = [
         Candidate("plain, growing", functools.partial(bench.plain, False)),
@@ -120,9 +132,9 @@ def measure(shape: Shape, rounds: int) -> None:
             functools.partial(bench.kernel, tile, splits, static=False),
         ),
     ]
-    rows = times([*first, *bench.ways()], str(shape), rounds, calls=CACHES)
+    rows = times([*first, *bench.ways()], heading, rounds, calls=CACHES)
     ranked = sorted(rows[len(first) :], key=lambda row: row[1])
-    report([*rows[: len(first)], *ranked], str(shape), reference=rows[1][1])
+    report([*rows[: len(first)], *ranked], heading, reference=rows[1][1])
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ targets() {
   timed 120 lengths --suite lengths --graphs --rounds 3 --variants gfsa \
     --shapes 1x16x32768x128:causal "$@"
   timed 150 decode --suite decode-static --compile --rounds 9 \
-    --variants "gfsa kernel,gfsa degree 1" --shapes 1x12x1023x64,16x12x1023x64 "$@"
+    --variants "gfsa kernel,gfsa degree 1,gfsa degree 1 kernel" --shapes 1x12x1023x64,16x12x1023x64 "$@"
   timed 150 causal --suite ops --graphs --rounds 5 --variants gfsa --shapes "$CAUSAL" "$@"
   timed 120 ordered --suite ops --graphs --rounds 3 --variants "gfsa deterministic" \
     --shapes "$WIDE" "$@"

@@ -94,17 +94,23 @@ def decoded(dim: int) -> None:
     k, v, u = (randn(2, 2, 300, dim) for _ in range(3))
     q = randn(2, 4, 1, dim)
     u = u.repeat_interleave(2, 1)
-    coeffs = Coefficients(
-        *(torch.randn(shape, device="cuda") for shape in ((4, 3), (4, 3), (3, 3)))
-    )
+    filters = {
+        powers: Coefficients(
+            *(torch.randn(4, powers, device="cuda") for _ in range(2)),
+            torch.randn(powers, powers, device="cuda"),
+        )
+        for powers in (2, 3)
+    }
     mask = torch.ones(2, 1, 1, 300, dtype=torch.bool, device="cuda")
     mask[0, ..., :70] = False
     length = torch.tensor(299, device="cuda")
     counters = new_counters(8, q.device)
-    for _ in range(2):
-        decode(q, k, v, u, coeffs, None, None, dim**-0.5)
-        decode(q, k, v, u, coeffs, mask, length, dim**-0.5, counters)
-    finish(f"one token of {dim} after 299 and 298")
+    for powers, coeffs in filters.items():
+        rows = u if powers == 3 else None
+        for _ in range(2):
+            decode(q, k, v, rows, coeffs, None, None, dim**-0.5)
+            decode(q, k, v, rows, coeffs, mask, length, dim**-0.5, counters)
+        finish(f"one token of {dim} after 299 and 298: degree {powers - 1}")
 
 
 def swept(dim: int) -> None:

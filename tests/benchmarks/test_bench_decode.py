@@ -72,6 +72,28 @@ def test_each_variant_checks_its_own_graph_alone(monkeypatch: pytest.MonkeyPatch
     torch.compiler.reset()
 
 
+def test_fewer_heads_of_keys_are_those_of_the_model() -> None:
+    case = decode.prefill(Shape.parse("1x4/2x10x8"), CPU)
+    for variant in case.variants:
+        (layer,) = variant.forward().layers
+        assert layer.keys.shape == (1, 2, 10, 8)
+
+
+def test_both_degrees_are_timed_by_both_ways_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, bool]] = []
+
+    def variant(name: str, *others: Any, kernel: bool) -> Any:
+        made.append((name, kernel))
+
+    monkeypatch.setattr(decode, "_variant", variant)
+    monkeypatch.setattr(decode, "_models", lambda *_: {"plain": 0, "gfsa degree 1": 1, "gfsa": 2})
+    decode.decode(SHAPE, Setting(torch.device("cuda"), torch.bfloat16))
+    assert made == [
+        *((name, False) for name in ("plain", "gfsa degree 1", "gfsa")),
+        *((name, True) for name in ("gfsa degree 1 kernel", "gfsa kernel")),
+    ]
+
+
 def test_blocks_of_a_step_are_not_compiled() -> None:
     with pytest.raises(ValueError, match="not --compile-blocks"):
         decode.decode_static(SHAPE, Setting(CPU.device, CPU.dtype, compiled="blocks"))

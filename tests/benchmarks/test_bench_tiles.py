@@ -123,7 +123,7 @@ def test_a_decoded_token(by_turns: list[Any], capsys: pytest.CaptureFixture[str]
     shape = Shape.parse("2x4x64x16")
     bench = module.Bench
     module.FEWEST_PROGRAMS, module.CACHES = 8, 2
-    module.Bench = lambda shape, device, caches=2: bench(shape, "cpu", caches)
+    module.Bench = lambda shape, device, caches=2, degree=2: bench(shape, "cpu", caches, degree)
     with host_calls.nothing_launched():
         for case in module.cases(shape):
             module.compile_case(case)
@@ -131,9 +131,10 @@ def test_a_decoded_token(by_turns: list[Any], capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "does not run" not in shown
     # two calls of a millisecond
-    assert f"{shape} plain, static" in shown
+    for degree in (1, 2):
+        assert f"{shape} degree {degree} plain, static" in shown
     assert "500.00 µs  1.000" in shown
-    assert len(by_turns) == 3 + len(list(bench(shape, "cpu", 1).candidates()))
+    assert len(by_turns) == 2 * (3 + len(list(bench(shape, "cpu", 1).candidates())))
 
 
 def test_a_candidate_that_does_not_run_is_left_out(

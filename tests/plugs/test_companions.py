@@ -16,6 +16,7 @@ from gfsa.plugs.adapters.transformers.companions import (
     StaticPowers,
     StaticWindowPowers,
     TracedStaticWindowPowers,
+    counters_beside,
     empty_like,
     has_rows_like,
 )
@@ -255,3 +256,50 @@ def test_room_in_a_static_window_that_a_kernel_writes() -> None:
         assert rows is companion.keys
         rows[:, :, min(length, 4) - 1 : min(length, 4)] = new
         assert torch.equal(rows, layer.values)
+
+
+def test_counters_of_a_static_layer_without_powers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each static layer has its own, made where a graph neither is traced nor captured."""
+    gpu, layer = torch.device("cuda:0"), StaticLayer(8)
+    does: set[str] = set()
+    monkeypatch.setattr(companions, "_new_counters", lambda heads, device: OnGPU(heads))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "capture" in does)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "trace" in does)
+    for what in ("capture", "trace"):
+        does.add(what)
+        assert counters_beside(layer, 6, gpu) is None
+        does.clear()
+    assert counters_beside(layer, 6, torch.device("cpu")) is None
+    assert counters_beside(DynamicLayer(), 6, gpu) is None
+    assert not hasattr(layer, "gfsa_counters")
+    made: Any = counters_beside(layer, 6, gpu)
+    assert made.heads == 6
+    # those that are there serve a captured and a compiled step, and fewer sequences
+    for what in ("capture", "trace"):
+        does.add(what)
+        assert counters_beside(layer, 6, gpu) is counters_beside(layer, 4, gpu) is made
+        does.clear()
+    more: Any = counters_beside(layer, 12, gpu)
+    assert more.heads == 12
+    assert counters_beside(layer, 6, gpu) is more is layer.gfsa_counters
+    assert counters_beside(StaticSlidingWindowLayer(8, 4), 6, gpu) is not more
+
+
+class OnGPU:
+    """Counters, as far as they are asked."""
+
+    device = torch.device("cuda:0")
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+    def __len__(self) -> int:
+        return self.heads
+
+
+def test_new_counters_are_zeros_with_one_address() -> None:
+    counters: Any = companions._new_counters(6, "cpu")
+    assert counters.dtype == torch.int32
+    assert counters.tolist() == [0] * 6
+    # a compiled graph may keep the address
+    assert hasattr(counters, "_dynamo_static_input_type")

@@ -27,7 +27,7 @@ from gfsa.plugs.adapters.transformers import one_launch  # noqa: E402
 LAYERS, WINDOW, PROMPT, TOKENS = 4, 4, 2, 8
 
 
-def mistral(window: int | None) -> Any:
+def mistral(window: int | None, degree: int) -> Any:
     torch.manual_seed(0)
     config = transformers.MistralConfig(
         vocab_size=32,
@@ -42,7 +42,10 @@ def mistral(window: int | None) -> Any:
         eos_token_id=None,
     )
     model = transformers.MistralForCausalLM(config).eval()
-    gfsa.plug(model, K=3, w0=0.2, w1=0.9, wK=-0.3)
+    if degree == 1:
+        gfsa.plug(model, K=None, w0=0.2, w1=0.9)
+    else:
+        gfsa.plug(model, K=3, w0=0.2, w1=0.9, wK=-0.3)
     return model
 
 
@@ -89,20 +92,23 @@ def symbols_of(code: str) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "cache", "window"),
+    ("way", "cache", "window", "degree"),
     [
         # up to forty seconds each; both ways and both caches have a case with a window below
-        pytest.param("torch", "static", WINDOW, marks=pytest.mark.slow),
-        pytest.param("kernel", "dynamic", WINDOW, marks=pytest.mark.slow),
-        ("kernel", "static", WINDOW),
-        ("torch", "dynamic", WINDOW),
-        ("kernel", "dynamic", None),
+        pytest.param("torch", "static", WINDOW, 2, marks=pytest.mark.slow),
+        pytest.param("kernel", "dynamic", WINDOW, 2, marks=pytest.mark.slow),
+        pytest.param("kernel", "static", WINDOW, 1, marks=pytest.mark.slow),
+        pytest.param("kernel", "dynamic", WINDOW, 1, marks=pytest.mark.slow),
+        ("kernel", "static", WINDOW, 2),
+        ("torch", "dynamic", WINDOW, 2),
+        ("kernel", "dynamic", None, 2),
+        ("kernel", "dynamic", None, 1),
     ],
 )
 def test_the_code_of_a_token_defines_what_it_uses(
-    way: str, cache: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    way: str, cache: str, window: int | None, degree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = mistral(window)
+    model = mistral(window, degree)
     if way == "kernel":
         monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
         # what is written is looked at, and not computed

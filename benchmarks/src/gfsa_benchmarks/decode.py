@@ -1,8 +1,9 @@
 """The suites ``decode``, ``decode-static`` and ``prefill``: a GPT-2-shaped model and its cache.
 
-One new token with a filled cache, which grows or is static: on a GPU the filter is measured by
-torch's attention calls and by the kernel that does the whole token in one launch, whichever of them
-is chosen. Or the prompt that fills an empty cache, and the memory that the cache holds.
+One new token with a filled cache, which grows or is static: on a GPU filters of degree 1 and 2 are
+measured by torch's attention calls and by the kernel that does the whole token in one launch,
+whichever of them is chosen. Or the prompt that fills an empty cache, and the memory that the cache
+holds. Shapes with fewer heads of keys (``32/8``) are those of a Llama.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _models(shape: Shape, setting: Setting) -> dict[str, Any]:
     """A model without filters, and with filters of degree 1 and 2."""
     if shape.padded:
         raise ValueError(f"the suites of a cache take no padded shapes, got the shape {shape}")
-    models = {"plain": _gpt2(shape, setting)}
+    models = {"plain": _decoder(shape, setting)}
     for name, K in (("gfsa degree 1", None), ("gfsa", 3)):
         models[name] = copy.deepcopy(models["plain"])
         plug(models[name], K=K, w0=0.1, w1=0.8)
@@ -104,8 +105,10 @@ def _case(shape: Shape, setting: Setting, static: bool) -> Case:
         for name, model in models.items()
     ]
     if setting.device.type == "cuda":
-        model = models["gfsa"]
-        variants.append(_variant("gfsa kernel", model, shape, setting, static, kernel=True))
+        variants += [
+            _variant(f"{name} kernel", models[name], shape, setting, static, kernel=True)
+            for name in ("gfsa degree 1", "gfsa")
+        ]
     return Case(f"{shape}", variants, DECODING_SAMPLE_MS)
 
 
@@ -120,17 +123,34 @@ def _measured(kernel: bool) -> Iterator[None]:
         eligibility.DECODES_BY_KERNEL = before
 
 
-def _gpt2(shape: Shape, setting: Setting) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _decoder(shape: Shape, setting: Setting) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=shape.heads * shape.dim,
-        n_layer=LAYERS,
-        n_head=shape.heads,
-        n_positions=shape.tokens + 1,
-    )
-    return GPT2LMHeadModel(config).to(setting.device, setting.dtype).eval()
+    width, positions = shape.heads * shape.dim, shape.tokens + 1
+    model: Any
+    if shape.key_heads is None:
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=VOCABULARY,
+                n_embd=width,
+                n_layer=LAYERS,
+                n_head=shape.heads,
+                n_positions=positions,
+            )
+        )
+    else:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=width,
+                intermediate_size=4 * width,
+                num_hidden_layers=LAYERS,
+                num_attention_heads=shape.heads,
+                num_key_value_heads=shape.key_heads,
+                max_position_embeddings=positions,
+            )
+        )
+    return model.to(setting.device, setting.dtype).eval()
 
 
 def _variant(

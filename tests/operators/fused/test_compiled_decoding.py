@@ -26,7 +26,7 @@ from gfsa_benchmarks.host_calls import nothing_launched  # noqa: E402
 LAYERS, HEADS, DIM, ROWS, HELD = 2, 2, 64, 128, 100
 
 
-def model() -> Any:
+def model(degree: int) -> Any:
     config = transformers.GPT2Config(
         vocab_size=50,
         n_embd=HEADS * DIM,
@@ -37,20 +37,23 @@ def model() -> Any:
         eos_token_id=None,
     )
     plugged = transformers.GPT2LMHeadModel(config).eval()
-    gfsa.plug(plugged, K=3, w0=0.1, w1=0.8)
+    gfsa.plug(plugged, K=3 if degree == 2 else None, w0=0.1, w1=0.8)
     return plugged
 
 
-def filled(plugged: Any) -> Any:
+def filled(plugged: Any, degree: int) -> Any:
     """A static cache as it is on a GPU, with counters."""
     cache = transformers.StaticCache(config=plugged.config, max_cache_len=ROWS)
     with torch.no_grad():
         plugged(torch.randint(50, (1, HELD)), past_key_values=cache)
     for layer in cache.layers:
-        for companions in layer.gfsa_powers.values():
-            for companion in companions:
-                companion.counters = torch.zeros(HEADS, dtype=torch.int32)
-                torch._dynamo.mark_static_address(companion.counters)
+        counters = torch.zeros(HEADS, dtype=torch.int32)
+        torch._dynamo.mark_static_address(counters)
+        if degree == 1:
+            layer.gfsa_counters = counters
+        else:
+            (((companion,),),) = (layer.gfsa_powers.values(),)
+            companion.counters = counters
     return cache
 
 
@@ -94,16 +97,18 @@ def compiled_step(plugged: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> 
     return code, options
 
 
-def test_the_cache_is_written_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugged = model()
-    code, given = compiled_step(plugged, filled(plugged), monkeypatch)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_the_cache_is_written_where_it_is(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugged = model(degree)
+    code, given = compiled_step(plugged, filled(plugged, degree), monkeypatch)
     calls = re.findall(r"torch\.ops\.gfsa\.decode\.default\((.*)\)", code)
     assert len(calls) == LAYERS
     for call in calls:
         k, v, u, *_, counters, _ = call.split(", ")[-10:]
         # arguments of the graph itself, not copies of them
-        for tensor in (k, v, u, counters):
+        for tensor in (k, v, u, counters) if degree == 2 else (k, v, counters):
             assert re.fullmatch(r"arg\d+_1", tensor), call
+        assert (u == "None") is (degree == 1)
     # nothing else is as large as a layer's keys
     made = re.findall(r"= empty_strided\w*\(\(([\d, ]*)\)", code)
     assert made
@@ -121,6 +126,6 @@ def test_the_cache_is_written_where_it_is(monkeypatch: pytest.MonkeyPatch) -> No
             op="call_function", target=torch.ops.aten.copy_.default
         )
     }
-    # the length, U and counters of each layer
-    assert len(written) == 3 * LAYERS
+    # the length, counters and with degree 2 U of each layer
+    assert len(written) == (degree + 1) * LAYERS
     assert {inputs[node] for node in written} <= static

@@ -232,8 +232,21 @@ def test_around_attention_on_older_gpus(capability: int) -> None:
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize(("dim", "number"), [(64, "bf16"), (128, "bf16"), (256, "fp32")])
-def test_a_decoded_token(dim: int, number: str) -> None:
+@pytest.mark.parametrize(
+    ("degree", "dim", "number", "registers", "stack"),
+    [
+        # six programs of 128 threads have room on a processor, or two of 256
+        (1, 64, "bf16", 80, 0),
+        (1, 128, "bf16", 128, 0),
+        # two registers on the stack, so that there is room for two
+        (1, 256, "fp32", 128, 8),
+        # four programs of 128 threads, or two of 256
+        (2, 64, "bf16", 128, 0),
+        (2, 128, "bf16", 128, 0),
+        (2, 256, "fp32", 255, 0),
+    ],
+)
+def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, stack: int) -> None:
     """A program keeps its sums in registers, and works while the next keys are on their way."""
     types = {
         **dict.fromkeys(["q_in", "k_in", "v_in", "u_rows", "y_out"], f"*{number}"),
@@ -243,20 +256,22 @@ def test_a_decoded_token(dim: int, number: str) -> None:
     }
     tile = decode.tile_of(dim)
     constants = {
-        "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": 3, "BY_HEAD": False, "MASK": True,
-        "ON_DEVICE": True, "SPLITS": 16, "STAGES": tile.stages,
+        "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": degree + 1, "BY_HEAD": False,
+        "MASK": True, "ON_DEVICE": True, "SPLITS": 16, "STAGES": tile.stages, "DEGREE": degree,
     }  # fmt: skip
     kernel = decode_kernel.decode_token
     compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, tile.warps)
-    print(dim, usage)
-    assert "STACK:0 " in usage
-    # four programs of 128 threads, or two of 256, have room on a processor
-    assert number == "fp32" or int(re.search(r"REG:(\d+)", usage)[1]) <= 128
+    print(dim, degree, usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) <= stack
+    assert int(re.search(r"REG:(\d+)", usage)[1]) <= registers
     # also on GPUs with 99 KiB
     assert compiled.metadata.shared <= 99 * 1024
-    # loads of the next keys, values and U that the loop does not wait for
+    # loads of the next keys, values and with degree 2 of U that the loop does not wait for
     assert tile.stages == 3
-    assert re.search(r"cp\.async\.wait_group\s+3;", compiled.asm["ptx"])
+    assert re.search(rf"cp\.async\.wait_group\s+{degree + 1};", compiled.asm["ptx"])
+    # with degree 1 nothing of U: neither its address nor its strides are used
+    u = [f"_param_{kernel.arg_names.index(name)}]" for name in ("u_rows", "u_b", "u_h", "u_n")]
+    assert [name in compiled.asm["ptx"] for name in u] == [degree == 2] * 4
     # what all threads have written is there for the program that counts last
     written = compiled.asm["ptx"].partition("atom.global.gpu.acq_rel.add")[0].splitlines()
     barrier = max(i for i, line in enumerate(written) if "bar.sync" in line)

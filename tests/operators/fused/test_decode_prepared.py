@@ -50,14 +50,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return arguments
 
 
-def token(masked: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Coefficients, Tensor | None]:
+def token(masked: bool, degree: int = 2) -> tuple[Any, ...]:
     q, u = torch.randn(2, 2, 4, 20, 8).unbind(0)
     k, v = torch.randn(2, 2, 2, 20, 8).unbind(0)
-    coeffs = Coefficients(torch.randn(4, 2), torch.randn(4, 3), torch.randn(2, 3))
+    powers = degree + 1
+    coeffs = Coefficients(torch.randn(4, 2), torch.randn(4, powers), torch.randn(2, powers))
     mask = torch.ones(2, 1, 1, 20, dtype=torch.bool) if masked else None
-    return q[:, :, -1:], k, v, u, coeffs, mask
+    return q[:, :, -1:], k, v, u if degree == 2 else None, coeffs, mask
 
 
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("splits", [1, 4])
@@ -65,16 +67,19 @@ def test_the_kernel_gets_what_decode_gives_it(
     masked: bool,
     static: bool,
     splits: int,
+    degree: int,
     launched: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
-    given = token(masked)
+    given = token(masked, degree)
     count: tuple[Any, ...] = (None, 0.3, None)
     if static:
         counters = kernels.new_counters(8, torch.device("cpu"))
         count = (torch.tensor(9), 0.3, counters)
-    room = kernels.kept_room(8 * splits * (2 * 16 + 3), 8, given[0].device, STREAM)
+    # u and with degree 2 w, the largest score and as many sums of weights
+    part = {1: 16 + 2, 2: 2 * 16 + 3}[degree]
+    room = kernels.kept_room(8 * splits * part, 8, given[0].device, STREAM)
 
     def same_room(count: int, heads: int, counters: Tensor | None, *others: Any) -> Any:
         return room[0], room[1] if counters is None else counters
@@ -88,6 +93,7 @@ def test_the_kernel_gets_what_decode_gives_it(
         del arguments[RESULT]
     assert found == wanted
     assert found[3] == STREAM
+    assert found[-1] == degree
     assert results[0].shape == results[1].shape == (2, 4, 1, 8)
 
 
@@ -102,11 +108,10 @@ def test_the_launch_of_each_layout_of_powers(launched: list[tuple[Any, ...]]) ->
     assert steps == [tuple(s // kernels._STEP for s in x.stride()[:3]) for x in (u, larger, u)]
 
 
-def test_tensors_may_begin_anywhere(
-    launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_tensors_may_begin_anywhere(degree: int, launched: list[tuple[Any, ...]]) -> None:
     """The kernel loads 16 bytes at a time: what begins elsewhere is copied."""
-    q, k, v, u, *others = token(False)
+    q, k, v, u, *others = token(False, degree)
     off = torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape)
     assert off.data_ptr() % 16
     PreparedToken(q)(q, off, v, u, *others, None, 0.3)

@@ -181,7 +181,10 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
     empty, _, _ = call(0, 4, 1, 64)
     with torch.no_grad():
         assert "no tokens" in (eligibility.refusal_of_decoding(empty, v, coeffs) or "")
-    assert "degree 2, this one has 3" in (refusal(OnHopper(4, 4)) or "")
+    assert refusal(OnHopper(4, 2, dtype=torch.float32)) is None
+    for degree in (0, 3):
+        found = refusal(OnHopper(4, degree + 1, dtype=torch.float32)) or ""
+        assert f"degree 1 and 2, this one has {degree}" in found
     assert "a filter and a mask on cuda:0" in (refusal(torch.zeros(4, 3)) or "")
     assert "one dtype" in (refusal(v=OnHopper(2, 4, 1, 64, dtype=torch.float16)) or "")
     learned = Coefficients(torch.zeros(4, 3, requires_grad=True), coeffs, torch.eye(3))
@@ -203,6 +206,9 @@ def test_a_decoded_token_where_its_kernel_is_measured(monkeypatch: pytest.Monkey
     with monkeypatch.context() as benchmark:
         benchmark.setattr(eligibility, "DECODES_BY_KERNEL", False)
         assert "turned off" in (refusal() or "")
+    with monkeypatch.context() as exporter:
+        exporter.setattr(torch.compiler, "_is_exporting_flag", True)
+        assert "exported" in (refusal() or "")
     monkeypatch.setattr(eligibility, "capability", lambda device: (8, 6))
     assert "not measured" in (refusal() or "")
 

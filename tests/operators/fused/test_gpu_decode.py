@@ -22,6 +22,7 @@ from gfsa.operators import Coefficients, DenseOperator
 from gfsa.operators.fused import decode as kernels
 from gfsa.operators.fused import eligibility
 from gfsa.operators.fused.decode import decode
+from gfsa.operators.fused.decode_prepared import PreparedToken
 
 BF16 = torch.bfloat16
 
@@ -67,15 +68,52 @@ def test_lengths_that_change_from_token_to_token(
         assert _error(y, wanted) < 8e-3
 
 
-def test_the_same_bits_on_two_streams_at_once() -> None:
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "dim"),
+    [(1, 12, 1, 64), (16, 12, 1, 64), (3, 8, 4, 128), (2, 4, 1, 80), (300, 1, 1, 16)],
+)
+def test_degree_one_at_lengths_that_change(
+    batch: int, heads: int, group: int, dim: int, masked: bool, static: bool, dtype: torch.dtype
+) -> None:
+    """The dense operator's rows; at most twice what torch's plain attention is off."""
+    torch.manual_seed(0)
+    for length in (1, 2, 17, 64, 65, 1000, 1024):
+        make: Any = {"device": "cuda", "dtype": dtype}
+        q = torch.randn(batch, heads, 1, dim, **make)
+        k, v = torch.randn(2, batch, heads // group, length, dim, **make).unbind(0)
+        coeffs = torch.tensor([0.5, 0.5], device="cuda").expand(heads, 2)
+        keys = torch.ones(batch, 1, 1, length, dtype=torch.bool, device="cuda")
+        if masked:
+            keys[0, ..., : length // 3] = False
+        every_k, every_v = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = q.double() @ every_k.double().mT * dim**-0.5
+        attention = scores.masked_fill(~keys, -torch.inf).softmax(-1) @ every_v.double()
+        plain = F.scaled_dot_product_attention(q, every_k, every_v, keys if masked else None)
+        # both terms are of its size; of one token plain attention is exact, and rounding is not
+        bound = 2 * _error(plain, attention) + 0.2 * torch.finfo(dtype).eps
+        mask, count = keys if masked else None, None
+        own = every_v[:, :, -1:].double()
+        if static:
+            k, v = (F.pad(x, (0, 0, 0, 24), value=float("nan")) for x in (k, v))
+            mask = None if mask is None else F.pad(mask, (0, 24))
+            count = torch.tensor(length, device="cuda")
+        y = decode(q, k, v, None, coeffs, mask, count, dim**-0.5)
+        assert _error(y, 0.5 * own + 0.5 * attention) <= bound, length
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_the_same_bits_on_two_streams_at_once(degree: int) -> None:
     """Programs add up in one order, whichever comes last; streams count separately."""
     torch.manual_seed(0)
     q, k, v, u = torch.randn(4, 2, 6, 1000, 64, device="cuda", dtype=BF16).unbind(0)
-    others = (torch.randn(6, 3, device="cuda"), None, None, 0.125)
-    first = decode(q[:, :, -1:], k, v, u, *others)
+    others = (torch.randn(6, degree + 1, device="cuda"), None, None, 0.125)
+    first = decode(q[:, :, -1:], k, v, u if degree == 2 else None, *others)
     streams = [torch.cuda.Stream() for _ in range(2)]
     # each writes the new row of its own cache
-    caches = [u.clone(), u.clone()]
+    caches = [u.clone(), u.clone()] if degree == 2 else [None, None]
     results = []
     torch.cuda.synchronize()
     for _ in range(50):
@@ -84,34 +122,40 @@ def test_the_same_bits_on_two_streams_at_once() -> None:
                 results.append(decode(q[:, :, -1:], k, v, cache, *others))
     torch.cuda.synchronize()
     assert all(torch.equal(y, first) for y in results)
-    assert all(torch.equal(cache, u) for cache in caches)
+    assert all(cache is None or torch.equal(cache, u) for cache in caches)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("theta", [torch.float32, BF16])
-def test_coefficients_of_a_filter(theta: torch.dtype) -> None:
+def test_coefficients_of_a_filter(theta: torch.dtype, degree: int) -> None:
     """The kernel computes them from what the filter learns."""
     torch.manual_seed(0)
     q, k, v, u = torch.randn(4, 2, 6, 300, 64, device="cuda", dtype=BF16).unbind(0)
-    for basis in (torch.randn(2, 3, device="cuda"), torch.randn(6, 2, 3, device="cuda")):
+    rows, powers = u if degree == 2 else None, degree + 1
+    for shape in ((2, powers), (6, 2, powers)):
         numbers = torch.randn(6, 2, device="cuda").to(theta)
-        learned = Coefficients(numbers, torch.randn(6, 3, device="cuda"), basis)
-        found = decode(q[:, :, -1:], k, v, u, learned, None, None, 0.125)
+        base, basis = torch.randn(6, powers, device="cuda"), torch.randn(shape, device="cuda")
+        learned = Coefficients(numbers, base, basis)
+        found = decode(q[:, :, -1:], k, v, rows, learned, None, None, 0.125)
         exact = learned._replace(theta=numbers.float()).value()
-        wanted = decode(q[:, :, -1:], k, v, u, exact, None, None, 0.125)
+        wanted = decode(q[:, :, -1:], k, v, rows, exact, None, None, 0.125)
         assert _error(found, wanted.double()) < 4e-3
 
 
-def test_wide_heads_in_float32() -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_wide_heads_in_float32(degree: int) -> None:
     """What takes the most shared memory."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 500, 256, device="cuda").unbind(0)
     exact = DenseOperator.from_qk(q.double(), k.double(), is_causal=True)
     powers = exact.apply(v.double())
-    coeffs = torch.randn(2, 3, device="cuda")
-    u = powers.float()
-    u[:, :, -1] = float("nan")
+    coeffs = torch.randn(2, degree + 1, device="cuda")
+    u = None
+    if degree == 2:
+        u = powers.float()
+        u[:, :, -1] = float("nan")
     y = decode(q[:, :, -1:], k, v, u, coeffs, None, None, 1 / 16)
-    assert _error(u, powers) < 1e-5
+    assert u is None or _error(u, powers) < 1e-5
     assert _error(y, exact.polynomial(coeffs.double(), v.double())[:, :, -1:]) < 1e-5
 
 
@@ -119,9 +163,9 @@ def _error(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y).norm() / y.norm().clamp(min=1e-9))
 
 
-def gpt2() -> Any:
+def gpt2(degree: int) -> Any:
     config = transformers.GPT2Config(n_layer=4, n_head=4, n_embd=256, vocab_size=512)
-    return plugged(transformers.GPT2LMHeadModel, config)
+    return plugged(transformers.GPT2LMHeadModel, config, degree)
 
 
 GROUPED: dict[str, Any] = {
@@ -136,29 +180,56 @@ GROUPED: dict[str, Any] = {
 }
 
 
-def llama() -> Any:
-    return plugged(transformers.LlamaForCausalLM, transformers.LlamaConfig(**GROUPED))
+def llama(degree: int) -> Any:
+    return plugged(transformers.LlamaForCausalLM, transformers.LlamaConfig(**GROUPED), degree)
 
 
-def mistral() -> Any:
+def mistral(degree: int) -> Any:
     """With a window that the prompt fits into, and the 30 tokens after it do not."""
     config = transformers.MistralConfig(**GROUPED, sliding_window=16)
-    return plugged(transformers.MistralForCausalLM, config)
+    return plugged(transformers.MistralForCausalLM, config, degree)
 
 
-def plugged(kind: Any, config: Any) -> Any:
+def plugged(kind: Any, config: Any, degree: int) -> Any:
     torch.manual_seed(0)
     model = kind(config).cuda().eval()
-    gfsa.plug(model, K=3, w0=0.2, w1=0.9, wK=-0.3)
+    if degree == 1:
+        gfsa.plug(model, K=None, w0=0.2, w1=0.9)
+    else:
+        gfsa.plug(model, K=3, w0=0.2, w1=0.9, wK=-0.3)
     return model
 
 
+class Launched(list[torch.dtype]):
+    """The dtypes of tokens for which the kernel was launched; some are named twice."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run, prepared = kernels._run, PreparedToken.__call__
+
+        def counted(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+            self.append(q.dtype)
+            return run(q, *arguments, **options)
+
+        def counted_too(token: PreparedToken, q: Tensor, *arguments: Any) -> Tensor:
+            self.append(q.dtype)
+            return prepared(token, q, *arguments)
+
+        monkeypatch.setattr(kernels, "_run", counted)
+        monkeypatch.setattr(PreparedToken, "__call__", counted_too)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(("make", "beams"), [(gpt2, 1), (gpt2, 3), (llama, 1), (mistral, 1)])
 def test_generation(
-    make: Callable[[], Any], beams: int, cache: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], Any],
+    beams: int,
+    cache: str,
+    degree: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make()
+    model = make(degree)
+    launched = Launched(monkeypatch)
     ids = torch.randint(1, 512, (2, 9), device="cuda")
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -172,13 +243,17 @@ def test_generation(
         "pad_token_id": 0,
     }
     by_kernel = model.generate(ids, **options)
+    assert launched
     monkeypatch.setattr(eligibility, "DECODES_BY_KERNEL", False)
+    launched.clear()
     assert torch.equal(by_kernel, model.generate(ids, **options))
+    assert not launched
 
 
-def test_a_captured_step_of_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_captured_step_of_a_static_cache(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay reads the length from the device: each of them decodes the next token."""
-    model = gpt2()
+    model = gpt2(degree)
     ids = torch.randint(1, 512, (2, 30), device="cuda")
 
     def filled() -> Any:
@@ -207,15 +282,22 @@ def test_a_captured_step_of_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> N
         position.fill_(step)
         graph.replay()
         got.append(logits.clone())
+    if degree == 1:
+        # a number for each head beside keys and values, which each launch leaves at zero
+        assert all(not hasattr(layer, "gfsa_powers") for layer in cache.layers)
+        assert not any(layer.gfsa_counters.any() for layer in cache.layers)
+        assert {len(layer.gfsa_counters) for layer in cache.layers} == {2 * 4}
     monkeypatch.setattr(eligibility, "DECODES_BY_KERNEL", False)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits[:, 20:30]
     torch.testing.assert_close(torch.cat(got, 1), wanted, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_decoding_is_one_graph(mode: str) -> None:
-    model = gpt2()
+def test_compiled_decoding_is_one_graph(mode: str, degree: int) -> None:
+    model = gpt2(degree)
+    torch._dynamo.reset()
     ids = torch.randint(1, 512, (2, 24), device="cuda")
     # rows that several programs share
     cache = transformers.StaticCache(config=model.config, max_cache_len=256)
@@ -233,27 +315,43 @@ def test_compiled_decoding_is_one_graph(mode: str) -> None:
     torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-3, rtol=2e-3)
 
 
+def test_compiled_decoding_of_degree_one_with_a_growing_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The graph has neither powers nor counters of a cache to write to."""
+    model = gpt2(1)
+    launched = Launched(monkeypatch)
+    ids = torch.randint(1, 512, (2, 300), device="cuda")
+    cache = transformers.DynamicCache(config=model.config)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    rows = []
+    with torch.no_grad():
+        model(ids[:, :294], past_key_values=cache)
+        for step in range(294, 300):
+            position = torch.full((2, 1), step, device="cuda")
+            output = compiled(ids[:, step : step + 1], past_key_values=cache, position_ids=position)
+            rows.append(output.logits)
+        assert launched
+        wanted = model(ids, use_cache=False).logits[:, 294:]
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("make", [llama, mistral], ids=["llama", "window"])
 def test_compiled_decoding_of_grouped_heads_in_bfloat16(
-    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], Any], degree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two query heads for each of two key heads of 64 features, captured, against dense.
 
     The window of 16 tokens is full after four of the decoded ones.
     """
-    model = make().to(BF16)
-    exact = make().to(BF16).double()
+    model = make(degree).to(BF16)
+    exact = make(degree).to(BF16).double()
     exact.set_attn_implementation("eager")
     ids = torch.randint(1, 512, (3, 24), device="cuda")
     prompt = 12
-    launched: list[torch.dtype] = []
-    run = kernels._run
-
-    def counted(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        launched.append(q.dtype)
-        return run(q, *arguments, **options)
-
-    monkeypatch.setattr(kernels, "_run", counted)
+    launched = Launched(monkeypatch)
 
     def decoded(step: Any) -> Tensor:
         cache = transformers.StaticCache(config=model.config, max_cache_len=256)

@@ -6,6 +6,9 @@ r"""One decoded token in one launch: a filter of degree 2, with cached keys, val
 U of past tokens does not change, and that of the new token is u itself, which the sum over past
 tokens leaves out. One sweep over the cache therefore does both passes. Several programs share it.
 The same launch computes the coefficients from θ and writes u into its row of the cache.
+
+A filter of degree 1, :math:`y = c_0 v + c_1 u`, needs keys and values alone: it has no U, and
+nothing but y is written.
 """
 
 # no postponed annotations here: the operator's schema is read from them
@@ -66,7 +69,7 @@ def decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    u: Tensor,
+    u: Tensor | None,
     coeffs: Tensor | Coefficients,
     mask: Tensor | None,
     length: Tensor | None,
@@ -80,8 +83,9 @@ def decode(
     Args:
         q: ``(B, H, 1, D)``, the new token's query.
         k, v: ``(B, H / group, N, D)``, keys and values including the new token's.
-        u: ``(B, H, N or more, D)``, ``A·V`` of past tokens, row by row beside their values.
-        coeffs: ``(H, 3)`` or ``(3,)``, or a filter's coefficients.
+        u: ``(B, H, N or more, D)``, ``A·V`` of past tokens, row by row beside their values; None
+            for a filter of degree 1.
+        coeffs: ``(H, 3)`` or ``(3,)``, or a filter's coefficients; of degree 1 two for each head.
         mask: bool, ``(B or 1, H or 1, 1, N)``, True takes part.
         length: one int64 on the device: how many tokens there are with the new one, which is the
             last of them; None if these are all N.
@@ -90,6 +94,9 @@ def decode(
     """
     theta, base, basis = numbers_of(coeffs, q.shape[1])
     if needs_registered_operator(q):
+        if u is None and counters is None and torch.compiler.is_compiling():
+            # torch's compiler fails on an operator none of whose written arguments is given
+            counters = new_counters(q.shape[0] * q.shape[1], q.device)
         y: Tensor = registered(q, k, v, u, theta, base, basis, mask, length, counters, scale)
         return y
     return _run(q, k, v, u, theta, base, basis, mask, length, counters, scale)
@@ -127,7 +134,7 @@ def ready_for(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    u: Tensor,
+    u: Tensor | None,
     theta: Tensor | None,
     base: Tensor,
     basis: Tensor | None,
@@ -151,7 +158,9 @@ def ready_for(
     q_b, q_h, _, _ = q.stride()
     k_b, k_h, k_n, _ = k.stride()
     v_b, v_h, v_n, _ = v.stride()
-    u_b, u_h, u_n, _ = u.stride()
+    degree = base.shape[1] - 1
+    assert degree == (1 if u is None else 2)
+    u_b, u_h, u_n, _ = (0, 0, 0, 0) if u is None else u.stride()
     numbers = (
         # the compiled code takes a float, and would be compiled again for an int
         *(float(scale), heads, heads // groups, rows - 1, q_b, q_h),
@@ -160,17 +169,19 @@ def ready_for(
     )
     launch = _launch(
         *(batch * heads, head_dim, tile, learned, by_head, mask is not None, on_device),
-        *(splits, q.dtype, base.dtype if theta is None else theta.dtype, q.device),
+        *(splits, degree, q.dtype, base.dtype if theta is None else theta.dtype, q.device),
         wide_numbers(numbers),
     )
-    return Ready(launch, numbers, batch * heads * splits * (2 * width + 3) if splits > 1 else 0)
+    # of each program: u and with degree 2 w, the largest score and as many sums of weights
+    part = degree * width + 1 + degree
+    return Ready(launch, numbers, batch * heads * splits * part if splits > 1 else 0)
 
 
 def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    u: Tensor,
+    u: Tensor | None,
     theta: Tensor | None,
     base: Tensor,
     basis: Tensor | None,
@@ -189,7 +200,8 @@ def _run(
         sums, arrived = _room(count, q.shape[0] * q.shape[1], counters, q.device, keep_room)
     # a pointer that the kernel does not read may be any
     pointers = (
-        *(q, k, v, u, base if theta is None else theta, base, base if basis is None else basis),
+        *(q, k, v, v if u is None else u),
+        *(base if theta is None else theta, base, base if basis is None else basis),
         *(
             q if mask is None else mask.view(torch.uint8),
             q if length is None else length,
@@ -262,7 +274,7 @@ def registered(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    u: Tensor,
+    u: Tensor | None,
     theta: Tensor | None,
     base: Tensor,
     basis: Tensor | None,
@@ -274,13 +286,13 @@ def registered(
     """The registered operator."""
     # a graph's inputs may begin anywhere, which takes_layout cannot see while it is compiled
     q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
-    aligned = u.clone() if u.data_ptr() % 16 else u
+    aligned = u.clone() if u is not None and u.data_ptr() % 16 else u
     # nothing allocated here may be kept: mode="reduce-overhead" runs it in the memory of its graphs
     y = _run(
         *(q, k, v, aligned, theta, base, basis, mask, length, counters, scale),
         keep_room=False,
     )
-    if aligned is not u:
+    if u is not None and aligned is not None and aligned is not u:
         u.copy_(aligned)
     return y
 
@@ -290,7 +302,7 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    u: Tensor,
+    u: Tensor | None,
     theta: Tensor | None,
     base: Tensor,
     basis: Tensor | None,
@@ -315,6 +327,7 @@ def _launch(
     masked: bool,
     on_device: bool,
     splits: int,
+    degree: int,
     dtype: torch.dtype,
     theta: torch.dtype,
     device: torch.device,
@@ -322,7 +335,7 @@ def _launch(
 ) -> Launch:
     constants = (
         *(head_dim, padded(head_dim), tile.keys, learned, by_head, masked, on_device, splits),
-        tile.stages,
+        *(tile.stages, degree),
     )
     return Launch(
         *(_KERNEL, (programs, splits, 1), (device, dtype, theta, wide), (), (), constants),

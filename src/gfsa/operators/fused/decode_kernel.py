@@ -8,6 +8,8 @@ exchanged between threads while tiles are read, except to add up a score. The ro
 after the last tile, by the same formula as programs are:
 
 .. math:: \Sigma = \sum_r 2^{t_r - t}\,\Sigma_r, \qquad t = \max_r t_r
+
+With degree 1 there is no U, and what belongs to it is left out when the kernel is compiled.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ import triton.language as tl
 STEP = tl.constexpr(8)
 """Strides of the cache are multiples of it, so that a thread reads 16 bytes at once."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-POWERS = tl.constexpr(4)
-"""c0, c1, c2 and one entry of padding: Triton's ranges have a power of two entries."""
 
 
 # lengths and strides change from token to token: nothing about them is compiled in
@@ -38,16 +38,17 @@ def decode_token(
     mask_b, mask_h, mask_n,
     D: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, LEARNED: tl.constexpr,
     BY_HEAD: tl.constexpr, MASK: tl.constexpr, ON_DEVICE: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, DEGREE: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one sequence: its row of y, and its row of U in the cache.
+    """One query head of one sequence: its row of y, and with degree 2 its row of U in the cache.
 
     Strides of k, v and u are counted in :data:`STEP` numbers.
 
     Args:
-        theta, base, basis: see :func:`_coefficient`.
+        u_rows: read and written with degree 2 alone.
+        theta, base, basis: see :func:`_coefficients`.
         length: with ``ON_DEVICE``, how many tokens there are, the new one included.
-        sums: room for ``(programs, SPLITS, 2·WIDTH + 3)`` numbers, float32.
+        sums: room for ``(programs, SPLITS, DEGREE·WIDTH + DEGREE + 1)`` numbers, float32.
         arrived: for each head how many programs are done, int32; zero before and after.
     """
     # 64 bits: a cache may have more than 2³¹ numbers
@@ -62,13 +63,13 @@ def decode_token(
     v_in += (b * v_b + (h // group) * v_h) * STEP
     u_rows += (b * u_b + h * u_h) * STEP
     # loaded before the loop: at the end the program that finishes a head would wait for them
-    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD)
+    c = _coefficients(theta, base, basis, h, LEARNED, BY_HEAD, DEGREE)
     # from row to row
     k_step = k_n.to(tl.int64) * STEP
     v_step = v_n.to(tl.int64) * STEP
     u_step = u_n.to(tl.int64) * STEP
     # of each row of a tile: the largest score, the sum of weights, the new token's weight, and
-    # both sums of rows
+    # both sums of rows; with degree 1 nothing reads own and w, and the compiler drops them
     top = tl.full([BN], -float("inf"), tl.float32)
     total = tl.zeros([BN], tl.float32)
     own = tl.zeros([BN], tl.float32)
@@ -91,9 +92,11 @@ def decode_token(
         some = seen[:, None] & inside[None, :]
         k = tl.load(k_in + row[:, None] * k_step + column[None, :], mask=some, other=0.0)
         v = tl.load(v_in + row[:, None] * v_step + column[None, :], mask=some, other=0.0)
-        # the new token's row of U is written below
-        cached = (row < new)[:, None] & inside[None, :]
-        other = tl.load(u_rows + row[:, None] * u_step + column[None, :], mask=cached, other=0.0)
+        if DEGREE == 2:
+            # the new token's row of U is written below
+            cached = (row < new)[:, None] & inside[None, :]
+            past_u = u_rows + row[:, None] * u_step + column[None, :]
+            other = tl.load(past_u, mask=cached, other=0.0)
         score = tl.sum(k.to(tl.float32) * q[None, :], 1)
         if MASK:
             seen = seen & (ahead != 0)
@@ -108,36 +111,46 @@ def decode_token(
         total = total * shrink + p
         own = own * shrink + (p - past)
         u = u * shrink[:, None] + p[:, None] * v.to(tl.float32)
-        w = w * shrink[:, None] + past[:, None] * other.to(tl.float32)
+        if DEGREE == 2:
+            w = w * shrink[:, None] + past[:, None] * other.to(tl.float32)
         top = higher
     highest = tl.max(top, 0)
-    u, w, total, own = _together(tl.exp2(top - _finite(highest)), u, w, total, own)
+    weight = tl.exp2(top - _finite(highest))
+    u, w, total, own = _together(weight, u, w, total, own, DEGREE)
     if SPLITS == 1:
-        _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH)
+        _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH, DEGREE)
     else:
+        # of one program: u, with degree 2 also w, then the numbers
+        ROWS: tl.constexpr = DEGREE * WIDTH
+        PART: tl.constexpr = ROWS + DEGREE + 1
         head = tl.program_id(0)
-        sums += head.to(tl.int64) * (SPLITS * (2 * WIDTH + 3))
-        part = sums + tl.program_id(1) * (2 * WIDTH + 3)
+        sums += head.to(tl.int64) * (SPLITS * PART)
+        part = sums + tl.program_id(1) * PART
         tl.store(part + column, u)
-        tl.store(part + WIDTH + column, w)
-        tl.store(part + 2 * WIDTH, highest)
-        tl.store(part + 2 * WIDTH + 1, total)
-        tl.store(part + 2 * WIDTH + 2, own)
+        if DEGREE == 2:
+            tl.store(part + WIDTH + column, w)
+        tl.store(part + ROWS, highest)
+        tl.store(part + ROWS + 1, total)
+        if DEGREE == 2:
+            tl.store(part + ROWS + 2, own)
         # all threads have written before the first one says so
         tl.debug_barrier()
         if tl.atomic_add(arrived + head, 1, sem="acq_rel") == SPLITS - 1:
             # for the next launch
             tl.store(arrived + head, 0)
-            parts = sums + tl.arange(0, SPLITS) * (2 * WIDTH + 3)
-            tops = tl.load(parts + 2 * WIDTH, cache_modifier=".cg")
-            totals = tl.load(parts + 2 * WIDTH + 1, cache_modifier=".cg")
-            owns = tl.load(parts + 2 * WIDTH + 2, cache_modifier=".cg")
+            parts = sums + tl.arange(0, SPLITS) * PART
+            tops = tl.load(parts + ROWS, cache_modifier=".cg")
+            totals = tl.load(parts + ROWS + 1, cache_modifier=".cg")
+            owns, ws = own, w
+            if DEGREE == 2:
+                owns = tl.load(parts + ROWS + 2, cache_modifier=".cg")
             rows = parts[:, None] + column[None, :]
             us = tl.load(rows, cache_modifier=".cg")
-            ws = tl.load(rows + WIDTH, cache_modifier=".cg")
-            weight = tl.exp2(tops - _finite(tl.max(tops, 0)))
-            u, w, total, own = _together(weight, us, ws, totals, owns)
-            _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH)
+            if DEGREE == 2:
+                ws = tl.load(rows + WIDTH, cache_modifier=".cg")
+            weights = tl.exp2(tops - _finite(tl.max(tops, 0)))
+            u, w, total, own = _together(weights, us, ws, totals, owns, DEGREE)
+            _finish(u, w, total, own, own_v, c, y_out, u_out, D, WIDTH, DEGREE)
 
 
 @triton.jit
@@ -147,48 +160,63 @@ def _finite(top):
 
 
 @triton.jit
-def _together(weight, u, w, total, own):
-    """Sums over the first axis, each entry weighted."""
-    # two sums per reduction: half as many barriers between the warps
-    u, w = tl.split(tl.sum(tl.join(u * weight[:, None], w * weight[:, None]), 0))
-    total, own = tl.split(tl.sum(tl.join(total * weight, own * weight), 0))
+def _together(weight, u, w, total, own, DEGREE: tl.constexpr):
+    """Sums over the first axis, each entry weighted; with degree 1 of u and total alone."""
+    if DEGREE == 2:
+        # two sums per reduction: half as many barriers between the warps
+        u, w = tl.split(tl.sum(tl.join(u * weight[:, None], w * weight[:, None]), 0))
+        total, own = tl.split(tl.sum(tl.join(total * weight, own * weight), 0))
+    else:
+        u = tl.sum(u * weight[:, None], 0)
+        total = tl.sum(total * weight, 0)
     return u, w, total, own
 
 
 @triton.jit
 def _finish(
-    u, w, total, own, v, c, y_out, u_out, D: tl.constexpr, WIDTH: tl.constexpr
+    u, w, total, own, v, c, y_out, u_out, D: tl.constexpr, WIDTH: tl.constexpr,
+    DEGREE: tl.constexpr,
 ):  # fmt: skip
     """``u = Σ p·v`` and ``y = c0·v + c1·u + c2·(w + p_new·u)`` from plain sums of weights."""
     column = tl.arange(0, WIDTH)
     inside = column < D
     # a token that sees nothing has a row of zeros
     share = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
-    # rounded as it is cached: later tokens see it so
-    u = (u * share).to(u_out.dtype.element_ty)
-    second = w * share + own * share * u.to(tl.float32)
-    power = tl.arange(0, POWERS)
+    u = u * share
+    if DEGREE == 2:
+        # rounded as it is cached: later tokens see it so
+        rounded = u.to(u_out.dtype.element_ty)
+        own = own * share
+        u = rounded.to(tl.float32)
+        second = w * share + own * u
+    power = tl.arange(0, 2 * DEGREE)
     c0 = tl.sum(tl.where(power == 0, c, 0.0), 0)
     c1 = tl.sum(tl.where(power == 1, c, 0.0), 0)
     c2 = tl.sum(tl.where(power == 2, c, 0.0), 0)
-    y = c0 * v + c1 * u.to(tl.float32) + c2 * second
-    tl.store(u_out + column, u, mask=inside)
+    y = c0 * v + c1 * u
+    if DEGREE == 2:
+        y += c2 * second
+        tl.store(u_out + column, rounded, mask=inside)
     y_out += tl.program_id(0).to(tl.int64) * D + column
     tl.store(y_out, y.to(y_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _coefficients(theta, base, basis, h, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr):
-    """``c = base + θ·basis`` of one head: ``(POWERS,)``, the last of them zero.
+def _coefficients(
+    theta, base, basis, h, LEARNED: tl.constexpr, BY_HEAD: tl.constexpr, DEGREE: tl.constexpr
+):  # fmt: skip
+    """``c = base + θ·basis`` of one head: ``(2·DEGREE,)``, after c0, c1 … a zero if there is room.
 
     Args:
-        theta: ``(H, LEARNED)``; base: ``(H, 3)``; basis: ``(LEARNED, 3)``, with ``BY_HEAD`` one for
-            each head. Without learned numbers the base alone is read.
+        theta: ``(H, LEARNED)``; base: ``(H, DEGREE + 1)``; basis: ``(LEARNED, DEGREE + 1)``, with
+            ``BY_HEAD`` one for each head. Without learned numbers the base alone is read.
     """
-    power = tl.arange(0, POWERS)
-    c = tl.load(base + h * 3 + power, power < 3, 0.0)
+    # Triton's ranges have a power of two entries: 2 for degree 1, 4 for degree 2
+    power = tl.arange(0, 2 * DEGREE)
+    COUNT: tl.constexpr = DEGREE + 1
+    c = tl.load(base + h * COUNT + power, power < COUNT, 0.0)
     for number in tl.static_range(LEARNED):
         learned = tl.load(theta + h * LEARNED + number).to(tl.float32)
         row = (h * LEARNED + number) if BY_HEAD else number
-        c += learned * tl.load(basis + row * 3 + power, power < 3, 0.0)
+        c += learned * tl.load(basis + row * COUNT + power, power < COUNT, 0.0)
     return c

@@ -27,15 +27,15 @@ class PreparedToken:
         self.device = q.device
         # of one GPU it needs not be asked whether it is the current one
         self.is_only_gpu = torch.cuda.device_count() <= 1
-        # by the strides of u, which has free rows or none
-        self.ready: dict[tuple[int, ...], tuple[Direct, Ready]] = {}
+        # by the strides of u, which has free rows or none; a filter of degree 1 has no u
+        self.ready: dict[tuple[int, ...] | None, tuple[Direct, Ready]] = {}
 
     def __call__(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        u: Tensor,
+        u: Tensor | None,
         coeffs: Coefficients,
         mask: Tensor | None,
         length: Tensor | None,
@@ -43,7 +43,8 @@ class PreparedToken:
         counters: Tensor | None = None,
     ) -> Tensor:
         """As :func:`~gfsa.operators.fused.decode.decode`."""
-        found = self.ready.get(u.stride()) or self._prepare(
+        layout = None if u is None else u.stride()
+        found = self.ready.get(layout) or self._prepare(
             q, k, v, u, coeffs, mask, length is not None, scale
         )
         # a captured graph has room of its own
@@ -51,7 +52,8 @@ class PreparedToken:
             return decode(q, k, v, u, coeffs, mask, length, scale, counters)
         direct, (_, numbers, count) = found
         theta, base, basis, _ = coeffs
-        q_at, k_at, v_at, u_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), u.data_ptr()
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        u_at = v_at if u is None else u.data_ptr()
         if (q_at | k_at | v_at | u_at) % 16:
             # which copies what the kernel cannot load 16 bytes at a time
             given = (q, k, v, u, theta, base, basis, mask, length, counters)
@@ -84,16 +86,16 @@ class PreparedToken:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        u: Tensor,
+        u: Tensor | None,
         coeffs: Coefficients,
         mask: Tensor | None,
         on_device: bool,
         scale: float,
     ) -> tuple[Direct, Ready] | None:
-        """The launch for such a ``u``; None until its code is compiled."""
+        """The launch for such tensors; None until its code is compiled."""
         ready = ready_for(q, k, v, u, *coeffs[:3], mask, on_device, scale)
         direct = ready.launch.direct.get(())
         if not isinstance(direct, Direct):
             return None
-        self.ready[u.stride()] = found = (direct, ready)
+        self.ready[None if u is None else u.stride()] = found = (direct, ready)
         return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gfsa.operators.base import Coefficients
 from gfsa.operators.call import AttentionCall
+from gfsa.operators.exporting import is_exporting
 from gfsa.operators.fused import tuned
 from gfsa.operators.fused.problem import are_spans
 from gfsa.operators.visibility import refusal_of_spans
@@ -328,6 +329,8 @@ def refusal_of_decoding(
     refusal = _refusal_of_device(q)
     if refusal is None and not DECODES_BY_KERNEL:
         refusal = "the kernel for a decoded token is turned off"
+    if refusal is None and is_exporting():
+        refusal = "an exported program has torch's own operators alone"
     if refusal is None and not _is_measured(q.device):
         refusal = "the kernel for a decoded token is not measured on this GPU"
     if refusal is not None:
@@ -335,9 +338,9 @@ def refusal_of_decoding(
     learned, numbers = (
         (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
     )
-    if numbers.shape[-1] != 3:
+    if numbers.shape[-1] not in (2, 3):
         return (
-            "the kernel for a decoded token takes filters of degree 2, "
+            "the kernel for a decoded token takes filters of degree 1 and 2, "
             f"this one has {numbers.shape[-1] - 1}"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):

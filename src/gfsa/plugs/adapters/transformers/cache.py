@@ -31,6 +31,7 @@ from gfsa.operators.exporting import is_exporting
 from gfsa.plugs.adapters.transformers.companions import (
     GrowingPowers,
     append,
+    counters_beside,
     counts_its_tokens,
     empty_like,
 )
@@ -94,16 +95,23 @@ class CachedOperator(Operator):
         return self.rows.apply(x)
 
     def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+        # not by isinstance, which is slow here
+        numbers: Any = coeffs.base if type(coeffs) is Coefficients else coeffs
+        degree = numbers.shape[-1] - 1
         if self.new == 1 and type(self.rows) is SDPAOperator:
-            companion = _first_companion(self.layer, self.owner)
-            if companion is not None:
+            companion = _first_companion(self.layer, self.owner) if degree > 1 else None
+            # a filter of degree 1 needs no powers of the tokens before
+            if degree == 1 or companion is not None:
                 y = decode_in_one_launch(
                     self.rows.given, self.layer, self.owner, companion, coeffs, v
                 )
                 if y is not None:
                     return y
+        elif degree == 1 and not torch.compiler.is_compiling():
+            # for the tokens after a prompt: a compiled step finds them, and cannot make them
+            counters_beside(self.layer, v.shape[0] * self.heads, v.device)
         coeffs = value_of(coeffs)
-        powers = self.powers(v, coeffs.shape[-1] - 1)
+        powers = self.powers(v, degree)
         # for one token the cost is in kernel launches, not in arithmetic
         plain = type(v) is Tensor and not torch.is_grad_enabled()
         return combine(coeffs, powers, in_one_go=plain and not torch.compiler.is_compiling())

@@ -159,11 +159,7 @@ class TracedStaticPowers(StaticLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         if key_states.is_cuda and not torch.compiler.is_compiling():
-            self.counters = torch.zeros(
-                key_states.shape[0] * key_states.shape[1], dtype=torch.int32, device=self.device
-            )
-            # as the layer's own tensors: a graph that writes to it can be captured
-            torch._dynamo.mark_static_address(self.counters)
+            self.counters = _new_counters(key_states.shape[0] * key_states.shape[1], self.device)
 
     def get_seq_length(self) -> int:
         """How many rows there are: the layer of the cache knows which of them are filled."""
@@ -228,6 +224,34 @@ class StaticWindowPowers(TracedStaticWindowPowers, nn.Module):
     def __init__(self, max_cache_len: int) -> None:
         nn.Module.__init__(self)
         StaticLayer.__init__(self, max_cache_len)
+
+
+def _new_counters(heads: int, device: torch.device | str) -> Tensor:
+    """A zero for each head of all sequences."""
+    counters = torch.zeros(heads, dtype=torch.int32, device=device)
+    # as the layer's own tensors: a graph that writes to it can be captured
+    torch._dynamo.mark_static_address(counters)
+    return counters
+
+
+def counters_beside(layer: Any, heads: int, device: torch.device) -> Tensor | None:
+    """The counters of a static layer of the cache that has no powers, as with filters of degree 1.
+
+    None for other layers, on a CPU, and where none were made before a graph was traced.
+
+    Args:
+        heads: query heads of all sequences.
+    """
+    counters: Tensor | None = getattr(layer, "gfsa_counters", None)
+    if counters is not None and len(counters) >= heads and counters.device == device:
+        return counters
+    if device.type != "cuda" or torch.compiler.is_compiling() or not isinstance(layer, StaticLayer):
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        # they would be the graph's memory
+        return None
+    counters = layer.gfsa_counters = _new_counters(heads, device)
+    return counters
 
 
 # of a tuple, because isinstance is slow where every token asks

@@ -1,5 +1,6 @@
 """The newest token of a cached sequence by one kernel, which reads keys, values and powers once.
 
+A filter of degree 1 has no powers to read: its cache is that of the model without filters.
 Whether the kernel serves a call is decided once for calls that are alike, as those of a model's
 layers are for one token.
 """
@@ -21,6 +22,7 @@ from gfsa.operators.fused import eligibility, refusal_of_decoding
 from gfsa.plugs.adapters.transformers.companions import (
     STATIC,
     GrowingPowers,
+    counters_beside,
     counts_its_tokens,
     has_rows_like,
     next_row,
@@ -40,7 +42,7 @@ def decode_in_one_launch(
     coeffs: Tensor | Coefficients,
     v: Tensor,
 ) -> Tensor | None:
-    """The filtered new token, ``(B, H, 1, D)``; its power is written into the companion.
+    """The filtered new token, ``(B, H, 1, D)``; its power, if any, is written into the companion.
 
     None where the kernel does not serve; the passes are then torch's, one after another.
 
@@ -48,7 +50,7 @@ def decode_in_one_launch(
         call: of the new token's query and all keys.
         layer: of the cache, after the new keys and values were added to it.
         owner: the index of the module that attends to it.
-        companion: the powers ``A·v`` of the tokens before.
+        companion: the powers ``A·v`` of the tokens before; None for a filter of degree 1.
         v: all values.
     """
     q, k = call.q, call.k
@@ -59,7 +61,9 @@ def decode_in_one_launch(
     if prepared is False:
         return None
     y: Tensor
-    if prepared is not None and type(layer) is DynamicLayer:
+    u: Tensor | None
+    counters: Tensor | None
+    if prepared is not None and companion is not None and type(layer) is DynamicLayer:
         u = next_row(companion, layer.keys.shape[2], q.device)
         if u is not None:
             y = prepared(q, k, v, u, coeffs, call.attn_mask, None, scale)
@@ -70,10 +74,15 @@ def decode_in_one_launch(
                 _PREPARED.remember(signature, False)
             return None
         prepared = _decoder(q, coeffs, signature)
-    counting = [companion] if counts_its_tokens(companion) else []
-    refuse_another_past(layer, owner, counting, 1)
-    u = room_for_one(companion, q, layer)
-    counters = companion.counters if type(companion) in STATIC else None
+    u = counters = None
+    if companion is None:
+        if type(layer) is not DynamicLayer:
+            counters = counters_beside(layer, q.shape[0] * q.shape[1], q.device)
+    else:
+        counting = [companion] if counts_its_tokens(companion) else []
+        refuse_another_past(layer, owner, counting, 1)
+        u = room_for_one(companion, q, layer)
+        counters = companion.counters if type(companion) in STATIC else None
     length = layer.cumulative_length if from_front else None
     y = prepared(q, k, v, u, coeffs, call.attn_mask, length, scale, counters)
     return y
@@ -103,11 +112,14 @@ def _signature(
     if type(coeffs) is not Coefficients:
         return None
     # without calls, as in all of this: every token comes here in each layer
-    rows: Any = companion._rows if type(companion) is GrowingPowers else companion.keys
+    rows: Any = None
+    if companion is not None:
+        rows = companion._rows if type(companion) is GrowingPowers else companion.keys
     theta, base, basis, _ = coeffs
     return (
         *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype),
-        *(v.shape, v.stride(), v.dtype, rows.shape, rows.dtype, rows.device, type(layer)),
+        *(v.shape, v.stride(), v.dtype, type(layer)),
+        None if rows is None else (rows.shape, rows.dtype, rows.device),
         # a static window does until it is full
         from_front,
         *(type(theta), theta.shape, theta.stride(), theta.dtype, theta.device),
@@ -123,7 +135,7 @@ def _serves(call: AttentionCall, companion: Any, coeffs: Tensor | Coefficients, 
     """Whether the kernel for a decoded token serves the call."""
     if refusal_of_decoding(call, v, coeffs) or reason_for_sdpa_alone(call):
         return False
-    if not has_rows_like(companion, call.q):
+    if companion is not None and not has_rows_like(companion, call.q):
         return False
     # triton is imported where its kernels run
     from gfsa.operators.fused.decode import takes_layout

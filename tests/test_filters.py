@@ -358,6 +358,20 @@ class TestMoving:
         assert torch.equal(filter.coefficients(), trained.coefficients())
 
 
+    @every_filter
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+    def test_meta_and_assign_alone(self, make, dtype: torch.dtype) -> None:
+        trained = shift(make()).to(dtype)
+        with torch.device("meta"):
+            filter = make().to(dtype)
+        filter.load_state_dict(trained.state_dict(), assign=True)
+        heads, tokens = filter.num_heads, 5
+        operator = DenseOperator(torch.randn(2, heads, tokens, tokens, dtype=dtype).softmax(-1))
+        v = torch.randn(2, heads, tokens, 8, dtype=dtype)
+        assert torch.equal(filter(operator, v), trained(operator, v))
+        assert torch.equal(filter.coefficients(), trained.coefficients())
+
+
 @contextlib.contextmanager
 def _garbage_in_new_memory() -> Iterator[None]:
     """``torch.empty_like`` gives what no test could mistake for an initial value."""

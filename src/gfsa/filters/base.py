@@ -172,7 +172,12 @@ class GraphFilter(nn.Module):
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
-        return operator.polynomial(self.polynomial_coefficients(), v)
+        coefficients = self.polynomial_coefficients()
+        if type(coefficients) is Tensor and coefficients.is_meta and not v.is_meta:
+            # built on the meta device, without a θ whose device would tell where the model is now
+            self._place_constants(v.device, torch.promote_types(v.dtype, torch.float32))
+            coefficients = self.polynomial_coefficients()
+        return operator.polynomial(coefficients, v)
 
     def map(self, operator: DenseOperator) -> Tensor:
         """The matrix that replaces A, ``(..., H, N, N)``; to look at it, not for speed."""

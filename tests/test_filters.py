@@ -357,6 +357,39 @@ class TestMoving:
         filter.load_state_dict(trained.state_dict(), assign=True)
         assert torch.equal(filter.coefficients(), trained.coefficients())
 
+    @every_filter
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+    def test_meta_and_assign_alone(self, make, dtype: torch.dtype) -> None:
+        trained = shift(make()).to(dtype)
+        with torch.device("meta"):
+            filter = make().to(dtype)
+        filter.load_state_dict(trained.state_dict(), assign=True)
+        heads, tokens = filter.num_heads, 5
+        operator = DenseOperator(torch.randn(2, heads, tokens, tokens, dtype=dtype).softmax(-1))
+        v = torch.randn(2, heads, tokens, 8, dtype=dtype)
+        assert torch.equal(filter(operator, v), trained(operator, v))
+        assert torch.equal(filter.coefficients(), trained.coefficients())
+
+    @every_filter
+    def test_runs_without_data_after_a_cast(self, make) -> None:
+        filter = make().to("meta").double()
+        matrix = torch.empty(2, filter.num_heads, 5, 5, dtype=torch.float64, device="meta")
+        assert filter(DenseOperator(matrix), matrix[..., :3]).shape == (2, filter.num_heads, 5, 3)
+
+    @every_filter
+    def test_meta_and_assign_then_moved(self, make) -> None:
+        trained = shift(make())
+        with torch.device("meta"):
+            filter = make()
+        filter.load_state_dict(trained.state_dict(), assign=True)
+        assert not any(x.is_meta for x in (*filter.parameters(), *filter.buffers()))
+        assert torch.equal(filter.to("cpu").coefficients(), trained.coefficients())
+        # by hand, without the description that load_state_dict reads
+        other = make().to("meta")
+        if trained.theta is not None:
+            other.theta = trained.theta
+        assert torch.equal(other.to("cpu").coefficients(), trained.coefficients())
+
 
 @contextlib.contextmanager
 def _garbage_in_new_memory() -> Iterator[None]:

@@ -352,6 +352,27 @@ def test_models_that_share_a_config_keep_their_own_filters(tmp_path: Path) -> No
         gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path / "bare")
 
 
+def test_layers_that_share_a_parameter(tmp_path: Path) -> None:
+    model = model_of()
+    gfsa.plug(model)
+    first, *others = gfsa.filters_of(randomised(model)).values()
+    for filter in others:
+        filter.theta = first.theta
+    gfsa.save(model, tmp_path)
+    loaded = model_of()
+    gfsa.load(loaded, tmp_path)
+    assert others
+    assert all(torch.equal(f.theta, first.theta) for f in gfsa.filters_of(loaded).values())
+
+
+def test_a_smaller_model_is_told_what_it_lacks(tmp_path: Path) -> None:
+    model = model_of()
+    gfsa.plug(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"layer\.1\..* does not have; .* was saved from$"):
+        gfsa.from_pretrained(AutoModelForMaskedLM, tmp_path, num_hidden_layers=1)
+
+
 @pytest.mark.parametrize("part", ["model.encoder", "model.decoder.layers"])
 def test_a_model_plugged_in_part_saves_what_it_has(part: str, tmp_path: Path) -> None:
     case = ZOO["bart"]

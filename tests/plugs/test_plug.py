@@ -393,6 +393,19 @@ def test_an_attention_that_is_replaced_is_not_checked() -> None:
     assert not any(checks_of(m) for m in model.modules())
 
 
+@pytest.mark.parametrize("part", ["", "encoder.layer.1"])
+def test_a_filter_that_is_replaced_is_not_checked(part: str) -> None:
+    model = bert(2)
+    gfsa.plug(model)
+    module: Any = model.encoder.layer[1].attention.self
+    module.gfsa = module.gfsa.fold()
+    # a part on its own is checked when the attention's own forward ends
+    model.get_submodule(part)(torch.randn(1, 6, 32) if part else torch.arange(6)[None])
+    model(torch.arange(6)[None])
+    assert names(model) == [1, 2]
+    assert not any(checks_of(m) for m in model.modules())
+
+
 class TwoTowers(nn.Module):
     """An input without images reaches the text tower only."""
 

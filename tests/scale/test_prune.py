@@ -158,6 +158,17 @@ def test_undo() -> None:
 
 
 @torch.no_grad()
+def test_undo_before_a_forward() -> None:
+    model, inputs = plugged("gpt2"), ZOO["gpt2"].batch()
+    trained(model, {0: [1], 1: [0, 1, 2, 3]})
+    before = first(model(**inputs))
+    report = gfsa.prune(model, 1e-3)
+    report.undo()
+    # the pruned filters, which no forward has called, are not missed
+    assert torch.equal(first(model(**inputs)), before)
+
+
+@torch.no_grad()
 def test_unplugged_layers_come_back() -> None:
     model, inputs = ZOO["bert"].model("sdpa"), ZOO["bert"].batch()
     gfsa.plug(model)

@@ -165,14 +165,31 @@ class GraphFilter(nn.Module):
 
     def _learned(self, theta: Any) -> Any:
         """θ as this process uses it."""
-        if self.base.is_meta and not theta.is_meta:
-            # built on the meta device, then loaded by load_state_dict(assign=True)
-            self._place_constants(theta.device, torch.promote_types(theta.dtype, torch.float32))
+        self._fill_constants()
         return local_rows(theta, self.heads_are_sharded)
+
+    def _fill_constants(self) -> None:
+        """Give the constants their values if only they are still on the meta device.
+
+        A filter was built there, then filled by load_state_dict(assign=True), which has no values
+        for them. Without a θ they are on the host until a forward shows where the model is.
+        """
+        if not self.base.is_meta:
+            return
+        if self.theta is None:
+            self._place_constants(torch.device("cpu"), self.base.dtype)
+        elif not self.theta.is_meta:
+            dtype = torch.promote_types(self.theta.dtype, torch.float32)
+            self._place_constants(self.theta.device, dtype)
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
-        return operator.polynomial(self.polynomial_coefficients(), v)
+        coefficients = self.polynomial_coefficients()
+        if type(coefficients) is Tensor and coefficients.device != v.device:
+            # built on the meta device, without a θ whose device would tell where the model is now
+            self._place_constants(v.device, torch.promote_types(v.dtype, self.base.dtype))
+            coefficients = self.polynomial_coefficients()
+        return operator.polynomial(coefficients, v)
 
     def map(self, operator: DenseOperator) -> Tensor:
         """The matrix that replaces A, ``(..., H, N, N)``; to look at it, not for speed."""
@@ -210,11 +227,15 @@ class GraphFilter(nn.Module):
                 f"one is {own['kind']} {own['arguments']}; plug the model as it was plugged"
             )
         self.dropout_after = check_dropout_place(saved.get("dropout_after", "attention"))
+        # torch calls this after it has loaded θ
+        self._fill_constants()
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # module.half(), .to(), .to_empty() … call this: the constants keep full precision on any
         # device (float64 only if the model is in float64)
         had_no_values = self.theta is not None and self.theta.device.type == "meta"
+        # what has no values cannot be moved
+        self._fill_constants()
         super()._apply(fn, recurse)
         dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         self._place_constants(self.base.device, dtype)
@@ -224,11 +245,10 @@ class GraphFilter(nn.Module):
         return self
 
     def _place_constants(self, device: torch.device, dtype: torch.dtype) -> None:
-        if device.type != "meta":
-            # inference tensors cannot be used in training, which may follow
-            with torch.inference_mode(False):
-                self.base = self._exact_base.to(device, dtype)
-                self.basis = self._exact_basis.to(device, dtype)
+        # inference tensors cannot be used in training, which may follow
+        with torch.inference_mode(False):
+            self.base = self._exact_base.to(device, dtype)
+            self.basis = self._exact_basis.to(device, dtype)
 
     def reset_parameters(self) -> None:
         """Set θ back to its initial value; deferred initialisation calls this."""

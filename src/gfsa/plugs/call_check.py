@@ -59,7 +59,7 @@ class CallCheck:
         elif event == "ended":
             alone = name in self.events and threading.get_ident() not in self.running
             if alone and not compiled_parts(module):
-                raise _not_called([name])
+                self._raise_if_present([name], module)
         else:
             # another thread may have called the filter and removed the name in the meantime
             self.events.get(name, set()).add((threading.get_ident(), event))
@@ -129,12 +129,18 @@ class CallCheck:
         proof = "ran" if model.training else "reached"
         events = self._take_events()
         missing = [name for name in events if "ran" in events[name] or proof in events[name]]
-        if missing:
-            # the caller may have replaced layers since
-            present = {hook.name for hook in _call_hooks(model) if hook.check is self}
-            for name in set(missing) - present:
-                self.forget(name)
-            missing = [name for name in missing if name in present]
+        self._raise_if_present(missing, model)
+
+    def _raise_if_present(self, missing: list[str], module: nn.Module) -> None:
+        """Raise for filters that were not called, but for those that ``module`` has no longer."""
+        if not missing:
+            return
+        # the caller may have replaced layers since, or filters alone
+        hooks = [hook for hook in _call_hooks(module) if hook.check is self]
+        present = {hook.name for hook in hooks if hook.event == "called"}
+        for name in set(missing) - present:
+            self.forget(name)
+        missing = [name for name in missing if name in present]
         if missing:
             raise _not_called(missing)
 
@@ -204,7 +210,7 @@ def checks_of(model: nn.Module) -> list[CallCheck]:
 
 
 def _call_hooks(model: nn.Module) -> list[_CallHook]:
-    """The hooks on filters of this model that note their calls."""
+    """The hooks on filters and layers of this model that note their calls."""
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     return [hook for hook in hooks if isinstance(hook, _CallHook)]
 

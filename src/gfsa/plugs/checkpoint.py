@@ -84,7 +84,8 @@ def _values(value: Any, name: str) -> Tensor:
             "accelerate offloads them"
         )
     gathered: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    tensor = gathered.detach().cpu().contiguous()
+    # a copy of its own: safetensors refuses tensors of layers that share one parameter
+    tensor = gathered.detach().clone(memory_format=torch.contiguous_format).cpu()
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(
             f"{name} has values that are not finite, which gfsa.load would refuse: nothing was "

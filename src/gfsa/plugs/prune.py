@@ -50,6 +50,7 @@ class PruneReport:
     def undo(self) -> None:
         """Put the old filters back into the model."""
         assert self._model is not None
+        pruned = plugged_sites(self._model)
         sites = self._sites.values()
         returning = [site for site in sites if getattr(site.module, CHILD, None) is not site.filter]
         _refuse_distributed(self._model, [(site.module, site.filter) for site in returning])
@@ -59,7 +60,7 @@ class PruneReport:
                     site.module.add_module(CHILD, site.filter)
                 else:
                     attach(site, site.filter)
-            _finish(self._model, self._sites)
+            _finish(self._model, self._sites.values(), before=pruned)
 
     def __str__(self) -> str:
         total, left = self.passes_before, self.passes_after
@@ -134,7 +135,7 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
                     detach(site)
                 elif new is not old:
                     site.module.add_module(CHILD, new)
-            _finish(model, plugged)
+            _finish(model, plugged.values(), before=plugged)
         if expected is not None:
             report.largest_change = _largest_difference(expected, _outputs(model, inputs))
     return report
@@ -183,9 +184,9 @@ def _degrees(filter: GraphFilter) -> list[int]:
     return [filter.degree if head in high else 1 for head in range(filter.num_heads)]
 
 
-def _finish(model: nn.Module, before: Mapping[str, Site]) -> None:
-    """Notify adapters, and move the check for uncalled filters from removed to new ones."""
-    notify_adapters(model, before.values())
+def _finish(model: nn.Module, changed: Iterable[Site], before: Mapping[str, Site]) -> None:
+    """Notify adapters, and move the check for uncalled filters from those before to new ones."""
+    notify_adapters(model, changed)
     now = plugged_sites(model)
     kept = {id(site.filter) for site in now.values()}
     for site in before.values():

@@ -120,10 +120,12 @@ class _LayersByCanonicalName:
     def find(self, saved: str, source: str, saved_from: Any) -> str:
         """The module's name in this model."""
         if saved not in self.modules:
+            # checkpoints of whole models and adapters do not say it
+            which = f", {saved_from!r:.80}" if saved_from else ""
             raise ValueError(
                 f"{source} has a filter for the layer {saved!r:.80}, which "
                 f"{type(self.model).__name__} does not have; load it into the model that it "
-                f"was saved from, {saved_from!r:.80}"
+                f"was saved from{which}"
             )
         name, *others = self.attention.get(saved, [self.modules[saved]])
         if others:

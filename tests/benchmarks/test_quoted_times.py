@@ -83,6 +83,10 @@ PROSE: dict[str, list[Timed]] = {
         decoded("decode-static", "graph", 1),
         decoded("decode-static", "graph", 16),
     ],
+    "in eager mode (degree 1: {} to {}×)": [
+        decoded("decode", "eager", 16, "gfsa degree 1 kernel"),
+        decoded("decode", "eager", 1, "gfsa degree 1 kernel"),
+    ],
     "{} to {}× in eager mode": [
         decoded("decode", "eager", 16),
         Timed("decode", "1x12x512x64", "eager", "gfsa kernel", column="fwd_ratio"),

@@ -123,8 +123,12 @@ def test_a_quoted_comparison_is_one_of_a_family(quote: Quote) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_complete_family_is_quoted(page: str) -> None:
+    """In prose; README.md has some in a table, which test_results_pages.py compares."""
     quotes = [quote for quote in all_quotes() if quote.passage.page == page and quote.ends]
+    in_table = {"wikitext2-featscale", "pretrain-epoch-best", "pretrain", "stsb"}
     for family, outcomes in FIGURES.complete:
+        if page == "README.md" and family.name in in_table:
+            continue
         assert any(agrees(q, o) for q in quotes for o in outcomes), f"{page}: {family.name}"
 
 
@@ -221,12 +225,17 @@ def test_verdicts_hold_over_all_families_as_pretraining_says() -> None:
     }
     page = " ".join((ROOT / "results/pretraining-details.md").read_text("utf-8").split())
     assert f"over all {len(ps)} comparisons of the {count_word(len(FIGURES.complete))}" in page
-    own = {name: p for (family, name), p in shown.items() if family == "pretrain-epoch"}
-    quoted = {"degree1 − plain": "degree 1 − plain", "degree1 − gain": "degree 1 − gain only"}
+    own = {key: p for key, p in shown.items() if key[0] in quoted_figures.PRETRAINING}
+    quoted = {
+        ("pretrain-epoch", "degree1 − plain"): "degree 1 − plain",
+        ("pretrain-epoch", "degree1 − gain"): "degree 1 − gain only",
+        ("pretrain-epoch-best", "degree1 − plain"): "degree 1 − plain",
+        ("pretrain-epoch-best", "both − gated"): "degree 1 on gated heads − gated heads",
+    }
     assert own.keys() == quoted.keys()
-    assert all(p < 0.05 for p in own.values()), "not both verdicts are left"
-    for name, words in quoted.items():
-        assert f"{p_value(own[name])} ({words})" in page
+    assert all(p < 0.05 for p in shown.values()), "not every verdict is left"
+    for key, words in quoted.items():
+        assert f"{p_value(own[key])} ({words})" in page
 
 
 PRETRAINING = ("pretraining.md", "pretraining-details.md")
@@ -238,7 +247,7 @@ def test_counts_of_tuning_runs_are_those_of_the_rows() -> None:
     c0 = [coefficients_of(row)[0] for row in rows.itertuples() if learns_c0(row)]
     assert max(c0) < 0
     pages = {name: " ".join(FIGURES.text(name).split()) for name in PRETRAINING}
-    families = quoted_figures.runs_with_negative_c0(FIGURES, "pretrain", "pretrain-epoch")
+    families = quoted_figures.runs_with_negative_c0(FIGURES, *quoted_figures.PRETRAINING)
     for page in pages.values():
         assert f"({len(c0)} tuning runs, {families[0]} runs of families)" in page
     with (ROOT / "results/tuning/pretrain.csv").open(newline="", encoding="utf-8") as file:

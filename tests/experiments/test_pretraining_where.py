@@ -62,7 +62,7 @@ def test_our_paragraph_is_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = read_study(RESULTS)
     said, found = where(ours), longest_probed(ours)
     assert found is not None
-    assert said in (RESULTS / "pretraining.md").read_text("utf-8")
+    assert said in (RESULTS / "pretraining-details.md").read_text("utf-8")
     for arm, name in (("degree 1", "Degree 1: "), ("GFSA", "GFSA: ")):
         own = said.partition(name)[2].split(". ")[0]
         for measure in found.measures:

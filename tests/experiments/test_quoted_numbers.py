@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from gfsa_experiments.results.family_summary import NAMES
+from gfsa_experiments.results.family_summary import NAMES, lines_of
 from gfsa_experiments.results.number_format import p_value
 from gfsa_experiments.results.statistics import Interval, holm
 from gfsa_experiments.results.tables import coefficients_of, learns_c0
@@ -248,11 +248,34 @@ def test_counts_of_tuning_runs_are_those_of_the_rows() -> None:
     assert max(c0) < 0
     pages = {name: " ".join(FIGURES.text(name).split()) for name in PRETRAINING}
     families = quoted_figures.runs_with_negative_c0(FIGURES, *quoted_figures.PRETRAINING)
-    for page in pages.values():
-        assert f"({len(c0)} tuning runs, {families[0]} runs of families)" in page
+    assert (
+        pages["pretraining-details.md"].count(
+            f"({len(c0)} tuning runs, {families[0]} runs of families)"
+        )
+        == 2
+    )
     with (ROOT / "results/tuning/pretrain.csv").open(newline="", encoding="utf-8") as file:
         count = sum(1 for _ in csv.DictReader(file))
     assert f"({count} runs), curves" in pages["pretraining-details.md"]
+
+
+def test_what_pretraining_says_of_best_rates_is_what_the_family_has() -> None:
+    """Registered and other differences, and the times of steps."""
+    family = "pretrain-epoch-best"
+    alone = quoted_figures.size(FIGURES.family_difference(family, "degree1").mean, 3)
+    on_top = quoted_figures.size(FIGURES.family_difference(family, "both", "gated").mean, 3)
+    both = FIGURES.family_difference(family, "both")
+    low, high = (quoted_figures.size(end, 3) for end in sizes(both))
+    page = " ".join(FIGURES.text("pretraining.md").split())
+    assert (
+        f"it ends {alone} below plain and, on top of gated heads, {on_top} below gated heads: "
+        f"together {quoted_figures.size(both.mean, 3)} below plain ({low} … {high})"
+    ) in page
+    (found,) = [own for of, own in FIGURES.complete if of.name == family]
+    seconds = {own.name: own.line.gpu_seconds for own in lines_of(found)}
+    ratios = [f"{seconds[name] / seconds['plain']:.2f}×" for name in ("degree1", "gated", "both")]
+    degree1, gated, together = ratios
+    assert f"it took {degree1}, with gated heads {gated}, with both {together}" in page
 
 
 def test_what_is_said_of_larger_sizes_is_what_was_run() -> None:
@@ -266,7 +289,7 @@ def test_what_is_said_of_larger_sizes_is_what_was_run() -> None:
         ("110M", "degree1", "0.9"),
         ("110M", "gfsa", "0.9"),
     }, "say what the others show"
-    page = " ".join(FIGURES.text("pretraining.md").split())
+    page = " ".join(FIGURES.text("pretraining-details.md").split())
     second = {
         f"{float(found[size, 'gfsa', ratio]) - float(found[size, 'degree1', ratio]):.3f}"
         for size, ratio in (("46M", "1.1"), ("110M", "0.9"))

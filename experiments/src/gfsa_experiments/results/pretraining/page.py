@@ -22,7 +22,11 @@ from gfsa_experiments.results.pretraining.collect import RUN
 from gfsa_experiments.results.pretraining.controls import GFSA, compared, controls, rates
 from gfsa_experiments.results.pretraining.fit_words import FITTED, fit_sentence
 from gfsa_experiments.results.pretraining.gap import cells
-from gfsa_experiments.results.pretraining.larger import rate_blocks_of_larger, size_sentences
+from gfsa_experiments.results.pretraining.larger import (
+    larger_in_short,
+    rate_blocks_of_larger,
+    size_sentences,
+)
 from gfsa_experiments.results.pretraining.limits import (
     MARGIN,
     limit_blocks,
@@ -39,7 +43,7 @@ from gfsa_experiments.results.pretraining.savings import Saving, savings, saving
 from gfsa_experiments.results.pretraining.stability import ABOVE, breakdowns
 from gfsa_experiments.results.pretraining.study import FAMILIES, Study
 from gfsa_experiments.results.pretraining.warmups import warmup_blocks, warmup_steps
-from gfsa_experiments.results.pretraining.where import longest_probed
+from gfsa_experiments.results.pretraining.where import longest_probed, where
 from gfsa_experiments.results.pretraining.worth import worth, worth_sentences
 from gfsa_experiments.results.statistics import LEVEL, Interval
 from gfsa_experiments.tasks.pretrain.recipe import PretrainConfig
@@ -67,7 +71,10 @@ def _limits(study: Study) -> list[Block]:
     said = " ".join(filter(None, (limit_of_plain(study), limit_of_schedule(study))))
     if not said:
         return limit_blocks(study)
-    text = f"Family pretrain. {said} The plain model of pretrain-epoch: see *Not known*."
+    text = (
+        f"Family pretrain. {said} The plain models of the others: "
+        "[limits](pretraining-details.md#what-limits-the-families)."
+    )
     return [Text(text), *limit_blocks(study)]
 
 
@@ -76,10 +83,15 @@ def detail_blocks(study: Study, speeds: Speeds) -> list[Block]:
     found = [*gap_blocks(study, speeds), *rate_blocks_of_larger(study.larger_rates)]
     found += [*warmup_blocks(study.warmups), *rate_blocks(study)]
     found += stability_blocks(study.stability)
-    found += [*probe_blocks(study), *probes_by_length(study), *_coefficient_blocks(study)]
+    found += [*probe_blocks(study), *_paragraph(where(study)), *probes_by_length(study)]
+    found += _coefficient_blocks(study)
     if study.missing:
         found += [Heading("Not run yet"), Bullets(study.missing)]
     return found
+
+
+def _paragraph(text: str) -> list[Block]:
+    return [Text(text)] if text else []
 
 
 def control_table(study: Study) -> list[Block]:
@@ -229,6 +241,7 @@ def gap_blocks(study: Study, speeds: Speeds) -> list[Block]:
         Text(text),
         grid,
         Bullets(sentences),
+        *_paragraph(larger_in_short(study, tuned)),
         *passing_blocks(passed, FITTED),
     ]
 

@@ -36,8 +36,8 @@ LONG_WARMUP = "pretrain-long-warmup.txt"
 BEST_RATES = "pretrain-epoch-best"
 FAMILIES = {
     BEST_RATES: "3.4 tokens a parameter, each arm at its best rate",
-    "pretrain-epoch": "3.4 tokens a parameter",
-    "pretrain": "10 tokens a parameter",
+    "pretrain-epoch": "3.4 tokens a parameter, every arm at 2e-3",
+    "pretrain": "10 tokens a parameter, every arm at 2e-3",
 }
 """The length of the runs of each family, in the order of the page."""
 _EARLIER_CURVES = Path("tuning/pretrain-curves.csv")

@@ -13,12 +13,10 @@ from gfsa_experiments.results.pretraining.arms import by_size
 from gfsa_experiments.results.pretraining.coefficients import draw_coefficients, trajectories
 from gfsa_experiments.results.pretraining.figure import draw, save
 from gfsa_experiments.results.pretraining.fit_words import vanishing
-from gfsa_experiments.results.pretraining.larger import larger_in_short
 from gfsa_experiments.results.pretraining.page import detail_blocks, first_blocks
 from gfsa_experiments.results.pretraining.passing import passings, with_tuned_plain
 from gfsa_experiments.results.pretraining.speeds import read_speeds
 from gfsa_experiments.results.pretraining.study import FAMILIES, Study, read_study
-from gfsa_experiments.results.pretraining.where import where
 
 PAGE = "pretraining.md"
 DETAILS = "pretraining-details.md"
@@ -29,10 +27,9 @@ ANSWER = ("<!-- answer of pretraining: begin -->", "<!-- answer of pretraining: 
 
 
 def opening(study: Study) -> str:
-    """The page's first paragraphs: what is confirmed, and what exploratory runs add to it."""
+    """The page's first paragraphs: what is confirmed, and whether it lasts."""
     tuned = with_tuned_plain(study.runs, passings(study.curves, study.runs))
-    said = [vanishing(tuned), larger_in_short(study, tuned), where(study)]
-    return "\n\n".join([answers(study.families, FAMILIES), *filter(None, said)])
+    return "\n\n".join(filter(None, [answers(study.families, FAMILIES), vanishing(tuned)]))
 
 
 def _rows_of_tuning(results: Path) -> pd.DataFrame | None:

@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from gfsa import cli
 from gfsa_experiments.results.families import is_of, read_families, refuse_unregistered
 from gfsa_experiments.results.family_summary import is_complete
+from gfsa_experiments.results.figures import draw, marks
 from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
 from gfsa_experiments.results.page_blocks import BEGIN, END
 from gfsa_experiments.results.verdicts import outcomes
+from support.quoted_figures import FIGURES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -101,6 +103,16 @@ TABLE_OF_README = {
     "degree 1 − plain, 10 tokens": ("pretrain", "degree1 − plain"),
     "identity term − plain": ("stsb", "w0 − plain"),
 }
+
+
+def test_no_text_of_the_forest_plot_is_cut_off() -> None:
+    figure = draw(marks(FIGURES.tables, FIGURES.complete))
+    figure.draw_without_rendering()
+    width = figure.bbox.width
+    texts = [text for axis in figure.axes for text in (*axis.texts, *axis.get_yticklabels())]
+    for text in texts:
+        box = text.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= width, text.get_text()
 
 
 def test_the_readme_agrees_with_the_pages() -> None:

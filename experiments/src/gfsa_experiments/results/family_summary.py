@@ -32,7 +32,7 @@ _DETAILS = ("on valid", "at")
 """Columns that the first page leaves to :data:`PAGE`."""
 NAMES = {"gfsa": "GFSA", "degree1": "degree 1", "gain": "gain only", "gated": "gated heads"}
 NAMES |= {"longer": "longer plain", "residual": "value residual"}
-NAMES |= {"both": "degree 1 on gated heads"}
+NAMES |= {"both": "degree 1 on gated heads", "featscale": "FeatScale", "w0": "identity term"}
 """How prose and figures name the lines of families; any other line goes by its own name."""
 
 

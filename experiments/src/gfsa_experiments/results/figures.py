@@ -108,7 +108,7 @@ def draw(drawn: Sequence[Mark]) -> Figure:
     figure = Figure(figsize=(WIDTH, height), layout=layout)
     axes = figure.subplots(len(parts), height_ratios=heights, squeeze=False)[:, 0]
     for axis, part in zip(axes, parts, strict=True):
-        _draw_part(axis, part, looks)
+        _draw_part(figure, axis, part, looks)
     axes[-1].set_xlabel(AXIS)
     if len(parts) > 1:
         axes[0].set_xlabel(f"{AXIS}; another scale than below", fontsize=8)
@@ -117,8 +117,12 @@ def draw(drawn: Sequence[Mark]) -> Figure:
     return figure
 
 
-def _draw_part(axis: Axes, drawn: Sequence[Mark], looks: Mapping[str, tuple[str, str]]) -> None:
+def _draw_part(
+    figure: Figure, axis: Axes, drawn: Sequence[Mark], looks: Mapping[str, tuple[str, str]]
+) -> None:
     """Marks of one scale, those of one label close together, below the title of their group."""
+    from matplotlib.transforms import blended_transform_factory
+
     rows = _rows(drawn)
     axis.axvline(0, color="#000000", linewidth=0.8)
     for mark in drawn:
@@ -143,11 +147,12 @@ def _draw_part(axis: Axes, drawn: Sequence[Mark], looks: Mapping[str, tuple[str,
                 weight="bold" if mark.verdict == "better" else "normal",
                 annotation_clip=False,
             )
+    # beside the labels too: a title may be as long as the figure is wide
+    across = blended_transform_factory(figure.transFigure, axis.transData)
     for height, (group, label) in enumerate(rows):
         if not label:
-            across = axis.get_yaxis_transform()
-            title = axis.text(0, height, group, transform=across, va="center", weight="bold")
-            title.set(fontsize=9, backgroundcolor="white")
+            title = axis.text(0.015, height, group, transform=across, va="center", weight="bold")
+            title.set(fontsize=9, backgroundcolor="white", in_layout=False)
     labels = {height: label for height, (_, label) in enumerate(rows) if label}
     axis.set_yticks([*labels], [*labels.values()], fontsize=9)
     axis.set_ylim(len(rows) - 0.45, -0.55)

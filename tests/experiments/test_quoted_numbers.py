@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from gfsa_experiments.results.family_summary import NAMES, lines_of
+from gfsa_experiments.results.family_summary import NAMES
 from gfsa_experiments.results.number_format import p_value
 from gfsa_experiments.results.statistics import Interval, holm
 from gfsa_experiments.results.tables import coefficients_of, learns_c0
@@ -260,7 +260,7 @@ def test_counts_of_tuning_runs_are_those_of_the_rows() -> None:
 
 
 def test_what_pretraining_says_of_best_rates_is_what_the_family_has() -> None:
-    """Registered and other differences, and the times of steps."""
+    """Registered and other differences on the first page, and the times of steps on both."""
     family = "pretrain-epoch-best"
     alone = quoted_figures.size(FIGURES.family_difference(family, "degree1").mean, 3)
     on_top = quoted_figures.size(FIGURES.family_difference(family, "both", "gated").mean, 3)
@@ -271,11 +271,21 @@ def test_what_pretraining_says_of_best_rates_is_what_the_family_has() -> None:
         f"it ends {alone} below plain and, on top of gated heads, {on_top} below gated heads: "
         f"together {quoted_figures.size(both.mean, 3)} below plain ({low} … {high})"
     ) in page
-    (found,) = [own for of, own in FIGURES.complete if of.name == family]
-    seconds = {own.name: own.line.gpu_seconds for own in lines_of(found)}
-    ratios = [f"{seconds[name] / seconds['plain']:.2f}×" for name in ("degree1", "gated", "both")]
-    degree1, gated, together = ratios
+    details = " ".join(FIGURES.text("pretraining-details.md").split())
+    took = quoted_figures.step_ratios(FIGURES)
+    degree1, gated, together = (f"{took[name]}×" for name in ("degree1", "gated", "both"))
     assert f"it took {degree1}, with gated heads {gated}, with both {together}" in page
+    said = f"{degree1} plain's with degree 1, {gated} with gated heads and {together} with both"
+    assert said in details
+    assert f"degree 1 ends {alone} nats below plain" in details.replace("Degree", "degree")
+    assert f"on top of gated heads, {on_top} below gated heads" in details
+
+
+def test_gated_heads_after_ten_tokens_are_those_of_the_family() -> None:
+    gap = FIGURES.family_difference("pretrain", "gated", "degree1").mean
+    recipe = (ROOT / "docs/recipes/pretrain.md").read_text("utf-8")
+    assert f"gated heads end {abs(gap):.3f} lower there" in recipe
+    assert f"gated heads end {abs(gap):.3f} lower than degree 1" in FIGURES.text("pretraining.md")
 
 
 def test_what_is_said_of_larger_sizes_is_what_was_run() -> None:

@@ -94,7 +94,7 @@ def prose_with_results() -> list[Passage]:
         section = readme.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
         assert section, f"README.md has no section {title!r}"
         # the table of comparisons is compared cell by cell elsewhere
-        section = re.sub(r"^\| trained from scratch \|.*?\n\n", "", section, flags=re.M | re.S)
+        section = re.sub(r"^\| setting \|.*?\n\n", "", section, flags=re.M | re.S)
         found += passages_of("README.md", _without_rates(section))
     page = (ROOT / "results" / "README.md").read_text("utf-8")
     by_hand = page.partition(BEGIN)[0] + "\n" + page.partition(END)[2]

@@ -287,6 +287,29 @@ def _step_on_wikitext2(figures: Figures) -> list[str]:
     return [size(float(gfsa) / float(plain), 2)]
 
 
+def _dropout_of_wikitext2(figures: Figures) -> list[str]:
+    """That of the family wikitext2."""
+    (family,) = [own for own, _ in figures.complete if own.name == "wikitext2"]
+    return [*{found for key in family.keys for found in re.findall(r"dropout=(\S+)", key.settings)}]
+
+
+def _range_of_reductions(figures: Figures) -> list[str]:
+    """In whole percent, degree 1 in pretraining at best rates and GFSA at the best dropout."""
+    found = [_perplexity_in_pretraining(figures, "degree1", "plain")]
+    found.append(_reduction_of_perplexity(figures))
+    return [f"{float(share):.0f}" for (share,) in found]
+
+
+def step_ratios(figures: Figures) -> dict[str, str]:
+    """The time of a step at best rates, relative to plain's, by line; runs side by side."""
+    (family,) = [own for own, _ in figures.complete if own.name == "pretrain-epoch-best"]
+    rows = figures.runs.rows[is_of(figures.runs.rows, family.keys)]
+    arms = rows.method + rows.settings.str.contains("gate=True").map({True: " gated", False: ""})
+    seconds = rows.groupby(arms).seconds_per_step.mean()
+    names = {"degree1": "degree1", "plain gated": "gated", "degree1 gated": "both"}
+    return {name: f"{seconds[arm] / seconds['plain']:.2f}" for arm, name in names.items()}
+
+
 def _perplexity_in_pretraining(figures: Figures, a: str, b: str) -> list[str]:
     """What a difference in nats is as a share of the perplexity."""
     found = figures.family_difference("pretrain-epoch-best", a, b)
@@ -313,6 +336,12 @@ CLAIMS = [
     Claim("a step takes {}× plain's", _step_on_wikitext2),
     Claim("dropout 0.1 instead of 0.2 to {}", lambda f: [size(checked_leads(f)["0.1"][1], 1)]),
     Claim("({} % to {} %)", _shares_on_wikitext2),
+    Claim(
+        "with dropout tuned too, to {}",
+        lambda f: [size(f.family_difference("wikitext2-featscale", "gfsa").mean, 2)],
+    ),
+    Claim("perplexity is {} to {} % lower", _range_of_reductions),
+    Claim("at dropout {}", _dropout_of_wikitext2),
     Claim("a step with GFSA takes {}×", _step_on_wikitext2),
     # pretraining
     Claim(
@@ -320,7 +349,7 @@ CLAIMS = [
         lambda f: _perplexity_in_pretraining(f, "degree1", "plain"),
     ),
     Claim(
-        "and {} % lower on top of gated heads",
+        "added to a model with gated heads, {} % lower than that model",
         lambda f: _perplexity_in_pretraining(f, "both", "gated"),
     ),
     Claim(
@@ -332,6 +361,11 @@ CLAIMS = [
     ),
     Claim("the warm-up ({} to {} nats in short runs)", _gains_of_warmup),
     Claim("a fast rate for the norm gains], ({} to {})", _gains_of_gain_lr),
+    Claim(
+        "gated heads end {} lower than degree 1",
+        lambda f: [size(f.family_difference("pretrain", "gated", "degree1").mean, 3)],
+    ),
+    Claim("degree 1 took {}× plain's step", lambda f: [step_ratios(f)["degree1"]]),
     Claim("{} to {}× the time of a step", lambda f: ends(f.step_times("gfsa degree 1"), 2)),
     Claim("{} to {}× with degree 1", lambda f: ends(f.step_times("gfsa degree 1"), 2)),
     Claim("{} to {}× with GFSA", lambda f: ends(f.step_times("gfsa"), 2)),

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
+import pandas as pd
 import pytest
+from scipy import stats
 
-from gfsa_experiments.results.family_summary import NAMES
+from gfsa_experiments.results.family_summary import NAMES, lines_of
 from gfsa_experiments.results.number_format import p_value
 from gfsa_experiments.results.statistics import Interval, holm
 from gfsa_experiments.results.tables import coefficients_of, learns_c0
@@ -279,6 +281,25 @@ def test_what_pretraining_says_of_best_rates_is_what_the_family_has() -> None:
     assert said in details
     assert f"degree 1 ends {alone} nats below plain" in details.replace("Degree", "degree")
     assert f"on top of gated heads, {on_top} below gated heads" in details
+
+
+def test_leads_of_degree_1_are_compared_as_the_families_have_them() -> None:
+    """Alone with that on gated heads, by seed; at 4e-3 with that at 2e-3, whose seeds differ."""
+
+    def leads(family: str, a: str, b: str) -> pd.Series:
+        lines = {own.name: own.line for own in lines_of(FIGURES.of_family(family))}
+        test_a, test_b = (lines[name].rows.set_index("seed").test for name in (a, b))
+        return test_a - test_b
+
+    alone = leads("pretrain-epoch-best", "degree1", "plain")
+    more = leads("pretrain-epoch-best", "both", "gated") - alone
+    low, high = stats.ttest_1samp(more, 0).confidence_interval()
+    mean, low, high = (quoted_figures.signed(x, 3) for x in (more.mean(), low, high))
+    details = " ".join(FIGURES.text("pretraining-details.md").split())
+    assert f"less its lead alone is {mean} ({low} … {high})" in details
+    before = leads("pretrain-epoch", "degree1", "plain")
+    p = stats.ttest_ind(alone, before, equal_var=False).pvalue
+    assert f"Welch's test of the two leads has p = {p:.2f}" in details
 
 
 def test_gated_heads_after_ten_tokens_are_those_of_the_family() -> None:

@@ -227,7 +227,7 @@ class StaticWindowPowers(TracedStaticWindowPowers, nn.Module):
 
 
 def _new_counters(heads: int, device: torch.device | str) -> Tensor:
-    """A zero for each head of all sequences."""
+    """Zeros in which the decode kernel's programs of a head count how many of them are done."""
     counters = torch.zeros(heads, dtype=torch.int32, device=device)
     # as the layer's own tensors: a graph that writes to it can be captured
     torch._dynamo.mark_static_address(counters)

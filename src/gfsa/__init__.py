@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from gfsa import baselines
     from gfsa._public import (
         GFSA,
+        Exclusive,
         FilterRate,
         GraphFilter,
         Laplacian,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GFSA",
+    "Exclusive",
     "FilterRate",
     "GraphFilter",
     "Laplacian",

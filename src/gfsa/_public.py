@@ -1,6 +1,6 @@
 """The public names that need torch: ``gfsa`` imports all of them when the first is used."""
 
-from gfsa.filters import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
+from gfsa.filters import GFSA, Exclusive, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention
 from gfsa.plugs import FilterRate, filters_of, parameter_groups, plug, register_adapter, unplug
 from gfsa.plugs.adapters.transformers.pretrained import from_pretrained
@@ -12,6 +12,7 @@ from gfsa.plugs.prune import prune
 
 __all__ = [
     "GFSA",
+    "Exclusive",
     "FilterRate",
     "GraphFilter",
     "Laplacian",

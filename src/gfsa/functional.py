@@ -8,7 +8,7 @@ from torch import Tensor
 from gfsa.operators.attention import AttentionOperator
 from gfsa.operators.autocast import autocast, no_autocast
 from gfsa.operators.call import AttentionCall
-from gfsa.operators.checks import check_call, check_coefficients, check_kinds
+from gfsa.operators.checks import check_call, check_coefficients, check_kinds, check_share
 from gfsa.operators.choice import Backend, Choice
 from gfsa.operators.linear import LinearOperator
 
@@ -24,6 +24,7 @@ def graph_filter_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     backend: Backend = "auto",
+    exclusive: float | Tensor | None = None,
 ) -> Tensor:
     r"""Attention whose map A is replaced by a polynomial of A, with coefficients for each head.
 
@@ -51,6 +52,11 @@ def graph_filter_attention(
         backend: ``"auto"``, or one by name (for tests and benchmarks): ``"dense"``, ``"sdpa"``,
             ``"fused"``. A backend asked for by name runs or raises; :func:`which_backend` tells
             what ``"auto"`` chooses.
+        exclusive: the share a of the exclusive term, a number or one for each query head,
+            :math:`y_h - a_h\,p\,v_h` with
+            :math:`p_i = \langle (A v)_i, v_i \rangle / \langle v_i, v_i \rangle`: with a = 1 and
+            coefficients (0, 1) a token's output is orthogonal to its own value. p is 0 for a token
+            whose v is zero or not finite.
 
     Returns:
         ``(..., H, N, D_v)`` in v's dtype (under autocast, in autocast's).
@@ -67,7 +73,8 @@ def graph_filter_attention(
         torch.Size([2, 4, 16, 8])
     """
     operator = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
-    return operator.polynomial(coeffs, v)
+    share = None if exclusive is None else check_share(exclusive, q)
+    return operator.polynomial(coeffs, v, share)
 
 
 def which_backend(

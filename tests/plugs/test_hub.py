@@ -76,7 +76,6 @@ class TestFilters:
         assert sorted(files) == [
             "README.md",
             "coefficients.svg",
-            "filters.json",
             "filters.safetensors",
         ]
         again = encoder()
@@ -138,8 +137,19 @@ class TestFilters:
             gfsa.load(model, "user/filters")
         assert not gfsa.filters_of(model)
 
-    @pytest.mark.parametrize("name", ["filters.json", "filters.safetensors"])
-    def test_a_large_file_is_not_downloaded(self, server: HubServer, name: str) -> None:
+    def test_two_files_of_an_older_version(self, server: HubServer) -> None:
+        repository = server.repositories["user/filters"] = Repository()
+        names = ("filters.json", "filters.safetensors")
+        repository.commit("main", {name: (FOLDER / "gfsa" / name).read_bytes() for name in names})
+        model = saved_encoder()
+        gfsa.load(model, "user/filters")
+        assert len(gfsa.filters_of(model)) == 2
+        # the next upload has one file, to which the other would not belong
+        gfsa.push_to_hub(model, "user/filters")
+        assert "filters.json" not in repository.files()
+
+    def test_a_large_file_is_not_downloaded(self, server: HubServer) -> None:
+        name = "filters.safetensors"
         gfsa.push_to_hub(plugged(encoder()), "user/filters")
         server.sizes[name] = 2**30
         with pytest.raises(ValueError, match=rf"{name} of user/filters has {2**30} bytes"):
@@ -276,7 +286,7 @@ class TestWholeModel:
         files = server.repositories["user/model"].files()
         assert ("model.safetensors" in files) == (sizes[1] == "5GB")
         assert ("model.safetensors.index.json" in files) == (sizes[1] == "20KB")
-        assert files.keys() >= {"model.fp16.safetensors", "notes.md", "filters.json"}
+        assert files.keys() >= {"model.fp16.safetensors", "notes.md", "filters.safetensors"}
         again = gfsa.from_pretrained(transformers.AutoModelForCausalLM, "user/model").eval()
         assert torch.equal(logits(again), logits(model))
 

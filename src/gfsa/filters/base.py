@@ -10,19 +10,24 @@ per layer is all there is to save, shard or freeze.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from gfsa.filters.checks import (
+    as_number,
     check_finite,
     check_multiplier,
     check_order,
     check_positive_int,
     check_shapes,
     check_size,
+    per_head,
 )
+from gfsa.filters.depth import FirstValues
 from gfsa.filters.description import (
     is_same_filter,
     kind_of,
@@ -75,6 +80,7 @@ class GraphFilter(nn.Module):
     base: Tensor
     basis: Tensor
     theta: nn.Parameter | None
+    base_share: Tensor | None
 
     #: where a plugged layer's attention dropout acts: on entries of A before its powers
     #: ("attention"), or on entries of H ("filter")
@@ -88,6 +94,19 @@ class GraphFilter(nn.Module):
 
     #: whether the k-th learned number changes the k-th coefficient alone
     basis_is_diagonal = False
+
+    #: whether the layer adds the first layer's values to its own, with a learned r per head
+    has_depth = False
+
+    #: where the filters of a stack with a depth term keep those values; None without one
+    first_values: FirstValues | None = None
+
+    #: which layer of the stack this is, and whether it is the last that reads them
+    place = 0
+    reads_last = False
+
+    #: whether the share of the exclusive term is learned
+    learns_share = False
 
     def __init__(
         self,
@@ -126,6 +145,8 @@ class GraphFilter(nn.Module):
             )
             self.register_buffer("base", base, persistent=False)
             self.register_buffer("basis", basis, persistent=False)
+            self.register_buffer("base_share", None, persistent=False)
+            self._exact_share: Tensor | None = None
             self.register_parameter("theta", nn.Parameter(start) if learned else None)
 
     @property
@@ -155,13 +176,85 @@ class GraphFilter(nn.Module):
     def polynomial_coefficients(self) -> Tensor | Coefficients:
         """The coefficients as an operator takes them: with θ, so that a kernel can compute them."""
         theta, base = self.theta, self.base
-        if theta is None:
+        powers = self._exact_basis.shape[-2]
+        if theta is None or not powers:
             return base
         # a plain parameter first: a module's attributes are slow, and a decoded token reads them in
         # each layer
         if type(theta) is not nn.Parameter or base.is_meta:
             theta, base = self._learned(theta), self.base
+        if theta.shape[1] > powers:
+            theta = theta[:, :powers]
         return Coefficients(theta, base, self.basis, self.basis_is_diagonal)
+
+    def exclude(self, share: float | Sequence[float] | Tensor = 1.0, learn: bool = False) -> Self:
+        r"""Take the part along a token's own v out of its output, :math:`H - a\,diag(p)`.
+
+        See :class:`gfsa.Exclusive`. Call it before the filter is plugged:
+        ``gfsa.plug(model, filter=lambda heads: gfsa.GFSA(heads).exclude())``.
+
+        Args:
+            share: a, one number or one for each head.
+            learn: whether each head learns its share.
+
+        Returns:
+            The filter itself.
+        """
+        if self._exact_share is not None or self.has_depth:
+            raise ValueError(
+                "exclude comes once, and before add_depth: this filter has "
+                f"{'a depth' if self.has_depth else 'an exclusive'} term already"
+            )
+        self._exact_share = per_head("share", share, self.num_heads)
+        self.learns_share = bool(learn)
+        self._place_constants(self.base.device, self.base.dtype)
+        if learn:
+            self._learn_one_more()
+        return self
+
+    def share(self) -> Tensor | None:
+        """The share a of the exclusive term, ``(heads,)``; None for a filter without one."""
+        self._fill_constants()
+        if not self.learns_share:
+            return self.base_share
+        assert self.base_share is not None
+        column = self._exact_basis.shape[-2]
+        return self.base_share + self.lr_multiplier * self._learned(self.theta)[:, column]
+
+    def add_depth(self) -> Self:
+        """Let the layer add the first layer's values to its own; ``plug(depth=True)`` calls this.
+
+        Returns:
+            The filter itself.
+        """
+        if self.has_depth:
+            raise ValueError("this filter has a depth term already")
+        self.has_depth = True
+        self._learn_one_more()
+        return self
+
+    def depth(self) -> Tensor | None:
+        """r of the depth term, ``(heads,)``; None for a filter without one."""
+        return self.lr_multiplier * self._learned(self.theta)[:, -1] if self.has_depth else None
+
+    def _learn_one_more(self) -> None:
+        """Append a learned number per head to θ; it starts at 0."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._start = torch.nn.functional.pad(self._start, (0, 1))
+            like = self.base if self.theta is None else self.theta
+            old = like.new_zeros(len(like), 0) if self.theta is None else self.theta
+            self.theta = nn.Parameter(torch.nn.functional.pad(old, (0, 1)))
+
+    def _take_terms_of(self, other: GraphFilter) -> None:
+        """Give this filter the exclusive and the depth term of another, as they are now."""
+        share, depth = other.share(), other.depth()
+        if share is not None:
+            self.exclude(share.detach(), other.learns_share)
+        if depth is not None:
+            self.add_depth()
+            assert self.theta is not None
+            with torch.no_grad():
+                self.theta[:, -1] = depth / self.lr_multiplier
 
     def _learned(self, theta: Any) -> Any:
         """θ as this process uses it."""
@@ -184,16 +277,33 @@ class GraphFilter(nn.Module):
 
     def forward(self, operator: Operator, v: Tensor) -> Tensor:
         r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
+        if self.first_values is not None:
+            v = self.mix_values(v)
         coefficients = self.polynomial_coefficients()
         if type(coefficients) is Tensor and coefficients.device != v.device:
             # built on the meta device, without a θ whose device would tell where the model is now
             self._place_constants(v.device, torch.promote_types(v.dtype, self.base.dtype))
             coefficients = self.polynomial_coefficients()
-        return operator.polynomial(coefficients, v)
+        if self._exact_share is None:
+            return operator.polynomial(coefficients, v)
+        return operator.polynomial(coefficients, v, self.share())
 
-    def map(self, operator: DenseOperator) -> Tensor:
-        """The matrix that replaces A, ``(..., H, N, N)``; to look at it, not for speed."""
-        return operator.filter(self.coefficients())
+    def mix_values(self, v: Tensor) -> Tensor:
+        """``v + r·V⁰`` in a layer with a depth term; the first layer's v becomes V⁰."""
+        assert self.first_values is not None
+        r = self.depth()
+        if r is not None:
+            return self.first_values.add(v, r, self.place, self.reads_last)
+        self.first_values.keep(v)
+        return v
+
+    def map(self, operator: DenseOperator, v: Tensor | None = None) -> Tensor:
+        """The matrix that replaces A, ``(..., H, N, N)``; to look at it, not for speed.
+
+        Args:
+            v: the tokens, on which the matrix of an exclusive filter depends.
+        """
+        return operator.filter(self.coefficients(), self.share(), v)
 
     def fold(self) -> Polynomial:
         """A :class:`Polynomial` with the present coefficients, each of which can be learned."""
@@ -201,6 +311,7 @@ class GraphFilter(nn.Module):
             coefficients = self.coefficients().detach()
             folded = Polynomial(self.num_heads, degree=self.degree).to(coefficients)
             folded.set_coefficients(coefficients)
+            folded._take_terms_of(self)
         folded.dropout_after = self.dropout_after
         return folded
 
@@ -210,11 +321,22 @@ class GraphFilter(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """What this filter is, as plain data."""
-        return {
+        arguments = self.config()
+        description = {
             "kind": kind_of(type(self)),
-            "arguments": self.config(),
+            "arguments": arguments,
             "dropout_after": self.dropout_after,
         }
+        if self._exact_share is not None and "share" not in arguments:
+            description["exclusive"] = self.describe_share()
+        if self.has_depth:
+            description["depth"] = True
+        return description
+
+    def describe_share(self) -> dict[str, Any]:
+        """The arguments of :meth:`exclude`."""
+        assert self._exact_share is not None
+        return {"share": as_number(self._exact_share), "learn": self.learns_share}
 
     def get_extra_state(self) -> Tensor:
         return write_description(self.describe())
@@ -249,6 +371,8 @@ class GraphFilter(nn.Module):
         with torch.inference_mode(False):
             self.base = self._exact_base.to(device, dtype)
             self.basis = self._exact_basis.to(device, dtype)
+            if self._exact_share is not None:
+                self.base_share = self._exact_share.to(device, dtype)
 
     def reset_parameters(self) -> None:
         """Set θ back to its initial value; deferred initialisation calls this."""
@@ -322,7 +446,7 @@ class Polynomial(GraphFilter):
                 f"got {tuple(coefficients.shape)}"
             )
         wanted = coefficients.detach().double().cpu().expand(shape)
-        self.theta.copy_((wanted - self._exact_base) / self.lr_multiplier)
+        self.theta[:, : shape[1]] = (wanted - self._exact_base) / self.lr_multiplier
 
     def config(self) -> dict[str, Any]:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -126,3 +127,26 @@ def check_finite(base: Tensor, basis: Tensor, theta: Tensor) -> None:
             "the initial coefficients of a filter, base + θ·basis, must be finite in float32, got "
             f"{largest:g}; choose smaller initial values, or a smaller K"
         )
+
+
+def per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tensor:
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be a number or one number for each of {num_heads} heads, got "
+            f"{value!r:.80}: {error}"
+        ) from error
+    if numbers.dim() > 1 or numbers.numel() not in (1, num_heads):
+        raise ValueError(
+            f"{name} must be a number or one number for each of {num_heads} heads, "
+            f"got shape {tuple(numbers.shape)}"
+        )
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {value!r:.80}")
+    return numbers.expand(num_heads).clone()
+
+
+def as_number(values: Tensor) -> float | list[float]:
+    numbers: list[float] = values.tolist()
+    return numbers[0] if len(set(numbers)) == 1 else numbers

@@ -42,7 +42,8 @@ def _is_of_library(cls: type) -> bool:
 
 def is_same_filter(saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Whether two descriptions are of one filter; where its dropout acts is left aside."""
-    return all(saved.get(key) == own[key] for key in ("kind", "arguments"))
+    compared = ("kind", "arguments", "exclusive", "depth")
+    return all(saved.get(key) == own.get(key) for key in compared)
 
 
 def write_description(description: Mapping[str, Any]) -> Tensor:

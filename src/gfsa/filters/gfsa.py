@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from gfsa.filters.base import GraphFilter, monomial
-from gfsa.filters.checks import check_multiplier, check_order, check_positive_int
+from gfsa.filters.checks import (
+    as_number,
+    check_multiplier,
+    check_order,
+    check_positive_int,
+    per_head,
+)
 
 Power = Literal["extrapolated", "exact"]
 NAMES = ("w0", "w1", "wK")
@@ -68,7 +74,7 @@ class GFSA(GraphFilter):
         if power not in ("extrapolated", "exact"):
             raise ValueError(f"power must be 'extrapolated' or 'exact', got {power!r:.80}")
         given = {"w0": w0, "w1": w1, "wK": wK}
-        values = {name: _per_head(name, value, num_heads) for name, value in given.items()}
+        values = {name: per_head(name, value, num_heads) for name, value in given.items()}
         learn = _in_order(learn)
         if K is None:
             if bool(values["wK"].any()):
@@ -117,7 +123,7 @@ class GFSA(GraphFilter):
             "power": self.power,
             "lr_multiplier": self.lr_multiplier,
             # θ holds the learned values; only fixed ones are written down
-            **{name: _as_number(self._values[name]) for name in NAMES if name not in self.learn},
+            **{name: as_number(self._values[name]) for name in NAMES if name not in self.learn},
         }
 
 
@@ -148,26 +154,3 @@ def _terms(K: int | None, power: Power) -> dict[str, Tensor]:
         return {"w0": monomial(0, K), "w1": monomial(1, K), "wK": monomial(K, K)}
     identity, a, a_squared = (monomial(k, 2) for k in range(3))
     return {"w0": identity, "w1": a, "wK": a + (K - 1) * (a_squared - a)}
-
-
-def _per_head(name: str, value: float | Sequence[float], num_heads: int) -> Tensor:
-    try:
-        numbers = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
-    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} must be a number or one number for each of {num_heads} heads, got "
-            f"{value!r:.80}: {error}"
-        ) from error
-    if numbers.dim() > 1 or numbers.numel() not in (1, num_heads):
-        raise ValueError(
-            f"{name} must be a number or one number for each of {num_heads} heads, "
-            f"got shape {tuple(numbers.shape)}"
-        )
-    if not bool(numbers.isfinite().all()):
-        raise ValueError(f"{name} must be finite, got {value!r:.80}")
-    return numbers.expand(num_heads).clone()
-
-
-def _as_number(values: Tensor) -> float | list[float]:
-    numbers: list[float] = values.tolist()
-    return numbers[0] if len(set(numbers)) == 1 else numbers

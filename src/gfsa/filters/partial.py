@@ -12,7 +12,7 @@ from torch import Tensor
 from gfsa.filters.base import Polynomial
 from gfsa.filters.checks import check_order, check_positive_int, check_size
 from gfsa.operators import Operator
-from gfsa.operators.base import columns_of, runs_of, take_heads
+from gfsa.operators.base import columns_of, own_share, runs_of, take_heads
 
 
 class PartialPolynomial(Polynomial):
@@ -62,11 +62,16 @@ class PartialPolynomial(Polynomial):
         some = operator.second_pass(self.high)
         if some is None:
             return super().forward(operator, v)
+        if self.first_values is not None:
+            v = self.mix_values(v)
         columns = columns_of(self.coefficients())
         tokens, mixed = operator.powers(v, 1)
         _, *higher = some.powers(take_heads(mixed, self.high), self.degree - 1)
         # summed in the coefficients' precision and rounded once, as in operators.base.combine
-        y = columns[0] * tokens + columns[1] * mixed
+        share, identity = self.share(), columns[0]
+        if share is not None:
+            identity = identity - own_share(share, mixed, tokens)
+        y = identity * tokens + columns[1] * mixed
         extra = sum(
             take_heads(column, self.high) * power
             for column, power in zip(columns[2:], higher, strict=True)

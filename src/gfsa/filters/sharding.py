@@ -24,6 +24,9 @@ def keep_heads(filter: Any, heads: slice, *, theta_is_cut: bool) -> None:
     """
     filter._exact_base = filter._exact_base[heads].clone()
     filter.base = filter.base[heads].clone()
+    if filter._exact_share is not None:
+        filter._exact_share = filter._exact_share[heads].clone()
+        filter.base_share = filter.base_share[heads].clone()
     if theta_is_cut:
         filter._start = filter._start[heads].clone()
     filter.heads_are_sharded = True

@@ -84,7 +84,9 @@ class AttentionOperator(Operator):
         with no_autocast(v.device):
             return self._chosen(v, degree).powers(v, degree)
 
-    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
         # a filter's coefficients have the shape and the dtype of its base
         like = coeffs.base if isinstance(coeffs, Coefficients) else coeffs
         if not (isinstance(v, Tensor) and isinstance(like, Tensor)):
@@ -93,9 +95,10 @@ class AttentionOperator(Operator):
         choice = self._choice(like, v)
         if choice.backend == "fused":
             # autocast does not act on these kernels
-            return self._fused().polynomial(coeffs, v)
+            return self._fused().polynomial(coeffs, v, exclusive)
         with no_autocast(v.device):
-            return self._operator(choice).polynomial(in_full_precision(value_of(coeffs)), v)
+            numbers = in_full_precision(value_of(coeffs))
+            return self._operator(choice).polynomial(numbers, v, exclusive)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         call = self.call

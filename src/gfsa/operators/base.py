@@ -54,10 +54,18 @@ def value_of(coeffs: Tensor | Coefficients) -> Tensor:
     return coeffs.value() if isinstance(coeffs, Coefficients) else coeffs
 
 
-def combine(coeffs: Tensor, powers: Sequence[Tensor], in_one_go: bool = False) -> Tensor:
+def combine(
+    coeffs: Tensor,
+    powers: Sequence[Tensor],
+    in_one_go: bool = False,
+    exclusive: Tensor | None = None,
+) -> Tensor:
     r"""The weighted sum of the powers of one operator, head by head.
 
     .. math:: y_h = \sum_k c_{h,k}\,u_{k,h} \qquad u_k = A^k v
+
+    With a share a of the exclusive term each token subtracts its own ``a·p`` from c0, where
+    ``p·v`` is the part of ``A·v`` along v (:func:`own_share`).
 
     The sum runs in the coefficients' precision (float32 at least) and is rounded once, so a small
     coefficient is not lost beside a large one when the tokens are bfloat16 or float16.
@@ -67,11 +75,15 @@ def combine(coeffs: Tensor, powers: Sequence[Tensor], in_one_go: bool = False) -
         powers: ``m+1`` tensors ``(..., H, N, D)``; the last one decides the output's dtype.
         in_one_go: let the kernel that adds the last term also round the sum, which saves a launch.
             Only for plain tensors of one shape that are neither differentiated nor traced.
+        exclusive: the share a, ``(H,)`` or a number; needs the first power, ``A·v``.
     """
     if powers[-1].is_nested:
-        return _combine_jagged(coeffs, powers)
+        return _combine_jagged(coeffs, powers, exclusive)
     columns = columns_of(coeffs)
-    total = columns[0] * powers[0]
+    if exclusive is None:
+        total = columns[0] * powers[0]
+    else:
+        total = (columns[0] - own_share(exclusive, powers[1], powers[0])) * powers[0]
     last = len(columns) - 1
     for place in range(1, last + 1):
         # one kernel a term, and torch promotes: a float32 sum of bfloat16 tokens
@@ -80,11 +92,33 @@ def combine(coeffs: Tensor, powers: Sequence[Tensor], in_one_go: bool = False) -
     return total.to(powers[-1].dtype)
 
 
-def _combine_jagged(coeffs: Tensor, powers: Sequence[Tensor]) -> Tensor:
+def own_share(share: Tensor, mixed: Tensor, v: Tensor) -> Tensor:
+    r"""How much of its own value each token takes out of what it gathered, ``(..., H, N, 1)``.
+
+    .. math:: a\,p_i, \qquad p_i = \langle (A v)_i, v_i \rangle / \langle v_i, v_i \rangle
+
+    so that with a = 1 ``A·v − p·v`` is orthogonal to v. p is 0 for a token whose v has the square
+    norm 0, or one that is not finite: it keeps ``A·v`` as attention gives it.
+
+    Args:
+        share: a, ``(H,)`` or a number for all heads.
+        mixed: ``A·v``.
+        v: with as many heads.
+    """
+    dtype = at_least_float32(torch.promote_types(mixed.dtype, v.dtype))
+    mixed, v = mixed.to(dtype), v.to(dtype)
+    square = (v * v).sum(-1, keepdim=True)
+    has_direction = (square > 0) & square.isfinite()
+    # filled before the division, so that no NaN enters the gradient either
+    p = (mixed * v).sum(-1, keepdim=True) / square.masked_fill(~has_direction, 1.0)
+    return (share[:, None, None] if share.dim() else share) * p.masked_fill(~has_direction, 0.0)
+
+
+def _combine_jagged(coeffs: Tensor, powers: Sequence[Tensor], exclusive: Tensor | None) -> Tensor:
     """:func:`combine` for jagged tensors ``(B, H, j, D)``: on their sequences end to end."""
     like: Any = powers[-1]
     # (H, all tokens, D): the batch and its lengths are one axis there
-    total = combine(coeffs, [power.values() for power in powers])
+    total = combine(coeffs, [power.values() for power in powers], exclusive=exclusive)
     return torch.nested.nested_tensor_from_jagged(
         total, like.offsets(), jagged_dim=2, min_seqlen=None, max_seqlen=None
     )
@@ -113,7 +147,9 @@ class Operator(ABC):
             tokens.append(self.apply(tokens[-1]))
         return tokens
 
-    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
         r"""``Σ_k coeffs[..., k]·A^k·v``, with as many passes as the polynomial has degrees.
 
         The powers are kept and combined at the end rather than nested as Horner would: the number
@@ -124,9 +160,16 @@ class Operator(ABC):
             coeffs: ``(H, m+1)`` or ``(m+1,)``, or a filter's :class:`Coefficients`; an operator
                 that overrides this method gets them as a tensor from :func:`value_of`.
             v: ``(..., H, N, D)``.
+            exclusive: the share a of ``A·v`` along v to take out, ``(H,)`` or a number:
+                ``Σ_k coeffs[..., k]·A^k·v − a·p·v`` with p as in :func:`own_share`.
         """
         coeffs = value_of(coeffs)
-        return combine(coeffs, self.powers(v, coeffs.shape[-1] - 1))
+        degree = coeffs.shape[-1] - 1
+        if exclusive is not None:
+            # without a power of A there is nothing of v in it
+            degree = max(degree, 1)
+            coeffs = torch.nn.functional.pad(coeffs, (0, degree + 1 - coeffs.shape[-1]))
+        return combine(coeffs, self.powers(v, degree), exclusive=exclusive)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         """The operator of ``heads`` alone, for tokens that have been through A once already.

@@ -191,6 +191,28 @@ def check_coefficients(coeffs: Tensor, q: Tensor) -> Tensor:
     return in_full_precision(coeffs)
 
 
+def check_share(exclusive: float | Tensor, q: Tensor) -> Tensor:
+    """The share of the exclusive term as a tensor: a number, or ``(H,)``."""
+    if isinstance(exclusive, bool) or not isinstance(exclusive, (int, float, Tensor)):
+        raise TypeError(
+            "exclusive must be a number or a tensor with one number for each query head, got "
+            f"{type(exclusive).__name__}"
+        )
+    if not isinstance(exclusive, Tensor):
+        if not math.isfinite(exclusive):
+            raise ValueError(f"exclusive must be finite, got {exclusive}")
+        return torch.full((), float(exclusive), dtype=at_least_float32(q.dtype), device=q.device)
+    heads = q.shape[-3] if q.dim() >= 3 else 1
+    if exclusive.dim() > 1 or exclusive.numel() not in (1, heads):
+        raise ValueError(
+            f"exclusive must be a number or one number for each of {heads} query heads, got shape "
+            f"{tuple(exclusive.shape)}"
+        )
+    if exclusive.device != q.device:
+        raise ValueError(f"exclusive is on {exclusive.device}, q is on {q.device}; move one")
+    return in_full_precision(exclusive.reshape(() if exclusive.numel() == 1 else -1))
+
+
 def in_full_precision(coeffs: Tensor) -> Tensor:
     """The coefficients in float32, or float64 if they are."""
     if coeffs.dtype in (torch.float32, torch.float64):

@@ -13,6 +13,7 @@ from gfsa.operators.base import (
     Coefficients,
     Operator,
     at_least_float32,
+    own_share,
     repeat_heads,
     take_heads,
     value_of,
@@ -135,22 +136,38 @@ class DenseOperator(Operator):
         # a row that is NaN is so throughout
         return power.masked_fill(self.matrix[..., :1].isnan(), 0.0)
 
-    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
         v = repeat_heads(v, self.matrix)
         # by powers of A on v, as every operator: H is only built when its entries are dropped
         dtype = torch.promote_types(v.dtype, self.matrix.dtype)
         if self.dropout_p:
-            y = F.dropout(self.filter(value_of(coeffs)), self.dropout_p) @ v.to(dtype)
+            matrix = self.filter(value_of(coeffs), exclusive, v)
+            y = F.dropout(matrix, self.dropout_p) @ v.to(dtype)
         else:
-            y = super().polynomial(coeffs, v.to(dtype))
+            y = super().polynomial(coeffs, v.to(dtype), exclusive)
         return y.to(v.dtype)
 
-    def filter(self, coeffs: Tensor) -> Tensor:
-        r"""``H = Σ_k coeffs[..., k]·A^k``, the map that replaces A, ``(..., H, N, N)``."""
+    def filter(
+        self, coeffs: Tensor, exclusive: Tensor | None = None, v: Tensor | None = None
+    ) -> Tensor:
+        r"""``H = Σ_k coeffs[..., k]·A^k − diag(a·p)``, the map that replaces A, ``(..., H, N, N)``.
+
+        Args:
+            exclusive: the share a as in :meth:`polynomial`; p then depends on ``v``.
+        """
         identity = torch.eye(
             self.matrix.shape[-1], dtype=self.matrix.dtype, device=self.matrix.device
         )
-        return super().polynomial(coeffs, identity.expand_as(self.matrix))
+        matrix = super().polynomial(coeffs, identity.expand_as(self.matrix))
+        if exclusive is None:
+            return matrix
+        if v is None:
+            raise TypeError("the exclusive term of H depends on the tokens: pass v")
+        v = repeat_heads(v, self.matrix)
+        own = own_share(exclusive, self.apply(v), v)
+        return matrix - (own * identity).to(matrix.dtype)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         # entries of H can only be dropped where the whole of H is built

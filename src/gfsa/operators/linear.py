@@ -56,7 +56,11 @@ class LinearOperator(Operator):
         content = self.columns.transpose(-2, -1) @ full_precision(x)
         return (self.rows @ content).to(x.dtype)
 
-    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
+        if exclusive is not None:
+            return super().polynomial(coeffs, v, exclusive)
         coeffs = value_of(coeffs)
         if coeffs.shape[-1] == 1:
             return (columns_of(coeffs)[0] * v).to(v.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 
 from gfsa.filters import GraphFilter
+from gfsa.filters.depth import FirstValues
 from gfsa.plugs.adapter import CHILD, has_bound_forward
 from gfsa.plugs.call_check import stop_checking, watch_first_forward
 from gfsa.plugs.cross_attention import forget_tokens
 from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.sites import ADAPTER, Site
+from gfsa.plugs.sites import ADAPTER, Site, plugged_sites
 
 
 def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> None:
@@ -26,8 +28,48 @@ def install(model: nn.Module, planned: Sequence[tuple[Site, GraphFilter]]) -> No
     with all_or_nothing(model):
         for site, filter in planned:
             attach(site, filter)
+        connect_depth(plugged_sites(model).values())
         notify_adapters(model, [site for site, _ in planned])
         watch_first_forward(model, {site.name: (site.module, filter) for site, filter in planned})
+
+
+def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The layers of each stack, by what their names have in common (``model.layers.*.self_attn``).
+
+    Raises:
+        ValueError: if more than one number counts the layers, so that their order is not known.
+    """
+    stacks: dict[str, list[str]] = {}
+    for name in names:
+        stacks.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    for pattern, members in stacks.items():
+        numbers = zip(*(re.findall(r"\b\d+\b", name) for name in members), strict=True)
+        if sum(len(set(column)) > 1 for column in numbers) > 1:
+            raise ValueError(
+                f"the depth term needs layers in one order, but {pattern} counts them by more than "
+                "one number: choose the layers of one stack with plug(..., layers=...)"
+            )
+    return stacks
+
+
+def connect_depth(plugged: Iterable[Site]) -> None:
+    """Let the filters of each stack that have a depth term share the first layer's values."""
+    by_name = {site.name: site.filter for site in plugged}
+    if not any(filter.has_depth for filter in by_name.values()):
+        return
+    for names in stacks_of(by_name).values():
+        first, *others = (by_name[name] for name in names)
+        readers = [filter for filter in others if filter.has_depth]
+        if first.has_depth:
+            raise ValueError(
+                f"the filter of {names[0]} has a depth term, but no filtered layer comes before it "
+                "whose values it could add: plug the first layer, too"
+            )
+        if readers:
+            values = FirstValues()
+            for place, filter in enumerate((first, *readers)):
+                filter.first_values, filter.place = values, place
+                filter.reads_last = filter is readers[-1]
 
 
 def uninstall(model: nn.Module, plugged: Sequence[Site]) -> None:

@@ -25,6 +25,7 @@ KINDS = {
     for kind in (
         filter_kinds.GFSA,
         filter_kinds.Polynomial,
+        filter_kinds.Exclusive,
         filter_kinds.Twicing,
         filter_kinds.Laplacian,
         filter_kinds.PageRank,
@@ -63,6 +64,10 @@ class Builder:
             # on the host and trainable, wherever load is called
             with torch.device("cpu"), torch.inference_mode(False):
                 built = kind(**arguments)
+                if "exclusive" in entry:
+                    built.exclude(**entry["exclusive"])
+                if entry.get("depth"):
+                    built.add_depth()
             # files of older versions may not contain it
             built.dropout_after = check_dropout_place(entry.get("dropout_after", "attention"))
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -11,7 +11,7 @@ from torch import nn
 from gfsa.filters import GFSA, GraphFilter
 from gfsa.filters.gfsa import Power
 from gfsa.operators.call import DropoutPlace, check_dropout_place
-from gfsa.plugs.attach import install, uninstall
+from gfsa.plugs.attach import install, stacks_of, uninstall
 from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.presets import preset_for
@@ -57,6 +57,7 @@ def plug(
     unknown: Unknown = "refuse",
     dry_run: bool = False,
     inputs: Any = None,
+    depth: bool = False,
 ) -> PlugReport:
     r"""Give the model's self-attention layers a graph filter each, in place.
 
@@ -94,6 +95,9 @@ def plug(
             (a vision tower, say) keeps its filter, and the report says so. Buffers, random
             generators, training modes and gradients are afterwards as before. ``layers`` counts
             the layers before the trial.
+        depth: each layer but the first of its stack adds the first layer's values to its own
+            before it attends, :math:`V + r_h V^0` with r learned from 0, beside any filter (value
+            residual, arXiv 2410.17897).
 
     Returns:
         A report of what was plugged and what was skipped, with the reason. Token mixers that are
@@ -135,6 +139,9 @@ def plug(
     found = sites(model, unknown)
     planned, report = plan_filters(model, found, layers, factory)
     report.skipped |= token_mixers(model, found)
+    if depth:
+        _add_depth(planned)
+        report.parameters = _parameters(planned)
     report.dry_run = dry_run
     for _, new_filter in planned:
         new_filter.dropout_after = place
@@ -240,8 +247,33 @@ def _tried(
             f"no filter works in {type(model).__name__} on these inputs:{reasons}\n"
             "gfsa.register_adapter teaches gfsa an attention class of your own"
         )
-    report.parameters = sum(p.numel() for _, filter in kept for p in filter.parameters())
+    report.parameters = _parameters(kept)
     return kept
+
+
+def _parameters(planned: Sequence[tuple[Site, GraphFilter]]) -> int:
+    return sum(p.numel() for _, filter in planned for p in filter.parameters())
+
+
+def _add_depth(planned: Sequence[tuple[Site, GraphFilter]]) -> None:
+    """Give every filter but the first of each stack a depth term."""
+    filters = {site.name: filter for site, filter in planned}
+    for pattern, (first, *others) in stacks_of(filters).items():
+        if not others:
+            raise ValueError(
+                f"depth=True adds the first layer's values in the layers above it, but {pattern} "
+                "has one filtered layer: plug without it, or choose layers with "
+                "plug(..., layers=...)"
+            )
+        heads = filters[first].num_heads
+        for name in others:
+            if filters[name].num_heads != heads:
+                raise ValueError(
+                    f"depth=True adds the values of {first}, which has {heads} heads, in {name}, "
+                    f"which has {filters[name].num_heads}: choose layers with the same heads with "
+                    "plug(..., layers=...)"
+                )
+            filters[name].add_depth()
 
 
 def _factory(filter: FilterFactory | None, given: dict[str, Any]) -> FilterFactory:

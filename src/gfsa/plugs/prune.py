@@ -156,16 +156,21 @@ def _pruned(old: GraphFilter, tolerance: float) -> GraphFilter | None:
     heads, degree = old.num_heads, old.degree
     rest = coefficients[:, 2:].abs().sum(-1)
     high = [head for head in range(heads) if rest[head] > tolerance]
-    if len(high) == heads or (degree < 2 and not _is_plain(coefficients, tolerance)):
+    # an exclusive or a depth term stays: only high powers are pruned beside it
+    has_terms = old.share() is not None or old.first_values is not None
+    plain = _is_plain(coefficients, tolerance) and not has_terms
+    if len(high) == heads or (degree < 2 and not plain):
         return old
     for head in set(range(heads)) - set(high):
         coefficients[head, 1] = coefficients[head, 1:].sum()
         coefficients[head, 2:] = 0.0
-    if not high and _is_plain(coefficients, tolerance):
+    if not high and not has_terms and _is_plain(coefficients, tolerance):
         return None
     new = PartialPolynomial(heads, degree, high) if high else Polynomial(heads, degree=1)
     new = new.to(old.base)
     new.set_coefficients(coefficients[:, : new.degree + 1])
+    new._take_terms_of(old)
+    new.first_values, new.place, new.reads_last = old.first_values, old.place, old.reads_last
     new.dropout_after = old.dropout_after
     new.train(old.training)
     return new.requires_grad_(old.theta is not None and old.theta.requires_grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,10 @@ class MethodConfig:
     """ContraNorm's s or NeuTRENO's α; None: the method's own default."""
     form: Literal["bert", "vit"] = "bert"
     """Of ContraNorm."""
+    share: Literal["none", "fixed", "learned"] = "none"
+    """The exclusive term beside a filter: with a share of 1, or one per head learned from 0."""
+    first_values: bool = False
+    """Add the first layer's values to those of the layers above, r per head learned from 0."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +65,41 @@ class Method:
         return self.uses
 
 
-def _gfsa(model: nn.Module, config: MethodConfig, **changes: Any) -> int:
+def _gfsa(model: nn.Module, config: MethodConfig, layers: Any = None, **changes: Any) -> int:
     arguments: dict[str, Any] = {
         "K": config.K,
         "learn": config.learn,
         "w0": config.w0,
         "power": config.power,
-        "layers": config.layers,
         "lr_multiplier": config.lr_multiplier,
     }
-    return gfsa.plug(model, **(arguments | changes)).parameters
+    arguments |= changes
+    return _plug(model, config, lambda heads: gfsa.GFSA(heads, **arguments), layers)
 
 
 def _filter(make: Callable[[MethodConfig], Any]) -> Callable[[nn.Module, MethodConfig], int]:
-    def apply(model: nn.Module, config: MethodConfig) -> int:
-        return gfsa.plug(model, filter=make(config), layers=config.layers).parameters
+    return lambda model, config: _plug(model, config, make(config))
 
-    return apply
+
+def _plug(model: nn.Module, config: MethodConfig, make: Any, layers: Any = None) -> int:
+    """Plug a filter with the terms that are asked for beside it."""
+
+    def build(heads: int) -> gfsa.GraphFilter:
+        built: gfsa.GraphFilter = make(heads)
+        if config.share == "none":
+            return built
+        learned = config.share == "learned"
+        return built.exclude(0.0 if learned else 1.0, learned)
+
+    layers = config.layers if layers is None else layers
+    return gfsa.plug(model, filter=build, layers=layers, depth=config.first_values).parameters
+
+
+def _attention(model: nn.Module, config: MethodConfig, **terms: Any) -> int:
+    """``A·V`` itself, without learned coefficients, for terms beside it."""
+    config = replace(config, **terms)
+    fixed = {"K": None, "learn": (), "w0": config.w0, "lr_multiplier": config.lr_multiplier}
+    return _plug(model, config, lambda heads: gfsa.GFSA(heads, **fixed))
 
 
 def _baseline(name: str, strength: str = "") -> Callable[[nn.Module, MethodConfig], int]:
@@ -101,7 +123,7 @@ def _pagerank(config: MethodConfig) -> Callable[[int], gfsa.PageRank]:
     return lambda heads: gfsa.PageRank(heads, config.alpha, config.hops)
 
 
-_LEARNED = ("layers", "filter_lr", "lr_multiplier")
+_LEARNED = ("layers", "filter_lr", "lr_multiplier", "share", "first_values")
 _OF_GFSA = ("K", "learn", "w0", "power", *_LEARNED)
 
 METHODS = {
@@ -126,6 +148,28 @@ METHODS = {
             "w0·I + w1·A: no second pass",
             lambda model, config: _gfsa(model, config, K=None, learn=("w0", "w1")),
             ("w0", *_LEARNED),
+        ),
+        Method(
+            "exclusive",
+            "A·v − p·v: without the part along the token's own v",
+            lambda model, config: _attention(
+                model, config, share="fixed" if config.share == "none" else config.share
+            ),
+            ("w0", *_LEARNED),
+        ),
+        Method(
+            "depth",
+            "A·(v + r·v⁰): with the first layer's values",
+            lambda model, config: _attention(model, config, first_values=True),
+            ("w0", *_LEARNED),
+        ),
+        Method(
+            "fixed-identity",
+            "A − s·I with a fixed s",
+            lambda model, config: _attention(
+                model, config, w0=-(0.4 if config.strength is None else config.strength)
+            ),
+            ("strength", "layers"),
         ),
         Method("polynomial", "Σ c_k·A^k", _filter(_polynomial), ("degree", *_LEARNED)),
         Method("twicing", "2A − A²", _filter(lambda config: gfsa.Twicing), ("layers",)),

@@ -62,7 +62,11 @@ class FusedOperator(Operator):
     def powers(self, v: Tensor, degree: int) -> list[Tensor]:
         return SDPAOperator(self.call).powers(v, degree)
 
-    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
+        if exclusive is not None:
+            return super().polynomial(coeffs, v, exclusive)
         q, k = self.call.q, self.call.k
         if isinstance(coeffs, Coefficients):
             if needs_registered_operator(q) or not coefficients.takes(coeffs):

@@ -94,7 +94,11 @@ class CachedOperator(Operator):
     def apply(self, x: Tensor) -> Tensor:
         return self.rows.apply(x)
 
-    def polynomial(self, coeffs: Tensor | Coefficients, v: Tensor) -> Tensor:
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
+        if exclusive is not None:
+            return super().polynomial(coeffs, v, exclusive)
         # not by isinstance, which is slow here
         numbers: Any = coeffs.base if type(coeffs) is Coefficients else coeffs
         degree = numbers.shape[-1] - 1

@@ -1,0 +1,129 @@
+r"""The depth term: a layer adds the first layer's values to its own before it attends.
+
+.. math:: V \leftarrow V + r_h\,V^0
+
+It is a filter along the layers, as a polynomial of A is one along the tokens ("value residual",
+ResFormer, arXiv 2410.17897). r is learned per head and starts at 0, so the model does not change
+until it learns. Heads that share a key head use the mean of their r.
+
+``V⁰`` belongs to one forward of one thread: the first filter keeps it in a :class:`FirstValues`
+that the filters of a stack share, the others read it, the last one lets go of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Current(threading.local):
+    """V⁰ of the forward that this thread runs."""
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+
+
+class FirstValues:
+    """V⁰ of a stack of filtered layers, from the first layer to the others of the same forward.
+
+    Gradient checkpointing runs a layer again during the backward pass, when other forwards may
+    have run since. Such a layer finds the V⁰ of its own forward by a few of its values, which are
+    the same in both runs.
+    """
+
+    def __init__(self) -> None:
+        self.current = _Current()
+        # V⁰ of forwards whose gradient is still to come, by id, and a few values of each layer
+        self._awaited: dict[int, tuple[weakref.ref[Tensor], dict[int, Tensor]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FirstValues:
+        return FirstValues()
+
+    def __reduce__(self) -> tuple[type[FirstValues], tuple[()]]:
+        return FirstValues, ()
+
+    def keep(self, v: Tensor) -> None:
+        """Called by the first layer of a forward."""
+        if not _is_recomputed():
+            self.current.values = v
+
+    def add(self, v: Tensor, r: Tensor, layer: int, is_last: bool) -> Tensor:
+        """``v + r·V⁰``, called by the layers above.
+
+        Args:
+            v: ``(..., H, N, D)``; under grouped queries H counts key heads.
+            r: ``(query heads,)``.
+            layer: which layer this is, any number of its own.
+            is_last: whether this is the last layer that needs V⁰.
+        """
+        recomputed = _is_recomputed()
+        first = self._of_graph(v, layer) if recomputed else self.current.values
+        if first is None:
+            raise ValueError(
+                "the depth term needs the values of the first filtered layer, which has not run in "
+                "this forward and thread: run the whole model, do not split it into pipeline "
+                "stages, and plug without depth=True to run single layers"
+            )
+        if first.shape != v.shape:
+            raise ValueError(
+                "the depth term adds the values of the first filtered layer, of shape "
+                f"{tuple(first.shape)}, to values of shape {tuple(v.shape)}: leave layers of other "
+                "heads or head dims out with plug(..., layers=...)"
+            )
+        if is_last and not recomputed:
+            self.current.values = None
+        heads = v.shape[-3]
+        if r.shape[0] != heads:
+            r = r.view(heads, -1).mean(-1)
+        mixed = torch.addcmul(v, r[:, None, None], first).to(v.dtype)
+        if not (recomputed or torch.compiler.is_compiling()):
+            self._await(first, mixed, v, layer)
+        return mixed
+
+    def _await(self, first: Tensor, mixed: Tensor, v: Tensor, layer: int) -> None:
+        """Remember V⁰ until its gradient has come, or the graph is gone."""
+        node = mixed.grad_fn
+        if node is None or not first.requires_grad:
+            return
+        # under checkpointing the graph saves no tensors, and would let go of V⁰
+        node.metadata["gfsa_first_values"] = first
+        key = id(first)
+        if key not in self._awaited:
+            reference = weakref.ref(first, lambda _: self._forget(key))
+            self._awaited[key] = reference, {}
+            first.register_hook(lambda _: self._forget(key))
+        self._awaited[key][1][layer] = _some_of(v)
+
+    def _forget(self, key: int) -> None:
+        self._awaited.pop(key, None)
+
+    def _of_graph(self, v: Tensor, layer: int) -> Tensor:
+        """V⁰ of the forward that is run again."""
+        fitting = [
+            first
+            for reference, seen in [*self._awaited.values()]
+            if (first := reference()) is not None
+            and layer in seen
+            and torch.equal(seen[layer], _some_of(v))
+        ]
+        if not fitting:
+            raise ValueError(
+                "the depth term cannot be recomputed by gradient checkpointing here: no forward "
+                "with gradients and these values waits for its backward pass. Reentrant "
+                "checkpointing would lose the gradient of the first layer's values; use "
+                "use_reentrant=False, and one backward pass for each forward"
+            )
+        return fitting[0]
+
+
+def _some_of(v: Tensor) -> Tensor:
+    return v.detach()[..., -1, 0].clone()
+
+
+def _is_recomputed() -> bool:
+    """Whether this runs inside a backward pass, as gradient checkpointing does."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -275,9 +275,13 @@ class GraphFilter(nn.Module):
             dtype = torch.promote_types(self.theta.dtype, torch.float32)
             self._place_constants(self.theta.device, dtype)
 
-    def forward(self, operator: Operator, v: Tensor) -> Tensor:
-        r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``."""
-        if self.first_values is not None:
+    def forward(self, operator: Operator, v: Tensor, is_mixed: bool = False) -> Tensor:
+        r"""Filter the tokens: :math:`y = \sum_k c_k A^k v` on the graph of ``operator``.
+
+        Args:
+            is_mixed: whether the caller called :meth:`mix_values` already.
+        """
+        if not is_mixed:
             v = self.mix_values(v)
         coefficients = self.polynomial_coefficients()
         if type(coefficients) is Tensor and coefficients.device != v.device:
@@ -290,7 +294,13 @@ class GraphFilter(nn.Module):
 
     def mix_values(self, v: Tensor) -> Tensor:
         """``v + r·V⁰`` in a layer with a depth term; the first layer's v becomes V⁰."""
-        assert self.first_values is not None
+        if self.first_values is None:
+            if self.has_depth:
+                raise ValueError(
+                    "this filter has a depth term, but is not connected to the first layer: "
+                    "gfsa.plug(model, depth=True) and gfsa.load connect the filters of a model"
+                )
+            return v
         r = self.depth()
         if r is not None:
             return self.first_values.add(v, r, self.place, self.reads_last)

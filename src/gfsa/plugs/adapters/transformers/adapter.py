@@ -215,7 +215,11 @@ def _filtered_attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     operator = _with_past(module, operator, query, value, dropout, cache)
-    y = module.gfsa(operator, value)
+    if cache is not None and module.gfsa.first_values is not None:
+        # the cache holds V + r·V⁰
+        y = module.gfsa(operator, value, is_mixed=True)
+    else:
+        y = module.gfsa(operator, value)
     # not by getattr: to ask whether there is a config costs a compiled call checks in each layer
     wants_maps = _wants_maps(module, module.config.real, kwargs)
     weights = _filter_map(module, operator, value) if wants_maps else None

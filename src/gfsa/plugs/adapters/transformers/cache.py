@@ -12,6 +12,7 @@ them has its own map and its own powers: the one cache layer has companions for 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,6 +192,39 @@ def layer_in(cache: Any, index: int | None, module: Any) -> Any:
             "keys and values of another layer. Pass use_cache=False"
         )
     return cache.layers[source]
+
+
+def mix_into(cache: Any, index: int | None, module: Any) -> None:
+    """Let a cache keep ``V + r·V⁰`` of a module with a depth term, in place of V.
+
+    The cache then holds what the module attends to, so nothing of V⁰ is needed for past tokens.
+    """
+    if index is None or _shares(module):
+        return
+    cache = _of_self_attention(cache)
+    update = cache.__dict__.get("update")
+    if not isinstance(update, _MixedUpdate):
+        update = cache.update = _MixedUpdate(cache)
+    known = update.filters.get(index)
+    if known is None or known() is not module.gfsa:
+        update.filters[index] = weakref.ref(module.gfsa)
+
+
+class _MixedUpdate:
+    """``update`` of one cache, which mixes new values with the first layer's."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.filters: dict[int, weakref.ref[Any]] = {}
+
+    def __call__(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        known = self.filters.get(layer_idx)
+        filter = None if known is None else known()
+        if filter is not None:
+            values = filter.mix_values(values)
+        return type(self.cache).update(self.cache, keys, values, layer_idx, *args, **kwargs)
 
 
 def _shares(module: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from gfsa.plugs.adapters.transformers.cache import mix_into
 from gfsa.plugs.adapters.transformers.product_check import name_of
 from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.cross_attention import require_same_tokens
@@ -79,5 +80,7 @@ def look_at_inputs(
             if arguments.cache_index:
                 index = given.get("layer_idx", index)
                 index = None if index is None else index + given.get("cycle_offset", 0)
+            if module.gfsa.first_values is not None:
+                mix_into(cache, index, module)
             return args, {**kwargs, CACHE: (cache, index)}
     return None

@@ -1,0 +1,359 @@
+"""The two terms beside a polynomial: the token's own value taken out, the first layer's added."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gfsa
+
+SHAPE = (2, 4, 9, 8)
+
+
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, share: Tensor, hidden: Tensor | None = None
+) -> Tensor:
+    """``c0·v + c1·A·v + c2·A²·v − a·p·v``, written out."""
+    group = q.shape[1] // v.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    a = scores.softmax(-1)
+    u = a @ v
+    p = (u * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True)
+    c0, c1, c2 = coeffs.T[..., None, None]
+    return c0 * v + c1 * u + c2 * (a @ u) - share[:, None, None] * p * v
+
+
+@pytest.fixture
+def tensors() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, *SHAPE, dtype=torch.float64)
+    return q, k, v, torch.rand(4, 3, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+
+
+class TestExclusiveTerm:
+    @pytest.mark.parametrize("backend", ["auto", "dense", "sdpa"])
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("heads", [4, 2])
+    def test_is_the_formula(
+        self, tensors: tuple[Tensor, ...], backend: str, causal: bool, heads: int
+    ) -> None:
+        q, k, v, coeffs, share = tensors
+        k, v = k[:, :heads], v[:, :heads]
+        y = gfsa.graph_filter_attention(
+            *(q, k, v, coeffs),
+            is_causal=causal,
+            enable_gqa=True,
+            backend=backend,  # type: ignore[arg-type]
+            exclusive=share,
+        )
+        hidden = ~torch.ones(9, 9).tril().bool() if causal else None
+        torch.testing.assert_close(y, by_hand(q, k, v, coeffs, share, hidden))
+
+    def test_output_is_orthogonal_to_own_value(self, tensors: tuple[Tensor, ...]) -> None:
+        q, k, v, *_ = tensors
+        y = gfsa.graph_filter_attention(q, k, v, torch.tensor([0.0, 1.0]), exclusive=1.0)
+        assert (y * v).sum(-1).abs().max() < 1e-6
+
+    def test_gradients(self, tensors: tuple[Tensor, ...]) -> None:
+        q, k, v, coeffs, share = (x[:1, :2, :5, :3] if x.dim() == 4 else x[:2] for x in tensors)
+        inputs = tuple(x.clone().requires_grad_() for x in (q, k, v, coeffs, share))
+
+        def call(*x: Tensor) -> Tensor:
+            return gfsa.graph_filter_attention(*x[:4], exclusive=x[4], backend="dense")
+
+        assert torch.autograd.gradcheck(call, inputs)
+        assert torch.autograd.gradgradcheck(call, inputs)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_in_half_precision(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        q, k, v, coeffs, share = tensors
+        half = (x.to(dtype) for x in (q, k, v))
+        y = gfsa.graph_filter_attention(*half, coeffs.float(), exclusive=share.float())
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), by_hand(*tensors), atol=0.03, rtol=0.03)
+
+    def test_token_without_a_value_keeps_what_attention_gives(
+        self, tensors: tuple[Tensor, ...]
+    ) -> None:
+        q, k, v, coeffs, share = tensors
+        v[:, :, 3] = 0.0
+        v.requires_grad_()
+        y = gfsa.graph_filter_attention(q, k, v, coeffs, exclusive=share)
+        plain = gfsa.graph_filter_attention(q, k, v, coeffs)
+        assert torch.equal(y[:, :, 3], plain[:, :, 3])
+        y.sum().backward()
+        assert v.grad is not None
+        assert v.grad.isfinite().all()
+
+    @pytest.mark.parametrize("share", [torch.rand(3), "1", float("nan"), True])
+    def test_refuses(self, tensors: tuple[Tensor, ...], share: object) -> None:
+        with pytest.raises((TypeError, ValueError), match="exclusive"):
+            gfsa.graph_filter_attention(*tensors[:4], exclusive=share)  # type: ignore[arg-type]
+
+
+class TestExclusiveFilter:
+    @pytest.mark.parametrize(
+        "filter",
+        [
+            gfsa.Exclusive(4, 0.7),
+            gfsa.GFSA(4, wK=0.2).exclude([0.1, 0.2, 0.3, 0.4]),
+            gfsa.Twicing(4).exclude(0.5),
+            gfsa.filters.PartialPolynomial(4, 2, [1, 2]).exclude(0.5, learn=True),
+        ],
+        ids=lambda filter: type(filter).__name__,
+    )
+    def test_any_filter(self, tensors: tuple[Tensor, ...], filter: gfsa.GraphFilter) -> None:
+        q, k, v, *_ = tensors
+        filter = filter.double()
+        if filter.theta is not None:
+            nn.init.normal_(filter.theta, std=0.3)
+        operator = gfsa.operators.AttentionOperator(q, k)
+        coeffs, share = filter.coefficients(), filter.share()
+        assert share is not None
+        coeffs = nn.functional.pad(coeffs, (0, 3 - coeffs.shape[1]))
+        expected = by_hand(q, k, v, coeffs, share)
+        torch.testing.assert_close(filter(operator, v), expected)
+        torch.testing.assert_close(filter.fold()(operator, v), expected)
+        dense = gfsa.operators.DenseOperator(operator.dense())
+        torch.testing.assert_close(filter.map(dense, v) @ v, expected)
+
+    def test_learned_share_starts_as_the_model(self) -> None:
+        model, x = stack(), tokens()
+        expected = model(x)
+        report = gfsa.plug(model, filter=lambda heads: gfsa.Exclusive(heads, 0.0, learn=True))
+        assert report.parameters == 4 * 4
+        assert torch.equal(model(x), expected)
+        model(x).sum().backward()
+        assert all(f.theta.grad.abs().sum() > 0 for f in gfsa.filters_of(model).values())
+
+    def test_once(self) -> None:
+        with pytest.raises(ValueError, match="already"):
+            gfsa.Exclusive(4).exclude()
+
+
+def stack(layers: int = 4) -> nn.TransformerEncoder:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).double().eval()
+
+
+def tokens(seed: int = 2) -> Tensor:
+    return torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.manual_seed(seed))
+
+
+def with_depth(model: nn.Module, filter: Callable[[int], gfsa.GraphFilter] | None = None) -> None:
+    gfsa.plug(model, filter=filter or gfsa.Exclusive, depth=True)
+    torch.manual_seed(3)
+    for found in gfsa.filters_of(model).values():
+        if found.theta is not None:
+            nn.init.normal_(found.theta, std=0.3)
+
+
+def layer_by_layer(model: nn.TransformerEncoder, x: Tensor, reentrant: bool | None) -> Tensor:
+    for layer in model.layers:
+        if reentrant is None:
+            x = layer(x)
+        else:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+    return x
+
+
+def gradients(model: nn.TransformerEncoder, y: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(y.sin().sum(), list(model.parameters()), allow_unused=False))
+
+
+class TestDepthTerm:
+    def test_starts_as_the_model_and_is_the_formula(self) -> None:
+        model, x = stack(2), tokens()
+        expected = model(x)
+        gfsa.plug(model, filter=lambda heads: gfsa.Polynomial(heads, degree=1), depth=True)
+        assert torch.equal(model(x), expected)
+        second = gfsa.filters_of(model)["layers.1.self_attn"]
+        seen: list[Tensor] = []
+        for found in gfsa.filters_of(model).values():
+            found.register_forward_pre_hook(lambda _, args: seen.append(args[1].detach()))
+        assert second.theta is not None
+        with torch.no_grad():
+            second.theta[:, -1] = torch.tensor([0.5, -1.0, 0.0, 2.0])
+        calls: list[Tensor] = []
+        polynomial = gfsa.operators.AttentionOperator.polynomial
+
+        def recorded(self, coeffs, v, *rest):  # type: ignore[no-untyped-def]
+            calls.append(v.detach())
+            return polynomial(self, coeffs, v, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gfsa.operators.AttentionOperator, "polynomial", recorded)
+            model(x)
+        r = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)[:, None, None]
+        torch.testing.assert_close(calls[1], seen[1] + r * seen[0])
+
+    def test_copies_are_apart_and_unplug_restores(self, tmp_path: Path) -> None:
+        model, x = stack(), tokens()
+        plain = model(x)
+        with_depth(model)
+        expected = model(x)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(x), expected)
+            ours, theirs = (list(gfsa.filters_of(m).values())[0] for m in (model, copied))
+            assert ours.first_values is not theirs.first_values
+        gfsa.save(model, tmp_path)
+        state = model.state_dict()
+        gfsa.unplug(model)
+        assert torch.equal(model(x), plain)
+        gfsa.load(model, tmp_path)
+        assert torch.equal(model(x), expected)
+        other = stack()
+        gfsa.plug(other, filter=gfsa.Exclusive, depth=True)
+        other.load_state_dict(state)
+        assert torch.equal(other(x), expected)
+
+    def test_prune_keeps_the_terms(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model, lambda heads: gfsa.GFSA(heads).exclude(0.2, learn=True))
+        for found in gfsa.filters_of(model).values():
+            assert found.theta is not None
+            found.theta.data[:, 2] = 0.0
+        expected = model(x)
+        report = gfsa.prune(model)
+        assert all(degree == 1 for degrees in report.after.values() for degree in degrees)
+        torch.testing.assert_close(model(x), expected)
+
+    def test_checkpointing_finds_the_values_of_its_own_forward(self) -> None:
+        model = stack()
+        with_depth(model)
+        x, other = tokens(), tokens(5)
+        expected = gradients(model, layer_by_layer(model, x, None))
+        y = layer_by_layer(model, x, reentrant=False)
+        # forwards between: one for evaluation, one whose backward pass comes later
+        with torch.no_grad():
+            layer_by_layer(model, other, None)
+        later = layer_by_layer(model, other, reentrant=False)
+        for got, wanted in zip(gradients(model, y), expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+        expected = gradients(model, layer_by_layer(model, other, None))
+        for got, wanted in zip(gradients(model, later), expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+    def test_reentrant_checkpointing_is_refused(self) -> None:
+        model = stack()
+        with_depth(model)
+        y = layer_by_layer(model, tokens().requires_grad_(), reentrant=True)
+        with pytest.raises(ValueError, match="use_reentrant=False"):
+            y.sum().backward()
+
+    def test_each_thread_has_its_own_values(self) -> None:
+        model = stack()
+        with_depth(model)
+        inputs = [tokens(seed) for seed in range(4)]
+        expected = [model(x) for x in inputs]
+        together = threading.Barrier(len(inputs))
+        got: dict[int, Tensor] = {}
+
+        def run(number: int) -> None:
+            x = inputs[number]
+            for layer in model.layers:
+                together.wait(timeout=60)
+                x = layer(x)
+            got[number] = x
+
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(got[n], y) for n, y in enumerate(expected))
+
+    def test_a_layer_alone_has_no_first_values(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        model(x)
+        with pytest.raises(ValueError, match="first filtered layer"):
+            model.layers[2](x)
+
+    def test_compiles_block_by_block_without_a_break(self) -> None:
+        model, x = stack(), tokens()
+        with_depth(model)
+        expected = gradients(model, model(x))
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+        for got, wanted in zip(gradients(model, model(x)), expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+    def test_exports(self) -> None:
+        model, x = stack(2), tokens()
+        with_depth(model)
+        exported = torch.export.export(model, (x,)).module()
+        torch.testing.assert_close(exported(x), model(x))
+
+    def test_refuses_where_layers_have_no_order(self) -> None:
+        config = transformers.AlbertConfig(
+            vocab_size=32, embedding_size=16, hidden_size=32, num_attention_heads=4,
+            num_hidden_layers=3, intermediate_size=32,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="one filtered layer"):
+            gfsa.plug(transformers.AlbertModel(config), depth=True)
+        grid = nn.ModuleList(nn.ModuleList(stack(1).layers) for _ in range(2))
+        grid[0].append(stack(1).layers[0])
+        with pytest.raises(ValueError, match="more than one number"):
+            gfsa.plug(grid, depth=True)
+
+    def test_refuses_other_heads(self) -> None:
+        layers = [nn.TransformerEncoderLayer(32, heads, 48) for heads in (4, 2)]
+        with pytest.raises(ValueError, match="4 heads"):
+            gfsa.plug(nn.Sequential(*layers), depth=True)
+
+
+def decoder(kind: str) -> nn.Module:
+    torch.manual_seed(4)
+    shared = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    if kind == "windows":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        config = transformers.Gemma3TextConfig(**shared, sliding_window=6, layer_types=kinds)
+    else:
+        config = transformers.Qwen3Config(**shared)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model.double().eval()
+
+
+class TestDecoding:
+    @pytest.mark.parametrize("kind", ["grouped", "windows"])
+    @pytest.mark.parametrize("degree", [1, 2])
+    @torch.no_grad()
+    def test_cached_is_uncached(self, kind: str, degree: int) -> None:
+        model = decoder(kind)
+        with_depth(model, None if degree == 1 else lambda h: gfsa.GFSA(h).exclude(0.3, learn=True))
+        ids = torch.randint(1, 64, (2, 14))
+        expected = model(ids, use_cache=False).logits
+        step = model(ids[:, :5], use_cache=True)
+        logits = [step.logits]
+        for token in range(5, 14):
+            cache = step.past_key_values
+            step = model(ids[:, token : token + 1], past_key_values=cache, use_cache=True)
+            logits.append(step.logits)
+        torch.testing.assert_close(torch.cat(logits, 1), expected)
+
+    @pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}])
+    def test_generate(self, options: dict[str, object]) -> None:
+        model = decoder("grouped")
+        with_depth(model, lambda heads: gfsa.GFSA(heads).exclude(0.3, learn=True))
+        ids = torch.randint(1, 64, (2, 5))
+        common = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        beams = {name: value for name, value in options.items() if name == "num_beams"}
+        got = model.generate(ids, **common, **options, disable_compile=True)
+        assert torch.equal(got, model.generate(ids, **common, **beams, use_cache=False))

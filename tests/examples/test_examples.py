@@ -76,7 +76,7 @@ def test_two_processes(tmp_path: Path) -> None:
     script = EXAMPLES / f"{LAUNCHED}.py"
     printed = launch(LAUNCHER, script, "--steps=4", f"--out={tmp_path}")
     check_output(LAUNCHED, printed)
-    assert (tmp_path / "filters" / "filters.json").exists()
+    assert (tmp_path / "filters" / "filters.safetensors").exists()
 
 
 @pytest.mark.slow

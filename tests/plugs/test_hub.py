@@ -25,6 +25,8 @@ from gfsa.lens.command_models import load_source
 from gfsa.plugs.hub.card import BEGIN, END
 from gfsa.plugs.peft_adapters import check_loaded
 from support.hub_server import HubServer, Repository, hub_server
+from support.saved_filters import FOLDER
+from support.saved_filters import encoder as saved_encoder
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(6)[None]
@@ -76,7 +78,6 @@ class TestFilters:
         assert sorted(files) == [
             "README.md",
             "coefficients.svg",
-            "filters.json",
             "filters.safetensors",
         ]
         again = encoder()
@@ -138,8 +139,19 @@ class TestFilters:
             gfsa.load(model, "user/filters")
         assert not gfsa.filters_of(model)
 
-    @pytest.mark.parametrize("name", ["filters.json", "filters.safetensors"])
-    def test_a_large_file_is_not_downloaded(self, server: HubServer, name: str) -> None:
+    def test_two_files_of_an_older_version(self, server: HubServer) -> None:
+        repository = server.repositories["user/filters"] = Repository()
+        names = ("filters.json", "filters.safetensors")
+        repository.commit("main", {name: (FOLDER / "gfsa" / name).read_bytes() for name in names})
+        model = saved_encoder()
+        gfsa.load(model, "user/filters")
+        assert len(gfsa.filters_of(model)) == 2
+        # the next upload has one file, to which the other would not belong
+        gfsa.push_to_hub(model, "user/filters")
+        assert "filters.json" not in repository.files()
+
+    def test_a_large_file_is_not_downloaded(self, server: HubServer) -> None:
+        name = "filters.safetensors"
         gfsa.push_to_hub(plugged(encoder()), "user/filters")
         server.sizes[name] = 2**30
         with pytest.raises(ValueError, match=rf"{name} of user/filters has {2**30} bytes"):
@@ -276,7 +288,7 @@ class TestWholeModel:
         files = server.repositories["user/model"].files()
         assert ("model.safetensors" in files) == (sizes[1] == "5GB")
         assert ("model.safetensors.index.json" in files) == (sizes[1] == "20KB")
-        assert files.keys() >= {"model.fp16.safetensors", "notes.md", "filters.json"}
+        assert files.keys() >= {"model.fp16.safetensors", "notes.md", "filters.safetensors"}
         again = gfsa.from_pretrained(transformers.AutoModelForCausalLM, "user/model").eval()
         assert torch.equal(logits(again), logits(model))
 

@@ -167,7 +167,7 @@ kinds = st.sampled_from(sorted(FILTERS))
 choices = st.sampled_from(["all", "odd", "even"])
 # the files that change a model
 CHANGING = ["plugs/attach.py", "plugs/call_check.py", "plugs/adapter.py", "plugs/adapters/"]
-LOADING = ["plugs/checkpoint.py", "plugs/described_filters.py", "plugs/restoring.py"]
+LOADING = ["plugs/saving/", "filters/spec.py"]
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -262,9 +262,9 @@ class AnyOrder(RuleBasedStateMachine):
     def save_interrupted(self, line: int) -> Saved:
         """The folder has the last save, or this one."""
         folder = self.folder / "filters"
-        with contextlib.suppress(KeyboardInterrupt), InterruptAt(line, ["plugs/filter_files.py"]):
+        with contextlib.suppress(KeyboardInterrupt), InterruptAt(line, ["plugs/saving/files.py"]):
             gfsa.save(self.model, folder)
-        if not (folder / "filters.json").exists():
+        if not (folder / "filters.safetensors").exists():
             assert not self.last_saved
             return self.save()
         found = copy.deepcopy(self.plain)

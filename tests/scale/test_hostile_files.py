@@ -20,7 +20,9 @@ from torch import nn
 
 import gfsa
 from gfsa.filters.partial import PartialPolynomial
-from gfsa.plugs.filter_files import DESCRIPTION, DIGEST, TENSORS
+from gfsa.plugs.saving import files
+from gfsa.plugs.saving.files import FILE
+from support.corrupted_filters import joined, parts_of
 from support.tiny import TinyEncoder
 
 LAYER = "blocks.0.attention"
@@ -28,11 +30,10 @@ LAYER = "blocks.0.attention"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder with the filter of one layer, without the digest that would end every test."""
+    """A folder with the filter of one layer."""
     model = TinyEncoder(depth=1)
     gfsa.plug(model)
     gfsa.save(model, tmp_path)
-    rewrite(tmp_path, lambda description: description.pop(DIGEST))
     return tmp_path
 
 
@@ -55,9 +56,21 @@ def refused(folder: Path, most_megabytes: float = 64, heads: int = 4) -> str:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    description = json.loads((folder / DESCRIPTION).read_text())
+    description, tensors = files.read(folder)
     change(description)
-    (folder / DESCRIPTION).write_text(json.dumps(description))
+    files.write(folder, description, tensors)
+
+
+def rewrite_text(folder: Path, text: str) -> None:
+    """Replace the description by any text."""
+    header, data = parts_of((folder / FILE).read_bytes())
+    header["__metadata__"]["gfsa"] = text
+    (folder / FILE).write_bytes(joined(header, data))
+
+
+def rewrite_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    description, _ = files.read(folder)
+    files.write(folder, description, tensors)
 
 
 HUGE = 10**12
@@ -139,17 +152,21 @@ def test_descriptions(what: str, saved: Path) -> None:
         '{"a":' * 200_000,
         '{"format": 1e999999, "filters": {}}',
         "9" * 5_000,
-        " " * (5 * 2**20),
+        " " * (9 * 2**20),
     ],
     ids=["empty", "null", "list", "bom", "cut off", "deep", "deep objects", "inf", "digits", "big"],
 )
 def test_what_is_no_description(text: str, saved: Path) -> None:
-    (saved / DESCRIPTION).write_text(text, encoding="utf-8")
+    rewrite_text(saved, text)
     refused(saved)
 
 
-def test_bytes_that_are_no_text(saved: Path) -> None:
-    (saved / DESCRIPTION).write_bytes(b"\xff\xfe\x00{")
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00{", b"{}", b"[" * 200_000])
+def test_a_description_of_an_older_version(content: bytes, saved: Path) -> None:
+    """In a file of its own; it is read if the header has none."""
+    _, tensors = files.read(saved)
+    save_file(tensors, saved / FILE)
+    (saved / files.OLD_DESCRIPTION).write_bytes(content)
     refused(saved)
 
 
@@ -168,7 +185,8 @@ def test_bytes_that_are_no_text(saved: Path) -> None:
 @pytest.mark.parametrize("claimed", [None, 2**62, 99 * 10**6])
 def test_headers(header: bytes, claimed: int | None, saved: Path) -> None:
     length = struct.pack("<Q", len(header) if claimed is None else claimed)
-    (saved / TENSORS).write_bytes(length + header + b"\0" * 48)
+    (saved / FILE).write_bytes(length + header + b"\0" * 48)
+    (saved / files.OLD_DESCRIPTION).write_text("{}")
     refused(saved)
 
 
@@ -192,14 +210,14 @@ def test_headers(header: bytes, claimed: int | None, saved: Path) -> None:
     ],
 )
 def test_tensors(tensor: torch.Tensor, saved: Path) -> None:
-    save_file({f"{LAYER}.theta": tensor}, saved / TENSORS)
+    rewrite_tensors(saved, {f"{LAYER}.theta": tensor})
     assert LAYER in refused(saved)
 
 
 def test_numbers_for_the_precision_of_the_model(saved: Path) -> None:
     """What is finite in float64 is taken by a model in float64."""
     numbers = torch.full((4, 3), 1e300, dtype=torch.float64)
-    save_file({f"{LAYER}.theta": numbers}, saved / TENSORS)
+    rewrite_tensors(saved, {f"{LAYER}.theta": numbers})
     model = TinyEncoder(depth=1).double()
     gfsa.load(model, saved)
     assert torch.equal(gfsa.filters_of(model)[LAYER].theta, numbers)
@@ -243,7 +261,7 @@ def peak_resident_bytes() -> int:
     ['{"format": 1, "format": 1, "filters": {}}', '{"format": NaN}', '{"format": -Infinity}'],
 )
 def test_json_that_is_ambiguous(text: str, saved: Path) -> None:
-    (saved / DESCRIPTION).write_text(text)
+    rewrite_text(saved, text)
     assert "is damaged" in refused(saved)
 
 
@@ -274,12 +292,12 @@ def test_many_heads_take_linear_time() -> None:
 
 def test_tensors_too_many(saved: Path) -> None:
     tensors = {f"{LAYER}.theta": torch.zeros(4, 3), f"{LAYER}.extra": torch.zeros(2)}
-    save_file(tensors, saved / TENSORS)
+    rewrite_tensors(saved, tensors)
     assert "not expected" in refused(saved)
 
 
 def test_a_file_that_is_too_large_is_not_read(saved: Path) -> None:
-    with (saved / TENSORS).open("r+b") as file:
+    with (saved / FILE).open("r+b") as file:
         file.truncate(2**34)
     assert "more than" in refused(saved)
 
@@ -291,7 +309,7 @@ def test_damage_anywhere(data: st.DataObject, tmp_path: Path) -> None:
     model = TinyEncoder(depth=1)
     gfsa.plug(model)
     gfsa.save(model, tmp_path)
-    file = tmp_path / data.draw(st.sampled_from([TENSORS, DESCRIPTION]))
+    file = tmp_path / FILE
     content = bytearray(file.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
@@ -314,7 +332,7 @@ def test_nothing_is_run(saved: Path, tmp_path_factory: pytest.TempPathFactory) -
         def __reduce__(self) -> Any:
             return Path.touch, (evidence,)
 
-    torch.save({f"{LAYER}.theta": Evil()}, saved / TENSORS)
+    torch.save({f"{LAYER}.theta": Evil()}, saved / FILE)
     refused(saved)
     assert not evidence.exists()
 

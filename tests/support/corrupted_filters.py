@@ -1,16 +1,14 @@
-"""Corrupted filter folders by number: what a bad disk, a bad program or an attacker could write."""
+"""Corrupted filter files by number: what a bad disk, a bad program or an attacker could write."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import random
 import struct
 from collections.abc import Callable
 from typing import Any
 
-DIGEST = "sha256"
 Json = Any
 
 EVIL: list[Json] = [
@@ -27,34 +25,34 @@ ARGUMENTS = [
 ]
 
 
-def corrupted(description: bytes, tensors: bytes, number: int) -> tuple[bytes, bytes]:
-    """The two files with the corruption of this number, the same at every call."""
+def corrupted(content: bytes, number: int) -> bytes:
+    """The file with the corruption of this number, the same at every call."""
     dice = random.Random(number)
     kind = dice.random()
-    if kind < 0.25:
-        return damaged(description, dice), tensors
+    if kind < 0.3:
+        return damaged(content, dice)
+    header, data = parts_of(content)
+    if kind > 0.75:
+        return edited_tensors(header, bytearray(data), dice)
+    description = json.loads(header["__metadata__"]["gfsa"])
+    for _ in range(dice.randint(1, 3)):
+        description = edited(description, dice)
+    text = json.dumps(description)
     if kind < 0.4:
-        return description, damaged(tensors, dice)
-    content = json.loads(description)
-    if kind < 0.75:
-        for _ in range(dice.randint(1, 3)):
-            content = edited(content, dice)
-    else:
-        tensors = edited_tensors(tensors, dice)
-    if isinstance(content, dict):
-        # an attacker writes a right digest, or none; what another program changes keeps the old one
-        signing = dice.choice(["right", "right", "none", "none", "old"])
-        if signing != "old":
-            content.pop(DIGEST, None)
-        if signing == "right":
-            content[DIGEST] = digest(content, tensors)
-    return json.dumps(content).encode(), tensors
+        text = damaged(text.encode(), dice).decode(errors="replace")
+    header["__metadata__"]["gfsa"] = text
+    return joined(header, data)
 
 
-def digest(content: Json, tensors: bytes) -> str:
-    unsigned = {key: value for key, value in content.items() if key != DIGEST}
-    text = json.dumps(unsigned, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode() + b"\n" + tensors).hexdigest()
+def parts_of(content: bytes) -> tuple[Json, bytes]:
+    """The header and the numbers of a safetensors file."""
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def joined(header: Json, data: bytes, claimed: int | None = None) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if claimed is None else claimed) + text + data
 
 
 def damaged(content: bytes, dice: random.Random) -> bytes:
@@ -104,10 +102,8 @@ def edited(content: Json, dice: random.Random) -> Json:
     return content
 
 
-def edited_tensors(tensors: bytes, dice: random.Random) -> bytes:
+def edited_tensors(header: Json, data: bytearray, dice: random.Random) -> bytes:
     """A safetensors file with another header, or other numbers."""
-    (length,) = struct.unpack("<Q", tensors[:8])
-    header, data = json.loads(tensors[8 : 8 + length]), bytearray(tensors[8 + length :])
     names = [name for name in header if name != "__metadata__"]
     way = dice.choice(["header", "numbers", "double", "half", "shape", "name", "length"])
     if way == "header" or not names:
@@ -130,6 +126,5 @@ def edited_tensors(tensors: bytes, dice: random.Random) -> bytes:
         entry["shape"] = dice.choice([entry["shape"][::-1], [*entry["shape"], 1], [2**40, 0], []])
     elif way == "name":
         header[dice.choice(["", "theta", "../x"])] = header.pop(dice.choice(names))
-    text = json.dumps(header).encode()
-    claimed = dice.choice([0, 2**62, len(text) + 1]) if way == "length" else len(text)
-    return struct.pack("<Q", claimed) + text + bytes(data)
+    claimed = dice.choice([0, 2**62, len(json.dumps(header)) + 1]) if way == "length" else None
+    return joined(header, bytes(data), claimed)

@@ -23,14 +23,14 @@ from gfsa.filters.checks import (
     check_shapes,
     check_size,
 )
-from gfsa.filters.description import (
+from gfsa.filters.sharding import local_rows, sharded_like
+from gfsa.filters.spec import (
     is_same_filter,
     kind_of,
     note_kind,
     read_description,
     write_description,
 )
-from gfsa.filters.sharding import local_rows, sharded_like
 from gfsa.operators import Coefficients, DenseOperator, Operator
 from gfsa.operators.base import value_of
 from gfsa.operators.call import DropoutPlace, check_dropout_place

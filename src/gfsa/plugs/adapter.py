@@ -9,13 +9,15 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from gfsa.plugs.cross_attention import Owners
-from gfsa.plugs.renaming import Renaming
+
+if TYPE_CHECKING:
+    from gfsa.plugs.saving.renames import Renaming
 
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""

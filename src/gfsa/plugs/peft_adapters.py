@@ -18,16 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters.description import read_description
+from gfsa.filters.spec import EXTRA, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.backbone import canonical_name
-from gfsa.plugs.checkpoint import load
-from gfsa.plugs.described_filters import EXTRA, FORMAT
-from gfsa.plugs.filter_files import DESCRIPTION, MOST_TENSORS
 from gfsa.plugs.hub.download import Download, download_filters
-from gfsa.plugs.restoring import check_restorable, restore
 from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.saved_folders import other_loader
+from gfsa.plugs.saving.checkpoint import FORMAT, check_restorable, load, restore
+from gfsa.plugs.saving.files import FILE, MOST_BYTES, other_loader
+from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites
 
 if TYPE_CHECKING:
@@ -107,7 +104,7 @@ def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> 
     advice = "Load it with peft.PeftModel.from_pretrained"
     if Path(path).is_dir():
         folder = Path(path) / (kwargs.get("subfolder") or "")
-        if not (folder / DESCRIPTION).is_file():
+        if not (folder / FILE).is_file():
             raise ValueError(f"{without} gfsa.save wrote none beside it. {advice}")
     else:
         wanted = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
@@ -169,7 +166,7 @@ def _filters_in(
 
     filters: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    room = MOST_TENSORS
+    room = MOST_BYTES
     try:
         with safe_open(file, framework="pt") as adapter:
             for key in adapter.keys():  # noqa: SIM118  (not a dict)
@@ -180,7 +177,7 @@ def _filters_in(
                 room -= 8 * math.prod(adapter.get_slice(key).get_shape())
                 if room < 0:
                     raise ValueError(
-                        f"the filters of {source} have more than {MOST_TENSORS} bytes, which is "
+                        f"the filters of {source} have more than {MOST_BYTES} bytes, which is "
                         "refused: filters are a few numbers per head"
                     )
                 layer = canonical_name(model, layer)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gfsa.plugs.backbone import some_of
+from gfsa.plugs.saving.identity import some_of
 
 PARAMETERS = ("lamb", "w_K", "beta")
 """What the published code calls the learned number of a head."""

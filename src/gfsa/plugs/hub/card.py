@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from gfsa._version import __version__
-from gfsa.plugs.backbone import canonical_name
+from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import filters_of
 
 BEGIN, END = "<!-- gfsa: begin -->", "<!-- gfsa: end -->"
@@ -29,7 +29,7 @@ class Card:
 
     repository: str
     description: Mapping[str, Any]
-    """As :func:`gfsa.plugs.checkpoint.describe` gives it."""
+    """As :func:`gfsa.plugs.saving.checkpoint.describe` gives it."""
     coefficients: Sequence[tuple[str, Sequence[Sequence[float]]]]
     """Layer names with ``coefficients[head][k]``; empty if a filter is no polynomial."""
     base_model: str | None = None

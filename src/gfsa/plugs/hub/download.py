@@ -1,4 +1,4 @@
-"""Find the two files of saved filters: in a folder here, or in a repository of the Hub."""
+"""Find the file of saved filters: in a folder here, or in a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gfsa.plugs.filter_files import DESCRIPTION, MOST_DESCRIPTION, MOST_TENSORS, TENSORS
+from gfsa.plugs.saving.files import FILE, MOST_BYTES, OLD_DESCRIPTION, has_description
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_MOST = {DESCRIPTION: MOST_DESCRIPTION, TENSORS: MOST_TENSORS}
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,13 @@ def download_filters(name: str, wanted: Download) -> Path:
     except ImportError as error:
         raise FileNotFoundError(str(error)) from error
     try:
-        folder = _file(hub, name, DESCRIPTION, wanted).parent
-        # the folder of a snapshot is named after its commit: both files are of one save
-        depth = len(PurePosixPath(wanted.subfolder or "").parts)
-        commit = (folder, *folder.parents)[depth].name
-        _file(hub, name, TENSORS, replace(wanted, revision=commit))
+        file = _file(hub, name, FILE, wanted)
+        folder = file.parent
+        if not has_description(file):
+            # the folder of a snapshot is named after its commit: both files are of one save
+            depth = len(PurePosixPath(wanted.subfolder or "").parts)
+            commit = (folder, *folder.parents)[depth].name
+            _file(hub, name, OLD_DESCRIPTION, replace(wanted, revision=commit))
     # an OSError: no such repository, revision or file, no access, no connection
     except OSError as error:
         where = name if wanted.revision is None else f"{name} at {wanted.revision!r}"
@@ -109,10 +110,10 @@ def _file(hub: Any, name: str, file: str, wanted: Download) -> Path:
         if not _is_no_answer(hub, error):
             raise
         return _cached(hub, name, file, wanted, f"no answer ({error})")
-    if found.size is not None and found.size > _MOST[file]:
+    if found.size is not None and found.size > MOST_BYTES:
         raise ValueError(
             f"{file} of {name} has {found.size} bytes; filters are a few numbers per head, more "
-            f"than {_MOST[file]} is refused"
+            f"than {MOST_BYTES} is refused"
         )
     return Path(hub.hf_hub_download(name, file, **asdict(wanted)))
 

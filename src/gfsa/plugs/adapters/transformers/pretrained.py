@@ -13,14 +13,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gfsa.filters.description import read_description
+from gfsa.filters.spec import EXTRA, read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.config_files import refusal_of_path
-from gfsa.plugs.backbone import canonical_name
-from gfsa.plugs.described_filters import EXTRA, FORMAT
-from gfsa.plugs.filter_files import MOST_TENSORS
-from gfsa.plugs.restoring import restore
-from gfsa.plugs.saved_folders import other_loader
+from gfsa.plugs.saving.checkpoint import FORMAT, restore
+from gfsa.plugs.saving.files import MOST_BYTES, other_loader
+from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import sites
 
 Loaded = TypeVar("Loaded", covariant=True)
@@ -209,7 +207,7 @@ def filter_tensors(
     from safetensors import SafetensorError, safe_open
 
     found = {}
-    room = MOST_TENSORS
+    room = MOST_BYTES
     for file in _files(path, hub, variant, index_first):
         try:
             opened = safe_open(file, framework="pt")
@@ -224,7 +222,7 @@ def filter_tensors(
                     room -= 8 * math.prod(checkpoint.get_slice(key).get_shape())
                     if room < 0:
                         raise ValueError(
-                            f"the filters of {path} have more than {MOST_TENSORS} bytes, which is "
+                            f"the filters of {path} have more than {MOST_BYTES} bytes, which is "
                             "refused: filters are a few numbers per head"
                         )
                     found[key] = checkpoint.get_tensor(key)

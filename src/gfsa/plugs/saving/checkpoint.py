@@ -1,29 +1,172 @@
-"""Put described filters and their numbers into a model: checked first, then all or nothing."""
+"""Save the filters of a model; put saved ones into a model, checked first, all or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gfsa._version import __version__
 from gfsa.filters import GraphFilter
-from gfsa.filters.description import kind_of
+from gfsa.filters.spec import KINDS, build, kind_of, numbers_of
 from gfsa.plugs.attach import device_of, dtype_for, install, notify_adapters
-from gfsa.plugs.backbone import canonical_name, check_depths, fingerprint_of, some_of
-from gfsa.plugs.described_filters import Builder, entries_of, numbers_of
-from gfsa.plugs.filter_files import DIGEST
-from gfsa.plugs.other_versions import in_installed_names, warn_of_other_names
+from gfsa.plugs.hub.download import filter_folder
 from gfsa.plugs.parallel import refuse_distributed
+from gfsa.plugs.partitioned import gathered
 from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, sites
+from gfsa.plugs.saving import files
+from gfsa.plugs.saving.identity import (
+    canonical_name,
+    check_depths,
+    depths_of,
+    fingerprint_of,
+    some_of,
+)
+from gfsa.plugs.saving.renames import in_installed_names, warn_of_other_names
+from gfsa.plugs.sites import Site, check_model, is_sharded, plugged_sites, refuse_sharded, sites
+from gfsa.plugs.tracing.adapter import TracerAdapter
 
-TRACED = "traced"
-"""The entry of a described filter whose layer was traced."""
+FORMAT = 1
+
+_TRACED = "traced"
+"""The entry of a described filter that says whether its layer was traced."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write the model's filters, and nothing else of the model, into the folder ``path``.
+
+    A few kB: ``filters.safetensors`` holds the learned numbers and, in its header, the kind of each
+    filter, the layer it belongs to, and the class and shapes of that layer. Until the file is
+    complete on the disk, an earlier save in the folder stays as it is.
+
+    If the model is sharded over processes, every process has to call this: the filters are
+    gathered, and the first process writes them.
+
+    Args:
+        model: a plugged model.
+        path: the folder; it is created if it does not exist.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        ValueError: if the model has no filters, a filter is of a class that :func:`load` cannot
+            build, or a value is not finite or has been offloaded.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> gfsa.save(model, "filters")
+        >>> [path.name for path in pathlib.Path("filters").iterdir()]
+        ['filters.safetensors']
+    """
+    description = describe(model)
+    if not description["filters"]:
+        raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
+    plugged = plugged_sites(model)
+    for name, site in plugged.items():
+        kind = type(site.filter)
+        if KINDS.get(kind.__name__) is not kind:
+            raise ValueError(
+                f"the filter of {name or 'the model'} is a {kind_of(kind)}, which gfsa.load cannot "
+                f"build: it builds {', '.join(sorted(KINDS))}. Save model.state_dict() instead, "
+                "or, if a polynomial that has learned is enough, replace each filter by "
+                "filter.fold() (docs/reference/filters.md)"
+            )
+    if len(description["filters"]) != len(plugged):
+        raise ValueError(
+            f"{some_of(plugged)} have the same names without the prefixes of wrappers and task "
+            "models; save the filters of each part on its own"
+        )
+    with gathered(p for site in plugged.values() for p in site.filter.parameters()):
+        tensors = {
+            f"{canonical_name(model, name)}.{key}": _values(value, f"{name}.{key}")
+            for name, site in plugged.items()
+            for key, value in numbers_of(site.filter).items()
+        }
+    if any(is_sharded(site) for site in plugged.values()) and torch.distributed.get_rank() != 0:
+        return
+    files.write(Path(path), description, tensors)
+
+
+def _values(value: Any, name: str) -> Tensor:
+    """A filter's tensor, whole, on the host."""
+    if value.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device and has no values to save: save the filters before "
+            "accelerate offloads them"
+        )
+    gathered: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    # a copy of its own: safetensors refuses tensors of layers that share one parameter
+    tensor = gathered.detach().clone(memory_format=torch.contiguous_format).cpu()
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(
+            f"{name} has values that are not finite, which gfsa.load would refuse: nothing was "
+            "written, and an earlier save in the folder is kept"
+        )
+    return tensor
+
+
+def load(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+) -> None:
+    """Put saved filters into ``model``, plugging it where needed.
+
+    Layers, kinds, head counts, shapes and values are checked first. If anything does not fit, an
+    error says what; whatever is raised, by Ctrl-C too, the model is unchanged.
+
+    Args:
+        model: the backbone that the filters were saved from.
+        path: the folder that :func:`save` wrote, or a repository on the Hugging Face Hub,
+            ``"user/name"``, if there is no such folder.
+        revision: of the repository: a branch, a tag or a commit.
+        token: an access token for the Hub; by default the one that you are logged in with.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        FileNotFoundError: if there are no filters at ``path``.
+        ValueError: if the files are damaged, or the filters do not fit the model.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> gfsa.save(model, "filters")
+        >>> gfsa.unplug(model)
+        >>> gfsa.load(model, "filters")
+        >>> list(gfsa.filters_of(model))
+        ['layers.0.self_attn', 'layers.1.self_attn']
+    """
+    check_model(model)
+    folder = filter_folder(path, revision, token)
+    source = str(path)
+    description, tensors = files.read(folder)
+    restore(model, description, tensors, source, other_versions=True)
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The filters of a model and their layers, as plain data."""
+    names = {name: canonical_name(model, name) for name in plugged_sites(model)}
+    return {
+        "format": FORMAT,
+        "gfsa": __version__,
+        "model": type(model).__name__,
+        "filters": {
+            names[name]: {
+                **site.filter.describe(),
+                "backbone": fingerprint_of(site.module),
+                # gfsa.load traces only layers that were traced when they were saved
+                _TRACED: isinstance(site.adapter, TracerAdapter),
+            }
+            for name, site in plugged_sites(model).items()
+        },
+        "layers": depths_of(model, names.values()),
+    }
 
 
 def restore(
@@ -38,20 +181,20 @@ def restore(
 
     Args:
         model: plugged in the same layers, or not plugged.
-        description: what :func:`gfsa.plugs.checkpoint.describe` returns.
+        description: what :func:`describe` returns, or a file that may have any content.
         tensors: the numbers, by the name of the layer and of the filter's parameter.
         source: where they are from, for messages.
         other_versions: whether layers may have the names of another version of the model's library.
     """
-    plans = make_plans(model, description, source, other_versions=other_versions)
-    put_filters(model, plans, tensors, source)
+    plans = _make_plans(model, description, source, other_versions=other_versions)
+    _put_filters(model, plans, tensors, source)
 
 
 def check_restorable(
     model: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str
 ) -> None:
     """Raise where :func:`restore` would; the model is unchanged."""
-    plans = make_plans(model, description, source)
+    plans = _make_plans(model, description, source)
     _check_tensors(plans, tensors, source)
     _check_same_layers(plugged_sites(model), plans, source)
     for plan in plans:
@@ -59,7 +202,7 @@ def check_restorable(
 
 
 @dataclass
-class Plan:
+class _Plan:
     """One saved filter and the site it goes to."""
 
     site: Site
@@ -69,36 +212,62 @@ class Plan:
     """The filter rebuilt from its description, without its numbers."""
 
 
-def make_plans(
+def _make_plans(
     model: nn.Module,
     description: Mapping[str, Any],
     source: str,
     *,
     other_versions: bool = False,
-) -> list[Plan]:
-    """Find the site of every described filter and rebuild the filters, within the model's sizes."""
+) -> list[_Plan]:
+    """Find the site of every described filter and rebuild the filters."""
     refusing, tracing = sites(model), sites(model, unknown="trace")
     layers = _LayersByCanonicalName(model, tracing)
     names_in_file: dict[str, str] = {}
     if other_versions:
         description, names_in_file = in_installed_names(model, refusing, description)
-    # files of older versions do not say which layers were traced
-    says_traced = DIGEST in description
-    builder = Builder(source)
     plans = []
-    for saved, entry in entries_of(description, source).items():
+    for saved, entry in _entries_of(description, source).items():
         name = layers.find(saved, source, saved_from=description.get("model"))
-        traced = entry.get(TRACED) is True or not says_traced
-        site = _accepting_site(model, name, tracing if traced else refusing, source)
+        # the oldest versions, and checkpoints of whole models, do not say which layers were traced
+        traced = entry.get(_TRACED, files.DIGEST not in description)
+        site = _accepting_site(model, name, tracing if traced is True else refusing, source)
         _check_backbone(site, entry, source)
-        rebuilt = builder.build(entry, site.num_heads, name)
+        rebuilt = build(entry, site.num_heads, name, source)
         if site.is_plugged:
             _check_same_filter(site, rebuilt, source)
-        plans.append(Plan(site, names_in_file.get(saved, saved), rebuilt))
+        plans.append(_Plan(site, names_in_file.get(saved, saved), rebuilt))
     check_depths(model, description, description["filters"], source)
     if names_in_file:
         warn_of_other_names(model, names_in_file, source)
     return plans
+
+
+def _entries_of(description: Any, source: str) -> dict[str, dict[str, Any]]:
+    """The description of each filter by the name of its layer; refuses another format."""
+    if not isinstance(description, Mapping):
+        raise ValueError(
+            f"{source} describes no filters: expected a JSON object, got "
+            f"{type(description).__name__}; save the filters again"
+        )
+    if type(description.get("format")) is not int or description["format"] != FORMAT:
+        raise ValueError(
+            f"{source} has format {description.get('format')!r:.40}, this version of gfsa "
+            f"({__version__}) reads format {FORMAT}; it was written by gfsa "
+            f"{description.get('gfsa')!r:.40}: load it with that version"
+        )
+    entries = description.get("filters")
+    if not isinstance(entries, dict) or not entries:
+        raise ValueError(
+            f"{source} describes no filters: expected an entry for each layer under 'filters', got "
+            f"{entries!r:.40}; save the filters of a plugged model again"
+        )
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+            raise ValueError(
+                f"{source}: the entry of {name!r:.80} describes no filter: expected an object with "
+                f"a 'kind', got {entry!r:.40}; save the filters again"
+            )
+    return entries
 
 
 class _LayersByCanonicalName:
@@ -171,8 +340,8 @@ def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
         )
 
 
-def put_filters(
-    model: nn.Module, plans: list[Plan], tensors: Mapping[str, Tensor], source: str
+def _put_filters(
+    model: nn.Module, plans: list[_Plan], tensors: Mapping[str, Tensor], source: str
 ) -> None:
     """Give every planned site its filter: checked outside of the model, then all or nothing."""
     _check_tensors(plans, tensors, source)
@@ -194,15 +363,7 @@ def put_filters(
         notify_adapters(model, plugged.values())
 
 
-def most_bytes(plans: list[Plan]) -> int:
-    """The largest file that the numbers of these filters can have, in float64."""
-    numbers = _planned_numbers(plans)
-    # a header with names, dtypes, shapes and offsets, and room for metadata
-    header = 2**16 + sum(6 * len(name) + 256 for name in numbers)
-    return header + 8 * sum(value.numel() for value in numbers.values())
-
-
-def _planned_numbers(plans: list[Plan]) -> dict[str, Tensor]:
+def _planned_numbers(plans: list[_Plan]) -> dict[str, Tensor]:
     """The tensors that the rebuilt filters need, by their names in the file."""
     return {
         f"{plan.saved}.{key}": value
@@ -211,7 +372,7 @@ def _planned_numbers(plans: list[Plan]) -> dict[str, Tensor]:
     }
 
 
-def _check_tensors(plans: list[Plan], tensors: Mapping[str, Tensor], source: str) -> None:
+def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:
     expected = _planned_numbers(plans)
     missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or extra:
@@ -228,7 +389,7 @@ def _check_tensors(plans: list[Plan], tensors: Mapping[str, Tensor], source: str
             )
 
 
-def _check_same_layers(plugged: Mapping[str, Site], plans: list[Plan], source: str) -> None:
+def _check_same_layers(plugged: Mapping[str, Site], plans: list[_Plan], source: str) -> None:
     """Refuse a model that is plugged in other layers than those of the plans."""
     if plugged and set(plugged) != {plan.site.name for plan in plans}:
         raise ValueError(
@@ -237,7 +398,7 @@ def _check_same_layers(plugged: Mapping[str, Site], plans: list[Plan], source: s
         )
 
 
-def _fill(plan: Plan, tensors: Mapping[str, Tensor], source: str) -> None:
+def _fill(plan: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
     """Give the rebuilt filter its numbers, in the precision that it will have in the model."""
     name, filter = plan.site.name, plan.filter
     if plan.site.is_plugged:

@@ -17,6 +17,8 @@ from gfsa.plugs.sites import filters_of
 
 BEGIN, END = "<!-- gfsa: begin -->", "<!-- gfsa: end -->"
 PICTURE = "coefficients.svg"
+# a marker without its partner belongs to no section
+_SECTION = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 
 Weights = Literal["none", "model", "adapter"]
 
@@ -48,10 +50,10 @@ class Card:
 
     def update(self, old: str) -> str:
         """An existing file with a new section; everything else in it stays as it is."""
-        if BEGIN in old and END in old:
-            start, end = old.index(BEGIN), old.rindex(END) + len(END)
-            return old[:start] + self.section() + old[end:]
-        return f"{old.rstrip()}\n\n{self.section()}\n"
+        text, *others = _SECTION.split(old)
+        if not others:
+            return f"{old.rstrip()}\n\n{self.section()}\n"
+        return text + self.section() + "".join(others)
 
     def section(self) -> str:
         parts = [BEGIN, self._introduction(), "## Use", self._use(), "## Settings"]

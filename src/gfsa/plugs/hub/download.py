@@ -10,6 +10,7 @@ from typing import Any
 from gfsa.plugs.saving.files import FILE, MOST_BYTES, OLD_DESCRIPTION, has_description
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB = "hub:"
 
 
 @dataclass(frozen=True)
@@ -38,27 +39,27 @@ def filter_folder(
 ) -> Path:
     """The folder with the filters of ``path``, which are downloaded if it is a name on the Hub.
 
-    A folder that exists here comes first. A ``Path``, and a string that is not ``user/name``, are
-    always folders.
+    ``hub:user/name`` is a repository. ``user/name`` is one, too, unless that path exists here, or
+    the folder ``user`` does: then a folder inside it is meant. Anything else is a folder.
     """
-    if not is_repository(path):
+    name = str(path).removeprefix(_HUB) if isinstance(path, str) else ""
+    is_name = _REPOSITORY.fullmatch(name) is not None and ".." not in name
+    if isinstance(path, str) and path.startswith(_HUB):
+        if not is_name:
+            raise ValueError(f"expected {_HUB}user/name, got {path!r:.80}")
+    elif not is_name or Path(name).exists():
         if revision is not None or token is not None:
             raise ValueError(
                 "revision and token are for a repository of the Hub ('user/name'), but "
                 f"{path} is a folder; leave them out"
             )
         return Path(path)
-    return download_filters(str(path), Download(revision, token))
-
-
-def is_repository(path: str | Path) -> bool:
-    """Whether ``path`` means a repository of the Hub: ``user/name``, and no folder here."""
-    return (
-        isinstance(path, str)
-        and _REPOSITORY.fullmatch(path) is not None
-        and ".." not in path
-        and not Path(path).exists()
-    )
+    elif Path(name).parent.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist, though {Path(name).parent} does; for the repository of that "
+            f"name on the Hub pass {_HUB + name!r}"
+        )
+    return download_filters(name, Download(revision, token))
 
 
 def hub_library(name: str) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters.spec import EXTRA, read_description
+from gfsa.filters.spec import EXTRA, MOST_DEGREE, read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.hub.download import Download, download_filters
 from gfsa.plugs.rollback import all_or_nothing
@@ -38,7 +38,9 @@ _WEIGHTS = "adapter_model.safetensors"
 _HUB_ARGUMENTS = tuple(field.name for field in dataclasses.fields(Download))
 
 
-def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
+def load_peft(
+    model: nn.Module, path: str | Path, *, max_degree: int = MOST_DEGREE, **kwargs: Any
+) -> PeftModel:
     """Load an adapter of peft together with the filters that were saved in it or beside it.
 
     .. code-block:: python
@@ -57,6 +59,7 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
     Args:
         model: the base model.
         path: the adapter's folder, or its name on the Hub.
+        max_degree: filters of a higher degree are refused: every degree is one attention pass.
         kwargs: for ``peft.PeftModel.from_pretrained``.
 
     Returns:
@@ -84,19 +87,21 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
     source = str(path)
     description, tensors = _filters_in(model, _weights_file(path, kwargs), source)
     if not description["filters"]:
-        return _load_beside(model, path, kwargs)
+        return _load_beside(model, path, max_degree, kwargs)
     with all_or_nothing(model), _without_warning():
         if plugged_sites(model):
-            check_restorable(model, description, tensors, source)
+            check_restorable(model, description, tensors, source, max_degree)
         else:
-            restore(model, description, tensors, source)
+            restore(model, description, tensors, source, max_degree=max_degree)
             _reset(model)
         loaded = peft.PeftModel.from_pretrained(model, source, **kwargs)
         check_loaded(loaded, tensors, source)
     return loaded
 
 
-def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> PeftModel:
+def _load_beside(
+    model: nn.Module, path: str | Path, max_degree: int, kwargs: dict[str, Any]
+) -> PeftModel:
     """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
     import peft
 
@@ -114,7 +119,7 @@ def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> 
             raise ValueError(f"{without} none can be read beside it: {error}. {advice}") from error
     with all_or_nothing(model), _without_warning():
         loaded = peft.PeftModel.from_pretrained(model, str(path), **kwargs)
-        load(loaded, folder)
+        load(loaded, folder, max_degree=max_degree)
     return loaded
 
 

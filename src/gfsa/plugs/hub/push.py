@@ -25,7 +25,7 @@ from gfsa.plugs.hub.card import (
 from gfsa.plugs.hub.download import hub_library
 from gfsa.plugs.hub.picture import coefficients_svg
 from gfsa.plugs.peft_adapters import PEFT_ENTRY
-from gfsa.plugs.saving.checkpoint import describe, save
+from gfsa.plugs.saving.checkpoint import describe, save, write_filters
 from gfsa.plugs.saving.files import OLD_DESCRIPTION
 from gfsa.plugs.sites import check_model, filters_of, is_sharded, plugged_sites
 
@@ -94,7 +94,8 @@ def push_to_hub(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         kind: Weights = _save_weights(model, folder) if weights else "none"
-        save(model, folder)
+        # the weights, if they are uploaded, are in the folder already
+        (write_filters if weights else save)(model, folder)
         card = Card(
             repository,
             describe(model),

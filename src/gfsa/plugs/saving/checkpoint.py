@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from gfsa._version import __version__
 from gfsa.filters import GraphFilter
-from gfsa.filters.spec import KINDS, build, kind_of, numbers_of
+from gfsa.filters.spec import KINDS, MOST_DEGREE, build, kind_of, numbers_of
+from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.attach import device_of, dtype_for, install, notify_adapters
 from gfsa.plugs.hub.download import filter_folder
 from gfsa.plugs.parallel import refuse_distributed
@@ -24,7 +26,9 @@ from gfsa.plugs.saving.identity import (
     check_depths,
     depths_of,
     fingerprint_of,
+    has_weights,
     some_of,
+    weights_of,
 )
 from gfsa.plugs.saving.renames import in_installed_names, warn_of_other_names
 from gfsa.plugs.sites import Site, check_model, is_sharded, plugged_sites, refuse_sharded, sites
@@ -34,6 +38,9 @@ FORMAT = 1
 
 _TRACED = "traced"
 """The entry of a described filter that says whether its layer was traced."""
+
+# with larger coefficients the outputs of a layer overflow in float16
+_LARGEST = 1e4
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -45,12 +52,18 @@ def save(model: nn.Module, path: str | Path) -> None:
     filter, the layer it belongs to, and the class and shapes of that layer. Until the file is
     complete on the disk, an earlier save in the folder stays as it is.
 
+    A backbone that was trained with the filters is not saved: save the whole model then
+    (``torch.save(model.state_dict(), file)``, or ``model.save_pretrained(folder)``).
+
     If the model is sharded over processes, every process has to call this: the filters are
     gathered, and the first process writes them.
 
     Args:
         model: a plugged model.
         path: the folder; it is created if it does not exist.
+
+    Warns:
+        UserWarning: if the backbone has parameters that require gradients.
 
     Raises:
         TypeError: if ``model`` is no ``nn.Module``.
@@ -63,6 +76,23 @@ def save(model: nn.Module, path: str | Path) -> None:
         >>> [path.name for path in pathlib.Path("filters").iterdir()]
         ['filters.safetensors']
     """
+    write_filters(model, path)
+    trainable = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and CHILD not in name.split(".")
+    ]
+    if trainable:
+        warnings.warn(
+            f"gfsa.save wrote the filters alone; {some_of(trainable)} of {type(model).__name__} "
+            "can be trained, and are not saved. If you trained them, save the whole model too "
+            "(model.state_dict(), model.save_pretrained); if not, freeze them to silence this",
+            stacklevel=2,
+        )
+
+
+def write_filters(model: nn.Module, path: str | Path) -> None:
+    """What :func:`save` does, for callers that save the backbone themselves."""
     description = describe(model)
     if not description["filters"]:
         raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
@@ -116,6 +146,7 @@ def load(
     *,
     revision: str | None = None,
     token: str | None = None,
+    max_degree: int = MOST_DEGREE,
 ) -> None:
     """Put saved filters into ``model``, plugging it where needed.
 
@@ -124,10 +155,14 @@ def load(
 
     Args:
         model: the backbone that the filters were saved from.
-        path: the folder that :func:`save` wrote, or a repository on the Hugging Face Hub,
-            ``"user/name"``, if there is no such folder.
+        path: the folder that :func:`save` wrote, or a repository on the Hugging Face Hub:
+            ``"hub:user/name"``, or ``"user/name"`` if there is no folder ``user`` here.
         revision: of the repository: a branch, a tag or a commit.
         token: an access token for the Hub; by default the one that you are logged in with.
+        max_degree: filters of a higher degree are refused: every degree is one attention pass.
+
+    Warns:
+        UserWarning: if the layers have other weights than those the filters were saved with.
 
     Raises:
         TypeError: if ``model`` is no ``nn.Module``.
@@ -146,7 +181,7 @@ def load(
     folder = filter_folder(path, revision, token)
     source = str(path)
     description, tensors = files.read(folder)
-    restore(model, description, tensors, source, other_versions=True)
+    restore(model, description, tensors, source, other_versions=True, max_degree=max_degree)
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -160,6 +195,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
             names[name]: {
                 **site.filter.describe(),
                 "backbone": fingerprint_of(site.module),
+                "weights": weights_of(site.module),
                 # gfsa.load traces only layers that were traced when they were saved
                 _TRACED: isinstance(site.adapter, TracerAdapter),
             }
@@ -176,6 +212,7 @@ def restore(
     source: str,
     *,
     other_versions: bool = False,
+    max_degree: int = MOST_DEGREE,
 ) -> None:
     """Give ``model`` the filters of ``description`` with the numbers in ``tensors``.
 
@@ -185,16 +222,21 @@ def restore(
         tensors: the numbers, by the name of the layer and of the filter's parameter.
         source: where they are from, for messages.
         other_versions: whether layers may have the names of another version of the model's library.
+        max_degree: the highest degree that is accepted.
     """
-    plans = _make_plans(model, description, source, other_versions=other_versions)
+    plans = _make_plans(model, description, source, other_versions, max_degree)
     _put_filters(model, plans, tensors, source)
 
 
 def check_restorable(
-    model: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str
+    model: nn.Module,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    source: str,
+    max_degree: int,
 ) -> None:
     """Raise where :func:`restore` would; the model is unchanged."""
-    plans = _make_plans(model, description, source)
+    plans = _make_plans(model, description, source, max_degree=max_degree)
     _check_tensors(plans, tensors, source)
     _check_same_layers(plugged_sites(model), plans, source)
     for plan in plans:
@@ -216,8 +258,8 @@ def _make_plans(
     model: nn.Module,
     description: Mapping[str, Any],
     source: str,
-    *,
     other_versions: bool = False,
+    max_degree: int = MOST_DEGREE,
 ) -> list[_Plan]:
     """Find the site of every described filter and rebuild the filters."""
     refusing, tracing = sites(model), sites(model, unknown="trace")
@@ -226,19 +268,31 @@ def _make_plans(
     if other_versions:
         description, names_in_file = in_installed_names(model, refusing, description)
     plans = []
+    others = []
     for saved, entry in _entries_of(description, source).items():
         name = layers.find(saved, source, saved_from=description.get("model"))
         # the oldest versions, and checkpoints of whole models, do not say which layers were traced
         traced = entry.get(_TRACED, files.DIGEST not in description)
         site = _accepting_site(model, name, tracing if traced is True else refusing, source)
+        # the heads first: they are why shapes differ
+        rebuilt = build(entry, site.num_heads, name, source, max_degree)
         _check_backbone(site, entry, source)
-        rebuilt = build(entry, site.num_heads, name, source)
         if site.is_plugged:
             _check_same_filter(site, rebuilt, source)
+        if saved not in names_in_file and not has_weights(site.module, entry.get("weights")):
+            others.append(name)
         plans.append(_Plan(site, names_in_file.get(saved, saved), rebuilt))
     check_depths(model, description, description["filters"], source)
     if names_in_file:
         warn_of_other_names(model, names_in_file, source)
+    if others:
+        warnings.warn(
+            f"the filters of {source} were saved with other weights than {some_of(others)} of "
+            f"{type(model).__name__} {'has' if len(others) == 1 else 'have'}. Filters belong to "
+            "the weights they were trained with: if the backbone was trained with them, load that "
+            "backbone first",
+            stacklevel=4,
+        )
     return plans
 
 
@@ -316,13 +370,20 @@ def _accepting_site(model: nn.Module, name: str, found: Mapping[str, Site], sour
 
 def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
     """Refuse a filter that was saved from a layer of another class or other shapes."""
-    fingerprint = fingerprint_of(site.module)
+    own = fingerprint_of(site.module)
     # a checkpoint of a whole model contains the backbone's weights, so it has no fingerprint
-    if fingerprint != entry.get("backbone", fingerprint):
-        raise ValueError(
-            f"{source} belongs to another backbone: {site.name} is {fingerprint}, the filter was "
-            f"saved from {entry['backbone']!r:.120}; load it into that backbone"
-        )
+    saved = entry.get("backbone", own)
+    if saved == own:
+        return
+    kind = saved.get("class") if isinstance(saved, dict) else saved
+    differs = (
+        "has parameters of other shapes than the layer that the filter was saved from"
+        if kind == own["class"]
+        else f"is a {own['class']}, the filter was saved from a {kind!s:.80}"
+    )
+    raise ValueError(
+        f"{source} belongs to another backbone: {site.name} {differs}; load it into that backbone"
+    )
 
 
 def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
@@ -420,7 +481,15 @@ def _fill(plan: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
             value.copy_(tensors[f"{plan.saved}.{key}"])
             _check_finite(value, f"{source}: {plan.saved}.{key}", f"in {value.dtype}")
         if filter.is_polynomial:
-            _check_finite(filter.coefficients(), f"{source}: the filter of {name}", "as a sum")
+            coefficients = filter.coefficients()
+            _check_finite(coefficients, f"{source}: the filter of {name}", "as a sum")
+            largest = coefficients.abs().max().item()
+            if largest > _LARGEST:
+                raise ValueError(
+                    f"{source}: the filter of {name} has a coefficient of {largest:.3g}; those of "
+                    f"trained filters are about 1, more than {_LARGEST:g} is refused. Take an "
+                    "earlier save"
+                )
 
 
 def _check_finite(tensor: Tensor, name: str, how: str) -> None:

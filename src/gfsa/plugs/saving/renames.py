@@ -276,5 +276,5 @@ def warn_of_other_names(model: nn.Module, names_in_file: Mapping[str, str], sour
         f"from, which has {len(taken)} of its layers under other names or with other parameters; "
         f"their filters were loaded: {some_of(taken)}. gfsa.save writes the names of the installed "
         "version",
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gfsa.filters.spec import EXTRA, read_description
+from gfsa.filters.spec import EXTRA, MOST_DEGREE, read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.config_files import refusal_of_path
 from gfsa.plugs.saving.checkpoint import FORMAT, restore
@@ -48,7 +48,13 @@ _HUB_ARGUMENTS = (
 )
 
 
-def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs: Any) -> Loaded:
+def from_pretrained(
+    model_class: ModelClass[Loaded],
+    path: str | Path,
+    *,
+    max_degree: int = MOST_DEGREE,
+    **kwargs: Any,
+) -> Loaded:
     """Load a model that was plugged when ``model.save_pretrained(path)`` wrote it.
 
     .. code-block:: python
@@ -63,6 +69,7 @@ def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs:
     Args:
         model_class: ``AutoModelFor…`` or a model class of transformers.
         path: the folder, or a name on the hub.
+        max_degree: filters of a higher degree are refused: every degree is one attention pass.
         kwargs: for ``model_class.from_pretrained``.
 
     Returns:
@@ -107,7 +114,7 @@ def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs:
         raise ValueError(
             f"the weights of {path} are damaged: {error!s:.200}; save or download them again"
         ) from error
-    if not restore_filters(model, path, hub, kwargs.get("variant")):
+    if not restore_filters(model, path, hub, kwargs.get("variant"), max_degree):
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
             f"{name}.from_pretrained, then gfsa.plug or gfsa.load"
@@ -136,7 +143,11 @@ def is_of_diffusers(model_class: Any) -> bool:
 
 
 def restore_filters(
-    model: Any, path: str | Path, hub: dict[str, Any], variant: str | None = None
+    model: Any,
+    path: str | Path,
+    hub: dict[str, Any],
+    variant: str | None = None,
+    max_degree: int = MOST_DEGREE,
 ) -> bool:
     """Plug the filters of a checkpoint into a model that was loaded from it without them.
 
@@ -145,6 +156,7 @@ def restore_filters(
         path: the folder, or a name on the hub.
         hub: arguments that say where on the hub it is (``revision``, ``token`` …).
         variant: the variant of the weights, as in ``model.fp16.safetensors``.
+        max_degree: the highest degree that is accepted.
 
     Returns:
         Whether the checkpoint has filters.
@@ -162,7 +174,7 @@ def restore_filters(
     if not filters:
         return False
     description = {"format": FORMAT, "filters": filters}
-    restore(model, description, tensors, source=str(path), other_versions=True)
+    restore(model, description, tensors, str(path), other_versions=True, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
     return True

@@ -84,7 +84,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     file = folder / FILE
     content = _read(file)
-    text = _description_in(content, file)
+    text: str | bytes | None = _description_in(content, file)
     if text is None:
         file = folder / OLD_DESCRIPTION
         if not file.is_file():

@@ -68,7 +68,7 @@ def main() -> None:
     logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     moved = max(f.theta.abs().max().item() for f in gfsa.filters_of(model).values())
     print(f"loss {logged[0]:.2f} → {logged[-1]:.2f}; filters moved by up to {moved:.3f}")
-    gfsa.save(model, f"{options.out}/filters")
+    trainer.save_model(f"{options.out}/model")  # gfsa.from_pretrained loads it with its filters
 
 
 if __name__ == "__main__":

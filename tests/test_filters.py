@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import gfsa
 from gfsa import GFSA, GraphFilter, Laplacian, PageRank, Polynomial, Twicing
-from gfsa.filters.description import read_description
 from gfsa.filters.partial import PartialPolynomial
 from gfsa.filters.sharding import heads_of_process, keep_heads
+from gfsa.filters.spec import read_description
 from gfsa.operators import AttentionOperator, Coefficients, DenseOperator
 from support.attention import Dispatched
 

@@ -146,7 +146,7 @@ def test_an_interrupted_load(plugged: bool, tmp_path: Path) -> None:
                 gfsa.unplug(model)
         assert state_of(model) == before
 
-    loading = ["plugs/checkpoint.py", "described_filters.py", "restoring.py", "attach.py"]
+    loading = ["plugs/saving/checkpoint.py", "filters/spec.py", "attach.py"]
     interrupted_everywhere(lambda: gfsa.load(model, tmp_path), check, inside=loading)
 
 

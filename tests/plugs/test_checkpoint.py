@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, "filters.safetensors is damaged"),
     "no description": (
         lambda p: save_file(load_file(p / files.FILE), p / files.FILE),
-        "filters.json does not exist",
+        "does not describe its filters",
     ),
     "no file": (lambda p: (p / files.FILE).unlink(), "filters.safetensors does not exist"),
     "another format": (damage_json(lambda d: d.update(format=9)), "format 9, .* reads format 1"),
@@ -546,3 +547,47 @@ class TestAnotherKindOfFolder:
         (folders["adapter"] / "adapter_model.safetensors").unlink()
         with pytest.raises(FileNotFoundError, match="save the adapter with"):
             gfsa.load_peft(model_of("gpt2"), folders["adapter"])
+
+
+def test_other_weights_of_the_same_shapes_warn(tmp_path: Path) -> None:
+    """The layers that differ are named; a cast is no difference."""
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2)
+    plain = copy.deepcopy(model)
+    gfsa.plug(model.requires_grad_(False))
+    gfsa.save(model, tmp_path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gfsa.load(copy.deepcopy(plain).to(dtype), tmp_path)
+    other = copy.deepcopy(plain)
+    torch.nn.init.xavier_uniform_(other.layers[1].self_attn.in_proj_weight)
+    with pytest.warns(UserWarning, match=r"other weights than layers\.1\.self_attn of"):
+        gfsa.load(other, tmp_path)
+    gfsa.unplug(other)
+    damage_json(lambda d: [entry.pop("weights") for entry in d["filters"].values()])(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gfsa.load(other, tmp_path)
+
+
+def test_save_says_that_a_trainable_backbone_is_not_saved(tmp_path: Path) -> None:
+    model = torch.nn.TransformerEncoderLayer(16, 4, 32)
+    gfsa.plug(model)
+    with pytest.warns(UserWarning, match=r"filters alone; .* are not saved"):
+        gfsa.save(model, tmp_path)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("gfsa" in name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gfsa.save(model, tmp_path)
+
+
+def test_other_heads_are_counted(tmp_path: Path) -> None:
+    model, other = (torch.nn.TransformerEncoderLayer(16, heads, 32) for heads in (4, 8))
+    gfsa.plug(model)
+    gfsa.save(model, tmp_path)
+    with pytest.raises(ValueError, match="a filter for 4 heads, self_attn has 8"):
+        gfsa.load(other, tmp_path)
+    with pytest.raises(ValueError, match="parameters of other shapes"):
+        gfsa.load(torch.nn.TransformerEncoderLayer(32, 4, 32), tmp_path)

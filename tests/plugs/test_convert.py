@@ -369,7 +369,7 @@ def test_what_does_not_fit_is_refused_and_the_model_unchanged(change: Any, messa
     ("more", "message"),
     [
         ({"ema.blocks.0.attn.lamb": torch.ones(4)}, r"2 filters for blocks\.0\.attn: .* ema\."),
-        ({"blocks.1.attn.lamb": torch.ones(1, 4, 1, 1)}, r"lamb of shape \(1, 4, 1, 1\)"),
+        ({"blocks.1.attn.lamb": torch.ones(2, 2)}, r"lamb of shape \(2, 2\)"),
         ({"blocks.1.attn.w_K": torch.ones(4)}, r"it also has blocks\.1\.attn\.w_K"),
     ],
 )
@@ -382,6 +382,16 @@ def test_no_filter_of_a_checkpoint_is_left_out(
     with pytest.raises(ValueError, match=message):
         gfsa.convert(model, published_image_model(name).state_dict() | more, weights=weights)
     assert not gfsa.filters_of(model)
+
+
+def test_numbers_may_have_axes_of_length_one() -> None:
+    name = "deit_small_patch16_224"
+    state = published_image_model(name).state_dict()
+    shaped = {k: v.view(1, 4, 1, 1) if k.endswith("lamb") else v for k, v in state.items()}
+    first, second = image_model(name), image_model(name)
+    gfsa.convert(first, state)
+    gfsa.convert(second, shaped)
+    assert torch.equal(first(IMAGE), second(IMAGE))
 
 
 def test_a_model_without_memory_takes_no_weights() -> None:

@@ -25,6 +25,8 @@ from gfsa.lens.command_models import load_source
 from gfsa.plugs.hub.card import BEGIN, END
 from gfsa.plugs.peft_adapters import check_loaded
 from support.hub_server import HubServer, Repository, hub_server
+from support.saved_filters import FOLDER
+from support.saved_filters import encoder as saved_encoder
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.arange(6)[None]
@@ -157,6 +159,22 @@ class TestFilters:
         gets = [request for request in server.requests if request.startswith("GET")]
         assert not any(request.endswith(name) for request in gets)
 
+    def test_a_missing_folder_is_not_looked_for_on_the_hub(
+        self, server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gfsa.push_to_hub(plugged(encoder()), "runs/best")
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "runs").mkdir()
+        before = len(server.requests)
+        with pytest.raises(FileNotFoundError, match=r"pass 'hub:runs/best'"):
+            gfsa.load(encoder(), "runs/best")
+        assert len(server.requests) == before
+        model = encoder()
+        gfsa.load(model, "hub:runs/best")
+        assert gfsa.filters_of(model)
+        with pytest.raises(ValueError, match="expected hub:user/name"):
+            gfsa.load(encoder(), "hub:best")
+
     def test_a_folder_comes_before_a_repository(
         self, server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -244,6 +262,18 @@ class TestCard:
         text = repository.files()["README.md"].decode()
         assert text.startswith(f"# mine\n\n{BEGIN}")
         assert text.endswith(f"{END}\n")
+
+    def test_other_text_of_a_card_stays(self, server: HubServer) -> None:
+        """Between two sections, and around markers in the wrong order."""
+        old = f"{END} a {BEGIN} b {BEGIN}x{END} between {BEGIN}y{END} after"
+        server.repositories["user/filters"] = Repository()
+        server.repositories["user/filters"].commit("main", {"README.md": old.encode()})
+        for _ in range(2):
+            gfsa.push_to_hub(plugged(encoder()), "user/filters")
+            text = server.repositories["user/filters"].files()["README.md"].decode()
+            assert text.startswith(f"{END} a {BEGIN} b {BEGIN}\n")
+            assert text.endswith(f"{END} between  after")
+            assert text.count("## Use") == 1
 
     def test_the_name_of_the_base_model(self, server: HubServer, tmp_path: Path) -> None:
         for known, expected in (("gpt/two", "gpt/two"), (str(tmp_path), None), ("", None)):

@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -558,7 +559,9 @@ def test_a_rate_may_be_a_tensor() -> None:
     model = TinyEncoder()
     gfsa.plug(model)
     rate = torch.tensor(1e-3)
-    assert all(group["lr"] is rate for group in gfsa.parameter_groups(model, lr=rate))
+    *others, filters = gfsa.parameter_groups(model, lr=rate)
+    assert all(group["lr"] is rate for group in others)
+    assert isinstance(filters["lr"], torch.Tensor)
 
 
 def test_parameter_groups_of_an_unplugged_model() -> None:
@@ -578,6 +581,36 @@ def test_gains_may_have_a_rate_of_their_own() -> None:
     gfsa.plug(model)
     usual = gfsa.parameter_groups(model, lr=1e-4, weight_decay=0.1)
     groups = gfsa.parameter_groups(model, lr=1e-4, weight_decay=0.1, gain_lr=1e-2)
-    assert [group["lr"] for group in groups] == [1e-4, 1e-2, 1e-4]
+    assert [group["lr"] for group in groups] == [1e-4, 1e-2, 1e-2]
     for group, before in zip(groups, usual, strict=True):
         assert group == before | {"lr": group["lr"]}
+
+
+def test_a_cast_after_plug_says_what_is_lost() -> None:
+    """Training in half precision loses small steps; evaluation does not train."""
+    model = TinyEncoder()
+    gfsa.plug(model)
+    with pytest.warns(UserWarning, match=r"filters were cast to torch\.bfloat16"):
+        model.to(torch.bfloat16)
+    gfsa.unplug(model)
+    gfsa.plug(model)
+    assert all(filter.theta.dtype == torch.float32 for filter in gfsa.filters_of(model).values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.eval().half()
+
+
+def test_filters_that_cannot_learn_are_noticed() -> None:
+    with pytest.warns(UserWarning, match="nothing to learn"):
+        gfsa.plug(TinyEncoder(), learn=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gfsa.plug(TinyEncoder(), learn=(), w0=0.2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"), [("filter_lr", r"gfsa\.parameter_groups"), ("hops", "filter=")]
+)
+def test_unknown_arguments_are_told_where_to_go(argument: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"no argument '{argument}'; .*{advice}"):
+        gfsa.plug(TinyEncoder(), **{argument: 1e-2})

@@ -90,8 +90,11 @@ def test_heads_by_name_or_by_function():
     layer = TinyAttention(16, 4)
     assert by_name.num_heads(layer) == by_function.num_heads(layer) == 4
     assert pickle.loads(pickle.dumps(by_name)).num_heads(layer) == 4
-    with pytest.raises(AttributeError, match="num_heads"):
-        SwapClass(FilteredTinyAttention, heads="num_heads").num_heads(layer)
+    refusal = SwapClass(FilteredTinyAttention, heads="nheads").refusal("layer", layer)
+    assert refusal is not None
+    assert "no attribute 'nheads'" in refusal
+    with pytest.raises(TypeError, match="got 'FilteredTinyAttention'"):
+        SwapClass("FilteredTinyAttention", heads="heads")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,7 @@ def test_heads_by_name_or_by_function():
         (TinyAttention(16, 4), SwapClass(FilteredTinyAttention, "heads"), "an nn.Module class"),
         (int, SwapClass(FilteredTinyAttention, "heads"), "an nn.Module class"),
         (TinyAttention, FilteredTinyAttention, "gfsa.plugs.Adapter"),
+        (torch.nn.Linear, SwapClass(FilteredTinyAttention, "heads"), "must be a subclass of it"),
     ],
 )
 def test_invalid_arguments_are_refused(cls, adapter, message):

@@ -43,9 +43,16 @@ class TestParameterGroups:
         }
         assert all(p.dim() <= 1 for p in by_name["biases"]["params"])
 
-    def test_the_filters_use_the_models_lr_by_default(self) -> None:
-        groups = gfsa.parameter_groups(plugged("bert"), lr=1e-4)
-        assert [group["lr"] for group in groups] == [1e-4] * 3
+    @pytest.mark.parametrize(
+        ("lr", "multiplier", "expected"), [(1e-4, 1.0, 1e-2), (1e-4, 50.0, 1e-4), (0.1, 1.0, 0.1)]
+    )
+    def test_the_filters_move_by_default(
+        self, lr: float, multiplier: float, expected: float
+    ) -> None:
+        model = ZOO["bert"].model("sdpa")
+        gfsa.plug(model, lr_multiplier=multiplier)
+        groups = gfsa.parameter_groups(model, lr=lr)
+        assert [group["lr"] for group in groups] == [lr, lr, expected]
 
     def test_a_shared_layer_is_grouped_once(self) -> None:
         model = plugged("albert")

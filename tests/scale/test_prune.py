@@ -168,6 +168,20 @@ def test_undo_before_a_forward() -> None:
     assert torch.equal(first(model(**inputs)), before)
 
 
+def test_undo_does_not_overwrite_later_filters() -> None:
+    model = plugged("gpt2")
+    trained(model, {0: [1], 1: [0, 1, 2, 3]})
+    report = gfsa.prune(model, 1e-3)
+    gfsa.unplug(model)
+    with pytest.raises(ValueError, match="changed since"):
+        report.undo()
+    assert not gfsa.filters_of(model)
+    gfsa.plug(model, K=5)
+    with pytest.raises(ValueError, match="changed since"):
+        report.undo()
+    assert all(filter.K == 5 for filter in gfsa.filters_of(model).values())
+
+
 @torch.no_grad()
 def test_unplugged_layers_come_back() -> None:
     model, inputs = ZOO["bert"].model("sdpa"), ZOO["bert"].batch()

@@ -10,6 +10,7 @@ per layer is all there is to save, shard or freeze.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -28,14 +29,14 @@ from gfsa.filters.checks import (
     per_head,
 )
 from gfsa.filters.depth import FirstValues
-from gfsa.filters.description import (
+from gfsa.filters.sharding import local_rows, sharded_like
+from gfsa.filters.spec import (
     is_same_filter,
     kind_of,
     note_kind,
     read_description,
     write_description,
 )
-from gfsa.filters.sharding import local_rows, sharded_like
 from gfsa.operators import Coefficients, DenseOperator, Operator
 from gfsa.operators.base import value_of
 from gfsa.operators.call import DropoutPlace, check_dropout_place
@@ -368,7 +369,10 @@ class GraphFilter(nn.Module):
         had_no_values = self.theta is not None and self.theta.device.type == "meta"
         # what has no values cannot be moved
         self._fill_constants()
+        before = None if self.theta is None else self.theta.dtype
         super()._apply(fn, recurse)
+        if self.theta is not None and self.training and self.theta.requires_grad:
+            _warn_of_cast(before, self.theta.dtype)
         dtype = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         self._place_constants(self.base.device, dtype)
         if had_no_values:
@@ -475,6 +479,21 @@ def polynomial(*coefficients: float) -> Tensor:
 def monomial(k: int, degree: int) -> Tensor:
     """The coefficients of A^k among polynomials of a degree."""
     return polynomial(*(float(power == k) for power in range(degree + 1)))
+
+
+def _warn_of_cast(before: torch.dtype | None, after: torch.dtype) -> None:
+    """Say that half precision loses what a filter learns.
+
+    The cast is not refused: FSDP 2 needs parameters of one dtype, and DeepSpeed casts a model
+    itself, beside float32 copies that it trains.
+    """
+    if before in (torch.float32, torch.float64) and after in (torch.float16, torch.bfloat16):
+        warnings.warn(
+            f"filters were cast to {after}, in which small steps of their numbers are lost unless "
+            "the optimizer keeps float32 copies. Cast the model first and plug it then: filters "
+            "stay in float32",
+            stacklevel=2,
+        )
 
 
 def _is_diagonal(basis: Tensor) -> bool:

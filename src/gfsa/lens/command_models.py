@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gfsa.plugs.adapters.transformers.config_files import one_line, read_config
 from gfsa.plugs.adapters.transformers.pretrained import from_pretrained, has_filters
-from gfsa.plugs.checkpoint import load
+from gfsa.plugs.saving.checkpoint import load
 
 # what a tokenizer returns that models take
 _FROM_TOKENIZER = {"input_ids", "attention_mask", "token_type_ids"}

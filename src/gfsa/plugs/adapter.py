@@ -9,13 +9,15 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from gfsa.plugs.cross_attention import Owners
-from gfsa.plugs.renaming import Renaming
+
+if TYPE_CHECKING:
+    from gfsa.plugs.saving.renames import Renaming
 
 CHILD = "gfsa"
 """The name under which a filter becomes a child of its attention module."""
@@ -112,6 +114,11 @@ class SwapClass(Adapter):
         heads: str | Callable[[nn.Module], int],
         refuses: Callable[[str, nn.Module], str | None] | None = None,
     ) -> None:
+        if not (isinstance(filtered, type) and issubclass(filtered, nn.Module)):
+            raise TypeError(
+                "SwapClass takes a subclass of the attention class, whose forward calls "
+                f"self.gfsa(operator, v); got {filtered!r:.80}"
+            )
         self.filtered = filtered
         self._heads = heads
         self._refuses = refuses
@@ -129,6 +136,11 @@ class SwapClass(Adapter):
             return (
                 f"torch.nn.utils.parametrize made the class {type(module).__name__} for this "
                 "module: plug first, then parametrize"
+            )
+        if isinstance(self._heads, str) and not hasattr(module, self._heads):
+            return (
+                f"{type(module).__name__} has no attribute {self._heads!r} for its number of "
+                "heads; name the right one in SwapClass(heads=…), or pass a function of the module"
             )
         if not issubclass(self.filtered, type(module)):
             return self._refusal_of_subclass(type(module))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gfsa.plugs.sites import filters_of
 
 FILTERS = "filters"
 """The ``"name"`` of the filters' group among an optimiser's parameter groups."""
+
+_FILTER_LR = 1e-2
 
 
 def parameter_groups(
@@ -31,10 +34,15 @@ def parameter_groups(
     Args:
         model: a plugged model.
         lr: for all parameters but the filters'.
-        filter_lr: for the filters; default: as ``lr``.
+        filter_lr: for the filters; default: 0.01, or ``lr`` if that is higher or the filters were
+            plugged with an ``lr_multiplier``.
         weight_decay: for weights of two or more dimensions; biases, norms and filters get none.
         gain_lr: for what is not decayed, filters excepted: biases, gains of norms, temperatures;
             default: as ``lr``.
+
+    An optimizer for matrices alone (Muon) takes ``"weights"``, without embeddings, and another one
+    the rest. Do not choose parameters by ``p.ndim == 2``: the numbers of a filter have two
+    dimensions, ``(heads, learned numbers)``, and are no matrix.
 
     Returns:
         Up to three groups, named ``"weights"``, ``"biases"`` and ``"filters"``; empty ones are
@@ -67,9 +75,18 @@ def parameter_groups(
         {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
         {"name": "biases", "params": biases, "lr": lr if gain_lr is None else gain_lr}
         | {"weight_decay": 0.0},
-        filter_group(of_filters, lr if filter_lr is None else filter_lr),
+        filter_group(of_filters, _default_rate(model, lr) if filter_lr is None else filter_lr),
     ]
     return [group for group in groups if group["params"]]
+
+
+def _default_rate(model: nn.Module, lr: Any) -> Any:
+    """The filters' rate if none is given: at that of a fine-tuned model they would hardly move."""
+    multiplied = any(filter.lr_multiplier != 1 for filter in filters_of(model).values())
+    if multiplied or lr >= _FILTER_LR:
+        return lr
+    # captured steps read a rate from a tensor
+    return torch.full_like(lr, _FILTER_LR) if isinstance(lr, Tensor) else _FILTER_LR
 
 
 def filter_group(of_filters: list[nn.Parameter], lr: float) -> dict[str, Any]:

@@ -18,16 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.filters.description import read_description
+from gfsa.filters.spec import EXTRA, MOST_DEGREE, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.backbone import canonical_name
-from gfsa.plugs.checkpoint import load
-from gfsa.plugs.described_filters import EXTRA, FORMAT
-from gfsa.plugs.filter_files import DESCRIPTION, MOST_TENSORS
 from gfsa.plugs.hub.download import Download, download_filters
-from gfsa.plugs.restoring import check_restorable, restore
 from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.saved_folders import other_loader
+from gfsa.plugs.saving.checkpoint import FORMAT, check_restorable, load, restore
+from gfsa.plugs.saving.files import FILE, MOST_BYTES, other_loader
+from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import check_model, filters_of, plugged_sites
 
 if TYPE_CHECKING:
@@ -41,7 +38,9 @@ _WEIGHTS = "adapter_model.safetensors"
 _HUB_ARGUMENTS = tuple(field.name for field in dataclasses.fields(Download))
 
 
-def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
+def load_peft(
+    model: nn.Module, path: str | Path, *, max_degree: int = MOST_DEGREE, **kwargs: Any
+) -> PeftModel:
     """Load an adapter of peft together with the filters that were saved in it or beside it.
 
     .. code-block:: python
@@ -60,6 +59,7 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
     Args:
         model: the base model.
         path: the adapter's folder, or its name on the Hub.
+        max_degree: filters of a higher degree are refused: every degree is one attention pass.
         kwargs: for ``peft.PeftModel.from_pretrained``.
 
     Returns:
@@ -87,19 +87,21 @@ def load_peft(model: nn.Module, path: str | Path, **kwargs: Any) -> PeftModel:
     source = str(path)
     description, tensors = _filters_in(model, _weights_file(path, kwargs), source)
     if not description["filters"]:
-        return _load_beside(model, path, kwargs)
+        return _load_beside(model, path, max_degree, kwargs)
     with all_or_nothing(model), _without_warning():
         if plugged_sites(model):
-            check_restorable(model, description, tensors, source)
+            check_restorable(model, description, tensors, source, max_degree)
         else:
-            restore(model, description, tensors, source)
+            restore(model, description, tensors, source, max_degree=max_degree)
             _reset(model)
         loaded = peft.PeftModel.from_pretrained(model, source, **kwargs)
         check_loaded(loaded, tensors, source)
     return loaded
 
 
-def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> PeftModel:
+def _load_beside(
+    model: nn.Module, path: str | Path, max_degree: int, kwargs: dict[str, Any]
+) -> PeftModel:
     """Load an adapter without filters, and the filters that gfsa.save wrote beside it."""
     import peft
 
@@ -107,7 +109,7 @@ def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> 
     advice = "Load it with peft.PeftModel.from_pretrained"
     if Path(path).is_dir():
         folder = Path(path) / (kwargs.get("subfolder") or "")
-        if not (folder / DESCRIPTION).is_file():
+        if not (folder / FILE).is_file():
             raise ValueError(f"{without} gfsa.save wrote none beside it. {advice}")
     else:
         wanted = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
@@ -117,7 +119,7 @@ def _load_beside(model: nn.Module, path: str | Path, kwargs: dict[str, Any]) -> 
             raise ValueError(f"{without} none can be read beside it: {error}. {advice}") from error
     with all_or_nothing(model), _without_warning():
         loaded = peft.PeftModel.from_pretrained(model, str(path), **kwargs)
-        load(loaded, folder)
+        load(loaded, folder, max_degree=max_degree)
     return loaded
 
 
@@ -169,7 +171,7 @@ def _filters_in(
 
     filters: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    room = MOST_TENSORS
+    room = MOST_BYTES
     try:
         with safe_open(file, framework="pt") as adapter:
             for key in adapter.keys():  # noqa: SIM118  (not a dict)
@@ -180,7 +182,7 @@ def _filters_in(
                 room -= 8 * math.prod(adapter.get_slice(key).get_shape())
                 if room < 0:
                     raise ValueError(
-                        f"the filters of {source} have more than {MOST_TENSORS} bytes, which is "
+                        f"the filters of {source} have more than {MOST_BYTES} bytes, which is "
                         "refused: filters are a few numbers per head"
                     )
                 layer = canonical_name(model, layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -58,6 +59,7 @@ def plug(
     dry_run: bool = False,
     inputs: Any = None,
     depth: bool = False,
+    **others: Any,
 ) -> PlugReport:
     r"""Give the model's self-attention layers a graph filter each, in place.
 
@@ -104,8 +106,8 @@ def plug(
         not attention (Mamba, gated delta networks, Fourier transforms …) are among the skipped.
 
     Raises:
-        TypeError: if ``model`` is no ``nn.Module``, or ``filter`` no function that returns a
-            :class:`gfsa.GraphFilter`.
+        TypeError: if ``model`` is no ``nn.Module``, ``filter`` no function that returns a
+            :class:`gfsa.GraphFilter`, or an argument is unknown.
         ValueError: if nothing can be plugged, a layer is plugged already, the model is
             distributed over processes already, or an argument is invalid.
 
@@ -119,6 +121,7 @@ def plug(
             2  layers.1.self_attn: 4 heads, adapter
     """
     check_model(model)
+    _refuse_arguments(others)
     arguments: dict[str, Any] = {
         "K": K,
         "learn": learn,
@@ -147,9 +150,28 @@ def plug(
         new_filter.dropout_after = place
     if inputs is not None:
         planned = _tried(model, planned, report, inputs)
+    if filter is None and not report.parameters and not {"w0", "w1", "wK"} & given.keys():
+        warnings.warn(
+            "the filters are ordinary attention and have nothing to learn; name what they learn, "
+            'as in learn=("w0", "w1", "wK"), or give fixed values (w0=…)',
+            stacklevel=2,
+        )
     if not dry_run:
         install(model, planned)
     return report
+
+
+def _refuse_arguments(others: Mapping[str, Any]) -> None:
+    """Raise for arguments that plug does not have; rates belong to the optimizer."""
+    for name in others:
+        advice = (
+            "learning rates belong to the optimizer: gfsa.parameter_groups(model, lr=…, "
+            "filter_lr=…), or gfsa.FilterRate for a Trainer; plug(lr_multiplier=…) needs neither"
+            if name in ("lr", "filter_lr", "learning_rate")
+            else "help(gfsa.plug) lists what it has; arguments of another filter go to filter=, "
+            "as in lambda heads: gfsa.Polynomial(heads, degree=4)"
+        )
+        raise TypeError(f"plug has no argument {name!r}; {advice}")
 
 
 def unplug(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from gfsa.plugs.call_check import stop_checking, watch_first_forward
 from gfsa.plugs.parallel import refuse_distributed
 from gfsa.plugs.rollback import all_or_nothing
 from gfsa.plugs.running import call, evaluating
-from gfsa.plugs.sites import Site, plugged_sites, refuse_sharded, refuse_wrapped
+from gfsa.plugs.sites import Site, filters_of, plugged_sites, refuse_sharded, refuse_wrapped
 
 
 @dataclass
@@ -37,6 +37,8 @@ class PruneReport:
     """Largest absolute change of any output on ``inputs``; None without inputs."""
     _model: nn.Module | None = field(default=None, repr=False)
     _sites: dict[str, Site] = field(default_factory=dict, repr=False)
+    _pruned: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    """The filters that pruning left in the model."""
 
     @property
     def passes_before(self) -> int:
@@ -48,9 +50,21 @@ class PruneReport:
         return sum(map(sum, self.after.values()))
 
     def undo(self) -> None:
-        """Put the old filters back into the model."""
+        """Put the old filters back into the model.
+
+        Raises:
+            ValueError: if filters were added, removed or replaced since.
+        """
         assert self._model is not None
         pruned = plugged_sites(self._model)
+        now = {name: site.child for name, site in pruned.items()}
+        if now.keys() != self._pruned.keys() or any(
+            now[name] is not filter for name, filter in self._pruned.items()
+        ):
+            raise ValueError(
+                "the filters of the model were changed since gfsa.prune, so undo would overwrite "
+                "that change; gfsa.load an earlier save instead"
+            )
         sites = self._sites.values()
         returning = [site for site in sites if getattr(site.module, CHILD, None) is not site.filter]
         _refuse_distributed(self._model, [(site.module, site.filter) for site in returning])
@@ -136,6 +150,7 @@ def prune(model: nn.Module, tolerance: float = 1e-3, inputs: Any = None) -> Prun
                 elif new is not old:
                     site.module.add_module(CHILD, new)
             _finish(model, plugged.values(), before=plugged)
+        report._pruned = dict(filters_of(model))
         if expected is not None:
             report.largest_change = _largest_difference(expected, _outputs(model, inputs))
     return report

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
-from gfsa.plugs.backbone import canonical_name, pattern_of, some_of
+from gfsa.plugs.saving.identity import canonical_name, pattern_of, some_of
 from gfsa.plugs.sites import Site
 
 

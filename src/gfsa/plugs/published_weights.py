@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from gfsa.plugs.backbone import some_of
+from gfsa.plugs.saving.identity import some_of
 
 PARAMETERS = ("lamb", "w_K", "beta")
 """What the published code calls the learned number of a head."""
@@ -45,14 +45,16 @@ def read_checkpoint(state_dict: Any) -> PublishedCheckpoint:
             key: value
             for key, value in tensors.items()
             if key.endswith(f".{parameter}")
-            and value.dim() == 1
+            # one number a head; some versions have axes of length 1 beside that of the heads
+            and value.dim()
+            and value.numel() == max(value.shape)
             # a normalisation may call its bias beta; it has a gamma beside it
             and f"{key.rpartition('.')[0]}.gamma" not in tensors
         }
         if numbers:
             rest = {key: value for key, value in tensors.items() if key not in numbers}
             _refuse_other_filters(parameter, rest)
-            layers = {key.rpartition(".")[0]: value for key, value in numbers.items()}
+            layers = {key.rpartition(".")[0]: value.flatten() for key, value in numbers.items()}
             return PublishedCheckpoint(parameter, layers, rest)
     raise ValueError(
         "the checkpoint has no filters: none of its tensors is called lamb, w_K or beta, as in the "

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from gfsa.plugs.adapter import Adapter
+from gfsa.plugs.adapter import Adapter, SwapClass
 from gfsa.plugs.adapters import torch_mha
 from gfsa.plugs.tracing.adapter import (
     DOUBTFUL,
@@ -37,13 +37,20 @@ def register_adapter(cls: type[nn.Module], adapter: Adapter) -> None:
             :class:`gfsa.plugs.Adapter`.
 
     Raises:
-        TypeError: if ``cls`` is no ``nn.Module`` class, or ``adapter`` no adapter.
+        TypeError: if ``cls`` is no ``nn.Module`` class, ``adapter`` no adapter, or the class of a
+            ``SwapClass`` no subclass of ``cls``.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"expected an nn.Module class, got {cls!r}")
     if not isinstance(adapter, Adapter):
         raise TypeError(
             f"expected a gfsa.plugs.Adapter (SwapClass, or a subclass of your own), got {adapter!r}"
+        )
+    if isinstance(adapter, SwapClass) and not issubclass(adapter.filtered, cls):
+        raise TypeError(
+            f"SwapClass({adapter.filtered.__name__}) cannot serve {cls.__name__}: "
+            f"{adapter.filtered.__name__} must be a subclass of it, as in class "
+            f"{adapter.filtered.__name__}({cls.__name__})"
         )
     _registered[cls] = adapter
 

@@ -14,6 +14,7 @@ import gfsa
 from gfsa._version import __version__
 from gfsa.environment import commit, device_name
 from gfsa.lens.trajectory import Trajectory
+from gfsa.plugs.saving.checkpoint import write_filters
 from gfsa_experiments.engine.config import as_text
 from gfsa_experiments.engine.nested import to_device
 from gfsa_experiments.engine.run_log import COEFFICIENTS
@@ -84,7 +85,8 @@ def keep_files(run: Run, task: Task, model: nn.Module) -> None:
     """Save filters, and if wanted weights, probes and a lens page, in the run's folder."""
     folder = run.folder
     if _polynomials(model):
-        gfsa.save(model, folder / "filters")
+        # save_model says whether the trained backbone is kept, so no warning is due
+        write_filters(model, folder / "filters")
     if run.config.save_model:
         torch.save(model.state_dict(), folder / "model.pt")
     probes = task.probes(model)

@@ -24,9 +24,8 @@ from torchtitan.tools.logging import logger
 
 from gfsa.engines.titan.attention import FilteredAttention
 from gfsa.filters import GraphFilter
-from gfsa.filters.description import is_same_filter, read_description
+from gfsa.filters.spec import EXTRA, is_same_filter, read_description
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.described_filters import EXTRA
 
 # the weight by which the attention of a layer is found in the adapter's table of names
 _OUTPUT_PROJECTION = "layers.{}.attention.wo.weight"

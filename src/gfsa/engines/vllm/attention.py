@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 
 from gfsa.filters import GraphFilter
-from gfsa.filters.description import is_same_filter, read_description
+from gfsa.filters.spec import EXTRA, is_same_filter, read_description
 from gfsa.operators.base import combine
-from gfsa.plugs.described_filters import EXTRA
 
 
 class ServedFilter(nn.Module):

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gfsa.filters.description import read_description
+from gfsa.filters.spec import EXTRA, read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.pretrained import filter_tensors
-from gfsa.plugs.described_filters import EXTRA
 
 
 def descriptions_in(

@@ -19,7 +19,7 @@ from vllm.transformers_utils import config as vllm_config
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
 from gfsa.engines.vllm.checkpoint import descriptions_in
-from gfsa.plugs.described_filters import KINDS
+from gfsa.filters.spec import KINDS
 
 logger = init_logger(f"vllm.{__name__}")
 

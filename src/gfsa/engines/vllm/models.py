@@ -23,9 +23,9 @@ from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 from gfsa.engines.vllm.attention import FilteredAttention, ServedFilter, further_layers
 from gfsa.engines.vllm.config import FILTERS
+from gfsa.filters.spec import build
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.backbone import some_of
-from gfsa.plugs.described_filters import build
+from gfsa.plugs.saving.identity import some_of
 
 
 class _Filtered:

@@ -12,11 +12,13 @@ from typing import Any, Literal
 from torch import nn
 
 from gfsa._version import __version__
-from gfsa.plugs.backbone import canonical_name
+from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import filters_of
 
 BEGIN, END = "<!-- gfsa: begin -->", "<!-- gfsa: end -->"
 PICTURE = "coefficients.svg"
+# a marker without its partner belongs to no section
+_SECTION = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 
 Weights = Literal["none", "model", "adapter"]
 
@@ -29,7 +31,7 @@ class Card:
 
     repository: str
     description: Mapping[str, Any]
-    """As :func:`gfsa.plugs.checkpoint.describe` gives it."""
+    """As :func:`gfsa.plugs.saving.checkpoint.describe` gives it."""
     coefficients: Sequence[tuple[str, Sequence[Sequence[float]]]]
     """Layer names with ``coefficients[head][k]``; empty if a filter is no polynomial."""
     base_model: str | None = None
@@ -48,10 +50,10 @@ class Card:
 
     def update(self, old: str) -> str:
         """An existing file with a new section; everything else in it stays as it is."""
-        if BEGIN in old and END in old:
-            start, end = old.index(BEGIN), old.rindex(END) + len(END)
-            return old[:start] + self.section() + old[end:]
-        return f"{old.rstrip()}\n\n{self.section()}\n"
+        text, *others = _SECTION.split(old)
+        if not others:
+            return f"{old.rstrip()}\n\n{self.section()}\n"
+        return text + self.section() + "".join(others)
 
     def section(self) -> str:
         parts = [BEGIN, self._introduction(), "## Use", self._use(), "## Settings"]

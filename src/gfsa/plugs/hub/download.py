@@ -1,4 +1,4 @@
-"""Find the two files of saved filters: in a folder here, or in a repository of the Hub."""
+"""Find the file of saved filters: in a folder here, or in a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gfsa.plugs.filter_files import DESCRIPTION, MOST_DESCRIPTION, MOST_TENSORS, TENSORS
+from gfsa.plugs.saving.files import FILE, MOST_BYTES, OLD_DESCRIPTION, has_description
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_MOST = {DESCRIPTION: MOST_DESCRIPTION, TENSORS: MOST_TENSORS}
+_HUB = "hub:"
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,27 @@ def filter_folder(
 ) -> Path:
     """The folder with the filters of ``path``, which are downloaded if it is a name on the Hub.
 
-    A folder that exists here comes first. A ``Path``, and a string that is not ``user/name``, are
-    always folders.
+    ``hub:user/name`` is a repository. ``user/name`` is one, too, unless that path exists here, or
+    the folder ``user`` does: then a folder inside it is meant. Anything else is a folder.
     """
-    if not is_repository(path):
+    name = str(path).removeprefix(_HUB) if isinstance(path, str) else ""
+    is_name = _REPOSITORY.fullmatch(name) is not None and ".." not in name
+    if isinstance(path, str) and path.startswith(_HUB):
+        if not is_name:
+            raise ValueError(f"expected {_HUB}user/name, got {path!r:.80}")
+    elif not is_name or Path(name).exists():
         if revision is not None or token is not None:
             raise ValueError(
                 "revision and token are for a repository of the Hub ('user/name'), but "
                 f"{path} is a folder; leave them out"
             )
         return Path(path)
-    return download_filters(str(path), Download(revision, token))
-
-
-def is_repository(path: str | Path) -> bool:
-    """Whether ``path`` means a repository of the Hub: ``user/name``, and no folder here."""
-    return (
-        isinstance(path, str)
-        and _REPOSITORY.fullmatch(path) is not None
-        and ".." not in path
-        and not Path(path).exists()
-    )
+    elif Path(name).parent.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist, though {Path(name).parent} does; for the repository of that "
+            f"name on the Hub pass {_HUB + name!r}"
+        )
+    return download_filters(name, Download(revision, token))
 
 
 def hub_library(name: str) -> Any:
@@ -78,11 +78,13 @@ def download_filters(name: str, wanted: Download) -> Path:
     except ImportError as error:
         raise FileNotFoundError(str(error)) from error
     try:
-        folder = _file(hub, name, DESCRIPTION, wanted).parent
-        # the folder of a snapshot is named after its commit: both files are of one save
-        depth = len(PurePosixPath(wanted.subfolder or "").parts)
-        commit = (folder, *folder.parents)[depth].name
-        _file(hub, name, TENSORS, replace(wanted, revision=commit))
+        file = _file(hub, name, FILE, wanted)
+        folder = file.parent
+        if not has_description(file):
+            # the folder of a snapshot is named after its commit: both files are of one save
+            depth = len(PurePosixPath(wanted.subfolder or "").parts)
+            commit = (folder, *folder.parents)[depth].name
+            _file(hub, name, OLD_DESCRIPTION, replace(wanted, revision=commit))
     # an OSError: no such repository, revision or file, no access, no connection
     except OSError as error:
         where = name if wanted.revision is None else f"{name} at {wanted.revision!r}"
@@ -109,10 +111,10 @@ def _file(hub: Any, name: str, file: str, wanted: Download) -> Path:
         if not _is_no_answer(hub, error):
             raise
         return _cached(hub, name, file, wanted, f"no answer ({error})")
-    if found.size is not None and found.size > _MOST[file]:
+    if found.size is not None and found.size > MOST_BYTES:
         raise ValueError(
             f"{file} of {name} has {found.size} bytes; filters are a few numbers per head, more "
-            f"than {_MOST[file]} is refused"
+            f"than {MOST_BYTES} is refused"
         )
     return Path(hub.hf_hub_download(name, file, **asdict(wanted)))
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from gfsa._version import __version__
 from gfsa.plugs.adapters.transformers.pretrained import CONFIG_ENTRY, is_of_diffusers
-from gfsa.plugs.checkpoint import describe, save
 from gfsa.plugs.hub.card import (
     PICTURE,
     Card,
@@ -26,6 +25,8 @@ from gfsa.plugs.hub.card import (
 from gfsa.plugs.hub.download import hub_library
 from gfsa.plugs.hub.picture import coefficients_svg
 from gfsa.plugs.peft_adapters import PEFT_ENTRY
+from gfsa.plugs.saving.checkpoint import describe, save, write_filters
+from gfsa.plugs.saving.files import OLD_DESCRIPTION
 from gfsa.plugs.sites import check_model, filters_of, is_sharded, plugged_sites
 
 CARD = "README.md"
@@ -93,7 +94,8 @@ def push_to_hub(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         kind: Weights = _save_weights(model, folder) if weights else "none"
-        save(model, folder)
+        # the weights, if they are uploaded, are in the folder already
+        (write_filters if weights else save)(model, folder)
         card = Card(
             repository,
             describe(model),
@@ -118,7 +120,8 @@ def push_to_hub(
             folder_path=folder,
             revision=revision,
             commit_message=commit_message or "Filters, by gfsa",
-            delete_patterns=list(_WEIGHTS) if kind == "model" else None,
+            # the second file of older versions does not belong to these filters
+            delete_patterns=[OLD_DESCRIPTION, *(_WEIGHTS if kind == "model" else ())],
         )
     return str(commit.commit_url)
 

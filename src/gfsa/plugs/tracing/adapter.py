@@ -191,7 +191,7 @@ class DoubtfulAdapter(TracerAdapter):
             return (
                 f"{kind} has a projection and a softmax, but neither its name nor a number of "
                 "heads shows that it is self-attention; if it is, set the number "
-                "(module.num_heads = 1) and plug(..., unknown='trace')"
+                "(module.num_heads = <its number of heads>) and plug(..., unknown='trace')"
             )
         return (
             f"{kind} has heads and a softmax, but neither its name nor its projections show that "

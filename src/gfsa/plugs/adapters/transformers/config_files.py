@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gfsa.plugs.saved_folders import other_loader
+from gfsa.plugs.saving.files import other_loader
 
 
 def read_config(path: str, **kwargs: Any) -> Any:

@@ -13,14 +13,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gfsa.filters.description import read_description
+from gfsa.filters.spec import EXTRA, MOST_DEGREE, read_description
 from gfsa.plugs.adapter import CHILD
 from gfsa.plugs.adapters.transformers.config_files import refusal_of_path
-from gfsa.plugs.backbone import canonical_name
-from gfsa.plugs.described_filters import EXTRA, FORMAT
-from gfsa.plugs.filter_files import MOST_TENSORS
-from gfsa.plugs.restoring import restore
-from gfsa.plugs.saved_folders import other_loader
+from gfsa.plugs.saving.checkpoint import FORMAT, restore
+from gfsa.plugs.saving.files import MOST_BYTES, other_loader
+from gfsa.plugs.saving.identity import canonical_name
 from gfsa.plugs.sites import sites
 
 Loaded = TypeVar("Loaded", covariant=True)
@@ -50,7 +48,13 @@ _HUB_ARGUMENTS = (
 )
 
 
-def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs: Any) -> Loaded:
+def from_pretrained(
+    model_class: ModelClass[Loaded],
+    path: str | Path,
+    *,
+    max_degree: int = MOST_DEGREE,
+    **kwargs: Any,
+) -> Loaded:
     """Load a model that was plugged when ``model.save_pretrained(path)`` wrote it.
 
     .. code-block:: python
@@ -65,6 +69,7 @@ def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs:
     Args:
         model_class: ``AutoModelFor…`` or a model class of transformers.
         path: the folder, or a name on the hub.
+        max_degree: filters of a higher degree are refused: every degree is one attention pass.
         kwargs: for ``model_class.from_pretrained``.
 
     Returns:
@@ -109,7 +114,7 @@ def from_pretrained(model_class: ModelClass[Loaded], path: str | Path, **kwargs:
         raise ValueError(
             f"the weights of {path} are damaged: {error!s:.200}; save or download them again"
         ) from error
-    if not restore_filters(model, path, hub, kwargs.get("variant")):
+    if not restore_filters(model, path, hub, kwargs.get("variant"), max_degree):
         raise ValueError(
             f"{path} was not saved from a plugged model: it has no filters. Load it with "
             f"{name}.from_pretrained, then gfsa.plug or gfsa.load"
@@ -138,7 +143,11 @@ def is_of_diffusers(model_class: Any) -> bool:
 
 
 def restore_filters(
-    model: Any, path: str | Path, hub: dict[str, Any], variant: str | None = None
+    model: Any,
+    path: str | Path,
+    hub: dict[str, Any],
+    variant: str | None = None,
+    max_degree: int = MOST_DEGREE,
 ) -> bool:
     """Plug the filters of a checkpoint into a model that was loaded from it without them.
 
@@ -147,6 +156,7 @@ def restore_filters(
         path: the folder, or a name on the hub.
         hub: arguments that say where on the hub it is (``revision``, ``token`` …).
         variant: the variant of the weights, as in ``model.fp16.safetensors``.
+        max_degree: the highest degree that is accepted.
 
     Returns:
         Whether the checkpoint has filters.
@@ -164,7 +174,7 @@ def restore_filters(
     if not filters:
         return False
     description = {"format": FORMAT, "filters": filters}
-    restore(model, description, tensors, source=str(path), other_versions=True)
+    restore(model, description, tensors, str(path), other_versions=True, max_degree=max_degree)
     # it is true of the files, and would be saved again after gfsa.unplug
     vars(model.config).pop(CONFIG_ENTRY, None)
     return True
@@ -209,7 +219,7 @@ def filter_tensors(
     from safetensors import SafetensorError, safe_open
 
     found = {}
-    room = MOST_TENSORS
+    room = MOST_BYTES
     for file in _files(path, hub, variant, index_first):
         try:
             opened = safe_open(file, framework="pt")
@@ -224,7 +234,7 @@ def filter_tensors(
                     room -= 8 * math.prod(checkpoint.get_slice(key).get_shape())
                     if room < 0:
                         raise ValueError(
-                            f"the filters of {path} have more than {MOST_TENSORS} bytes, which is "
+                            f"the filters of {path} have more than {MOST_BYTES} bytes, which is "
                             "refused: filters are a few numbers per head"
                         )
                     found[key] = checkpoint.get_tensor(key)

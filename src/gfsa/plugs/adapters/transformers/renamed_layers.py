@@ -5,7 +5,7 @@ Saved filters have the names of the version that they were saved with and load w
 
 from __future__ import annotations
 
-from gfsa.plugs.renaming import Renaming
+from gfsa.plugs.saving.renames import Renaming
 
 
 def _joined(family: str) -> Renaming:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from gfsa.plugs.adapter import CHILD
-from gfsa.plugs.partitioned import shape_of
+from gfsa.plugs.partitioned import is_partitioned, shape_of
 
 _WRAPPERS_ANYWHERE = (
     "_orig_mod",
@@ -61,13 +62,55 @@ def kind_of_layer(module: nn.Module) -> str:
 
 def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of a module's parameters by their names, without filters and peft's adapters."""
-    # peft keeps a layer that it adapts as base_layer, beside parameters of its own
-    adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
     return {
         name.replace(".base_layer.", "."): _whole_shape(module, name, p)
-        for name, p in module.named_parameters()
-        if CHILD not in name.split(".") and (".base_layer." in name or not name.startswith(adapted))
+        for name, p in _own_parameters(module)
     }
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A module's parameters by their names, without filters and peft's adapters."""
+    # peft keeps a layer that it adapts as base_layer, beside parameters of its own
+    adapted = tuple(f"{name}." for name, m in module.named_modules() if hasattr(m, "base_layer"))
+    for name, parameter in module.named_parameters():
+        if CHILD not in name.split(".") and (
+            ".base_layer." in name or not name.startswith(adapted)
+        ):
+            yield name, parameter
+
+
+def weights_of(module: nn.Module) -> list[float] | None:
+    """A few entries of a layer's matrices, by which its weights are recognised.
+
+    None if they cannot be read: sharded, offloaded, quantised, or not finite.
+    """
+    named = {name.replace(".base_layer.", "."): p for name, p in _own_parameters(module)}
+    matrices = [p.detach() for _, p in sorted(named.items()) if p.dim() > 1 and p.numel()]
+    if any(is_partitioned(p) or p.is_meta or not p.is_floating_point() for p in named.values()):
+        return None
+    picked = [p.reshape(-1)[:: max(1, p.numel() // 4)][:4].float().cpu() for p in matrices[:4]]
+    values = [value for part in picked for value in part.tolist()]
+    if not all(map(math.isfinite, values)):
+        return None
+    return [float(f"{value:.6g}") for value in values]
+
+
+def has_weights(module: nn.Module, saved: Any) -> bool:
+    """Whether a layer has the weights that a file describes, as far as both are known.
+
+    The tolerance is that of a cast to bfloat16 and back.
+    """
+    own = weights_of(module)
+    if saved is None or own is None:
+        return True
+    return (
+        isinstance(saved, list)
+        and len(saved) == len(own)
+        and all(
+            isinstance(a, float) and math.isclose(a, b, rel_tol=0.02, abs_tol=1e-6)
+            for a, b in zip(saved, own, strict=True)
+        )
+    )
 
 
 def _whole_shape(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, ...]:

@@ -1,0 +1,500 @@
+"""Save the filters of a model; put saved ones into a model, checked first, all or nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gfsa._version import __version__
+from gfsa.filters import GraphFilter
+from gfsa.filters.spec import KINDS, MOST_DEGREE, build, kind_of, numbers_of
+from gfsa.plugs.adapter import CHILD
+from gfsa.plugs.attach import device_of, dtype_for, install, notify_adapters
+from gfsa.plugs.hub.download import filter_folder
+from gfsa.plugs.parallel import refuse_distributed
+from gfsa.plugs.partitioned import gathered
+from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.saving import files
+from gfsa.plugs.saving.identity import (
+    canonical_name,
+    check_depths,
+    depths_of,
+    fingerprint_of,
+    has_weights,
+    some_of,
+    weights_of,
+)
+from gfsa.plugs.saving.renames import in_installed_names, warn_of_other_names
+from gfsa.plugs.sites import Site, check_model, is_sharded, plugged_sites, refuse_sharded, sites
+from gfsa.plugs.tracing.adapter import TracerAdapter
+
+FORMAT = 1
+
+_TRACED = "traced"
+"""The entry of a described filter that says whether its layer was traced."""
+
+# with larger coefficients the outputs of a layer overflow in float16
+_LARGEST = 1e4
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write the model's filters, and nothing else of the model, into the folder ``path``.
+
+    A few kB: ``filters.safetensors`` holds the learned numbers and, in its header, the kind of each
+    filter, the layer it belongs to, and the class and shapes of that layer. Until the file is
+    complete on the disk, an earlier save in the folder stays as it is.
+
+    A backbone that was trained with the filters is not saved: save the whole model then
+    (``torch.save(model.state_dict(), file)``, or ``model.save_pretrained(folder)``).
+
+    If the model is sharded over processes, every process has to call this: the filters are
+    gathered, and the first process writes them.
+
+    Args:
+        model: a plugged model.
+        path: the folder; it is created if it does not exist.
+
+    Warns:
+        UserWarning: if the backbone has parameters that require gradients.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        ValueError: if the model has no filters, a filter is of a class that :func:`load` cannot
+            build, or a value is not finite or has been offloaded.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> gfsa.save(model, "filters")
+        >>> [path.name for path in pathlib.Path("filters").iterdir()]
+        ['filters.safetensors']
+    """
+    write_filters(model, path)
+    trainable = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and CHILD not in name.split(".")
+    ]
+    if trainable:
+        warnings.warn(
+            f"gfsa.save wrote the filters alone; {some_of(trainable)} of {type(model).__name__} "
+            "can be trained, and are not saved. If you trained them, save the whole model too "
+            "(model.state_dict(), model.save_pretrained); if not, freeze them to silence this",
+            stacklevel=2,
+        )
+
+
+def write_filters(model: nn.Module, path: str | Path) -> None:
+    """What :func:`save` does, for callers that save the backbone themselves."""
+    description = describe(model)
+    if not description["filters"]:
+        raise ValueError(f"{type(model).__name__} has no filters to save; gfsa.plug(model) first")
+    plugged = plugged_sites(model)
+    for name, site in plugged.items():
+        kind = type(site.filter)
+        if KINDS.get(kind.__name__) is not kind:
+            raise ValueError(
+                f"the filter of {name or 'the model'} is a {kind_of(kind)}, which gfsa.load cannot "
+                f"build: it builds {', '.join(sorted(KINDS))}. Save model.state_dict() instead, "
+                "or, if a polynomial that has learned is enough, replace each filter by "
+                "filter.fold() (docs/reference/filters.md)"
+            )
+    if len(description["filters"]) != len(plugged):
+        raise ValueError(
+            f"{some_of(plugged)} have the same names without the prefixes of wrappers and task "
+            "models; save the filters of each part on its own"
+        )
+    with gathered(p for site in plugged.values() for p in site.filter.parameters()):
+        tensors = {
+            f"{canonical_name(model, name)}.{key}": _values(value, f"{name}.{key}")
+            for name, site in plugged.items()
+            for key, value in numbers_of(site.filter).items()
+        }
+    if any(is_sharded(site) for site in plugged.values()) and torch.distributed.get_rank() != 0:
+        return
+    files.write(Path(path), description, tensors)
+
+
+def _values(value: Any, name: str) -> Tensor:
+    """A filter's tensor, whole, on the host."""
+    if value.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device and has no values to save: save the filters before "
+            "accelerate offloads them"
+        )
+    gathered: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    # a copy of its own: safetensors refuses tensors of layers that share one parameter
+    tensor = gathered.detach().clone(memory_format=torch.contiguous_format).cpu()
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(
+            f"{name} has values that are not finite, which gfsa.load would refuse: nothing was "
+            "written, and an earlier save in the folder is kept"
+        )
+    return tensor
+
+
+def load(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    max_degree: int = MOST_DEGREE,
+) -> None:
+    """Put saved filters into ``model``, plugging it where needed.
+
+    Layers, kinds, head counts, shapes and values are checked first. If anything does not fit, an
+    error says what; whatever is raised, by Ctrl-C too, the model is unchanged.
+
+    Args:
+        model: the backbone that the filters were saved from.
+        path: the folder that :func:`save` wrote, or a repository on the Hugging Face Hub:
+            ``"hub:user/name"``, or ``"user/name"`` if there is no folder ``user`` here.
+        revision: of the repository: a branch, a tag or a commit.
+        token: an access token for the Hub; by default the one that you are logged in with.
+        max_degree: filters of a higher degree are refused: every degree is one attention pass.
+
+    Warns:
+        UserWarning: if the layers have other weights than those the filters were saved with.
+
+    Raises:
+        TypeError: if ``model`` is no ``nn.Module``.
+        FileNotFoundError: if there are no filters at ``path``.
+        ValueError: if the files are damaged, or the filters do not fit the model.
+
+    Examples:
+        >>> report = gfsa.plug(model)
+        >>> gfsa.save(model, "filters")
+        >>> gfsa.unplug(model)
+        >>> gfsa.load(model, "filters")
+        >>> list(gfsa.filters_of(model))
+        ['layers.0.self_attn', 'layers.1.self_attn']
+    """
+    check_model(model)
+    folder = filter_folder(path, revision, token)
+    source = str(path)
+    description, tensors = files.read(folder)
+    restore(model, description, tensors, source, other_versions=True, max_degree=max_degree)
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The filters of a model and their layers, as plain data."""
+    names = {name: canonical_name(model, name) for name in plugged_sites(model)}
+    return {
+        "format": FORMAT,
+        "gfsa": __version__,
+        "model": type(model).__name__,
+        "filters": {
+            names[name]: {
+                **site.filter.describe(),
+                "backbone": fingerprint_of(site.module),
+                "weights": weights_of(site.module),
+                # gfsa.load traces only layers that were traced when they were saved
+                _TRACED: isinstance(site.adapter, TracerAdapter),
+            }
+            for name, site in plugged_sites(model).items()
+        },
+        "layers": depths_of(model, names.values()),
+    }
+
+
+def restore(
+    model: nn.Module,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    source: str,
+    *,
+    other_versions: bool = False,
+    max_degree: int = MOST_DEGREE,
+) -> None:
+    """Give ``model`` the filters of ``description`` with the numbers in ``tensors``.
+
+    Args:
+        model: plugged in the same layers, or not plugged.
+        description: what :func:`describe` returns, or a file that may have any content.
+        tensors: the numbers, by the name of the layer and of the filter's parameter.
+        source: where they are from, for messages.
+        other_versions: whether layers may have the names of another version of the model's library.
+        max_degree: the highest degree that is accepted.
+    """
+    plans = _make_plans(model, description, source, other_versions, max_degree)
+    _put_filters(model, plans, tensors, source)
+
+
+def check_restorable(
+    model: nn.Module,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    source: str,
+    max_degree: int,
+) -> None:
+    """Raise where :func:`restore` would; the model is unchanged."""
+    plans = _make_plans(model, description, source, max_degree=max_degree)
+    _check_tensors(plans, tensors, source)
+    _check_same_layers(plugged_sites(model), plans, source)
+    for plan in plans:
+        _fill(plan, tensors, source)
+
+
+@dataclass
+class _Plan:
+    """One saved filter and the site it goes to."""
+
+    site: Site
+    saved: str
+    """The layer's name in the file."""
+    filter: GraphFilter
+    """The filter rebuilt from its description, without its numbers."""
+
+
+def _make_plans(
+    model: nn.Module,
+    description: Mapping[str, Any],
+    source: str,
+    other_versions: bool = False,
+    max_degree: int = MOST_DEGREE,
+) -> list[_Plan]:
+    """Find the site of every described filter and rebuild the filters."""
+    refusing, tracing = sites(model), sites(model, unknown="trace")
+    layers = _LayersByCanonicalName(model, tracing)
+    names_in_file: dict[str, str] = {}
+    if other_versions:
+        description, names_in_file = in_installed_names(model, refusing, description)
+    plans = []
+    others = []
+    for saved, entry in _entries_of(description, source).items():
+        name = layers.find(saved, source, saved_from=description.get("model"))
+        # the oldest versions, and checkpoints of whole models, do not say which layers were traced
+        traced = entry.get(_TRACED, files.DIGEST not in description)
+        site = _accepting_site(model, name, tracing if traced is True else refusing, source)
+        # the heads first: they are why shapes differ
+        rebuilt = build(entry, site.num_heads, name, source, max_degree)
+        _check_backbone(site, entry, source)
+        if site.is_plugged:
+            _check_same_filter(site, rebuilt, source)
+        if saved not in names_in_file and not has_weights(site.module, entry.get("weights")):
+            others.append(name)
+        plans.append(_Plan(site, names_in_file.get(saved, saved), rebuilt))
+    check_depths(model, description, description["filters"], source)
+    if names_in_file:
+        warn_of_other_names(model, names_in_file, source)
+    if others:
+        warnings.warn(
+            f"the filters of {source} were saved with other weights than {some_of(others)} of "
+            f"{type(model).__name__} {'has' if len(others) == 1 else 'have'}. Filters belong to "
+            "the weights they were trained with: if the backbone was trained with them, load that "
+            "backbone first",
+            stacklevel=4,
+        )
+    return plans
+
+
+def _entries_of(description: Any, source: str) -> dict[str, dict[str, Any]]:
+    """The description of each filter by the name of its layer; refuses another format."""
+    if not isinstance(description, Mapping):
+        raise ValueError(
+            f"{source} describes no filters: expected a JSON object, got "
+            f"{type(description).__name__}; save the filters again"
+        )
+    if type(description.get("format")) is not int or description["format"] != FORMAT:
+        raise ValueError(
+            f"{source} has format {description.get('format')!r:.40}, this version of gfsa "
+            f"({__version__}) reads format {FORMAT}; it was written by gfsa "
+            f"{description.get('gfsa')!r:.40}: load it with that version"
+        )
+    entries = description.get("filters")
+    if not isinstance(entries, dict) or not entries:
+        raise ValueError(
+            f"{source} describes no filters: expected an entry for each layer under 'filters', got "
+            f"{entries!r:.40}; save the filters of a plugged model again"
+        )
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+            raise ValueError(
+                f"{source}: the entry of {name!r:.80} describes no filter: expected an object with "
+                f"a 'kind', got {entry!r:.40}; save the filters again"
+            )
+    return entries
+
+
+class _LayersByCanonicalName:
+    """The modules of a model by the names that files use for them.
+
+    Args:
+        model: the model.
+        attention: names of its attention modules: one of them is meant where several modules share
+            a canonical name.
+    """
+
+    def __init__(self, model: nn.Module, attention: Iterable[str]) -> None:
+        self.model = model
+        self.modules = {canonical_name(model, name): name for name, _ in model.named_modules()}
+        self.attention: dict[str, list[str]] = {}
+        for name in attention:
+            self.attention.setdefault(canonical_name(model, name), []).append(name)
+
+    def find(self, saved: str, source: str, saved_from: Any) -> str:
+        """The module's name in this model."""
+        if saved not in self.modules:
+            # checkpoints of whole models and adapters do not say it
+            which = f", {saved_from!r:.80}" if saved_from else ""
+            raise ValueError(
+                f"{source} has a filter for the layer {saved!r:.80}, which "
+                f"{type(self.model).__name__} does not have; load it into the model that it "
+                f"was saved from{which}"
+            )
+        name, *others = self.attention.get(saved, [self.modules[saved]])
+        if others:
+            raise ValueError(
+                f"{source} has a filter for {saved!r}, which both {name} and {others[0]} can be; "
+                "load the filters of each part on its own"
+            )
+        return name
+
+
+def _accepting_site(model: nn.Module, name: str, found: Mapping[str, Site], source: str) -> Site:
+    """The site called ``name``; raises where no filter can be."""
+    if name not in found or found[name].refusal:
+        reason = found[name].refusal if name in found else "it is not attention"
+        kind = type(model.get_submodule(name)).__name__
+        raise ValueError(f"{name} ({kind}) cannot take the filter of {source}: {reason}")
+    return found[name]
+
+
+def _check_backbone(site: Site, entry: Mapping[str, Any], source: str) -> None:
+    """Refuse a filter that was saved from a layer of another class or other shapes."""
+    own = fingerprint_of(site.module)
+    # a checkpoint of a whole model contains the backbone's weights, so it has no fingerprint
+    saved = entry.get("backbone", own)
+    if saved == own:
+        return
+    kind = saved.get("class") if isinstance(saved, dict) else saved
+    differs = (
+        "has parameters of other shapes than the layer that the filter was saved from"
+        if kind == own["class"]
+        else f"is a {own['class']}, the filter was saved from a {kind!s:.80}"
+    )
+    raise ValueError(
+        f"{source} belongs to another backbone: {site.name} {differs}; load it into that backbone"
+    )
+
+
+def _check_same_filter(site: Site, rebuilt: GraphFilter, source: str) -> None:
+    """Refuse to load a filter into a plugged one of another kind or with other settings."""
+    current = site.filter
+    if type(current) is not type(rebuilt):
+        raise ValueError(
+            f"{site.name} is plugged with a {kind_of(type(current))}, {source} has a "
+            f"{kind_of(type(rebuilt))}; gfsa.unplug(model) first"
+        )
+    if current.config() != rebuilt.config():
+        raise ValueError(
+            f"{site.name} is plugged with {current}, {source} has {rebuilt}; "
+            "gfsa.unplug(model) first"
+        )
+
+
+def _put_filters(
+    model: nn.Module, plans: list[_Plan], tensors: Mapping[str, Tensor], source: str
+) -> None:
+    """Give every planned site its filter: checked outside of the model, then all or nothing."""
+    _check_tensors(plans, tensors, source)
+    plugged = plugged_sites(model)
+    refuse_sharded(plugged, "load filters")
+    _check_same_layers(plugged, plans, source)
+    for plan in plans:
+        _fill(plan, tensors, source)
+    if not plugged:
+        if any(list(plan.filter.parameters()) for plan in plans):
+            refuse_distributed(model, [plan.site.module for plan in plans])
+        install(model, [(plan.site, plan.filter) for plan in plans])
+        return
+    # a filter that is plugged already keeps its device and precision
+    targets = [plan.site.filter for plan in plans]
+    with all_or_nothing(model, values=[p for target in targets for p in target.parameters()]):
+        for plan, target in zip(plans, targets, strict=True):
+            target.load_state_dict(plan.filter.state_dict())
+        notify_adapters(model, plugged.values())
+
+
+def _planned_numbers(plans: list[_Plan]) -> dict[str, Tensor]:
+    """The tensors that the rebuilt filters need, by their names in the file."""
+    return {
+        f"{plan.saved}.{key}": value
+        for plan in plans
+        for key, value in numbers_of(plan.filter).items()
+    }
+
+
+def _check_tensors(plans: list[_Plan], tensors: Mapping[str, Tensor], source: str) -> None:
+    expected = _planned_numbers(plans)
+    missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+    if missing or extra:
+        raise ValueError(
+            f"{source} and its description disagree: missing {some_of(missing)}, "
+            f"not expected {some_of(extra)}; save the filters again"
+        )
+    for name, wanted in expected.items():
+        found = tensors[name]
+        if found.shape != wanted.shape or found.dtype not in _DTYPES:
+            raise ValueError(
+                f"{source}: {name} should be floating point of shape {tuple(wanted.shape)}, "
+                f"got {found.dtype} of shape {tuple(found.shape)}; save the filters again"
+            )
+
+
+def _check_same_layers(plugged: Mapping[str, Site], plans: list[_Plan], source: str) -> None:
+    """Refuse a model that is plugged in other layers than those of the plans."""
+    if plugged and set(plugged) != {plan.site.name for plan in plans}:
+        raise ValueError(
+            f"the model is plugged in layers {some_of(plugged)}, but {source} has filters for "
+            f"{some_of([plan.site.name for plan in plans])}; gfsa.unplug(model) first"
+        )
+
+
+def _fill(plan: _Plan, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Give the rebuilt filter its numbers, in the precision that it will have in the model."""
+    name, filter = plan.site.name, plan.filter
+    if plan.site.is_plugged:
+        current = plan.site.filter
+        place, dtype = current.base.device, current.base.dtype
+        if current.theta is not None:
+            place, dtype = current.theta.device, current.theta.dtype
+    else:
+        place = device_of(plan.site.module) or torch.get_default_device()
+        dtype = dtype_for(plan.site.module) or filter.base.dtype
+    if place.type == "meta":
+        raise ValueError(
+            f"{name} is on the meta device, where the numbers of {source} would be lost: give the "
+            "model its weights first, and load filters before accelerate offloads them"
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        filter.to(dtype=dtype)
+        for key, value in numbers_of(filter).items():
+            value.copy_(tensors[f"{plan.saved}.{key}"])
+            _check_finite(value, f"{source}: {plan.saved}.{key}", f"in {value.dtype}")
+        if filter.is_polynomial:
+            coefficients = filter.coefficients()
+            _check_finite(coefficients, f"{source}: the filter of {name}", "as a sum")
+            largest = coefficients.abs().max().item()
+            if largest > _LARGEST:
+                raise ValueError(
+                    f"{source}: the filter of {name} has a coefficient of {largest:.3g}; those of "
+                    f"trained filters are about 1, more than {_LARGEST:g} is refused. Take an "
+                    "earlier save"
+                )
+
+
+def _check_finite(tensor: Tensor, name: str, how: str) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(
+            f"{name} has values that are not finite {how}; take an earlier save, or a model in a "
+            "wider dtype"
+        )

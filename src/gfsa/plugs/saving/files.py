@@ -1,0 +1,184 @@
+"""The file of saved filters: safetensors, with the description of the filters in its header.
+
+The file is written under a temporary name, synchronised to the disk and renamed. ``os.replace`` is
+atomic, so a reader sees the last save or the new one, and a killed save leaves at worst a temporary
+file that nobody reads.
+
+Older versions wrote two files: ``filters.json`` with the description beside
+``filters.safetensors``. They are still read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+FILE = "filters.safetensors"
+OLD_DESCRIPTION = "filters.json"
+"""The second file of older versions."""
+DIGEST = "sha256"
+"""The field of an old description with a digest of both files; the oldest versions wrote none."""
+MOST_BYTES = 8 * 2**20
+"""Filters are a few numbers per head: a larger file is refused before it is read."""
+
+# the entry of the safetensors header that holds the description
+_KEY = "gfsa"
+
+# file → what a folder with it is, what loads it, and the arguments; the first file decides: beside
+# an adapter there may be filters
+_WHOLE = ("a whole model", "gfsa.from_pretrained", "AutoModelFor…")
+_FOLDERS = {
+    "adapter_config.json": ("an adapter of peft", "gfsa.load_peft", "base_model"),
+    FILE: ("filters alone", "gfsa.load", "model"),
+    "model.safetensors": _WHOLE,
+    "model.safetensors.index.json": _WHOLE,
+}
+
+
+def write(folder: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write one save into ``folder``, which is made if it does not exist.
+
+    Until the new file is complete on the disk, an earlier save in the folder stays as it is.
+    """
+    from safetensors.torch import save as serialise
+
+    text = json.dumps(description, allow_nan=False)
+    content = serialise(dict(tensors), metadata={_KEY: text})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise type(error)(
+            f"gfsa.save writes a folder, but a part of {folder} is a file or a broken link; choose "
+            "another path"
+        ) from error
+    temporary = folder / f".filters-{uuid.uuid4().hex}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / FILE)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    # what an older version left here is not read any more
+    (folder / OLD_DESCRIPTION).unlink(missing_ok=True)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description, a JSON object of any content, and the tensors of a save.
+
+    Raises:
+        FileNotFoundError: if there is no save in ``folder``.
+        ValueError: if a file is damaged or too large.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    file = folder / FILE
+    content = _read(file)
+    text: str | bytes | None = _description_in(content, file)
+    if text is None:
+        file = folder / OLD_DESCRIPTION
+        if not file.is_file():
+            raise ValueError(
+                f"{folder / FILE} does not describe its filters, and there is no {OLD_DESCRIPTION} "
+                "beside it: it is damaged, or gfsa.save did not write it; save the filters again"
+            )
+        text = _read(file)
+    description = _parse(text, file)
+    if not isinstance(description, dict):
+        raise ValueError(
+            f"{file} must have a JSON object that describes filters, got "
+            f"{type(description).__name__}; save the filters again"
+        )
+    if file.name == OLD_DESCRIPTION:
+        _check_digest(description, content, folder)
+    try:
+        return description, load(content)
+    # beside its own error, dtypes that torch does not have and shapes beyond its range
+    except (SafetensorError, KeyError, AttributeError, ValueError, RuntimeError) as error:
+        raise _damaged(folder / FILE, error) from error
+
+
+def has_description(file: Path) -> bool:
+    """Whether a ``filters.safetensors`` is a whole save, not one of two files."""
+    return _description_in(_read(file), file) is not None
+
+
+def other_loader(folder: str | Path, caller: str) -> str | None:
+    """What a folder is and what loads it; None if the caller loads it, or if it is another folder.
+
+    Args:
+        folder: a folder in which the caller has not found its files.
+        caller: the function that looked for them, as users call it: ``"gfsa.load"``.
+    """
+    for file, (kind, loader, argument) in _FOLDERS.items():
+        if (Path(folder) / file).is_file():
+            call = f'{loader}({argument}, "{folder}")'
+            return None if loader == caller else f"{folder} is {kind}, which {call} loads"
+    return None
+
+
+def _read(file: Path) -> bytes:
+    if not file.is_file():
+        advice = other_loader(file.parent, "gfsa.load") or "gfsa.save writes filters"
+        raise FileNotFoundError(f"{file} does not exist; {advice}")
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size > MOST_BYTES:
+            raise ValueError(
+                f"{file} has {size} bytes; filters are a few numbers per head, more than "
+                f"{MOST_BYTES} is refused"
+            )
+        return opened.read(MOST_BYTES)
+
+
+def _description_in(content: bytes, file: Path) -> str | None:
+    """The text in the header of a safetensors file; None if it has none, as in older versions."""
+    header = _parse(content[8 : 8 + int.from_bytes(content[:8], "little")], file)
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    text = metadata.get(_KEY) if isinstance(metadata, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _parse(text: str | bytes, file: Path) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} is damaged: {error!s:.200}; save the filters again")
+
+
+def _check_digest(description: Mapping[str, Any], tensors: bytes, folder: Path) -> None:
+    """Refuse two files of different saves, as far as the description says what belongs to it."""
+    own = {key: value for key, value in description.items() if key != DIGEST}
+    text = json.dumps(own, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode() + b"\n" + tensors).hexdigest()
+    if description.get(DIGEST, digest) != digest:
+        raise ValueError(
+            f"{folder / FILE} is damaged, or is not what {OLD_DESCRIPTION} was saved with: their "
+            "digest differs. Save the filters again (to load a description that you changed "
+            f"yourself, delete its {DIGEST!r})"
+        )
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")

@@ -6,7 +6,7 @@ A captured graph decodes one token with each of twelve caches, more than the GPU
 because a model reads its weights in between. Times are those of one call: by torch's attention
 (plain, without a filter) with a growing and with a static cache, then by the kernel for each tile
 (keys, warps, stages) and number of programs, for filters of degree 1 and 2. The fastest go into
-``tile_of`` and ``_splits`` of ``operators/fused/decode.py``.
+``tile_of`` and ``_splits`` of ``kernels/decode.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
+from gfsa.kernels import decode
+from gfsa.kernels.decode import Tile
 from gfsa.operators import Coefficients
-from gfsa.operators.fused import decode
-from gfsa.operators.fused.decode import Tile
 from gfsa_benchmarks.case import Shape
 from gfsa_benchmarks.tiles import Candidate, compiled, report, run, times
 from gfsa_benchmarks.timing import Work

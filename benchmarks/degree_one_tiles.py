@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.fused import degree_one_launch as one_pass
-from gfsa.operators.fused import eligibility
-from gfsa.operators.fused.degree_one import combine_degree_one
-from gfsa.operators.fused.degree_one_attention import filter_once
-from gfsa.operators.fused.degree_one_launch import Tiles
-from gfsa.operators.fused.hopper import degree_one_path as hopper
-from gfsa.operators.fused.problem import Options
+from gfsa.kernels import degree_one_launch as one_pass
+from gfsa.kernels import eligibility
+from gfsa.kernels.degree_one import combine_degree_one
+from gfsa.kernels.degree_one_attention import filter_once
+from gfsa.kernels.degree_one_launch import Tiles
+from gfsa.kernels.hopper import degree_one_path as hopper
+from gfsa.kernels.problem import Options
 
 SHAPES = (
     "32x12x256x64,32x12x512x64,8x12x1024x64:causal,8x12x1024x64,32x12x512x64:causal,"

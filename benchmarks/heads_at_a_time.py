@@ -7,7 +7,7 @@ For each number of heads: the forward with so many in its sweep, then forward an
 many in the gradient, as CUDA graphs. Ratios are to plain causal attention or, of packed rows, to
 the filter on causal rows of equal work. The order of the work changes no bit of the output, which
 is checked.
-The fastest go into ``operators/fused/sweep/launch.py`` and ``hopper/backward_path.py``.
+The fastest go into ``kernels/sweep/launch.py`` and ``hopper/backward_path.py``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.functional import graph_filter_attention
+from gfsa.kernels.hopper import backward_path as gradient
+from gfsa.kernels.sweep import launch as sweep
 from gfsa.operators import AttentionOperator, Visibility
 from gfsa.operators.choice import Backend
-from gfsa.operators.fused.hopper import backward_path as gradient
-from gfsa.operators.fused.sweep import launch as sweep
 from gfsa_benchmarks.case import Shape
 from gfsa_benchmarks.packed import document_lengths, equal_rows
 from gfsa_benchmarks.timing import Work, captured, interleaved

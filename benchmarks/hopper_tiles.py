@@ -6,7 +6,7 @@
 whole calls are forward and backward, by turns: torch's attention, the filter with the gradient by
 the Hopper kernels (with equal bits in every run, too, where that is another way), by the long
 kernels, and by cuDNN's where that serves. The fastest tiles go into
-``operators/fused/hopper/backward_path.py``.
+``kernels/hopper/backward_path.py``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators.fused.dispatch import Path
-from gfsa.operators.fused.hopper import backward_path as hopper
-from gfsa.operators.fused.hopper.backward_path import Tiles
-from gfsa.operators.fused.long import cudnn_backward
-from gfsa.operators.fused.long import launch as long
-from gfsa.operators.fused.problem import Options, Saved, problem_of
+from gfsa.kernels.dispatch import Path
+from gfsa.kernels.hopper import backward_path as hopper
+from gfsa.kernels.hopper.backward_path import Tiles
+from gfsa.kernels.long import cudnn_backward
+from gfsa.kernels.long import launch as long
+from gfsa.kernels.problem import Options, Saved, problem_of
 from gfsa_benchmarks.case import Shape
 from gfsa_benchmarks.tiles import Candidate, compiled, report, run, times
 from gfsa_benchmarks.timing import Work

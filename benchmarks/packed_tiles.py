@@ -4,7 +4,7 @@
 
 Rows are packed documents as in ``gfsa bench --suite packed``; the first line of each kernel is what
 it takes on causal rows of equal work with the present sizes. The fastest ones go into
-``operators/fused/long/tile_sizes.py``.
+``kernels/long/tile_sizes.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from gfsa.kernels.long import launch
+from gfsa.kernels.long.tile_sizes import Tiles, tiles
+from gfsa.kernels.problem import SPANS, Options, pointers, problem_of
 from gfsa.operators import Visibility
-from gfsa.operators.fused.long import launch
-from gfsa.operators.fused.long.tile_sizes import Tiles, tiles
-from gfsa.operators.fused.problem import SPANS, Options, pointers, problem_of
 from gfsa_benchmarks.case import Shape
 from gfsa_benchmarks.packed import document_lengths, equal_rows
 from gfsa_benchmarks.tiles import Candidate, compiled, report, run, times

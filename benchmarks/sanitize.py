@@ -25,13 +25,13 @@ from handover import NUMBERS, handed_over
 from torch import Tensor
 
 from gfsa.functional import graph_filter_attention
+from gfsa.kernels import eligibility
+from gfsa.kernels.decode import decode, new_counters
+from gfsa.kernels.dispatch import backward_path, forward_path
+from gfsa.kernels.hopper import backward_path as hopper
+from gfsa.kernels.problem import Options, problem_of
+from gfsa.kernels.sweep import launch as sweep
 from gfsa.operators import AttentionOperator, Coefficients, Visibility
-from gfsa.operators.fused import eligibility
-from gfsa.operators.fused.decode import decode, new_counters
-from gfsa.operators.fused.dispatch import backward_path, forward_path
-from gfsa.operators.fused.hopper import backward_path as hopper
-from gfsa.operators.fused.problem import Options, problem_of
-from gfsa.operators.fused.sweep import launch as sweep
 
 
 class Call(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from gfsa.operators.fused import eligibility  # noqa: E402
+from gfsa.kernels import eligibility  # noqa: E402
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "handover.py"
 

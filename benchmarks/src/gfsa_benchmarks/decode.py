@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gfsa.operators.fused import eligibility
+from gfsa.kernels import eligibility
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.memory import MIB

@@ -28,12 +28,12 @@ ROUNDS = 9
 @contextmanager
 def nothing_launched() -> Iterator[None]:
     """A context in which the fused kernels take any tensors and do nothing."""
-    from gfsa.operators.fused import decode, eligibility, launcher
-    from gfsa.operators.fused.long import launch as long
-    from gfsa.operators.fused.short import launch as short
-    from gfsa.operators.fused.short import prepared
-    from gfsa.operators.fused.sweep import degree_one_path as sweep_once
-    from gfsa.operators.fused.sweep import launch as sweep
+    from gfsa.kernels import decode, eligibility, launcher
+    from gfsa.kernels.long import launch as long
+    from gfsa.kernels.short import launch as short
+    from gfsa.kernels.short import prepared
+    from gfsa.kernels.sweep import degree_one_path as sweep_once
+    from gfsa.kernels.sweep import launch as sweep
 
     def call_launch(launch: Any, tensors: Any, *pointers: Tensor, numbers: Any = None) -> None:
         strides = tuple([x.stride() for x in tensors])
@@ -64,7 +64,7 @@ def nothing_launched() -> Iterator[None]:
 
 def _without_c_functions(launch: Any, tensors: Any) -> Any:
     """A direct launch whose C functions do nothing."""
-    from gfsa.operators.fused.launcher import Direct
+    from gfsa.kernels.launcher import Direct
 
     direct: Any = Direct.__new__(Direct)
     direct.c_launcher = lambda *arguments: None

@@ -153,7 +153,7 @@ def _around_torch(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> V
 
     def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
         # triton is imported where its kernels run
-        from gfsa.operators.fused.degree_one import combine_degree_one
+        from gfsa.kernels.degree_one import combine_degree_one
 
         return combine_degree_one(v, attend(q, k, v), coeffs)
 

@@ -179,7 +179,7 @@ class AttentionOperator(Operator):
 
     def _fused(self) -> Operator:
         # triton is imported where its kernels run
-        from gfsa.operators.fused.operator import FusedOperator
+        from gfsa.kernels.operator import FusedOperator
 
         return FusedOperator(self.call.with_key_mask())
 

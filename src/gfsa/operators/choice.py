@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gfsa.operators import fused
+from gfsa import kernels as fused
 from gfsa.operators.call import AttentionCall
 
 # not torch.nn.functional's, which may be replaced when this module is imported

@@ -5,8 +5,6 @@ Not collected by itself: ``test_interpreted.py`` runs this file in a process of 
 
 import support.triton_interpreter  # isort:skip  (before anything imports triton)
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ transformers = pytest.importorskip("transformers")
 from gfsa.plugs.adapters.transformers import one_launch  # noqa: E402
 
 assert support.triton_interpreter
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "decode_splits.py"
 
 
 def problem(
@@ -340,24 +337,6 @@ def test_the_registered_operator(static: bool, degree: int) -> None:
     # it has no gradient, and dynamic shapes are those of the cache
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_tiles_and_programs_that_the_script_times(degree: int) -> None:
-    """Every candidate decodes the same token."""
-    spec = importlib.util.spec_from_file_location("decode_splits", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.FEWEST_PROGRAMS = 2
-    bench = script.Bench(script.Shape.parse("1x2x65x8"), "cpu", caches=1, degree=degree)
-    candidates = list(bench.candidates())
-    assert {tile.keys for tile, _ in candidates} == {16, 32, 64}
-    (wanted,) = bench.kernel(*bench.present(), static=False)()
-    for tile, splits in candidates:
-        (found,) = bench.kernel(tile, splits, static=True)()
-        torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("degree", [1, 2])

@@ -31,7 +31,7 @@ from gfsa.kernels import (  # noqa: E402
     problem,
 )
 from gfsa.kernels.hopper import backward_path, degree_one_path  # noqa: E402
-from gfsa.kernels.long import backward, cudnn_backward, forward, tile_sizes  # noqa: E402
+from gfsa.kernels.long import backward, forward, tile_sizes  # noqa: E402
 from gfsa.kernels.short import launch as short  # noqa: E402
 from gfsa.kernels.sweep import degree_one_path as sweep_once  # noqa: E402
 from gfsa.kernels.sweep import launch as sweep  # noqa: E402
@@ -178,45 +178,24 @@ def test_passes_on_other_gpus(name: str, capability: int, dim: int, causal: bool
     assert ahead in compiled.asm["ptx"]
 
 
-# the others compile the same code in other versions
-ONCE = ("attend_once", "grad_queries_once", "grad_keys_once")
-QUICK = (("grad_keys_once", 90), ("grad_keys_once", 80), ("grad_keys_once", 100))
-# bytes that a thread spills, where it spills
-ONCE_STACK = {("grad_keys_once", 120): 256, ("grad_queries_once", 120): 8, ("attend_once", 120): 8}
-
-
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        pytest.param(name, number, marks=() if (name, number) in QUICK else pytest.mark.slow)
-        for name in ONCE
-        for number in SHARED
-    ],
-)
-def test_degree_one_in_one_pass(name: str, capability: int) -> None:
-    """On GPUs without a copy engine as well, loads in the loop run ahead; Blackwell 12.0 spills."""
-    kernel = getattr(degree_one_kernels, name)
-    tiles = degree_one_launch.tiles(name, 1024, True)
-    described: dict[str, Any] = dict.fromkeys(["q_in", "k_in", "v_in", "g_in", "out_in"], "*bf16")
+def test_degree_one_in_one_pass() -> None:
+    kernel = degree_one_kernels.attend_once
+    tiles = degree_one_launch.tiles(1024, True)
+    described: dict[str, Any] = dict.fromkeys(["q_in", "v_in"], "*bf16")
     described["zero"] = "i32"
     for argument in kernel.arg_names:
-        block = degree_one_launch.block_of(argument, tiles, 64)
-        number = "fp32" if argument in ("lse_cols", "delta_cols") else "bf16"
-        if block is not None:
-            descriptor = f"tensordesc<{number}{list(block)}>"
-            described[argument] = descriptor if capability >= 90 else address(number)
+        rows = {"_rows": tiles.rows, "_cols": tiles.cols}.get(argument[-5:])
+        if rows is not None:
+            described[argument] = f"tensordesc<bf16[1, 1, {rows}, 64]>"
     constants = {
         "UNITS": 8, "D": 64, "BM": tiles.rows, "BN": tiles.cols, "STAGES": tiles.stages,
-        "POWERS": 2, "CAUSAL": True, "MASK": 0, "group": 1,
+        "POWERS": 2, "CAUSAL": True, "group": 1,
     }  # fmt: skip
-    target = GPUTarget("cuda", capability, 32)
-    compiled, usage = compile_for(target, ASTSource, kernel, described, constants, tiles.warps)
-    print(name, capability, usage)
-    stack = int(re.search(r"STACK:(\d+)", usage)[1])
-    assert stack <= ONCE_STACK.get((name, capability), 0)
-    assert compiled.metadata.shared <= SHARED[capability] * 1024
-    ahead = "cp.async.bulk.tensor" if capability >= 90 else "cp.async.cg.shared.global"
-    assert ahead in compiled.asm["ptx"]
+    compiled, usage = compile_for(HOPPER, ASTSource, kernel, described, constants, tiles.warps)
+    print(usage)
+    assert int(re.search(r"STACK:(\d+)", usage)[1]) == 0
+    assert compiled.metadata.shared <= SHARED[90] * 1024
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", [80, 89])
@@ -278,19 +257,16 @@ def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, sta
     assert barrier > max(i for i, line in enumerate(written) if "st.global" in line)
 
 
-@pytest.mark.parametrize("module", [cudnn_backward, degree_one], ids=lambda module: module.__name__)
-def test_steps_around_attention(module: Any) -> None:
-    for name, (kernel, tensors) in module._KERNELS.items():
+def test_steps_around_attention() -> None:
+    for name, (kernel, tensors) in degree_one._KERNELS.items():
         names = kernel.function.arg_names
         described = {
-            argument: f"tensordesc<bf16[1, 1, {module.ROWS}, 128]>"
+            argument: f"tensordesc<bf16[1, 1, {degree_one.ROWS}, 128]>"
             for argument in names
             if argument.endswith("_rows")
         }
         assert len(described) == tensors
-        constants = {"BM": module.ROWS, "D": 128}
-        if "POWERS" in names:
-            constants |= {"POWERS": 3, "GROUP": 4}
+        constants = {"BM": degree_one.ROWS, "D": 128, "POWERS": 3, "GROUP": 4}
         usage = compile_for_hopper(ASTSource, kernel.function, described, constants, 4)
         print(name, usage)
         assert "STACK:0 " in usage

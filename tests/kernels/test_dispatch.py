@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 from gfsa.kernels import autograd, degree_one_attention, eligibility, operator
 from gfsa.kernels.dispatch import backward_path, forward_path
 from gfsa.kernels.hopper import backward_path as hopper_backward
-from gfsa.kernels.long import cudnn_backward
 from gfsa.kernels.long import launch as long
 from gfsa.kernels.operator import FusedOperator
 from gfsa.kernels.problem import NO_MASK, SPANS, Options, problem_of
@@ -38,7 +37,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         (300, 64, True, 0.1, long, hopper_backward),
         (301, 64, False, 0.1, long, long),
         (2048, 128, False, 0.1, long, hopper_backward),
-        (2050, 128, False, 0.1, long, cudnn_backward),
+        (2050, 128, False, 0.1, long, long),
         (2048, 128, True, 0.1, long, hopper_backward),
         (2050, 128, True, 0.1, long, long),
     ],
@@ -176,16 +175,6 @@ def test_dq_is_added_up_in_any_order_unless_bits_have_to_be_equal(
         assert not hopper_backward.adds_up_queries(problem)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize(("length", "expected"), [(4096, True), (4100, False)])
-def test_dq_is_added_up_without_a_mask_once_that_is_measured(
-    length: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of whole blocks: nothing hides keys beyond the last one."""
-    monkeypatch.setattr(hopper_backward, "WITHOUT_A_MASK_WITH_QUERIES", True)
-    q = torch.empty(4, 16, length, 128, dtype=torch.bfloat16, device="meta")
-    assert hopper_backward.adds_up_queries(problem_of(q, q, None, Options(0.1))) is expected
 
 
 def test_dropout_and_masks_over_queries_go_to_the_long_kernels() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from gfsa.kernels import (
 from gfsa.kernels.autograd import filter_attention
 from gfsa.kernels.dispatch import backward_path, forward_path, run_backward, run_forward
 from gfsa.kernels.hopper import backward_path as hopper_backward
-from gfsa.kernels.long import cudnn_backward
 from gfsa.kernels.long import launch as long
 from gfsa.kernels.problem import Options, Saved
 from gfsa.kernels.short import launch as short
@@ -174,39 +173,6 @@ def test_a_mask_whose_keys_lie_far_apart(is_causal: bool) -> None:
         assert torch.equal(near, far), name
 
 
-@pytest.fixture(params=[2, 4, 10**6], ids=["some heads", "a sequence", "all at once"])
-def _at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """How many heads of all sequences the gradient of wide heads takes at a time."""
-    cudnn_backward.pieces.cache_clear()
-    monkeypatch.setattr(cudnn_backward, "BUSY", request.param * 16.0)
-    monkeypatch.setattr(cudnn_backward, "multiprocessors", lambda device: 1)
-    yield
-    cudnn_backward.pieces.cache_clear()
-
-
-@pytest.mark.usefixtures("_at_a_time", "_without_hopper_kernels")
-@pytest.mark.parametrize("problem", WIDE, ids=str)
-def test_wide_heads_piece_by_piece(problem: Problem) -> None:
-    q, k, v, *_ = problem.tensors()
-    assert cudnn_backward.serves(q, k, v, None, Options(0.1, problem.is_causal))
-    test_as_exact_as_attention(problem)
-
-
-@pytest.mark.usefixtures("_at_a_time", "_without_hopper_kernels")
-def test_wide_heads_in_mixed_layouts() -> None:
-    """Torch keeps cuDNN's plans by the layouts of q, k and v, whatever the gradient's is."""
-    q, k, v, coeffs, g = WIDE[1].tensors()
-    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
-    results = []
-    for gradient in (g, g.contiguous(), g):
-        y = filter_attention(*inputs, None, None, Options(0.1, True))
-        results.append(torch.autograd.grad(y, inputs, gradient))
-    for other in results[1:]:
-        for name, x, y in zip(NAMES[1:], results[0], other, strict=True):
-            # cuDNN adds up in any order
-            assert error(x, y) <= 2e-3, name
-
-
 @pytest.mark.usefixtures("_without_hopper_kernels")
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("c2", [0.0, 1e-6, -1e-4, 0.01])
@@ -286,12 +252,7 @@ ONCE = [
 
 
 @pytest.mark.parametrize("problem", ONCE, ids=str)
-def test_degree_one_as_exact_as_attention(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # one pass also where it was not timed
-    monkeypatch.setattr(eligibility, "ONE_PASS_NARROWEST", 33)
-    monkeypatch.setattr(eligibility, "ONE_PASS_MASKS_ARE_MEASURED", True)
+def test_degree_one_as_exact_as_attention(problem: Problem) -> None:
     torch.manual_seed(1)
     q, k, v, coeffs, g = problem.tensors()
     mask = problem.bool_mask()

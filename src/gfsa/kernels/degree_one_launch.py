@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gfsa.kernels import degree_one_kernels as kernels
 from gfsa.kernels import degree_one_wide as wide
 from gfsa.kernels import eligibility
+from gfsa.kernels.degree_one_kernels import attend_once
 from gfsa.kernels.hopper import degree_one_path as hopper
-from gfsa.kernels.launcher import Block, Kernel, Launch
-from gfsa.kernels.layout import empty_like, sum_groups
-from gfsa.kernels.problem import Options, Problem, padded, pointers, problem_of
+from gfsa.kernels.launcher import Kernel, Launch
+from gfsa.kernels.layout import empty_like
+from gfsa.kernels.problem import Options, Problem, padded, problem_of
 from gfsa.kernels.sweep import degree_one_path as sweep
 from gfsa.kernels.tile_access import describe
 
@@ -35,22 +34,16 @@ class Tiles(NamedTuple):
     """Depth of the load pipeline."""
 
 
-# the fastest measured on an H200 (benchmarks/degree_one_tiles.py)
-TILES = {
-    "attend_once": Tiles(64, 64, 4, 2),
-    "grad_queries_once": Tiles(64, 64, 4, 2),
-    "grad_keys_once": Tiles(64, 64, 4, 3),
-}
+# the fastest measured on an H200
+TILES = Tiles(64, 64, 4, 2)
 # wider steps where every query sees every key, from this length on
-WIDE = {"attend_once": Tiles(64, 128, 4, 2)}
+WIDE = Tiles(64, 128, 4, 2)
 WIDE_FROM = 512
 
 
-def tiles(name: str, length: int, is_causal: bool) -> Tiles:
-    """The tiles of one kernel for one call."""
-    if name in WIDE and length >= WIDE_FROM and not is_causal:
-        return WIDE[name]
-    return TILES[name]
+def tiles(length: int, is_causal: bool) -> Tiles:
+    """The forward kernel's tiles for one call."""
+    return WIDE if length >= WIDE_FROM and not is_causal else TILES
 
 
 def forward(
@@ -68,8 +61,7 @@ def forward(
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``; all of layouts that
             :func:`~gfsa.kernels.layout.copyable_by_tile` gives.
         coeffs: ``(H, 2)`` or ``(H, 3)``, float32, contiguous.
-        mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part; or spans with causality, see
-            :func:`~gfsa.kernels.problem.are_spans`.
+        mask: spans with causality, see :func:`~gfsa.kernels.problem.are_spans`; or None.
         keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
             it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
     """
@@ -80,9 +72,8 @@ def forward(
         return out, u, lse
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     out = empty_like(q)
-    launch = _launch("attend_once", problem, powers, _strides(q, v))
-    mask_bytes, _ = pointers(mask, None, unused=q)
-    launch((k, v, out), q, v, lse, coeffs, mask_bytes)
+    launch = _launch(problem, powers, _strides(q, v))
+    launch((k, v, out), q, v, lse, coeffs)
     return out, u, lse
 
 
@@ -101,19 +92,7 @@ def backward(
     """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``."""
     if u.numel():
         return wide.backward(g, q, k, v, u, lse, coeffs, options)
-    if hopper.serves(q, mask):
-        return hopper.backward(g, q, k, v, out, lse, coeffs, mask, options)
-    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
-    mask_bytes, _ = pointers(mask, None, unused=q)
-    delta, dq = torch.empty_like(lse), empty_like(q)
-    queries = _launch("grad_queries_once", problem, powers, _strides(q, v, g, out))
-    queries((k, v, dq), q, v, g, out, lse, delta, coeffs, mask_bytes)
-    # a row of k and v for each query head; heads that share keys are added up below
-    dk, dv = (empty_like(x if problem.group == 1 else q) for x in (k, v))
-    keys = _launch("grad_keys_once", problem, powers, _strides(k, v, g))
-    parts = coeffs.new_empty(problem.heads, 2, keys.grid[0] // problem.heads)
-    keys((q, g, lse, delta, dk, dv), k, v, g, parts, coeffs, mask_bytes)
-    return dq, sum_groups(dk, k), sum_groups(dv, v), parts
+    return hopper.backward(g, q, k, v, out, lse, coeffs, mask, options)
 
 
 def statistics_shape(q: Tensor, keeps: bool = False) -> tuple[int, ...]:
@@ -124,10 +103,7 @@ def statistics_shape(q: Tensor, keeps: bool = False) -> tuple[int, ...]:
     return batch, heads, 1, (length + 15) // 16 * 16
 
 
-_KERNELS = {
-    function.fn.__name__: Kernel(function, describe)
-    for function in (kernels.attend_once, kernels.grad_queries_once, kernels.grad_keys_once)
-}
+_KERNEL = Kernel(attend_once, describe)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -137,23 +113,17 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(name: str, problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
-    """One kernel over the rows of one problem, ``strides`` as by :func:`_strides`."""
-    kernel = _KERNELS[name]
+def _launch(problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
+    """The kernel over the rows of one problem, ``strides`` as by :func:`_strides`."""
     scale, is_causal, _ = problem.options
-    cut = tiles(name, problem.length, is_causal)
+    cut = tiles(problem.length, is_causal)
     blocks, total = -(-problem.length // cut.rows), problem.batch * problem.heads
     width = padded(problem.head_dim)
-    mask_b, _, _, mask_j = problem.mask_strides
     return Launch(
-        kernel,
+        _KERNEL,
         (blocks * total, 1, 1),
         (*problem.variant, cut.warps, *(stride >= 2**31 for stride in strides)),
-        [
-            block
-            for argument in inspect.signature(kernel.function.fn).parameters
-            if (block := block_of(argument, cut, width)) is not None
-        ],
+        [(1, 1, cut.cols, width), (1, 1, cut.cols, width), (1, 1, cut.rows, width)],
         (
             *strides,
             problem.heads,
@@ -164,8 +134,6 @@ def _launch(name: str, problem: Problem, powers: int, strides: tuple[int, ...]) 
             total,
             _heads_together(problem),
             0,
-            mask_b,
-            mask_j,
         ),
         (
             problem.head_dim * problem.dtype.itemsize // 16,
@@ -175,19 +143,9 @@ def _launch(name: str, problem: Problem, powers: int, strides: tuple[int, ...]) 
             cut.stages,
             powers,
             is_causal,
-            problem.mask_kind,
         ),
         num_warps=cut.warps,
     )
-
-
-def block_of(argument: str, cut: Tiles, width: int) -> Block | None:
-    """The tile of a tensor argument, whose name ends in the side that it is on; None of others."""
-    if argument in ("lse_cols", "delta_cols"):
-        return 1, 1, 1, cut.cols
-    if argument.endswith("_rows"):
-        return 1, 1, cut.rows, width
-    return (1, 1, cut.cols, width) if argument.endswith("_cols") else None
 
 
 def _heads_together(problem: Problem) -> int:

@@ -14,7 +14,6 @@ from gfsa.kernels.eligibility import refusal_by_short, refusal_by_sweep
 from gfsa.kernels.hopper import backward_path as hopper_backward
 from gfsa.kernels.launcher import on_device_of
 from gfsa.kernels.layout import copyable_by_tile
-from gfsa.kernels.long import cudnn_backward
 from gfsa.kernels.long import launch as long
 from gfsa.kernels.problem import Options, Saved
 from gfsa.kernels.short import launch as short
@@ -62,8 +61,6 @@ def backward_path(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options:
     path = forward_path(q, mask, options)
     if path is not short and hopper_backward.serves(q, mask, options):
         return hopper_backward
-    if cudnn_backward.serves(q, k, v, mask, options):
-        return cudnn_backward
     return path
 
 

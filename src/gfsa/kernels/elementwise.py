@@ -8,69 +8,6 @@ import triton.language as tl
 from gfsa.kernels.long.tiles import JIT_OPTIONS
 from gfsa.kernels.tile_access import load_tile, store_tile
 
-# a second pass of a smaller weight is below the rounding of an output of the first one's size
-FAINT = tl.constexpr(2.0**-13)
-
-
-@triton.jit(**JIT_OPTIONS)
-def second_pass(
-    out_rows, v_rows, u_rows, w_rows, x_rows, coeffs, heads, BM: tl.constexpr, D: tl.constexpr
-):  # fmt: skip
-    """``W = c2·A·U = out − c0·V − c1·U``, and ``X = c2·U`` that it is the attention of.
-
-    The output's rounding error in W does not shrink with c2. W is scaled down for small c2, so
-    that a second pass of weight zero contributes nothing.
-    """
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    row = tl.program_id(0) * BM
-    c0 = tl.load(coeffs + h * 3)
-    c1 = tl.load(coeffs + h * 3 + 1)
-    c2 = tl.load(coeffs + h * 3 + 2)
-    v = load_tile(v_rows, b, h, row, BM, D).to(tl.float32)
-    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
-    out = load_tile(out_rows, b, h, row, BM, D).to(tl.float32)
-    w = (out - c0 * v - c1 * u) * tl.minimum(tl.abs(c2) / FAINT, 1.0)
-    store_tile(w_rows, w, b, h, row, BM, D)
-    store_tile(x_rows, c2 * u, b, h, row, BM, D)
-
-
-@triton.jit(**JIT_OPTIONS)
-def grad_first(
-    g_rows, v_rows, u_rows, z_rows, coeffs, dc_out, heads, parts,
-    BM: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """``dU = c1·g + c2·z`` in place of z, and these rows' part of the coefficients' gradients."""
-    block = tl.program_id(0)
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    row = block * BM
-    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
-    z = load_tile(z_rows, b, h, row, BM, D).to(tl.float32)
-    u = load_tile(u_rows, b, h, row, BM, D).to(tl.float32)
-    v = load_tile(v_rows, b, h, row, BM, D).to(tl.float32)
-    dc = dc_out + h * 3 * parts + b * tl.num_programs(0) + block
-    tl.store(dc, tl.sum(tl.sum(g * v, 1), 0))
-    tl.store(dc + parts, tl.sum(tl.sum(g * u, 1), 0))
-    tl.store(dc + 2 * parts, tl.sum(tl.sum(z * u, 1), 0))
-    du = tl.load(coeffs + h * 3 + 1) * g + tl.load(coeffs + h * 3 + 2) * z
-    store_tile(z_rows, du, b, h, row, BM, D)
-
-
-@triton.jit(**JIT_OPTIONS)
-def add_up(
-    g_rows, dq1_rows, dk1_rows, dv1_rows, dq2_rows, dk2_rows, dq_rows, dk_rows, dv_rows, coeffs,
-    heads, BM: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Both attentions' gradients into one, and the identity's: ``dV = dV1 + c0·g``."""
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    row = tl.program_id(0) * BM
-    dq = load_tile(dq1_rows, b, h, row, BM, D).to(tl.float32)
-    store_tile(dq_rows, dq + load_tile(dq2_rows, b, h, row, BM, D), b, h, row, BM, D)
-    dk = load_tile(dk1_rows, b, h, row, BM, D).to(tl.float32)
-    store_tile(dk_rows, dk + load_tile(dk2_rows, b, h, row, BM, D), b, h, row, BM, D)
-    dv = load_tile(dv1_rows, b, h, row, BM, D).to(tl.float32)
-    g = load_tile(g_rows, b, h, row, BM, D).to(tl.float32)
-    store_tile(dv_rows, dv + tl.load(coeffs + h * 3) * g, b, h, row, BM, D)
-
 
 @triton.jit(**JIT_OPTIONS)
 def combine_degree_one(

@@ -58,14 +58,11 @@ SHORT_TRITON = ((3, 6),)
 # the one-pass kernels of degree 1: lengths and head dims for which they were measured
 # (results/kernels.md), and are faster than the filter around torch's attention, and at least as
 # fast as the short kernels
-ONE_PASS_SHORTEST, ONE_PASS_LONGEST = 197, 1024
+ONE_PASS_SHORTEST, ONE_PASS_LONGEST = 197, 8192
 ONE_PASS_NARROWEST, ONE_PASS_WIDEST = 64, 64
-# padded batches beyond the short kernels, which were measured with masks
-ONE_PASS_MASKS_ARE_MEASURED = False
 
-# their gradient's Hopper kernels: head dims, and most tokens, the longest rows that were measured
+# their gradient's Hopper kernels
 HOPPER_ONCE_HEAD_DIMS = (64, 128)
-HOPPER_ONCE_LONGEST = 8192
 
 # degree 1 in one causal sweep: least tokens
 SWEEP_ONCE_FROM = 512
@@ -234,11 +231,7 @@ def one_pass_is_fastest(
     length, head_dim = q.shape[2:]
     if length < ONE_PASS_SHORTEST or head_dim < ONE_PASS_NARROWEST:
         return False
-    if length > ONE_PASS_LONGEST and (
-        length > HOPPER_ONCE_LONGEST or refusal_by_hopper_once(q, mask) is not None
-    ):
-        return False
-    if mask is not None and (not ONE_PASS_MASKS_ARE_MEASURED or length <= SHORT_LENGTH):
+    if length > ONE_PASS_LONGEST:
         return False
     return refusal_by_one_pass(q, mask, scale, dropout_p, is_causal) is None
 
@@ -254,13 +247,13 @@ def refusal_by_one_pass(
     if are_spans(mask):
         refusal = refusal_by_sweep_once(q, mask, is_causal)
         return None if refusal is None else f"they take spans in one sweep only: {refusal}"
-    if mask is not None and (mask.dtype != torch.bool or not is_key_mask(mask)):
-        return "they take bool masks of keys only"
+    if mask is not None:
+        return "they take no mask but causality and spans"
     if q.shape[3] > ONE_PASS_WIDEST:
         refusal = refusal_by_sweep_once(q, mask, is_causal)
         if refusal is not None:
             return f"they take a head dim of {ONE_PASS_WIDEST} at most, or one sweep: {refusal}"
-    return None
+    return refusal_by_hopper_once(q, mask)
 
 
 def degree_two_serves(q: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> bool:

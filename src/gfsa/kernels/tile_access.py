@@ -63,20 +63,6 @@ def store_tile(tensor, tile, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(tensor, b, h, start, LENGTH: tl.constexpr):
-    """LENGTH numbers of one head from ``start`` on, of ``(B, H, 1, N)``; zeros beyond the last."""
-    if not isinstance(tensor, tl.core.tensor_descriptor_base):
-        base, stride_b, stride_h, _, _, width = tensor
-        UNIT: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
-        base += (b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h) * UNIT
-        at = start + tl.arange(0, LENGTH)
-        numbers = tl.load(base + at, mask=at < width * UNIT, other=0.0)
-    else:
-        numbers = tl.reshape(tensor.load([b, h, 0, start]), [LENGTH])
-    return numbers
-
-
-@triton.jit
 def _places(tensor, b, h, row, ROWS: tl.constexpr, D: tl.constexpr):
     """The addresses of a tile, and which of them are in the tensor."""
     base, stride_b, stride_h, stride_n, n, width = tensor

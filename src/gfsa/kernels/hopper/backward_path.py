@@ -18,7 +18,6 @@ from torch import Tensor
 from gfsa.kernels.eligibility import refusal_by_hopper_backward
 from gfsa.kernels.launcher import Block, Grid, Kernel, Launch
 from gfsa.kernels.layout import empty_like, sum_groups
-from gfsa.kernels.long import launch as long
 from gfsa.kernels.problem import (
     NO_MASK,
     SPANS,
@@ -66,10 +65,6 @@ PACKED_HEADS_AT_A_TIME = 2
 # shortest sequences of wide heads whose dQ is added up with dK and dV: of 1,024 tokens it gains a
 # twentieth of the gradient's time, too little to give up equal bits
 LEAST_WITH_QUERIES = 2048
-# so without a causal mask, too: neither timed nor known to have run on a GPU, and more spills
-WITHOUT_A_MASK_WITH_QUERIES = False
-
-forward = long.forward
 
 
 def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
@@ -112,13 +107,12 @@ def adds_up_queries(problem: Problem) -> bool:
     """Whether dQ is added up in any order by the kernel of dK and dV, where that was faster.
 
     With documents it gains a fiftieth, and where products leave features out (:func:`used`) it
-    loses. Keys beyond the last one, which a causal mask hides, must not be there without one.
+    loses. Keys beyond the last one must not be there: the causal mask hides them.
     """
-    whole_blocks = problem.length % TILES["grad_keys"][128].rows == 0
     return (
         problem.head_dim == 128
         and problem.mask_kind == NO_MASK
-        and (problem.options.is_causal or (WITHOUT_A_MASK_WITH_QUERIES and whole_blocks))
+        and problem.options.is_causal
         and problem.length >= LEAST_WITH_QUERIES
         and not torch.are_deterministic_algorithms_enabled()
     )

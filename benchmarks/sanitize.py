@@ -25,8 +25,8 @@ from handover import NUMBERS, handed_over
 from torch import Tensor
 
 from gfsa.functional import graph_filter_attention
+from gfsa.kernels.autograd import kernels_for
 from gfsa.kernels.decode import decode, new_counters
-from gfsa.kernels.dispatch import backward_path, forward_path
 from gfsa.kernels.hopper import backward_path as hopper
 from gfsa.kernels.problem import Options, problem_of
 from gfsa.kernels.sweep import launch as sweep
@@ -62,9 +62,9 @@ def called(call: Call) -> None:
     ran = "degree 1"
     if degree == 2:
         options = Options(dim**-0.5, causal, dropout_p)
-        paths = forward_path(q, mask, options), backward_path(q, k, v, mask, options)
-        ran = " and ".join(path.__name__.split("fused.")[-1] for path in paths)  # type: ignore[attr-defined]
-        if paths[1] is hopper and hopper.adds_up_queries(problem_of(q, k, mask, options)):
+        forward, gradient, _ = kernels_for(q, mask, options)
+        ran = f"{forward} and {gradient}"
+        if gradient == "hopper" and hopper.adds_up_queries(problem_of(q, k, mask, options)):
             ran += ", dQ added up"
     finish(f"{call}: {ran}")
 

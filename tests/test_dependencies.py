@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "operators": {"_version", "kernels"},
     "kernels": {"_version", "operators"},
     "filters": {"operators"},
-    "functional": {"operators", "filters"},
+    "functional": {"kernels", "operators", "filters"},
     "plugs": CORE,
     "models": CORE,
     "lens": CORE,

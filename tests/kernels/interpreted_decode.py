@@ -559,9 +559,9 @@ def test_layers_share_the_decision_about_a_token(
     assert torch.equal(subject.generate(ids, **options), wanted)
     assert counts == {"decided": 2 * lengths, "launched": 2 * 2}
     # sequences, dtypes and switches are part of what was decided
-    monkeypatch.setattr(one_launch.eligibility, "DECODES_BY_KERNEL", False)
+    monkeypatch.setattr(one_launch.routes, "DECODES_BY_KERNEL", False)
     subject.generate(ids, **options)
-    monkeypatch.setattr(one_launch.eligibility, "DECODES_BY_KERNEL", True)
+    monkeypatch.setattr(one_launch.routes, "DECODES_BY_KERNEL", True)
     assert counts["decided"] == 3 * lengths
     past = transformers.DynamicCache(config=subject.config)
     with torch.no_grad():

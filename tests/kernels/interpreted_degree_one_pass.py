@@ -7,17 +7,22 @@ import support.triton_interpreter  # isort:skip  (before anything imports triton
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from gfsa.kernels import degree_one_launch, tile_access
+import gfsa
+from gfsa.kernels import degree_one_attention, degree_one_launch, tile_access
+from gfsa.kernels.degree_one_attention import filter_once
 from gfsa.kernels.degree_one_launch import Tiles
-from gfsa.kernels.layout import copyable_by_tile
+from gfsa.kernels.layout import copyable_by_tile, empty_like
 from gfsa.kernels.problem import Options
+from gfsa.kernels.routes import Kernels
 from gfsa.operators import DenseOperator
-from support.fused_cases import Problem
+from support.fused_cases import Problem, error
 
 assert support.triton_interpreter
 
@@ -39,8 +44,8 @@ def run(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
     q, k, v, coeffs, _ = problem.tensors()
     scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
     coeffs = coeffs[:, :2].contiguous()
-    out, _, lse = degree_one_launch.forward(
-        q, k, v, coeffs, None, Options(scale, problem.is_causal)
+    out, _, lse = degree_one_attention._run(
+        q, k, v, coeffs, None, Options(scale, problem.is_causal), "one_pass", keeps=False
     )
     q, k, v, coeffs = (x.double() for x in (q, k, v, coeffs))
     operator = DenseOperator.from_qk(q, k, None, problem.is_causal, scale)
@@ -109,6 +114,68 @@ def test_heads_together_fill_the_cache() -> None:
     assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
     q = torch.empty(64, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
     assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
+
+
+@pytest.fixture
+def dense_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient, whose kernels no interpreter runs, by the specification."""
+
+    def backward(
+        g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _, _, _, coeffs, _, (scale, is_causal, _) = rest
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v, coeffs)]
+            operator = DenseOperator.from_qk(*inputs[:2], None, is_causal, scale)
+            y = operator.polynomial(inputs[3], inputs[2])
+        dq, dk, dv, dc = torch.autograd.grad(y, inputs, g)
+        like = [empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv))]
+        return *like, dc[:, :2, None].contiguous()
+
+    one_pass = Kernels("one_pass", "hopper")
+    monkeypatch.setitem(degree_one_attention.GRADIENT, "hopper", backward)
+    monkeypatch.setattr(degree_one_attention, "kernels_of", lambda situation: one_pass)
+
+
+@pytest.mark.usefixtures("dense_gradient")
+def test_a_filter_learns() -> None:
+    """θ's gradient, with checkpointing too, is the specification's."""
+    q, k, v, _, g = Problem(2, 3, 20, 16, is_causal=True, projected=True).tensors()
+    layer = gfsa.GFSA(3, K=None, w0=0.2, w1=0.7)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
+    options = Options(0.25, is_causal=True)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, theta: Tensor) -> Tensor:
+        return filter_once(q, k, v, layer.polynomial_coefficients(), None, options)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, theta: Tensor) -> Tensor:
+        return layer(DenseOperator.from_qk(q, k, None, True, 0.25), v)
+
+    def checkpointed(*inputs: Tensor) -> Tensor:
+        return checkpoint(eager, *inputs, use_reentrant=False)
+
+    expected = [*torch.autograd.grad(dense(*inputs), inputs, g)]
+    for work in (eager, checkpointed):
+        for x, y in zip(torch.autograd.grad(work(*inputs), inputs, g), expected, strict=True):
+            assert error(x, y) <= 2e-6, work.__name__
+
+
+@pytest.mark.usefixtures("dense_gradient")
+def test_operator_registration() -> None:
+    q, k, v = torch.randn(3, 1, 20, 2, 16).transpose(2, 3).unbind(0)
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, 2))]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    arguments = (*inputs, None, True, 0.25, False)
+    torch.library.opcheck(degree_one_attention.forward, arguments, test_utils=checks)
+
+
+@pytest.mark.usefixtures("dense_gradient")
+def test_no_second_derivative_in_silence() -> None:
+    inputs = [x.requires_grad_() for x in (*torch.randn(3, 1, 1, 16, 16), torch.rand(1, 2))]
+    out = filter_once(*inputs, None, Options(0.25))
+    (dq,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dq.sum(), inputs[:1])
 
 
 def test_contiguous_and_off_the_border() -> None:

@@ -54,7 +54,7 @@ def test_the_gradient(problem: Problem, powers: int) -> None:
     expected = exact(problem, [q, k, v, coeffs[:, :2]], g)
     u, lse = attend(q, k, v, options)
     numbers = coeffs[:, :powers].contiguous()
-    *got, parts = degree_one_wide.backward(g, q, k, v, u, lse, numbers, options)
+    *got, parts = degree_one_wide.backward(g, q, k, v, g, u, lse, numbers, None, options)
     for name, x, y in zip(NAMES[1:], [*got, parts.sum(2)], expected[1:], strict=True):
         assert x.shape == y.shape, name
         assert (x.double() - y).norm() <= 2e-6 * y.norm(), name

@@ -20,7 +20,6 @@ from torch._inductor import compile_fx  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa.kernels import eligibility  # noqa: E402
 from gfsa_benchmarks.host_calls import nothing_launched  # noqa: E402
 
 LAYERS, HEADS, DIM, ROWS, HELD = 2, 2, 64, 128, 100
@@ -80,14 +79,11 @@ def compiled_step(plugged: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> 
         return compile_fx.compile_fx(module, inputs, inner_compile=keep)
 
     monkeypatch.setattr(GraphLowering, "compile_to_module", stop)
-    capability = eligibility.capability
     torch.compiler.reset()
     # pytest's own patches would leave the settings hidden
     gradients = torch._functorch.config.patch(enable_autograd_cache=False)
     graphs = torch._inductor.config.patch(fx_graph_cache=False)
-    with nothing_launched(), monkeypatch.context() as patch, torch.no_grad(), gradients, graphs:
-        patch.setattr(eligibility, "capability", capability)
-        patch.setattr(eligibility, "_capability", lambda device: (9, 0))
+    with nothing_launched(), torch.no_grad(), gradients, graphs:
         step = torch.compile(plugged.forward, fullgraph=True, backend=compiler)
         token, position = torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), HELD)
         with pytest.raises(BackendCompilerFailed, match="Written"):

@@ -27,8 +27,8 @@ from gfsa.kernels import (  # noqa: E402
     degree_one_kernels,
     degree_one_launch,
     elementwise,
-    eligibility,
     problem,
+    routes,
 )
 from gfsa.kernels.hopper import backward_path, degree_one_path  # noqa: E402
 from gfsa.kernels.long import backward, forward, tile_sizes  # noqa: E402
@@ -131,7 +131,7 @@ def test_passes(name: str, spans: bool) -> None:
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
 # bytes that a thread of degree 2 spills at most, by compute capability and head dim: all that
-# eligibility lets through, but Hopper, whose own kernels are below
+# routes lets through, but Hopper, whose own kernels are below
 MOST_STACK = {
     (80, 64): 64, (86, 64): 64, (89, 64): 64, (100, 64): 40, (103, 64): 40, (120, 64): 160,
     (80, 128): 640, (100, 128): 32, (103, 128): 32,
@@ -285,7 +285,7 @@ def test_coefficients(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize(
     ("length", "mask", "dropout", "most_stack"),
@@ -330,7 +330,7 @@ def test_short(length: int, mask: int, dropout: bool, most_stack: tuple[int, int
 
 
 @pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
@@ -384,7 +384,7 @@ def test_plan_of_a_causal_sweep() -> None:
 
 
 @pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize(
     ("dim", "mask", "most_stack"),
@@ -462,7 +462,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 @pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize(
     ("width", "used", "mask", "causal"),
@@ -491,7 +491,7 @@ def test_backward_for_hopper(name: str, width: int, used: int, mask: int, causal
 
 
 @pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize(
     ("number", "causal", "most_stack"),
@@ -514,7 +514,7 @@ def test_backward_for_hopper_that_adds_up_dq(number: str, causal: bool, most_sta
 
 
 @pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize("with_queries", [False, True])
 def test_launches_for_hopper_have_every_argument(with_queries: bool) -> None:
@@ -567,7 +567,7 @@ def compile_backward(
 
 
 @pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 @pytest.mark.parametrize("mask", [problem.NO_MASK, problem.SPANS])
 @pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])

@@ -19,17 +19,14 @@ from gfsa.kernels import (
     autograd,
     degree_one,
     degree_one_attention,
-    eligibility,
+    routes,
 )
-from gfsa.kernels.autograd import filter_attention
-from gfsa.kernels.dispatch import backward_path, forward_path, run_backward, run_forward
-from gfsa.kernels.hopper import backward_path as hopper_backward
-from gfsa.kernels.long import launch as long
+from gfsa.kernels.autograd import filter_attention, kernels_for, run_backward, run_forward
 from gfsa.kernels.problem import Options, Saved
-from gfsa.kernels.short import launch as short
 from gfsa.operators import AttentionOperator
 from support.far_strides import spread
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
+from support.route_cases import CASES, HOPPER_CASES, Case, check
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -109,7 +106,8 @@ WIDE = [
 @pytest.fixture
 def _without_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient by what serves other GPUs, and calls that the Hopper kernels refuse."""
-    monkeypatch.setattr(hopper_backward, "serves", lambda q, mask, options: False)
+    monkeypatch.setattr(routes, "_filter_gradient", lambda situation: "two_pass")
+    routes.kernels_of.cache_clear()
 
 
 HOPPER = [
@@ -133,8 +131,7 @@ HOPPER = [
 
 
 @pytest.mark.skipif(
-    torch.cuda.get_device_capability() != (9, 0)
-    or eligibility.TRITON not in eligibility.SHORT_TRITON,
+    torch.cuda.get_device_capability() != (9, 0) or routes.TRITON != routes.MEASURED_TRITON,
     reason="written for Hopper GPUs, in the Gluon of certain versions of Triton",
 )
 @pytest.mark.parametrize("problem", HOPPER, ids=str)
@@ -143,12 +140,12 @@ def test_gradient_by_hopper_kernels(problem: Problem) -> None:
     q, k, v, coeffs, g = problem.tensors()
     mask = problem.bool_mask()
     options = Options(problem.head_dim**-0.5, problem.is_causal)
-    assert backward_path(q, k, v, mask, options) is hopper_backward
+    assert kernels_for(q, mask, options).gradient == "hopper"
     test_as_exact_as_attention(problem)
-    out, u, lse = run_forward(long, q, k, v, coeffs, mask, None, options)
+    out, u, lse = run_forward("two_pass", q, k, v, coeffs, mask, None, options)
     saved = Saved(q, k, v, u, out, lse, coeffs, mask)
     first, again, other = (
-        run_backward(path, g, saved, options) for path in (hopper_backward, hopper_backward, long)
+        run_backward(path, g, saved, options) for path in ("hopper", "hopper", "two_pass")
     )
     for name, x, y, z in zip(("dq", "dk", "dv", "dc"), first, again, other, strict=True):
         assert torch.equal(x, y), name
@@ -453,16 +450,16 @@ def test_huge_scores_stay_finite() -> None:
 
 def test_both_paths_take_what_they_should() -> None:
     q = torch.randn(1, 1, 197, 64, device="cuda", dtype=BF16)
-    if eligibility.capability(q.device) == (9, 0) and eligibility.TRITON == (3, 6):
-        assert forward_path(q, None, Options(0.1)) is short
+    if routes.capability(q.device) == (9, 0) and routes.TRITON == (3, 6):
+        assert kernels_for(q, None, Options(0.1)).forward == "short"
     longer = torch.randn(1, 1, 300, 64, device="cuda", dtype=BF16)
-    assert forward_path(longer, None, Options(0.1)) is long
-    assert forward_path(q, None, Options(-0.1)) is long
+    assert kernels_for(longer, None, Options(0.1)).forward == "two_pass"
+    assert kernels_for(q, None, Options(-0.1)).forward == "two_pass"
     mask = torch.ones(1, 2, 197, 197, device="cuda", dtype=torch.bool)
-    assert forward_path(q, mask, Options(0.1)) is long
-    assert forward_path(q, mask[:, :1].mT, Options(0.1)) is long
-    if eligibility.capability(q.device) == (9, 0) and eligibility.TRITON == (3, 6):
-        assert forward_path(q, mask[:, :1], Options(0.1)) is short
+    assert kernels_for(q, mask, Options(0.1)).forward == "two_pass"
+    assert kernels_for(q, mask[:, :1].mT, Options(0.1)).forward == "two_pass"
+    if routes.capability(q.device) == (9, 0) and routes.TRITON == (3, 6):
+        assert kernels_for(q, mask[:, :1], Options(0.1)).forward == "short"
 
 
 @pytest.mark.parametrize("length", [512, 1024])
@@ -580,3 +577,11 @@ def test_captured_in_a_graph(length: int) -> None:
         assert torch.equal(x, y)
     graph.replay()
     assert not torch.equal(first, dropped[0])
+
+
+@pytest.mark.parametrize("case", [*HOPPER_CASES, *CASES], ids=str)
+def test_what_is_said_is_what_runs(case: Case) -> None:
+    hopper = routes.capability(torch.device("cuda")) == routes.HOPPER
+    if not (hopper and routes.TRITON == routes.MEASURED_TRITON) and case in HOPPER_CASES:
+        pytest.skip("written for Hopper GPUs, in the Gluon of certain versions of Triton")
+    check(case, "cuda", BF16)

@@ -19,7 +19,7 @@ import transformers
 
 import gfsa
 from gfsa.kernels import decode as kernels
-from gfsa.kernels import eligibility
+from gfsa.kernels import routes
 from gfsa.kernels.decode import decode
 from gfsa.kernels.decode_prepared import PreparedToken
 from gfsa.operators import Coefficients, DenseOperator
@@ -244,7 +244,7 @@ def test_generation(
     }
     by_kernel = model.generate(ids, **options)
     assert launched
-    monkeypatch.setattr(eligibility, "DECODES_BY_KERNEL", False)
+    monkeypatch.setattr(routes, "DECODES_BY_KERNEL", False)
     launched.clear()
     assert torch.equal(by_kernel, model.generate(ids, **options))
     assert not launched
@@ -287,7 +287,7 @@ def test_a_captured_step_of_a_static_cache(degree: int, monkeypatch: pytest.Monk
         assert all(not hasattr(layer, "gfsa_powers") for layer in cache.layers)
         assert not any(layer.gfsa_counters.any() for layer in cache.layers)
         assert {len(layer.gfsa_counters) for layer in cache.layers} == {2 * 4}
-    monkeypatch.setattr(eligibility, "DECODES_BY_KERNEL", False)
+    monkeypatch.setattr(routes, "DECODES_BY_KERNEL", False)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits[:, 20:30]
     torch.testing.assert_close(torch.cat(got, 1), wanted, atol=2e-3, rtol=2e-3)
@@ -374,7 +374,7 @@ def test_compiled_decoding_of_grouped_heads_in_bfloat16(
     eager = decoded(model)
     with torch.no_grad():
         wanted = exact(ids, use_cache=False).logits[:, prompt:]
-        monkeypatch.setattr(eligibility, "DECODES_BY_KERNEL", False)
+        monkeypatch.setattr(routes, "DECODES_BY_KERNEL", False)
         by_torch = decoded(model)
     errors = {"eager": _error(eager, wanted), "by torch": _error(by_torch, wanted)}
     print(errors, "compiled", _error(compiled, wanted))

@@ -17,9 +17,9 @@ from gfsa.filters import GFSA
 from gfsa.functional import graph_filter_attention
 from gfsa.kernels import degree_one_attention
 from gfsa.kernels.problem import Options
+from gfsa.kernels.routes import Backend
 from gfsa.kernels.sweep import degree_one_path as sweep_once
 from gfsa.operators import AttentionOperator, Visibility
-from gfsa.operators.choice import Backend
 from support.fused_cases import NAMES, error
 from support.grids import launched_grids
 from support.packed_cases import Packed, assert_as_exact_as_attention, run

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from gfsa.functional import graph_filter_attention
-from gfsa.kernels import dispatch, eligibility
+from gfsa.kernels import autograd, routes
 from gfsa.kernels.autograd import filter_attention
 from gfsa.kernels.long import launch as long
 from gfsa.kernels.problem import Options
@@ -25,15 +25,15 @@ from support.packed_cases import Packed, assert_as_exact_as_attention
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-if eligibility.refusal_by_sweep(torch.empty(1, 96, 1024, 64, device="cuda"), None, 0.1, True, 0.0):
+if routes.capability(torch.device("cuda")) != (9, 0) or routes.TRITON != routes.MEASURED_TRITON:
     pytest.skip("needs a Hopper GPU and Triton 3.6", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
 def _for_any_shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shapes that the kernel can serve, not the measured ones alone; launches are not kept."""
-    monkeypatch.setattr(eligibility, "SWEEP_LENGTHS", (257, 10**6))
-    monkeypatch.setattr(eligibility, "SWEEP_TOKENS", 1)
+    monkeypatch.setattr(routes, "SWEEP_LENGTHS", (257, 10**6))
+    monkeypatch.setattr(routes, "SWEEP_TOKENS", 1)
     sweep._launch.cache_clear()
     yield
     sweep._launch.cache_clear()
@@ -61,7 +61,7 @@ CASES = [
 def test_as_exact_as_attention(problem: Problem) -> None:
     torch.manual_seed(1)
     q, *_ = problem.tensors()
-    assert dispatch.forward_path(q, None, Options(0.1, True)) is sweep
+    assert autograd.kernels_for(q, None, Options(0.1, True)).forward == "sweep"
     got, expected = run(problem)
     plain = attention_errors(problem)
     floor = 0.2 * torch.finfo(problem.dtype).eps
@@ -231,7 +231,7 @@ PACKED = [
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_documents_and_windows(case: Packed) -> None:
     q, *_ = case.tensors()
-    assert dispatch.forward_path(q, spans_of(case), Options(0.1, True)) is sweep
+    assert autograd.kernels_for(q, spans_of(case), Options(0.1, True)).forward == "sweep"
     assert_as_exact_as_attention(case)
 
 

@@ -13,11 +13,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from gfsa import tune
-from gfsa.kernels import degree_one_launch, eligibility, tuned
+from gfsa.kernels import routes, tuned
 from gfsa.kernels.long import launch as long
 from gfsa.kernels.tune_gpu import GPU
 from gfsa.kernels.tuned import Shape
-from gfsa.operators import AttentionCall, choice
+from gfsa.operators import AttentionCall
 
 # a length for each kind of kernels; other tiles, and for wide heads cuDNN's gradient, at 4,096
 SHAPES = [
@@ -39,11 +39,11 @@ def file(
     """
     path = tmp_path / "tuned.json"
     monkeypatch.setenv("GFSA_TUNED", str(path))
-    monkeypatch.setattr(eligibility, "_capability", lambda device: request.param)
+    monkeypatch.setattr(routes, "_capability", lambda device: request.param)
     # what other tests have launched by the copy engine is found by shape
-    for kernel in (*long._KERNELS.values(), *degree_one_launch._KERNELS.values()):
+    for kernel in long._KERNELS.values():
         monkeypatch.setattr(kernel, "compiled", {})
-    caches = (tuned._table, long._launches, degree_one_launch._launch)
+    caches = (tuned._table, long._launches)
     for cache in caches:
         cache.cache_clear()
     yield path
@@ -59,7 +59,7 @@ def chosen(shape: Shape) -> str:
     if shape.masked:
         mask = torch.ones(1, 1, 1, shape.tokens, dtype=torch.bool, device="cuda")
     call = AttentionCall(q, q, mask, is_causal=shape.causal)
-    return choice.choose("auto", call, q, shape.degree).backend
+    return routes.decide(routes.situation_of(call, q, shape.degree)).backend
 
 
 def test_what_is_measured_is_right_and_is_what_auto_takes(file: Path) -> None:

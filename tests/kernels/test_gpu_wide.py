@@ -12,16 +12,15 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from gfsa.kernels import eligibility
-from gfsa.kernels.dispatch import backward_path, run_backward, run_forward
+from gfsa.kernels import routes
+from gfsa.kernels.autograd import kernels_for, run_backward, run_forward
 from gfsa.kernels.hopper import backward_path as hopper
-from gfsa.kernels.long import launch as long
 from gfsa.kernels.problem import Options, Saved, problem_of
 from support.fused_cases import NAMES, Problem, attention_errors, error, run
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-if eligibility.refusal_by_hopper_backward(torch.empty(1, 1, 64, 128, device="cuda"), None, 0.0):
+if routes.capability(torch.device("cuda")) != (9, 0) or routes.TRITON != routes.MEASURED_TRITON:
     pytest.skip("needs a Hopper GPU and Triton 3.6", allow_module_level=True)
 
 
@@ -42,16 +41,16 @@ def saved_by(problem: Problem) -> tuple[Tensor, Saved, Options]:
     """The output's gradient and what the forward pass saves."""
     q, k, v, coeffs, g = problem.tensors()
     options = Options(problem.head_dim**-0.5, problem.is_causal)
-    assert backward_path(q, k, v, None, options) is hopper
+    assert kernels_for(q, None, options).gradient == "hopper"
     assert hopper.adds_up_queries(problem_of(q, k, None, options))
-    out, u, lse = run_forward(long, q, k, v, coeffs, None, None, options)
+    out, u, lse = run_forward("two_pass", q, k, v, coeffs, None, None, options)
     return g, Saved(q, k, v, u, out, lse, coeffs), options
 
 
 def by_separate_kernels(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, ...]:
     torch.use_deterministic_algorithms(True)
     try:
-        return run_backward(hopper, g, saved, options)
+        return run_backward("hopper", g, saved, options)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -95,7 +94,7 @@ def test_many_heads_many_times(problem: Problem) -> None:
     g, saved, options = saved_by(problem)
     expected = by_separate_kernels(g, saved, options)
     for _ in range(10):
-        got = run_backward(hopper, g, saved, options)
+        got = run_backward("hopper", g, saved, options)
         for name, x, y in zip(("dq", "dk", "dv", "dc"), got, expected, strict=True):
             if name == "dq":
                 assert (x.double() - y.double()).abs().max() <= 0.02 * y.abs().max()
@@ -115,10 +114,10 @@ def test_the_same_bits_where_they_are_asked_for() -> None:
 def test_heads_by_turns(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever order programs begin."""
     g, saved, options = saved_by(wide(2, 6, 1100, 128, 3, projected=True))
-    expected = run_backward(hopper, g, saved, options)
+    expected = run_backward("hopper", g, saved, options)
     hopper._launches.cache_clear()
     monkeypatch.setattr(hopper, "HEADS_AT_A_TIME", {128: together})
-    got = run_backward(hopper, g, saved, options)
+    got = run_backward("hopper", g, saved, options)
     for name, x, y in zip(("dq", "dk", "dv", "dc"), got, expected, strict=True):
         assert error(x, y) <= 0.5 * torch.finfo(BF16).eps if name == "dq" else torch.equal(x, y)
 
@@ -133,7 +132,7 @@ def test_beside_nothing_but_its_own_memory() -> None:
     for x in (g, *saved[:5]):
         sea = torch.full((2, 4, 1300, 128), float("nan"), device="cuda", dtype=BF16)
         inside.append(sea[:, :, :1100].copy_(x))
-    got = run_backward(hopper, inside[0], Saved(*inside[1:], *saved[5:]), options)
+    got = run_backward("hopper", inside[0], Saved(*inside[1:], *saved[5:]), options)
     for x, y in zip(got, expected, strict=True):
         assert torch.isfinite(x).all()
         assert error(x, y) <= torch.finfo(BF16).eps
@@ -141,10 +140,10 @@ def test_beside_nothing_but_its_own_memory() -> None:
 
 def test_captured() -> None:
     g, saved, options = saved_by(wide(2, 16, 1024, 128))
-    expected = run_backward(hopper, g, saved, options)
+    expected = run_backward("hopper", g, saved, options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run_backward(hopper, g, saved, options)
+        captured = run_backward("hopper", g, saved, options)
     for _ in range(3):
         for x in captured:
             x.zero_()

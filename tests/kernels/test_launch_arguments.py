@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gfsa.kernels import degree_one_launch, eligibility
+from gfsa.kernels import degree_one_attention, routes
 from gfsa.kernels.hopper import backward_path as hopper
 from gfsa.kernels.hopper import degree_one_path as hopper_once
 from gfsa.kernels.launcher import Launch
@@ -20,7 +20,7 @@ from gfsa.kernels.sweep import degree_one_path as sweep_once
 from gfsa.kernels.sweep import launch as sweep
 from gfsa.operators import Visibility
 
-if eligibility.TRITON not in eligibility.SHORT_TRITON:
+if routes.TRITON != routes.MEASURED_TRITON:
     pytest.skip("Gluon changes with Triton's version", allow_module_level=True)
 
 SCALE, HEADS, TOKENS = 0.1, 4, 2048
@@ -187,16 +187,16 @@ def test_the_gradient_for_hopper(
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kind", ["causal", "spans"])
-def test_degree_one(
-    launched: list[Any], kind: str, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(eligibility, "_refusal_of_device_by_gluon", lambda q: None)
+def test_degree_one(launched: list[Any], kind: str, dim: int) -> None:
     mask, options = seen_by(kind), Options(SCALE, True)
     q, g, k, v = (tokens(heads, dim) for heads in (HEADS, HEADS, 2, 2))
     coeffs = torch.zeros(HEADS, 2)
-    out, u, lse = degree_one_launch.forward(q, k, v, coeffs, mask, options)
+    out, u, lse = degree_one_attention._run(
+        q, k, v, coeffs, mask, options, "one_sweep", keeps=False
+    )
     assert not u.numel()
-    dq, dk, dv, _ = degree_one_launch.backward(g, q, k, v, out, u, lse, coeffs, mask, options)
+    saved = (q, k, v, out, u, lse, coeffs, mask)
+    dq, dk, dv, _ = degree_one_attention._run_backward(g, saved, options)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
     assert [*by_name][:3] == ["attend_sweep", "grad_queries_one", "grad_keys_one"]

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa.kernels import eligibility, operator  # noqa: E402
+from gfsa.kernels import operator, routes  # noqa: E402
 from gfsa.kernels.short.prepared import Prepared  # noqa: E402
 from gfsa_benchmarks.host_calls import nothing_launched  # noqa: E402
 
@@ -49,7 +49,7 @@ def test_padded_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = operator.filter_attention
 
     def note(*args: Any) -> Any:
-        causal.append(args[-1].is_causal)
+        causal.append(args[6].is_causal)
         return attend(*args)
 
     def forward(short: Prepared, q: Any, k: Any, v: Any, coeffs: Any, mask: Any, seed: Any) -> Any:
@@ -83,11 +83,7 @@ def test_a_compiled_model_keeps_the_kernels_in_its_graph(
         found.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    capability = eligibility.capability
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
-        # the compiler must see the question as it is; only the GPU is made up
-        monkeypatch.setattr(eligibility, "capability", capability)
-        monkeypatch.setattr(eligibility, "_capability", lambda device: (9, 0))
         compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
         ids = torch.randint(3, 50, (2, 9))
         compiled(input_ids=ids).last_hidden_state.float().sum().backward()
@@ -115,12 +111,12 @@ def test_packed_rows_of_a_decoder_reach_the_kernels_as_spans(
 
     def note(*args: Any) -> Any:
         masks.append(args[4])
-        assert args[-1].is_causal
+        assert args[6].is_causal
         return attend(*args)
 
     monkeypatch.setattr(operator, "filter_attention", note)
     # rows of nine tokens stand for long ones, which were measured
-    monkeypatch.setattr(eligibility, "SHORT_LENGTH", 8)
+    monkeypatch.setattr(routes, "SHORT_LENGTH", 8)
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2]])
     ids = torch.randint(3, 50, (1, 9))
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
@@ -155,10 +151,7 @@ def test_a_compiled_window_is_in_the_kernels(
         found.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    capability = eligibility.capability
     with nothing_launched(), torch.autocast("cpu", torch.bfloat16):
-        monkeypatch.setattr(eligibility, "capability", capability)
-        monkeypatch.setattr(eligibility, "_capability", lambda device: (9, 0))
         compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
         ids = torch.randint(3, 50, (2, 304))
         compiled(input_ids=ids, use_cache=False).last_hidden_state.float().sum().backward()

@@ -12,15 +12,15 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from gfsa.kernels import eligibility  # noqa: E402
+from gfsa.kernels import routes  # noqa: E402
 from support import ptx_on_cpu  # noqa: E402
 from support.dropout import surviving  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 
-if eligibility.TRITON in eligibility.SHORT_TRITON:
+if routes.TRITON == routes.MEASURED_TRITON:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource

@@ -13,7 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from gfsa import cli, tune
-from gfsa.kernels import eligibility, tune_gpu, tuned
+from gfsa.kernels import routes, tune_gpu, tuned
 from gfsa.kernels.tuned import Machine, Row, Shape
 from gfsa.operators import AttentionCall
 
@@ -48,13 +48,17 @@ class OnBlackwell:
     def __init__(self, *shape: int) -> None:
         self.shape = torch.Size(shape)
 
+    def dim(self) -> int:
+        return len(self.shape)
+
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "folder" / "tuned.json"
     monkeypatch.setenv("GFSA_TUNED", str(path))
-    monkeypatch.setattr(eligibility, "capability", lambda device: (10, 0))
-    monkeypatch.setattr(eligibility, "TRITON", (3, 6))
+    monkeypatch.setattr(routes, "capability", lambda device: (10, 0))
+    monkeypatch.setattr(routes, "TRITON", (3, 6))
+    monkeypatch.setattr(routes, "_generator_cannot_be_reset", lambda device: False)
     monkeypatch.setattr(tuned, "this_machine", lambda device: BLACKWELL)
     tuned._table.cache_clear()
     yield path
@@ -63,7 +67,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def reason(tokens: int, head_dim: int = 64, degree: int = 2, **options: object) -> str | None:
     q = OnBlackwell(2, 4, tokens, head_dim)
-    return eligibility.reason_against(AttentionCall(q, q, **options), degree)  # type: ignore[arg-type]
+    call = AttentionCall(q, q, **options)  # type: ignore[arg-type]
+    return routes._reason_by_measurements(routes.situation_of(call, q, degree))  # type: ignore[arg-type]
 
 
 def tuned_rows() -> list[Row]:
@@ -137,7 +142,7 @@ def test_a_deleted_file_means_torch(file: Path) -> None:
 
 
 def test_measured_hopper_needs_no_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(routes, "capability", lambda device: (9, 0))
     assert reason(1000) is None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
-from gfsa.operators.choice import Backend
+from gfsa.kernels.routes import Backend
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic, variant
 from gfsa_benchmarks.decode import decode, decode_static, prefill
 from gfsa_benchmarks.deploy import deploy

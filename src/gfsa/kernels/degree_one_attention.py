@@ -7,13 +7,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gfsa.kernels import coefficients, eligibility
+from gfsa.kernels import coefficients
 from gfsa.kernels import degree_one_launch as one_pass
+from gfsa.kernels import degree_one_wide as wide
 from gfsa.kernels.autograd import needs_registered_operator
+from gfsa.kernels.hopper import degree_one_path as hopper
 from gfsa.kernels.launcher import on_device_of
 from gfsa.kernels.layout import copyable_by_tile, empty_like
 from gfsa.kernels.problem import Options
+from gfsa.kernels.routes import Kernels, keeps_first_power, kernels_of, situation_of_kernels
+from gfsa.kernels.sweep import degree_one_path as sweep
 from gfsa.operators.base import Coefficients
+
+# the functions of the routes' names
+FORWARD: dict[str, Any] = {"one_sweep": sweep.forward, "one_pass": one_pass.forward}
+GRADIENT = {"hopper": hopper.backward, "cudnn": wide.backward}
 
 
 def filter_once(
@@ -23,29 +31,34 @@ def filter_once(
     coeffs: Tensor | Coefficients,
     mask: Tensor | None,
     options: Options,
+    kernels: Kernels | None = None,
 ) -> Tensor:
-    """``c0·V + c1·A·V`` in one pass, if :func:`.eligibility.refusal_by_one_pass` has no reason.
+    """``c0·V + c1·A·V`` in one pass.
 
     Args:
         q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
         coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
             :func:`~gfsa.kernels.coefficients.takes` accepts them.
-        mask: bool, broadcastable to ``(B, 1, 1, N)``, True takes part; or spans with causality, see
-            :func:`~gfsa.kernels.problem.are_spans`.
+        mask: spans with causality, see :func:`~gfsa.kernels.problem.are_spans`; or None.
+        kernels: the routes of this call, if they are decided already.
     """
     learned: Coefficients | None = None
     if isinstance(coeffs, Coefficients):
         learned, numbers = coeffs, coeffs.theta
     else:
         numbers = coeffs
-    # without a gradient to come, A·V is neither written nor kept
-    keeps = torch.is_grad_enabled() and eligibility.leaves_gradient_to_cudnn(q, mask)
     if learned is None and needs_registered_operator(q):
+        keeps = keeps_first_power(situation_of_kernels(q, mask, *options, degree=1))
         return forward(q, k, v, numbers, mask, options.is_causal, options.scale, keeps)[0]
+    if kernels is None:
+        kernels = kernels_of(situation_of_kernels(q, mask, *options, degree=1))
+    # without a gradient to come, A·V is neither written nor kept
+    keeps = kernels.gradient == "cudnn"
     if torch.is_grad_enabled():
-        return _FilterOnce.apply(q, k, v, numbers, mask, (learned, options, keeps))
+        settings = (learned, options, kernels.forward, keeps)
+        return _FilterOnce.apply(q, k, v, numbers, mask, settings)
     values = numbers if learned is None else coefficients.evaluate(learned)
-    return _run(q, k, v, values, mask, options, keeps)[0]
+    return _run(q, k, v, values, mask, options, kernels.forward, keeps)[0]
 
 
 def _run(
@@ -55,12 +68,30 @@ def _run(
     coeffs: Tensor,
     mask: Tensor | None,
     options: Options,
+    route: str,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``, of which U is empty where the gradient has no need of it."""
+    """``(out, U, LSE)``: the filter, ``A·V``, and each row's logsumexp.
+
+    Args:
+        keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
+            it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
+    """
     q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
+    u = empty_like(q) if keeps else q.new_empty(0)
+    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
     with on_device_of(q):
-        return one_pass.forward(q, k, v, coeffs.contiguous(), mask, options, keeps)
+        kept = u if keeps else None
+        out = FORWARD[route](q, k, v, coeffs.contiguous(), mask, options, lse, kept)
+    return out, u, lse
+
+
+def statistics_shape(q: Tensor, keeps: bool) -> tuple[int, ...]:
+    """The shape of logsumexps."""
+    batch, heads, length, _ = q.shape
+    if keeps:
+        return batch, heads, length
+    return batch, heads, 1, (length + 15) // 16 * 16
 
 
 def _run_backward(
@@ -70,9 +101,11 @@ def _run_backward(
     q, k, v, out = [copyable_by_tile(x) for x in saved[:4]]
     u, lse, coeffs, mask = saved[4:]
     lse, coeffs, g = _copyable_numbers(lse), coeffs.contiguous(), copyable_by_tile(g)
-    u = copyable_by_tile(u) if u.numel() else u
+    gradient = "hopper"
+    if u.numel():
+        u, gradient = copyable_by_tile(u), "cudnn"
     with on_device_of(q):
-        return one_pass.backward(g, q, k, v, out, u, lse, coeffs, mask, options)
+        return GRADIENT[gradient](g, q, k, v, out, u, lse, coeffs, mask, options)
 
 
 def _copyable_numbers(x: Tensor) -> Tensor:
@@ -84,7 +117,7 @@ def _copyable_numbers(x: Tensor) -> Tensor:
 class _FilterOnce(torch.autograd.Function):
     """The filter for autograd in eager mode, bypassing torch's dispatcher.
 
-    ``numbers``, of which the gradient is taken, are the coefficients, or θ of ``learned`` ones.
+    ``numbers`` are the tensor we differentiate: the coefficients, or θ if they are learned.
     """
 
     @staticmethod
@@ -95,14 +128,14 @@ class _FilterOnce(torch.autograd.Function):
         v: Tensor,
         numbers: Tensor,
         mask: Tensor | None,
-        settings: tuple[Coefficients | None, Options, bool],
+        settings: tuple[Coefficients | None, Options, str, bool],
     ) -> Tensor:
         # settings are one argument: autograd inspects each of them
-        learned, options, keeps = settings
+        learned, options, route, keeps = settings
         coeffs = numbers if learned is None else coefficients.evaluate(learned)
         ctx.basis = None if learned is None else learned.basis
         ctx.options = options
-        out, u, lse = _run(q, k, v, coeffs, mask, options, keeps)
+        out, u, lse = _run(q, k, v, coeffs, mask, options, route, keeps)
         ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
         return out
 
@@ -125,7 +158,9 @@ def forward(
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The registered operator: ``(out, U, LSE)``."""
-    return _run(q, k, v, coeffs, mask, Options(scale, is_causal), keeps)
+    options = Options(scale, is_causal)
+    route = kernels_of(situation_of_kernels(q, mask, *options, degree=1)).forward
+    return _run(q, k, v, coeffs, mask, options, route, keeps)
 
 
 @torch.library.custom_op("gfsa::filter_once_backward", mutates_args=())
@@ -152,7 +187,7 @@ def backward(
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     keeps = rest[-1]
     u = empty_like(q) if keeps else q.new_empty(0)
-    lse = q.new_empty(one_pass.statistics_shape(q, keeps), dtype=torch.float32)
+    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
     return empty_like(q), u, lse
 
 

@@ -1,21 +1,16 @@
-"""Launches of the one-pass kernels of degree 1: tiles, the order of blocks, and tensors."""
+"""The launch of degree 1 in one pass: tiles, the order of blocks, and tensors."""
 
 from __future__ import annotations
 
 import functools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from gfsa.kernels import degree_one_wide as wide
-from gfsa.kernels import eligibility
 from gfsa.kernels.degree_one_kernels import attend_once
-from gfsa.kernels.hopper import degree_one_path as hopper
 from gfsa.kernels.launcher import Kernel, Launch
 from gfsa.kernels.layout import empty_like
 from gfsa.kernels.problem import Options, Problem, padded, problem_of
-from gfsa.kernels.sweep import degree_one_path as sweep
 from gfsa.kernels.tile_access import describe
 
 # keys and values of heads that go through their blocks together: half of an H200's cache
@@ -51,56 +46,17 @@ def forward(
     k: Tensor,
     v: Tensor,
     coeffs: Tensor,
-    mask: Tensor | None,
+    mask: None,
     options: Options,
-    keeps: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, U, LSE)``: the filter, ``A·V``, and each row's logsumexp.
-
-    Args:
-        q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``; all of layouts that
-            :func:`~gfsa.kernels.layout.copyable_by_tile` gives.
-        coeffs: ``(H, 2)`` or ``(H, 3)``, float32, contiguous.
-        mask: spans with causality, see :func:`~gfsa.kernels.problem.are_spans`; or None.
-        keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
-            it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
-    """
-    u = empty_like(q) if keeps else q.new_empty(0)
-    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
-    if keeps or eligibility.refusal_by_sweep_once(q, mask, options.is_causal) is None:
-        out = sweep.forward(q, k, v, coeffs, mask, options, lse, u if keeps else None)
-        return out, u, lse
+    lse: Tensor,
+    u: None = None,
+) -> Tensor:
+    """The filter, without a mask; ``lse`` is written, and there is no U to be kept."""
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     out = empty_like(q)
     launch = _launch(problem, powers, _strides(q, v))
     launch((k, v, out), q, v, lse, coeffs)
-    return out, u, lse
-
-
-def backward(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    u: Tensor,
-    lse: Tensor,
-    coeffs: Tensor,
-    mask: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``."""
-    if u.numel():
-        return wide.backward(g, q, k, v, u, lse, coeffs, options)
-    return hopper.backward(g, q, k, v, out, lse, coeffs, mask, options)
-
-
-def statistics_shape(q: Tensor, keeps: bool = False) -> tuple[int, ...]:
-    """The shape of logsumexps, and of δ without ``keeps``, which is that of :func:`forward`."""
-    batch, heads, length, _ = q.shape
-    if keeps:
-        return batch, heads, length
-    return batch, heads, 1, (length + 15) // 16 * 16
+    return out
 
 
 _KERNEL = Kernel(attend_once, describe)

@@ -26,9 +26,11 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
     u: Tensor,
     lse: Tensor,
     coeffs: Tensor,
+    mask: None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``.

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gfsa.kernels import eligibility
+from gfsa.kernels import routes
 from gfsa.kernels.launcher import Block
 
 
@@ -28,7 +28,7 @@ def describe(x: Tensor, block: Block) -> Any:
 
 def has_copy_engine(x: Tensor) -> bool:
     """Whether the tensor's GPU copies tiles by itself; Triton's interpreter does."""
-    return not x.is_cuda or eligibility.capability(x.device)[0] >= 9
+    return not x.is_cuda or routes.capability(x.device)[0] >= 9
 
 
 def address_of(x: Tensor) -> tuple[Any, ...]:

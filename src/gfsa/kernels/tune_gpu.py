@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gfsa.kernels.routes import Backend, refusal_by_fused, situation_of
 from gfsa.kernels.tuned import Machine, Shape, this_machine
 from gfsa.operators.attention import AttentionOperator
 from gfsa.operators.call import AttentionCall
-from gfsa.operators.choice import Backend, refusal_by_fused
 from gfsa.operators.dense import DenseOperator
 
 HEADS = 16
@@ -40,7 +40,7 @@ class GPU:
     def refusal(self, shape: Shape) -> str | None:
         q, _, v, mask, _ = self._tensors(shape, 1, 2, 16)
         call = AttentionCall(q, q, mask, is_causal=shape.causal)
-        return refusal_by_fused(call, v, shape.degree)
+        return refusal_by_fused(situation_of(call, v, shape.degree))
 
     def prepare(self, shapes: Sequence[Shape]) -> Iterator[Shape]:
         """Compile what the shapes need, several kernels at a time; yields each when it is done.

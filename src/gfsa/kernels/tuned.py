@@ -165,7 +165,7 @@ def reason_against(
     return None if row.is_faster else "gfsa tune found torch's kernels faster on this GPU"
 
 
-# a constant to the compiler, as eligibility.capability is
+# a constant to the compiler, as routes.capability is
 reason_against._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

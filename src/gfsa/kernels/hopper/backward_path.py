@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gfsa.kernels.eligibility import refusal_by_hopper_backward
 from gfsa.kernels.launcher import Block, Grid, Kernel, Launch
 from gfsa.kernels.layout import empty_like, sum_groups
 from gfsa.kernels.problem import (
@@ -67,13 +66,8 @@ PACKED_HEADS_AT_A_TIME = 2
 LEAST_WITH_QUERIES = 2048
 
 
-def serves(q: Tensor, mask: Tensor | None, options: Options) -> bool:
-    """Whether these kernels take a call."""
-    return refusal_by_hopper_backward(q, mask, options.dropout_p) is None
-
-
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.kernels.dispatch.Path.backward`, with key masks or spans at most."""
+    """As every gradient of ``autograd.py``, with key masks or spans at most."""
     q, k, v, u, out, lse, coeffs, mask, _ = saved
     problem = problem_of(q, k, mask, options)
     with_queries = adds_up_queries(problem)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.kernels.eligibility import refusal_by_hopper_once
 from gfsa.kernels.hopper.backward_path import Tiles, block_of, describe_tiles
 from gfsa.kernels.launcher import Kernel, Launch
 from gfsa.kernels.layout import empty_like, sum_groups
@@ -20,23 +19,19 @@ KERNELS = ("grad_queries_one", "grad_keys_one")
 TILES = Tiles(64, 64)
 
 
-def serves(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether these kernels take the gradient of a call that one pass serves."""
-    return refusal_by_hopper_once(q, mask) is None
-
-
 def backward(
     g: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
+    u: Tensor,
     lse: Tensor,
     coeffs: Tensor,
     mask: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`gfsa.kernels.degree_one_launch.backward`, with spans at most."""
+    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``."""
     problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
     spans, _ = pointers(mask, None, unused=q)
     delta, dq = torch.empty_like(lse), empty_like(q)

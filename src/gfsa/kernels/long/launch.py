@@ -35,7 +35,7 @@ def forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.kernels.dispatch.Path.forward`."""
+    """As every route of ``autograd.py``."""
     launches = _launches(problem_of(q, k, mask, options))
     extra = pointers(mask, seed, unused=q)
     if cudnn_would_run(q, k, v, mask, options):
@@ -50,7 +50,7 @@ def forward(
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.kernels.dispatch.Path.backward`."""
+    """As every route of ``autograd.py``."""
     q, k, v, u, out, lse, coeffs, mask, seed = saved
     launches = _launches(problem_of(q, k, mask, options))
     extra = pointers(mask, seed, unused=q)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gfsa.kernels.eligibility import SHORT_HEAD_DIM
 from gfsa.kernels.launcher import Block, Kernel, Launch, multiprocessors
 from gfsa.kernels.layout import empty_like, sum_groups
 from gfsa.kernels.problem import (
@@ -21,6 +20,7 @@ from gfsa.kernels.problem import (
     pointers,
     problem_of,
 )
+from gfsa.kernels.routes import SHORT_HEAD_DIM
 
 
 class Chunks(NamedTuple):
@@ -63,7 +63,7 @@ def forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.kernels.dispatch.Path.forward`."""
+    """As every route of ``autograd.py``."""
     launch = forward_launch(problem_of(q, k, mask, options))
     out, u = empty_like(q), empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -72,7 +72,7 @@ def forward(
 
 
 def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.kernels.dispatch.Path.backward`."""
+    """As every route of ``autograd.py``."""
     q, k, v, u, out, lse, coeffs, mask, seed = saved
     launch = backward_launch(problem_of(q, k, mask, options))
     grouped = q.shape[1] != k.shape[1]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gfsa.kernels.eligibility import refusal_by_short
 from gfsa.kernels.launcher import launch_on_device_of
 from gfsa.kernels.layout import copyable_by_tile, result_strides
 from gfsa.kernels.problem import Options, Saved, problem_of
@@ -47,7 +46,7 @@ class Prepared:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor, mask: Tensor | None, seed: Any = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(out, U, LSE)``, as :meth:`gfsa.kernels.dispatch.Path.forward`."""
+        """``(out, U, LSE)``, as every route's forward."""
         shape, strides, dtype, device = self.shape, self.strides, self.dtype, self.device
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         u = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -68,7 +67,7 @@ class Prepared:
         return out, u, lse
 
     def backward(self, g: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """As :meth:`gfsa.kernels.dispatch.Path.backward`; None if that has to run."""
+        """As every route's backward; None if that has to run."""
         q, k, v, u, out, lse, coeffs, mask, seed = saved
         given = (q, k, v, u, out, g)
         strides = tuple([x.stride() for x in given])
@@ -110,14 +109,14 @@ class Prepared:
         return addresses % 16 == 0
 
 
-# False where the short kernels cannot serve, or not without copies
+# False where the short kernels cannot serve without copies
 _PREPARED: DecisionCache[Prepared | bool] = DecisionCache()
 
 
 def prepared_for(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
 ) -> Prepared | None:
-    """The prepared launches for such a call; None if a path has to run it."""
+    """The prepared launches for a call that the short kernels take; None if it needs copies."""
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         return None
     signature = (
@@ -127,8 +126,7 @@ def prepared_for(
     )
     found = _PREPARED.get(signature)
     if found is None:
-        served = refusal_by_short(q, mask, options.scale) is None
-        found = served and all(copyable_by_tile(x) is x for x in (q, k, v))
+        found = all(copyable_by_tile(x) is x for x in (q, k, v))
         if found:
             found = Prepared(q, k, v, mask, options)
             if not short.is_kept(found.zero):

@@ -1,4 +1,4 @@
-"""The causal path in one sweep: the filter in one launch; its gradient is the long kernels'."""
+"""The causal filter in one sweep, one launch; other kernels compute its gradient."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gfsa.kernels.launcher import Block, Kernel, Launch, multiprocessors
 from gfsa.kernels.layout import empty_like
-from gfsa.kernels.long import launch as long
-from gfsa.kernels.problem import SPANS, Options, Problem, Saved, pointers, problem_of
+from gfsa.kernels.problem import SPANS, Options, Problem, pointers, problem_of
 from gfsa.kernels.sweep import plan
 
 # queries of a block, and of one of its two warpgroups, as in the kernel
@@ -44,7 +43,7 @@ def forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.kernels.dispatch.Path.forward`; spans at most, and no dropout."""
+    """As every route of ``autograd.py``; spans at most, and no dropout."""
     problem = problem_of(q, k, mask, options)
     out, u = empty_like(q), empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -61,11 +60,6 @@ def forward(
         flags = torch.zeros(numbers, dtype=torch.int32, device=q.device)
     _launch(problem, out.stride()[:3])((q, k, v, u), out, u, lse, coeffs, flags, spans)
     return out, u, lse
-
-
-def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :meth:`gfsa.kernels.dispatch.Path.backward`."""
-    return long.backward(g, saved, options)
 
 
 def planned(blocks: int) -> int:

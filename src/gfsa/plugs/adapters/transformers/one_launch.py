@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
-from gfsa.kernels import eligibility, refusal_of_decoding
+from gfsa.kernels import routes
+from gfsa.kernels.routes import refusal_of_decoding
 from gfsa.operators import Coefficients, attention
 from gfsa.operators.call import AttentionCall, DecisionCache, Signature
-from gfsa.operators.choice import reason_for_sdpa_alone
 from gfsa.plugs.adapters.transformers.companions import (
     STATIC,
     GrowingPowers,
@@ -125,7 +125,7 @@ def _signature(
         *(type(theta), theta.shape, theta.stride(), theta.dtype, theta.device),
         *(base.stride(), base.dtype, base.device, basis.shape, basis.stride(), basis.dtype),
         None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
-        *(dropout_p, scale, eligibility.DECODES_BY_KERNEL, F.scaled_dot_product_attention),
+        *(dropout_p, scale, routes.DECODES_BY_KERNEL, F.scaled_dot_product_attention),
         torch.is_grad_enabled()
         and (q.requires_grad or k.requires_grad or v.requires_grad or theta.requires_grad),
     )
@@ -133,7 +133,7 @@ def _signature(
 
 def _serves(call: AttentionCall, companion: Any, coeffs: Tensor | Coefficients, v: Tensor) -> bool:
     """Whether the kernel for a decoded token serves the call."""
-    if refusal_of_decoding(call, v, coeffs) or reason_for_sdpa_alone(call):
+    if refusal_of_decoding(call, v, coeffs) or call.reason_for_torch_alone():
         return False
     if companion is not None and not has_rows_like(companion, call.q):
         return False

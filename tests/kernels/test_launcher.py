@@ -98,6 +98,7 @@ def test_numbers_of_a_call_are_its_own(scratch: int, monkeypatch: pytest.MonkeyP
     utils = SimpleNamespace(fill_tma_descriptor=None)
     active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launcher, "TRITON", launcher.DIRECT_TRITON[0])
     fake = FakeKernel(None)
     fake.run.global_scratch_size, fake.run.launch = scratch, by_c
     launch = Launch(Kernel(fake), (1, 1, 1), (), (), (), ("constant",), num_warps=4)
@@ -114,6 +115,30 @@ def test_numbers_of_a_call_are_its_own(scratch: int, monkeypatch: pytest.MonkeyP
         assert fake.by_code == [(mine, 2, "constant")]
     else:
         assert launched == [(3, 3, "constant"), (2, 2, "constant")]
+
+
+@pytest.mark.parametrize("version", [launcher.DIRECT_TRITON[0], "3.6.1"])
+def test_a_launcher_with_other_arguments_is_not_relied_on(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raises before it launches; versions that are not known are not even tried."""
+    tried: list[tuple[Any, ...]] = []
+
+    def by_c(*arguments: Any) -> None:
+        tried.append(arguments)
+        raise TypeError("function takes exactly 12 arguments")
+
+    utils = SimpleNamespace(fill_tma_descriptor=None)
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launcher, "TRITON", version)
+    fake = FakeKernel(None)
+    fake.run.launch = by_c
+    launch = Launch(Kernel(fake), (1, 1, 1), (), (), (), ("constant",), num_warps=4)
+    for number in (1, 2, 3):
+        launch((), Pointer(number), numbers=(number,))
+    assert [given[1:] for given in fake.by_code] == [(2, "constant"), (3, "constant")]
+    assert bool(tried) is (version in launcher.DIRECT_TRITON)
 
 
 def test_options_of_the_compiler_are_compiled_for() -> None:

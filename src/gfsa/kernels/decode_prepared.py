@@ -75,10 +75,14 @@ class PreparedToken:
             ),
             *(y.data_ptr(), sums, arrived),
         )
-        if self.is_only_gpu:
-            direct.at(stream, addresses, numbers)
-        else:
-            launch_on_device_of(q, direct.at, stream, addresses, numbers)
+        try:
+            if self.is_only_gpu:
+                direct.at(stream, addresses, numbers)
+            else:
+                launch_on_device_of(q, direct.at, stream, addresses, numbers)
+        except TypeError:
+            # raised before anything is launched
+            return decode(q, k, v, u, coeffs, mask, length, scale, counters)
         return y
 
     def _prepare(

@@ -21,7 +21,7 @@ from gfsa.operators.base import Coefficients
 
 # the functions of the routes' names
 FORWARD: dict[str, Any] = {"one_sweep": sweep.forward, "one_pass": one_pass.forward}
-GRADIENT = {"hopper": hopper.backward, "cudnn": wide.backward}
+GRADIENT: dict[str, Any] = {"hopper": hopper.backward, "cudnn": wide.backward}
 
 
 def filter_once(
@@ -105,7 +105,10 @@ def _run_backward(
     if u.numel():
         u, gradient = copyable_by_tile(u), "cudnn"
     with on_device_of(q):
-        return GRADIENT[gradient](g, q, k, v, out, u, lse, coeffs, mask, options)
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
+            g, q, k, v, out, u, lse, coeffs, mask, options
+        )
+    return found
 
 
 def _copyable_numbers(x: Tensor) -> Tensor:

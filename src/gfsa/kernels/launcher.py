@@ -9,11 +9,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gfsa.kernels.layout import Strides
+
+TRITON = triton.__version__.partition("+")[0]
+# the versions whose launcher in C is called by the position of its arguments
+DIRECT_TRITON = ("3.6.0",)
 
 Grid = tuple[int, int, int]
 Block = tuple[int, int, int, int]
@@ -106,22 +111,46 @@ class Launch:
 
     def _launcher(self, compiled: Any, tensors: Sequence[Tensor]) -> Callable[..., None]:
         """Launches compiled code again, on tensors of this layout."""
+        documented = functools.partial(self._documented, compiled)
+        if TRITON not in DIRECT_TRITON:
+            return documented
         try:
-            return Direct(compiled, self, tensors)
+            return Direct(compiled, self, tensors, documented)
         except (AttributeError, KeyError, TypeError):
-            # another version of Triton, or a GPU without a copy engine: launch as it documents
-            return lambda tensors, pointers, numbers=None: compiled[self.grid](
-                *map(self.kernel.describe, tensors, self.blocks),
-                *pointers,
-                *(self.numbers if numbers is None else numbers),
-                *self.constants,
-            )
+            # a GPU without a copy engine, or a kernel that needs scratch memory
+            return documented
+
+    def _documented(
+        self,
+        compiled: Any,
+        tensors: Sequence[Tensor],
+        pointers: Sequence[Tensor],
+        numbers: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Launch compiled code as Triton documents it."""
+        compiled[self.grid](
+            *map(self.kernel.describe, tensors, self.blocks),
+            *pointers,
+            *(self.numbers if numbers is None else numbers),
+            *self.constants,
+        )
 
 
 class Direct:
-    """Calls Triton's C launcher for compiled code, bypassing its Python wrapper."""
+    """Calls Triton's C launcher for compiled code, bypassing its Python wrapper.
 
-    def __init__(self, compiled: Any, launch: Launch, tensors: Sequence[Tensor]) -> None:
+    Its arguments are no documented interface, so only the versions of DIRECT_TRITON are called this
+    way. A launcher that takes others raises TypeError before it launches anything; the call then
+    goes to ``documented``.
+    """
+
+    def __init__(
+        self,
+        compiled: Any,
+        launch: Launch,
+        tensors: Sequence[Tensor],
+        documented: Callable[..., None],
+    ) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         run = compiled.run
@@ -158,6 +187,7 @@ class Direct:
             )
             self.tiles.append((len(self.arguments), (*box, shape, strides, 0), {}))
             self.arguments += [None, *shape, *strides]
+        self.documented = documented
         self.constants = launch.constants
         self.fixed = (*launch.numbers, *launch.constants)
 
@@ -167,21 +197,24 @@ class Direct:
         pointers: Sequence[Tensor],
         numbers: tuple[Any, ...] | None = None,
     ) -> None:
-        arguments = self.arguments.copy()
-        arguments[3] = self.stream(pointers[0].device.index)
-        for (index, encoding, known), x in zip(self.tiles, tensors, strict=True):
-            address = x.data_ptr()
-            descriptor = known.get(address)
-            if descriptor is None:
-                if len(known) >= _MOST_DESCRIPTORS:
-                    known.clear()
-                descriptor = known[address] = self.encode(address, *encoding)
-            arguments[index] = descriptor
-        fixed = self.fixed if numbers is None else (*numbers, *self.constants)
-        self.c_launcher(*arguments, *[x.data_ptr() for x in pointers], *fixed)
+        try:
+            arguments = self.arguments.copy()
+            arguments[3] = self.stream(pointers[0].device.index)
+            for (index, encoding, known), x in zip(self.tiles, tensors, strict=True):
+                address = x.data_ptr()
+                descriptor = known.get(address)
+                if descriptor is None:
+                    if len(known) >= _MOST_DESCRIPTORS:
+                        known.clear()
+                    descriptor = known[address] = self.encode(address, *encoding)
+                arguments[index] = descriptor
+            fixed = self.fixed if numbers is None else (*numbers, *self.constants)
+            self.c_launcher(*arguments, *[x.data_ptr() for x in pointers], *fixed)
+        except TypeError:
+            self.documented(tensors, pointers, numbers)
 
     def at(self, stream: int, addresses: tuple[int, ...], numbers: tuple[Any, ...]) -> None:
-        """Launch a kernel without tiles on the addresses of its pointers."""
+        """Launch a kernel without tiles on the addresses of its pointers, or raise TypeError."""
         arguments = self.arguments.copy()
         arguments[3] = stream
         self.c_launcher(*arguments, *addresses, *numbers, *self.constants)

@@ -611,7 +611,7 @@ class Kernels(NamedTuple):
 
 
 def _kernels(s: Situation) -> Kernels:
-    rejected = []
+    rejected: list[tuple[str, str]] = []
     for route in ROUTES:
         if s.degree not in route.degrees:
             continue

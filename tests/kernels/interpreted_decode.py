@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 import gfsa
 from gfsa.kernels import decode as kernels
-from gfsa.operators import Coefficients, DenseOperator
+from gfsa.operators import AttentionCall, Coefficients, DenseOperator
 from support.far_strides import PAST_INT32, spread
 
 transformers = pytest.importorskip("transformers")
@@ -504,7 +504,7 @@ def test_generation_by_one_launch_a_layer_and_token(
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
     # one layer; the first of three tokens is that of the prompt
     assert counts["kernel"] == 2
-    monkeypatch.setattr(one_launch, "reason_for_sdpa_alone", lambda *_: None)
+    monkeypatch.setattr(AttentionCall, "reason_for_torch_alone", lambda call: None)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count("torch", attend))
     past = transformers.DynamicCache(config=subject.config)
     with torch.no_grad():

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gfsa
-from gfsa.kernels import degree_one_attention, degree_one_launch, tile_access
-from gfsa.kernels.degree_one_attention import filter_once
-from gfsa.kernels.degree_one_launch import Tiles
+from gfsa.kernels import one_pass, tile_access
 from gfsa.kernels.layout import copyable_by_tile, empty_like
+from gfsa.kernels.one_pass import Tiles, filter_once
 from gfsa.kernels.problem import Options
 from gfsa.kernels.routes import Kernels
 from gfsa.operators import DenseOperator
@@ -44,7 +43,7 @@ def run(problem: Problem) -> tuple[list[Tensor], list[Tensor]]:
     q, k, v, coeffs, _ = problem.tensors()
     scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
     coeffs = coeffs[:, :2].contiguous()
-    out, _, lse = degree_one_attention._run(
+    out, _, lse = one_pass._run(
         q, k, v, coeffs, None, Options(scale, problem.is_causal), "one_pass", keeps=False
     )
     q, k, v, coeffs = (x.double() for x in (q, k, v, coeffs))
@@ -74,10 +73,10 @@ def test_one_token() -> None:
 @pytest.fixture
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     rows, cols = request.param
-    monkeypatch.setattr(degree_one_launch, "tiles", lambda *_: Tiles(rows, cols, 4, 2))
-    degree_one_launch._launch.cache_clear()
+    monkeypatch.setattr(one_pass, "tiles", lambda *_: Tiles(rows, cols, 4, 2))
+    one_pass._launch.cache_clear()
     yield
-    degree_one_launch._launch.cache_clear()
+    one_pass._launch.cache_clear()
 
 
 @pytest.mark.parametrize("tiles", [(16, 32), (32, 16)], indirect=True, ids=str)
@@ -100,16 +99,16 @@ def test_on_a_gpu_without_a_copy_engine(problem: Problem, monkeypatch: pytest.Mo
 def test_every_block_of_every_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever order the programs take them: two heads together, then the one that is left."""
     problem = Problem(1, 3, 70, 16, is_causal=True)
-    monkeypatch.setattr(degree_one_launch, "_heads_together", lambda problem: 2)
-    degree_one_launch._launch.cache_clear()
+    monkeypatch.setattr(one_pass, "_heads_together", lambda problem: 2)
+    one_pass._launch.cache_clear()
     agrees(*run(problem))
-    degree_one_launch._launch.cache_clear()
+    one_pass._launch.cache_clear()
 
 
 def test_heads_together_fill_the_cache() -> None:
-    problem = degree_one_launch.problem_of
+    problem = one_pass.problem_of
     q = torch.empty(8, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
-    together = degree_one_launch._heads_together
+    together = one_pass._heads_together
     assert together(problem(q, q, None, Options(0.1))) == 1
     assert together(problem(q, q, None, Options(0.1, is_causal=True))) == 96
     q = torch.empty(64, 12, 1024, 64, dtype=torch.bfloat16, device="meta")
@@ -132,9 +131,9 @@ def dense_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         like = [empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv))]
         return *like, dc[:, :2, None].contiguous()
 
-    one_pass = Kernels("one_pass", "hopper")
-    monkeypatch.setitem(degree_one_attention.GRADIENT, "hopper", backward)
-    monkeypatch.setattr(degree_one_attention, "kernels_of", lambda situation: one_pass)
+    decided = Kernels("one_pass", "hopper")
+    monkeypatch.setitem(one_pass.GRADIENT, "hopper", backward)
+    monkeypatch.setattr(one_pass, "kernels_of", lambda situation: decided)
 
 
 @pytest.mark.usefixtures("dense_gradient")
@@ -166,7 +165,7 @@ def test_operator_registration() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(2, 2))]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = (*inputs, None, True, 0.25, False)
-    torch.library.opcheck(degree_one_attention.forward, arguments, test_utils=checks)
+    torch.library.opcheck(one_pass.forward, arguments, test_utils=checks)
 
 
 @pytest.mark.usefixtures("dense_gradient")

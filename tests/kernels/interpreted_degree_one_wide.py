@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import support.cudnn_on_cpu
-from gfsa.kernels import degree_one_attention, degree_one_wide
+from gfsa.kernels import one_pass
 from gfsa.kernels.problem import Options
 from gfsa.operators import DenseOperator
 from support.fused_cases import NAMES, Problem
@@ -54,7 +54,7 @@ def test_the_gradient(problem: Problem, powers: int) -> None:
     expected = exact(problem, [q, k, v, coeffs[:, :2]], g)
     u, lse = attend(q, k, v, options)
     numbers = coeffs[:, :powers].contiguous()
-    *got, parts = degree_one_wide.backward(g, q, k, v, g, u, lse, numbers, None, options)
+    *got, parts = one_pass.gradient_by_cudnn(g, q, k, v, g, u, lse, numbers, None, options)
     for name, x, y in zip(NAMES[1:], [*got, parts.sum(2)], expected[1:], strict=True):
         assert x.shape == y.shape, name
         assert (x.double() - y).norm() <= 2e-6 * y.norm(), name
@@ -69,7 +69,7 @@ def test_gradients_lie_as_the_compiler_expects(projected: bool) -> None:
     saved = (q, k, v, g, u, lse, coeffs[:, :2].contiguous(), None, True, 0.1)
 
     def work() -> list[tuple[int, ...]]:
-        return [x.stride() for x in degree_one_attention.backward(g, *saved)]
+        return [x.stride() for x in one_pass.backward(g, *saved)]
 
     found = work()
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -22,11 +22,9 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from gfsa.kernels import (  # noqa: E402
     decode,
-    decode_kernel,
     degree_one,
-    degree_one_kernels,
-    degree_one_launch,
     elementwise,
+    one_pass,
     problem,
     routes,
 )
@@ -179,8 +177,8 @@ def test_passes_on_other_gpus(name: str, capability: int, dim: int, causal: bool
 
 
 def test_degree_one_in_one_pass() -> None:
-    kernel = degree_one_kernels.attend_once
-    tiles = degree_one_launch.tiles(1024, True)
+    kernel = one_pass.attend_once
+    tiles = one_pass.tiles(1024, True)
     described: dict[str, Any] = dict.fromkeys(["q_in", "v_in"], "*bf16")
     described["zero"] = "i32"
     for argument in kernel.arg_names:
@@ -238,7 +236,7 @@ def test_a_decoded_token(degree: int, dim: int, number: str, registers: int, sta
         "D": dim, "WIDTH": dim, "BN": tile.keys, "LEARNED": degree + 1, "BY_HEAD": False,
         "MASK": True, "ON_DEVICE": True, "SPLITS": 16, "STAGES": tile.stages, "DEGREE": degree,
     }  # fmt: skip
-    kernel = decode_kernel.decode_token
+    kernel = decode.decode_token
     compiled, usage = compile_for(HOPPER, ASTSource, kernel, types, constants, tile.warps)
     print(dim, degree, usage)
     assert int(re.search(r"STACK:(\d+)", usage)[1]) <= stack

@@ -11,8 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gfsa.kernels import decode as kernels
-from gfsa.kernels import decode_prepared
-from gfsa.kernels.decode_prepared import PreparedToken
+from gfsa.kernels.decode import PreparedToken
 from gfsa.kernels.launcher import Direct, Launch
 from gfsa.operators import Coefficients
 
@@ -136,7 +135,7 @@ def test_a_captured_graph_has_room_of_its_own(
 def test_code_that_is_not_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles it in a call of :func:`decode`."""
     asked: list[Any] = []
-    monkeypatch.setattr(decode_prepared, "decode", lambda *given: asked.append(given))
+    monkeypatch.setattr(kernels, "decode", lambda *given: asked.append(given))
     given = token(True)
     prepared = PreparedToken(given[0])
     prepared(*given, None, 0.3)

@@ -18,7 +18,7 @@ from gfsa.functional import graph_filter_attention
 from gfsa.kernels import (
     autograd,
     degree_one,
-    degree_one_attention,
+    one_pass,
     routes,
 )
 from gfsa.kernels.autograd import filter_attention, kernels_for, run_backward, run_forward
@@ -322,7 +322,7 @@ def test_degree_one_registration() -> None:
 def test_degree_one_pass_registration() -> None:
     tokens = torch.randn(3, 2, 300, 4, 64, device="cuda", dtype=BF16).transpose(2, 3).unbind(0)
     inputs = [x.requires_grad_() for x in (*tokens, torch.randn(4, 2, device="cuda"))]
-    torch.library.opcheck(degree_one_attention.forward, (*inputs, None, True, 0.125, False))
+    torch.library.opcheck(one_pass.forward, (*inputs, None, True, 0.125, False))
 
 
 def test_degree_one_pass_registration_with_cudnns_gradient() -> None:
@@ -333,7 +333,7 @@ def test_degree_one_pass_registration_with_cudnns_gradient() -> None:
     # cuDNN adds up in any order: gradients are compared elsewhere
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     given = (*inputs, None, True, 0.09, True)
-    torch.library.opcheck(degree_one_attention.forward, given, test_utils=checks)
+    torch.library.opcheck(one_pass.forward, given, test_utils=checks)
 
 
 def test_degree_one_keeps_nothing_without_a_gradient() -> None:
@@ -341,9 +341,9 @@ def test_degree_one_keeps_nothing_without_a_gradient() -> None:
     q, k, v, coeffs, _ = Problem(1, 4, 5000, 128, 2, dtype=BF16, device="cuda").tensors()
     numbers = coeffs[:, :2].contiguous().requires_grad_()
     options = Options(0.09, is_causal=True)
-    kept = degree_one_attention.filter_once(q, k, v, numbers, None, options)
+    kept = one_pass.filter_once(q, k, v, numbers, None, options)
     with torch.no_grad():
-        alone = degree_one_attention.filter_once(q, k, v, numbers, None, options)
+        alone = one_pass.filter_once(q, k, v, numbers, None, options)
     assert torch.equal(kept, alone)
 
 
@@ -361,7 +361,7 @@ def test_degree_one_in_a_sea_of_nan(length: int) -> None:
     results = []
     for q_, k_, v_, g_ in (inside, (q, k, v, g)):
         inputs = [x.detach().requires_grad_() for x in (q_, k_, v_, coeffs[:, :2])]
-        out = degree_one_attention.filter_once(*inputs, None, Options(0.125, is_causal=True))
+        out = one_pass.filter_once(*inputs, None, Options(0.125, is_causal=True))
         results.append([out, *torch.autograd.grad(out, inputs, g_)])
     for name, x, y in zip(NAMES, *results, strict=True):
         assert torch.isfinite(x).all(), name

@@ -20,8 +20,7 @@ import transformers
 import gfsa
 from gfsa.kernels import decode as kernels
 from gfsa.kernels import routes
-from gfsa.kernels.decode import decode
-from gfsa.kernels.decode_prepared import PreparedToken
+from gfsa.kernels.decode import PreparedToken, decode
 from gfsa.operators import Coefficients, DenseOperator
 
 BF16 = torch.bfloat16

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from gfsa.filters import GFSA
 from gfsa.functional import graph_filter_attention
-from gfsa.kernels import degree_one_attention
+from gfsa.kernels import one_pass
 from gfsa.kernels.problem import Options
 from gfsa.kernels.routes import Backend
 from gfsa.kernels.sweep import degree_one_path as sweep_once
@@ -183,13 +183,13 @@ def test_degree_one_is_one_pass(
     q, k, v, _, g = packed.tensors()
     layer = GFSA(4, K=None, w0=0.3, w1=0.8).cuda()
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    taken, run_once = [], degree_one_attention._run
+    taken, run_once = [], one_pass._run
 
     def note(*args: Any) -> Any:
         taken.append(args[4])
         return run_once(*args)
 
-    monkeypatch.setattr(degree_one_attention, "_run", note)
+    monkeypatch.setattr(one_pass, "_run", note)
     results = []
     for name in (backend, "sdpa"):
         operator = AttentionOperator(q, k, visible=packed.visible(), enable_gqa=True, backend=name)
@@ -216,12 +216,12 @@ def test_degree_one_by_any_number_of_programs(
     q, k, v, coeffs, _ = packed.tensors()
     spans, options = packed.visible().spans(packed.length, q.device), Options(0.1, True)
     with torch.no_grad():
-        expected = degree_one_attention.filter_once(q, k, v, coeffs, spans, options)
+        expected = one_pass.filter_once(q, k, v, coeffs, spans, options)
         sweep_once._launch.cache_clear()
         monkeypatch.setattr(sweep_once, "multiprocessors", lambda device: programs)
         monkeypatch.setattr(sweep_once, "heads_at_a_time", lambda problem: span)
         grids = launched_grids(monkeypatch)
-        got = degree_one_attention.filter_once(q, k, v, coeffs, spans, options)
+        got = one_pass.filter_once(q, k, v, coeffs, spans, options)
     sweep_once._launch.cache_clear()
     # a grid is never larger than there are blocks
     assert grids[-1] == programs
@@ -233,4 +233,4 @@ def test_degree_one_registration() -> None:
     q, k, v, coeffs, _ = packed.tensors()
     inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
     spans = packed.visible().spans(packed.length, q.device)
-    torch.library.opcheck(degree_one_attention.forward, (*inputs, spans, True, 0.125, False))
+    torch.library.opcheck(one_pass.forward, (*inputs, spans, True, 0.125, False))

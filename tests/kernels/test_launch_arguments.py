@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gfsa.kernels import degree_one_attention, routes
+from gfsa.kernels import one_pass, routes
 from gfsa.kernels.hopper import backward_path as hopper
 from gfsa.kernels.hopper import degree_one_path as hopper_once
 from gfsa.kernels.launcher import Launch
@@ -191,12 +191,10 @@ def test_degree_one(launched: list[Any], kind: str, dim: int) -> None:
     mask, options = seen_by(kind), Options(SCALE, True)
     q, g, k, v = (tokens(heads, dim) for heads in (HEADS, HEADS, 2, 2))
     coeffs = torch.zeros(HEADS, 2)
-    out, u, lse = degree_one_attention._run(
-        q, k, v, coeffs, mask, options, "one_sweep", keeps=False
-    )
+    out, u, lse = one_pass._run(q, k, v, coeffs, mask, options, "one_sweep", keeps=False)
     assert not u.numel()
     saved = (q, k, v, out, u, lse, coeffs, mask)
-    dq, dk, dv, _ = degree_one_attention._run_backward(g, saved, options)
+    dq, dk, dv, _ = one_pass._run_backward(g, saved, options)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
     by_name = {launch.kernel.function.fn.__name__: given for launch, given in launched}
     assert [*by_name][:3] == ["attend_sweep", "grad_queries_one", "grad_keys_one"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from gfsa.kernels import coefficients
 from gfsa.kernels.autograd import filter_attention, needs_registered_operator
 from gfsa.kernels.degree_one import combine_degree_one
-from gfsa.kernels.degree_one_attention import filter_once
+from gfsa.kernels.one_pass import filter_once
 from gfsa.kernels.problem import Options
 from gfsa.kernels.routes import (
     OPERATION,

@@ -1,11 +1,11 @@
-r"""Backward kernels of degree 1 for Hopper, with the formulas of ``degree_one_kernels.py``.
+r"""Backward kernels of degree 1 for Hopper, with the formulas of ``one_pass.py``.
 
 As those of degree 2 (``queries.py``, ``keys.py``) they compute exponentials while the next products
 run, with three programs or more on a multiprocessor, two at a head dim of 128. Seven products:
 three for dQ, four for dK and dV.
 
 Logsumexps are to base 2, infinite beyond the last query, and have a multiple of 16 numbers a head,
-as those of the forward pass in ``degree_one_kernels.py``. Rows beyond the last token read as zeros.
+as those of the forward pass in ``one_pass.py``. Rows beyond the last token read as zeros.
 
 With spans (documents, windows; see :func:`gfsa.kernels.problem.are_spans`) a loop begins at
 the first key that the block's first query sees, or ends at the last query that its last key is seen

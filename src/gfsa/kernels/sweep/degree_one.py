@@ -355,7 +355,7 @@ def attend_sweep(
 
     TILE: 64 or 128 keys. STAGES: tiles of keys and values that are on the chip at a time. KEEPS:
     ``A·V`` is stored too, and logsumexps are natural, as cuDNN's gradient takes them; without it
-    they are to base 2, as ``degree_one_kernels.py`` describes them. MASK: none, or ``mask`` are
+    they are to base 2, as ``one_pass.py`` describes them. MASK: none, or ``mask`` are
     spans, see :func:`gfsa.kernels.problem.are_spans`.
     """
     dt: gl.constexpr = q_in.dtype

@@ -95,7 +95,7 @@ def _decoder(q: Tensor, coeffs: Tensor | Coefficients, signature: Signature | No
 
     if signature is None or numbers_of(coeffs, q.shape[1])[0] is None:
         return decode
-    from gfsa.kernels.decode_prepared import PreparedToken
+    from gfsa.kernels.decode import PreparedToken
 
     prepared = PreparedToken(q)
     _PREPARED.remember(signature, prepared)

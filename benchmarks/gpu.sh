@@ -24,13 +24,13 @@ export TORCHINDUCTOR_FX_GRAPH_CACHE=1
 COMPILED=(--suite models --compile --variants gfsa)
 BLOCKS=(--suite models --compile-blocks --variants gfsa)
 MODELS="32x12x128x64 256x6x197x64 8x12x1024x64:causal"
-TESTS="tests/operators/fused/test_gpu.py tests/operators/fused/test_gpu_packed.py tests/operators/fused/test_gpu_sweep.py tests/operators/fused/test_gpu_wide.py tests/operators/fused/test_gpu_decode.py tests/operators/fused/test_gpu_tune.py tests/operators/test_sdpa_cuda.py tests/operators/test_registered_rows_cuda.py tests/baselines/test_baseline_cuda.py tests/scale/test_long_padded_rows.py"
+TESTS="tests/kernels/test_gpu.py tests/kernels/test_gpu_packed.py tests/kernels/test_gpu_sweep.py tests/kernels/test_gpu_wide.py tests/kernels/test_gpu_decode.py tests/kernels/test_gpu_tune.py tests/operators/test_sdpa_cuda.py tests/operators/test_registered_rows_cuda.py tests/baselines/test_baseline_cuda.py tests/scale/test_long_padded_rows.py"
 SHORT=1024x6x64x64,32x12x128x64,256x6x197x64,32x12x256x64,32x12x512x64,8x12x1024x64:causal
 LONG=4x16x4096x64,2x16x8192x128,2x16x8192x128:causal
 PADDED=32x12x128x64:padded,32x12x256x64:padded,32x12x512x64:padded
 WIDE=4x16x4096x128:causal,8x32/8x2048x128:causal,1x16x32768x128:causal
 CAUSAL=4x16x4096x128:causal,8x32/8x2048x128:causal,8x12x1024x64:causal,64x8x1024x64:causal,16x16x2048x64:causal
-FUSED=tests/operators/fused
+FUSED=tests/kernels
 
 gfsa_bench() { python -m gfsa_benchmarks "$@"; }
 

@@ -25,13 +25,12 @@ from handover import NUMBERS, handed_over
 from torch import Tensor
 
 from gfsa.functional import graph_filter_attention
+from gfsa.kernels.autograd import kernels_for
+from gfsa.kernels.decode import decode, new_counters
+from gfsa.kernels.hopper import backward_path as hopper
+from gfsa.kernels.problem import Options, problem_of
+from gfsa.kernels.sweep import launch as sweep
 from gfsa.operators import AttentionOperator, Coefficients, Visibility
-from gfsa.operators.fused import eligibility
-from gfsa.operators.fused.decode import decode, new_counters
-from gfsa.operators.fused.dispatch import backward_path, forward_path
-from gfsa.operators.fused.hopper import backward_path as hopper
-from gfsa.operators.fused.problem import Options, problem_of
-from gfsa.operators.fused.sweep import launch as sweep
 
 
 class Call(NamedTuple):
@@ -63,9 +62,9 @@ def called(call: Call) -> None:
     ran = "degree 1"
     if degree == 2:
         options = Options(dim**-0.5, causal, dropout_p)
-        paths = forward_path(q, mask, options), backward_path(q, k, v, mask, options)
-        ran = " and ".join(path.__name__.split("fused.")[-1] for path in paths)  # type: ignore[attr-defined]
-        if paths[1] is hopper and hopper.adds_up_queries(problem_of(q, k, mask, options)):
+        forward, gradient, _ = kernels_for(q, mask, options)
+        ran = f"{forward} and {gradient}"
+        if gradient == "hopper" and hopper.adds_up_queries(problem_of(q, k, mask, options)):
             ran += ", dQ added up"
     finish(f"{call}: {ran}")
 
@@ -157,7 +156,7 @@ PARTS = {
     "sweep": by_dim(swept),
     "packed": by_dim(packed),
     # dQ added up with dK and dV: a last block that is not full, and whole ones
-    "wide": of_calls(Call(132, 128, causal=True), Call(256, 128)),
+    "wide": of_calls(Call(132, 128, causal=True), Call(256, 128, causal=True)),
     # lengths that are multiples of 4, beyond the short kernels' or with wider heads
     "hopper": of_calls(
         Call(260, 64, causal=True),
@@ -169,15 +168,13 @@ PARTS = {
     "short": of_calls(
         Call(100, 64, padded=True), Call(128, 64, causal=True, dropout_p=0.1), Call(197, 40)
     ),
-    # what the Hopper kernels do not take: dropout, other lengths; cuDNN's gradient from 2048 on
+    # what the Hopper kernels do not take: dropout, other lengths
     "long": of_calls(
         Call(290, 32, padded=True, dropout_p=0.1),
         Call(301, 64, causal=True),
         Call(2049, 128, causal=True),
     ),
-    "one-pass": of_calls(
-        Call(300, 64, degree=1, causal=True), Call(300, 40, degree=1, padded=True)
-    ),
+    "one-pass": of_calls(Call(300, 64, degree=1, causal=True), Call(300, 64, degree=1)),
     # degree 1 in one causal sweep, and its gradient in Gluon
     "one-sweep": of_calls(
         Call(1100, 64, degree=1, causal=True),
@@ -191,9 +188,8 @@ PARTS = {
 
 
 def main(parts: list[str]) -> None:
-    # one pass also where it was not timed, and dQ added up with dK and dV for few tokens
-    eligibility.ONE_PASS_NARROWEST, eligibility.ONE_PASS_MASKS_ARE_MEASURED = 33, True
-    hopper.LEAST_WITH_QUERIES, hopper.WITHOUT_A_MASK_WITH_QUERIES = 132, True
+    # dQ added up with dK and dV for few tokens, too
+    hopper.LEAST_WITH_QUERIES = 132
     for part in parts or PARTS:
         for run in PARTS[part]:
             run()

@@ -1,7 +1,7 @@
 """Imports point one way, from a user to what it uses; adapters alone import frameworks.
 
-operators ← filters ← functional, plugs ← models, lens, baselines ← cli, info, serve ← experiments,
-and benchmarks may import all of them.
+operators and kernels ← filters ← functional, plugs ← models, lens, baselines ← cli, info, serve ←
+experiments, and benchmarks may import all of them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = [ROOT / "src", ROOT / "experiments" / "src", ROOT / "benchmarks" / "src"]
 
-CORE = {"_version", "operators", "filters", "plugs"}
+CORE = {"_version", "kernels", "operators", "filters", "plugs"}
 EVERYTHING = {"gfsa", "functional", "environment", "lens", "baselines", "models", *CORE}
 # what each package (or module of the library) may import of ours, besides itself; "gfsa" is the
 # library's __init__
 MAY_IMPORT = {
     "_version": set(),
-    "operators": {"_version"},
+    "operators": {"_version", "kernels"},
+    "kernels": {"_version", "operators"},
     "filters": {"operators"},
-    "functional": {"operators", "filters"},
+    "functional": {"kernels", "operators", "filters"},
     "plugs": CORE,
     "models": CORE,
     "lens": CORE,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gfsa.kernels.routes import Backend, Decision
 from gfsa.operators.attention import AttentionOperator
 from gfsa.operators.autocast import autocast, no_autocast
 from gfsa.operators.call import AttentionCall
 from gfsa.operators.checks import check_call, check_coefficients, check_kinds, check_share
-from gfsa.operators.choice import Backend, Choice
 from gfsa.operators.linear import LinearOperator
 
 
@@ -88,24 +88,27 @@ def which_backend(
     scale: float | None = None,
     enable_gqa: bool = False,
     backend: Backend = "auto",
-) -> Choice:
-    """Say which backend :func:`graph_filter_attention` runs for these arguments, and why.
+    exclusive: float | Tensor | None = None,
+) -> Decision:
+    """Say which kernels :func:`graph_filter_attention` runs for these arguments, and why.
 
     Nothing is computed.
 
     Args:
-        q, k, v, coeffs, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as in
-            :func:`graph_filter_attention`.
+        q, k, v, coeffs, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend,
+            exclusive: as in :func:`graph_filter_attention`.
 
     Returns:
-        The backend, ``"dense"``, ``"sdpa"`` or ``"fused"``, and the reason, as a sentence.
+        The decision: ``backend`` says whose attention kernels run (``"dense"``, ``"sdpa"`` for
+        torch's, ``"fused"``), ``route`` and ``gradient`` which ones, ``reason`` why, and
+        ``rejected`` which were preferred and why they do not serve. ``print`` shows all of it.
 
     Raises:
         TypeError: as :func:`graph_filter_attention`.
         ValueError: likewise.
     """
     operator = AttentionOperator(q, k, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
-    return operator.which(coeffs, v)
+    return operator.which(coeffs, v, exclusive is not None)
 
 
 def linear_graph_filter_attention(

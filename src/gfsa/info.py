@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from gfsa.kernels.routes import Decision
 
 PACKAGES = (
     "torch",
@@ -77,6 +80,8 @@ def info(
         answer = "yes" if found.refusal is None else f"no: {found.refusal}"
         operators_table.add_row(found.operator, found.device, answer)
     console.print(operators_table)
+    for call, decision in decisions().items():
+        console.print(f"{call}: {decision}", highlight=False)
 
 
 def versions() -> dict[str, str | None]:
@@ -138,3 +143,25 @@ def operators() -> list[Availability]:
             answers.append(Availability(operator, device, refusal))
         answers.append(Availability("linear", device, None))
     return answers
+
+
+def decisions() -> dict[str, Decision]:
+    """What ``auto`` runs for training calls on a GPU, as ``which_backend`` says it."""
+    import torch
+
+    from gfsa.functional import which_backend
+
+    found: dict[str, Decision] = {}
+    if not torch.cuda.is_available():
+        # the operators say all there is to say
+        return found
+    for length, head_dim, causal in ((128, 64, False), (1024, 64, True), (2048, 128, True)):
+        # one number stands for all tokens: nothing is computed
+        tokens = torch.zeros(1, 1, 1, 1, device="cuda", dtype=torch.bfloat16)
+        tokens = tokens.expand(8, 12, length, head_dim)
+        for degree in (1, 2):
+            coeffs = torch.zeros(degree + 1, device="cuda")
+            kind = "causal tokens" if causal else "tokens"
+            call = f"degree {degree}, {length} {kind}, head dim {head_dim}"
+            found[call] = which_backend(tokens, tokens, tokens, coeffs, is_causal=causal)
+    return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 if TYPE_CHECKING:
-    from gfsa.operators.fused.tuned import Machine, Row, Shape
+    from gfsa.kernels.tuned import Machine, Row, Shape
 
 
 class Subject(Protocol):
@@ -33,7 +33,7 @@ class Subject(Protocol):
 
 def all_shapes() -> Iterator[Shape]:
     """The kinds of calls that are measured."""
-    from gfsa.operators.fused.tuned import HEAD_DIMS, LENGTHS, Shape
+    from gfsa.kernels.tuned import HEAD_DIMS, LENGTHS, Shape
 
     for degree in (1, 2):
         for head_dim in HEAD_DIMS:
@@ -55,7 +55,7 @@ def measure(
         on_row: called with each shape and its row, or the reason why there is none.
         on_compiled: called with the number of shapes that are compiled, and of all of them.
     """
-    from gfsa.operators.fused.tuned import Row
+    from gfsa.kernels.tuned import Row
 
     refusals = {shape: subject.refusal(shape) for shape in shapes}
     served = [shape for shape, refusal in refusals.items() if refusal is None]
@@ -86,7 +86,7 @@ def tune(
     """Check and time the fused kernels on this GPU, once; `auto` chooses by the result."""
     import torch
 
-    from gfsa.operators.fused import tuned
+    from gfsa.kernels import tuned
 
     if not torch.cuda.is_available():
         typer.echo("gfsa tune measures kernels on a GPU, and torch sees none here", err=True)
@@ -95,7 +95,7 @@ def tune(
     if device not in known:
         typer.echo(f"gfsa tune: --device is one of {', '.join(known)}, got {device!r}", err=True)
         raise typer.Exit(2)
-    from gfsa.operators.fused.tune_gpu import GPU
+    from gfsa.kernels.tune_gpu import GPU
 
     subject, shapes = GPU(torch.device(device)), list(all_shapes())
     rows: list[Row] = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gfsa.operators.choice import Choice
+from gfsa.kernels.routes import Decision
 from gfsa_benchmarks import suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
@@ -249,7 +249,8 @@ def test_dropout_is_for_operators(monkeypatch):
 
 def test_degree_one_around_attention_is_timed_with_dropout(monkeypatch):
     def chosen(*tokens, backend, **options):
-        return Choice("fused" if backend == "fused" else "sdpa", "a GPU")
+        name = "fused" if backend == "fused" else "sdpa"
+        return Decision(name, name, "", "a GPU")
 
     monkeypatch.setattr(suites, "which_backend", chosen)
     build = suite_called("ops").build
@@ -333,7 +334,8 @@ def test_fused_kernels_are_timed_where_they_take_the_call(monkeypatch):
         return by_torch(*tokens, backend="auto" if backend == "fused" else backend, **options)
 
     def chosen(*tokens, backend, **options):
-        return Choice("fused" if backend == "fused" else "sdpa", "")
+        name = "fused" if backend == "fused" else "sdpa"
+        return Decision(name, name, "", "a GPU")
 
     monkeypatch.setattr(suites, "graph_filter_attention", on_a_gpu)
     monkeypatch.setattr(suites, "which_backend", chosen)

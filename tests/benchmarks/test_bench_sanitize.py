@@ -10,13 +10,13 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from gfsa.operators.fused import eligibility  # noqa: E402
+from gfsa.kernels import routes  # noqa: E402
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "handover.py"
 
 
 @pytest.mark.skipif(
-    eligibility.TRITON not in eligibility.SHORT_TRITON, reason="Gluon changes with Triton's version"
+    routes.TRITON != routes.MEASURED_TRITON, reason="Gluon changes with Triton's version"
 )
 def test_every_arrival_follows_a_barrier_of_its_warps() -> None:
     from triton.backends.compiler import GPUTarget

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gfsa.operators import AttentionCall, choice
+from gfsa.kernels import routes
+from gfsa.operators import AttentionCall
 from gfsa_benchmarks import run_suite, training
 from gfsa_benchmarks.case import Setting, Shape
 from support.counting import Counting
@@ -82,15 +83,20 @@ def test_what_is_timed_as_compiled_is_compiled(monkeypatch: pytest.MonkeyPatch) 
 def test_what_ran_is_what_the_compiler_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole decoder it sees a description of the mask, which is None otherwise."""
 
-    def by_mask(
-        backend: choice.Backend, call: AttentionCall, v: torch.Tensor, degree: int
-    ) -> choice.Choice:
-        return choose("dense" if call.visible is None else "sdpa", call, v, degree)
+    decide, situation_of = routes.decide, routes.situation_of
 
-    choose = choice.choose
+    def by_mask(call: AttentionCall, v: torch.Tensor, degree: int) -> routes.Situation:
+        situation = situation_of(call, v, degree)
+        described = call.visible is not None
+        return situation._replace(only_torch="described" if described else None)
+
+    def decided(situation: routes.Situation, wanted: routes.Backend = "auto") -> routes.Decision:
+        return decide(situation, "sdpa" if situation.only_torch else "dense")
+
     monkeypatch.setattr(training, "LAYERS", 2)
-    monkeypatch.setattr(training.choice, "choose", by_mask)
-    monkeypatch.setattr(training.attention, "choose", by_mask)
+    monkeypatch.setattr(routes, "situation_of", by_mask)
+    monkeypatch.setattr(training, "_decide", decided)
+    monkeypatch.setattr(routes, "decide", decided)
     ran = {}
     for compiled in (None, "model", "blocks"):
         setting = Setting(torch.device("cpu"), torch.float32, compiled=compiled)

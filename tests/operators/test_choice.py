@@ -5,8 +5,8 @@ import torch
 
 from gfsa import graph_filter_attention
 from gfsa.functional import which_backend
+from gfsa.kernels import routes
 from gfsa.operators import AttentionOperator
-from gfsa.operators import choice as choices
 
 Q = torch.randn(1, 2, 5, 4)
 COEFFS = torch.tensor([0.0, 1.0, 0.0])
@@ -32,7 +32,7 @@ def test_dropout_needs_no_other_backend_on_a_cpu() -> None:
 def test_auto_falls_back_to_the_specification_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choices, "_generator_cannot_be_reset", lambda device: True)
+    monkeypatch.setattr(routes, "_generator_cannot_be_reset", lambda device: True)
     choice = which_backend(Q, Q, Q, COEFFS, dropout_p=0.1)
     assert choice.backend == "dense"
     assert "the dense operator can" in choice.reason
@@ -42,16 +42,18 @@ def test_auto_falls_back_to_the_specification_with_the_reason(
 
 def test_auto_weighs_a_fused_kernel_against_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faster, it is taken; slower, it is left, unless torch's kernels cannot serve at all."""
-    monkeypatch.setattr(choices, "refusal_by_fused", lambda *asked: None)
-    monkeypatch.setattr(choices.fused, "reason_against", lambda *asked: None)
+    # the decision is kept by what it depends on, of which the test replaces a part
+    monkeypatch.setattr(routes, "_decided", routes._decide)
+    monkeypatch.setattr(routes, "refusal_by_fused", lambda situation: None)
+    monkeypatch.setattr(routes, "_reason_by_measurements", lambda situation: None)
     choice = which_backend(Q, Q, Q, COEFFS)
     assert (choice.backend, "fastest" in choice.reason) == ("fused", True)
 
-    monkeypatch.setattr(choices.fused, "reason_against", lambda *asked: "too short to gain")
+    monkeypatch.setattr(routes, "_reason_by_measurements", lambda situation: "too short to gain")
     choice = which_backend(Q, Q, Q, COEFFS)
     assert (choice.backend, "too short to gain" in choice.reason) == ("sdpa", True)
 
-    monkeypatch.setattr(choices, "_generator_cannot_be_reset", lambda device: True)
+    monkeypatch.setattr(routes, "_generator_cannot_be_reset", lambda device: True)
     choice = which_backend(Q, Q, Q, COEFFS, dropout_p=0.1)
     assert (choice.backend, "one dropout mask" in choice.reason) == ("fused", True)
     # where H is dropped, only the operator that builds it will do
@@ -61,12 +63,12 @@ def test_auto_weighs_a_fused_kernel_against_torchs(monkeypatch: pytest.MonkeyPat
 
 def test_a_captured_graph_cannot_set_the_generator_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert choices._generator_cannot_be_reset(torch.device("cuda"))
-    assert not choices._generator_cannot_be_reset(torch.device("cpu"))
+    assert routes._generator_cannot_be_reset(torch.device("cuda"))
+    assert not routes._generator_cannot_be_reset(torch.device("cpu"))
 
 
 def test_a_name_that_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "_generator_cannot_be_reset", lambda device: True)
+    monkeypatch.setattr(routes, "_generator_cannot_be_reset", lambda device: True)
     with pytest.raises(ValueError, match=r"backend='sdpa' cannot serve this call: one dropout"):
         graph_filter_attention(Q, Q, Q, COEFFS, dropout_p=0.1, backend="sdpa")
     with pytest.raises(ValueError, match=r"backend='fused' cannot serve this call"):

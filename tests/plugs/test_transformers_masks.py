@@ -14,7 +14,6 @@ from torch import Tensor
 
 import gfsa
 from gfsa.operators import AttentionOperator, attention, by_rows
-from gfsa.operators.choice import Choice
 from support.sizes import LargestTensor
 
 transformers = pytest.importorskip("transformers")
@@ -360,7 +359,8 @@ def test_a_padded_prompt_in_a_static_cache_generates_the_same(
     assert len(seen) == 2
     assert all(mask is None and visible.keys.shape == (3, 1, N) for mask, visible in seen)
     with monkeypatch.context() as patch, written_by_transformers():
-        patch.setattr(attention, "choose", lambda *_: Choice("dense", "the specification"))
+        decide = attention.routes.decide
+        patch.setattr(attention.routes, "decide", lambda situation, _: decide(situation, "dense"))
         torch.testing.assert_close(found, generated(model, use_cache=False))
     torch.manual_seed(0)
     unplugged = MODELS[name](2).double().eval()

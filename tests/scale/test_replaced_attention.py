@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import gfsa
 from gfsa.functional import which_backend
-from gfsa.operators import AttentionCall, choice
+from gfsa.operators import call
 
 Q, K, V = torch.randn(3, 1, 4, 6, 8).unbind()
 COEFFS = torch.randn(4, 3)
@@ -47,13 +47,13 @@ def test_it_says_so(elsewhere: list[int]) -> None:
 
 
 def test_it_is_noticed_by_whoever_imports_gfsa_afterwards(elsewhere: list[int]) -> None:
-    spec = importlib.util.spec_from_file_location("choice_again", choice.__file__)
+    spec = importlib.util.spec_from_file_location("call_again", call.__file__)
     assert spec is not None
     assert spec.loader is not None
     again = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, {spec.name: again}):
         spec.loader.exec_module(again)
-    assert "replaced" in again.reason_for_sdpa_alone(AttentionCall(Q, K))
+    assert "replaced" in again.AttentionCall(Q, K).reason_for_torch_alone()
 
 
 @pytest.mark.parametrize("backend", ["dense", "fused"])

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gfsa.kernels.autograd import filter_attention
+from gfsa.kernels.problem import Options
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
-from gfsa.operators.fused.autograd import filter_attention
-from gfsa.operators.fused.problem import Options
 from support.dropout import surviving
 
 MaskKind = Literal["none", "keys", "full", "per head"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gfsa.operators.fused.launcher import Launch
+from gfsa.kernels.launcher import Launch
 
 
 def launched_grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:

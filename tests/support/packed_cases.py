@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gfsa.kernels.operator import FusedOperator
 from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator, Visibility
-from gfsa.operators.fused.operator import FusedOperator
 from support.dropout import surviving
 from support.fused_cases import NAMES, Problem, error
 

@@ -7,7 +7,7 @@ from typing import Any
 if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError(
         "triton was imported before its interpreter was switched on; run these tests in a process "
-        "of their own (tests/operators/fused/test_interpreted.py does)"
+        "of their own (tests/kernels/test_interpreted.py does)"
     )
 os.environ["TRITON_INTERPRET"] = "1"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gfsa.operators.fused import eligibility
+from gfsa.kernels import routes
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.memory import MIB
@@ -115,12 +115,12 @@ def _case(shape: Shape, setting: Setting, static: bool) -> Case:
 @contextmanager
 def _measured(kernel: bool) -> Iterator[None]:
     """Choose the kernel for a decoded token where it serves, or never."""
-    before = eligibility.DECODES_BY_KERNEL
-    eligibility.DECODES_BY_KERNEL = kernel
+    before = routes.DECODES_BY_KERNEL
+    routes.DECODES_BY_KERNEL = kernel
     try:
         yield
     finally:
-        eligibility.DECODES_BY_KERNEL = before
+        routes.DECODES_BY_KERNEL = before
 
 
 def _decoder(shape: Shape, setting: Setting) -> Any:

@@ -28,12 +28,14 @@ ROUNDS = 9
 @contextmanager
 def nothing_launched() -> Iterator[None]:
     """A context in which the fused kernels take any tensors and do nothing."""
-    from gfsa.operators.fused import decode, eligibility, launcher
-    from gfsa.operators.fused.long import launch as long
-    from gfsa.operators.fused.short import launch as short
-    from gfsa.operators.fused.short import prepared
-    from gfsa.operators.fused.sweep import degree_one_path as sweep_once
-    from gfsa.operators.fused.sweep import launch as sweep
+    from gfsa.kernels import decode, launcher, routes
+    from gfsa.kernels.long import launch as long
+    from gfsa.kernels.short import launch as short
+    from gfsa.kernels.short import prepared
+    from gfsa.kernels.sweep import degree_one_path as sweep_once
+    from gfsa.kernels.sweep import launch as sweep
+
+    hopper = routes.Hardware(routes.HOPPER, routes.MEASURED_TRITON, None)
 
     def call_launch(launch: Any, tensors: Any, *pointers: Tensor, numbers: Any = None) -> None:
         strides = tuple([x.stride() for x in tensors])
@@ -44,10 +46,7 @@ def nothing_launched() -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (launcher.Launch, "__call__", call_launch),
-        (eligibility, "_refusal_of_device", lambda q: None),
-        (eligibility, "_refusal_of_device_by_gluon", lambda q: None),
-        (eligibility, "capability", lambda device: (9, 0)),
-        (eligibility, "TRITON", eligibility.MEASURED_TRITON),
+        (routes, "hardware_of", lambda q: hopper),
         *((module, "multiprocessors", lambda device: 132) for module in (short, sweep, sweep_once)),
         (decode, "_splits", lambda *call: 2),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -57,14 +56,14 @@ def nothing_launched() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, replacement in replaced:
             stack.enter_context(mock.patch.object(module, name, replacement))
-        for cache in (attention._CHOICES, prepared._PREPARED):
+        for cache in (attention._DECISIONS, prepared._PREPARED):
             stack.enter_context(mock.patch.dict(cache, clear=True))
         yield
 
 
 def _without_c_functions(launch: Any, tensors: Any) -> Any:
     """A direct launch whose C functions do nothing."""
-    from gfsa.operators.fused.launcher import Direct
+    from gfsa.kernels.launcher import Direct
 
     direct: Any = Direct.__new__(Direct)
     direct.c_launcher = lambda *arguments: None

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.functional import graph_filter_attention, which_backend
+from gfsa.kernels.routes import Backend, refusal_by_fused, situation_of
 from gfsa.operators import AttentionCall, AttentionOperator, Visibility
-from gfsa.operators.choice import Backend, refusal_by_fused
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, variant
 
 # of a row's tokens: the shortest and the longest document that is drawn
@@ -121,7 +121,7 @@ def _together(
 
     q, k, v, _ = inputs
     call = AttentionCall(q, k, visible=described())
-    if backend == "fused" and refusal_by_fused(call, v, degree):
+    if backend == "fused" and refusal_by_fused(situation_of(call, v, degree)):
         backend = "auto"
 
     def operator(q: Tensor, k: Tensor) -> AttentionOperator:

@@ -136,7 +136,7 @@ def kind_of(name: str, own: Iterable[str]) -> str:
 
 def own_kernels() -> set[str]:
     """Names of this library's Triton kernels, in the modules that are imported."""
-    package = "gfsa.operators.fused"
+    package = "gfsa.kernels"
     modules = [module for name, module in sys.modules.items() if name.startswith(package)]
     functions = [getattr(x, "fn", None) for module in modules for x in vars(module).values()]
     return {

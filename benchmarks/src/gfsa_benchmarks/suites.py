@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gfsa.functional import graph_filter_attention, linear_graph_filter_attention, which_backend
-from gfsa.operators.choice import Backend
+from gfsa.kernels.routes import Backend
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic, variant
 from gfsa_benchmarks.decode import decode, decode_static, prefill
 from gfsa_benchmarks.deploy import deploy
@@ -153,7 +153,7 @@ def _around_torch(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> V
 
     def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
         # triton is imported where its kernels run
-        from gfsa.operators.fused.degree_one import combine_degree_one
+        from gfsa.kernels.degree_one import combine_degree_one
 
         return combine_degree_one(v, attend(q, k, v), coeffs)
 

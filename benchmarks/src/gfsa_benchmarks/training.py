@@ -11,8 +11,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from gfsa.operators import Coefficients, attention, choice
-from gfsa.operators.call import AttentionCall, DecisionCache
+from gfsa.kernels import routes
+from gfsa.operators import Coefficients, attention
+from gfsa.operators.call import DecisionCache
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
 from gfsa_benchmarks.published import published_attention
@@ -147,25 +148,26 @@ class _Served:
 
     def __init__(self, way: Way) -> None:
         self.way = way
-        # choices are cached; this cache holds those of this way alone
-        self.choices: DecisionCache[choice.Choice] = DecisionCache()
+        # decisions are cached; this cache holds those of this way alone
+        self.decisions: DecisionCache[routes.Decision] = DecisionCache()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         if self.way in ("torch", "auto"):
             yield
             return
-        sdpa = mock.patch.object(attention, "choose", _always_sdpa)
-        choices = mock.patch.object(attention, "_CHOICES", self.choices)
+        sdpa = mock.patch.object(routes, "decide", _always_sdpa)
+        decisions = mock.patch.object(attention, "_DECISIONS", self.decisions)
         published = mock.patch.object(attention.AttentionOperator, "polynomial", _published)
-        with sdpa, choices, published if self.way == "published" else nullcontext():
+        with sdpa, decisions, published if self.way == "published" else nullcontext():
             yield
 
 
-def _always_sdpa(
-    backend: choice.Backend, call: AttentionCall, v: Tensor, degree: int
-) -> choice.Choice:
-    return choice.choose("sdpa", call, v, degree)
+_decide = routes.decide
+
+
+def _always_sdpa(situation: routes.Situation, wanted: routes.Backend = "auto") -> routes.Decision:
+    return _decide(situation, "sdpa")
 
 
 def _published(operator: attention.AttentionOperator, coeffs: Coefficients, v: Tensor) -> Tensor:
@@ -178,17 +180,17 @@ def _published(operator: attention.AttentionOperator, coeffs: Coefficients, v: T
 
 
 def backend_of(loss: Callable[[], object]) -> str:
-    """Which operators a model's layers take in training, by watching one forward."""
+    """Whose kernels a model's layers run in training, by watching one forward."""
     taken: set[str] = set()
 
-    def recording_choose(*arguments: Any) -> choice.Choice:
-        chosen = choice.choose(*arguments)
-        taken.add(chosen.backend)
-        return chosen
+    def recording(*arguments: Any) -> routes.Decision:
+        decision = _decide(*arguments)
+        taken.add(decision.backend)
+        return decision
 
     with (
-        mock.patch.object(attention, "choose", recording_choose),
-        mock.patch.object(attention, "_CHOICES", DecisionCache()),
+        mock.patch.object(routes, "decide", recording),
+        mock.patch.object(attention, "_DECISIONS", DecisionCache()),
     ):
         loss()
     return "+".join(sorted(taken))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gfsa.kernels import routes
 from gfsa.operators.autocast import autocast, no_autocast
 from gfsa.operators.base import PLAIN, Coefficients, Operator, value_of, worth_taking_apart
 from gfsa.operators.call import (
@@ -24,7 +25,6 @@ from gfsa.operators.checks import (
     check_options,
     in_full_precision,
 )
-from gfsa.operators.choice import Backend, Choice, choose
 from gfsa.operators.dense import DenseOperator
 from gfsa.operators.sdpa import SDPAOperator
 from gfsa.operators.visibility import Visibility
@@ -58,7 +58,7 @@ class AttentionOperator(Operator):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-        backend: Backend = "auto",
+        backend: routes.Backend = "auto",
         dropout_after: DropoutPlace = "attention",
         visible: Visibility | None = None,
     ) -> None:
@@ -92,13 +92,13 @@ class AttentionOperator(Operator):
         if not (isinstance(v, Tensor) and isinstance(like, Tensor)):
             check_kinds(v=v, coeffs=like)
         (v,) = autocast(v)
-        choice = self._choice(like, v)
-        if choice.backend == "fused":
+        decision = self._decision(like, v, exclusive is not None)
+        if decision.route not in ("sdpa", "dense"):
             # autocast does not act on these kernels
-            return self._fused().polynomial(coeffs, v, exclusive)
+            return self._operator(decision).polynomial(coeffs, v)
         with no_autocast(v.device):
             numbers = in_full_precision(value_of(coeffs))
-            return self._operator(choice).polynomial(numbers, v, exclusive)
+            return self._operator(decision).polynomial(numbers, v, exclusive)
 
     def second_pass(self, heads: Sequence[int]) -> Operator | None:
         call = self.call
@@ -128,11 +128,11 @@ class AttentionOperator(Operator):
         with no_autocast(self.call.q.device):
             return DenseOperator.from_call(self.call.without_dropout()).dense()
 
-    def which(self, coeffs: Tensor, v: Tensor) -> Choice:
+    def which(self, coeffs: Tensor, v: Tensor, exclusive: bool = False) -> routes.Decision:
         """What :meth:`polynomial` runs for these arguments, and why; computes nothing."""
-        v = self._prepare(v)
-        degree = check_coefficients(coeffs, self.call.q).shape[-1] - 1
-        return choose(self.backend, self.call, v, degree)
+        check_kinds(v=v)
+        (v,) = autocast(v)
+        return self._check_and_decide(coeffs, v, exclusive)
 
     def _prepare(self, v: Tensor) -> Tensor:
         check_kinds(v=v)
@@ -140,26 +140,30 @@ class AttentionOperator(Operator):
         check_call(self.call, v)
         return v
 
-    def _choice(self, coeffs: Tensor, v: Tensor) -> Choice:
-        """The choice for such coefficients, all arguments checked."""
+    def _decision(self, coeffs: Tensor, v: Tensor, exclusive: bool) -> routes.Decision:
+        """The decision for such coefficients, all arguments checked."""
         call = self.call
         if not host_time_counts(call.q, call.k, v):
-            return self._check_and_choose(coeffs, v)
-        # beside kernels of a few microseconds, checking the same arguments again takes the time
-        signature = self._signature(coeffs, v)
-        choice = _CHOICES.get(signature)
-        if choice is None:
-            choice = self._check_and_choose(coeffs, v)
-            _CHOICES.remember(signature, choice)
-        return choice
+            return self._check_and_decide(coeffs, v, exclusive)
+        # checking the same arguments again would take longer than a short kernel
+        signature = (*self._signature(coeffs, v), exclusive)
+        decision = _DECISIONS.get(signature)
+        if decision is None:
+            decision = self._check_and_decide(coeffs, v, exclusive)
+            _DECISIONS.remember(signature, decision)
+        return decision
 
-    def _check_and_choose(self, coeffs: Tensor, v: Tensor) -> Choice:
+    def _check_and_decide(self, coeffs: Tensor, v: Tensor, exclusive: bool) -> routes.Decision:
         check_call(self.call, v)
         degree = check_coefficients(coeffs, self.call.q).shape[-1] - 1
-        return choose(self.backend, self.call, v, degree)
+        return self._decide(v, degree, exclusive)
+
+    def _decide(self, v: Tensor, degree: int, exclusive: bool = False) -> routes.Decision:
+        situation = routes.situation_of(self.call, v, degree, exclusive)
+        return routes.decide(situation, self.backend)
 
     def _signature(self, coeffs: Tensor, v: Tensor) -> Signature:
-        """All that the checks and the choice of an operator depend on."""
+        """All that the checks and the decision depend on."""
         q, k, mask, *options, visible = self.call
         return (
             *(type(q), q.shape, q.dtype, q.device),
@@ -169,26 +173,28 @@ class AttentionOperator(Operator):
             None if visible is None else visible.signature(),
             *options,
             *(self.backend, F.scaled_dot_product_attention, torch.is_grad_enabled()),
+            # whether cuDNN's gradient may run
+            *(torch.backends.cuda.cudnn_sdp_enabled(), torch._C._get_cudnn_enabled()),
+            torch.are_deterministic_algorithms_enabled(),
             self.call.dropout_p and torch.cuda.is_current_stream_capturing(),
         )
 
     def _chosen(self, v: Tensor, degree: int) -> Operator:
-        return self._operator(choose(self.backend, self.call, v, degree))
+        return self._operator(self._decide(v, degree))
 
-    def _operator(self, choice: Choice) -> Operator:
-        if choice.backend == "dense":
+    def _operator(self, decision: routes.Decision) -> Operator:
+        if decision.route == "dense":
             return DenseOperator.from_call(self.call)
-        return self._fused() if choice.backend == "fused" else SDPAOperator(self.call)
-
-    def _fused(self) -> Operator:
+        if decision.route == "sdpa":
+            return SDPAOperator(self.call)
         # triton is imported where its kernels run
-        from gfsa.operators.fused.operator import FusedOperator
+        from gfsa.kernels.operator import FusedOperator
 
-        return FusedOperator(self.call.with_key_mask())
+        return FusedOperator(self.call.with_key_mask(), decision)
 
 
-# choices for calls on a GPU
-_CHOICES: DecisionCache[Choice] = DecisionCache()
+# decisions about calls on a GPU
+_DECISIONS: DecisionCache[routes.Decision] = DecisionCache()
 
 
 def host_time_counts(q: Tensor, k: Tensor, v: Tensor) -> bool:

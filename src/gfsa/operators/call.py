@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gfsa.operators.base import repeat_heads, take_heads
 
 if TYPE_CHECKING:
     from gfsa.operators.visibility import Visibility
 
+# not torch.nn.functional's, which may be replaced when this module is imported
+TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 DropoutPlace = Literal["attention", "filter"]
 _DROPOUT_PLACES = get_args(DropoutPlace)
 
@@ -63,6 +67,18 @@ class AttentionCall(NamedTuple):
         return AttentionCall(
             q, k, keys, dropout_p, visible.causal, scale, enable_gqa, dropout_after
         )
+
+    def reason_for_torch_alone(self) -> str | None:
+        """Why torch's attention alone can compute A, or None if other operators can too."""
+        if self.q.is_nested:
+            return "only torch's attention knows which tokens of a nested tensor belong together"
+        # context parallel replaces torch's function, so that a call with the tokens of one process
+        # attends to all tokens
+        if F.scaled_dot_product_attention is not TORCH_ATTENTION:
+            return (
+                "torch's attention is replaced (context parallel), and only the replacement knows A"
+            )
+        return None
 
     def of_heads(self, heads: Sequence[int]) -> AttentionCall:
         """The map of some query heads, keys repeated for each of them, no entry dropped."""

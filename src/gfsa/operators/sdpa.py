@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from gfsa.operators.base import Operator, repeat_heads
 from gfsa.operators.by_rows import apply_by_rows, as_additive
 from gfsa.operators.call import AttentionCall
-from gfsa.operators.choice import reason_for_sdpa_alone
 from gfsa.operators.registered_rows import apply_registered, is_needed
 from gfsa.operators.visibility import Visibility
 
@@ -112,7 +111,7 @@ def powers_with_one_mask(apply: Callable[[Tensor], Tensor], v: Tensor, degree: i
 def _apply_described(call: AttentionCall, visible: Visibility, x: Tensor) -> Tensor:
     """``A·x`` where torch's kernels need a mask for what a query sees."""
     q, k = call.q, call.k
-    in_blocks = reason_for_sdpa_alone(call) is None
+    in_blocks = call.reason_for_torch_alone() is None
     if in_blocks and is_needed(visible, q, k, x, call.dropout_p):
         return apply_registered(visible, q, k, x, call.scale)
     return apply_by_rows(visible, q, k, x, call.dropout_p, call.scale, in_blocks)

@@ -26,7 +26,7 @@ from transformers.masking_utils import (
 
 from gfsa.operators import Visibility
 from gfsa.operators.by_rows import apply_by_rows
-from gfsa.operators.choice import TORCH_ATTENTION
+from gfsa.operators.call import TORCH_ATTENTION
 from gfsa.operators.exporting import is_exporting
 
 NAME = "gfsa|sdpa"

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
+from gfsa.kernels import routes
+from gfsa.kernels.routes import refusal_of_decoding
 from gfsa.operators import Coefficients, attention
 from gfsa.operators.call import AttentionCall, DecisionCache, Signature
-from gfsa.operators.choice import reason_for_sdpa_alone
-from gfsa.operators.fused import eligibility, refusal_of_decoding
 from gfsa.plugs.adapters.transformers.companions import (
     STATIC,
     GrowingPowers,
@@ -91,11 +91,11 @@ def decode_in_one_launch(
 def _decoder(q: Tensor, coeffs: Tensor | Coefficients, signature: Signature | None) -> Any:
     """What launches the kernel; for a signature it is prepared, and kept."""
     # triton is imported where its kernels run
-    from gfsa.operators.fused.decode import decode, numbers_of
+    from gfsa.kernels.decode import decode, numbers_of
 
     if signature is None or numbers_of(coeffs, q.shape[1])[0] is None:
         return decode
-    from gfsa.operators.fused.decode_prepared import PreparedToken
+    from gfsa.kernels.decode import PreparedToken
 
     prepared = PreparedToken(q)
     _PREPARED.remember(signature, prepared)
@@ -125,7 +125,7 @@ def _signature(
         *(type(theta), theta.shape, theta.stride(), theta.dtype, theta.device),
         *(base.stride(), base.dtype, base.device, basis.shape, basis.stride(), basis.dtype),
         None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
-        *(dropout_p, scale, eligibility.DECODES_BY_KERNEL, F.scaled_dot_product_attention),
+        *(dropout_p, scale, routes.DECODES_BY_KERNEL, F.scaled_dot_product_attention),
         torch.is_grad_enabled()
         and (q.requires_grad or k.requires_grad or v.requires_grad or theta.requires_grad),
     )
@@ -133,12 +133,12 @@ def _signature(
 
 def _serves(call: AttentionCall, companion: Any, coeffs: Tensor | Coefficients, v: Tensor) -> bool:
     """Whether the kernel for a decoded token serves the call."""
-    if refusal_of_decoding(call, v, coeffs) or reason_for_sdpa_alone(call):
+    if refusal_of_decoding(call, v, coeffs) or call.reason_for_torch_alone():
         return False
     if companion is not None and not has_rows_like(companion, call.q):
         return False
     # triton is imported where its kernels run
-    from gfsa.operators.fused.decode import takes_layout
+    from gfsa.kernels.decode import takes_layout
 
     return takes_layout(call.q, call.k, v)
 

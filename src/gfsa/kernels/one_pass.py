@@ -1,0 +1,518 @@
+r"""Degree 1 in one pass: ``out = c0·V + c1·A·V``, its kernel, its launches, and the torch operator.
+
+``A·V`` is neither written nor saved: what the filter adds is on chip already. In tensors of V's
+size the kernel moves 4, as attention does; around torch's attention the same filter moves more
+(``degree_one.py``).
+
+**The forward** is the kernel of this file, or one causal sweep (``sweep/degree_one.py``).
+Logsumexps are to base 2. Each head has a multiple of 16 of them, so that the copy engine can read
+them; queries beyond the last one have an infinite logsumexp. Scales are positive. A program's own
+rows are read by their addresses, ``…_in`` with strides, and a row of UNITS times 16 bytes: the copy
+engine's loads outside of a loop would wait for one another.
+
+**The gradient** is that of ``hopper/degree_one.py``. For wide heads of long causal rows it is
+cuDNN's, whose five products, and what is done around them, take less time than seven of own
+kernels:
+
+.. math::
+    dU = c_1 g, \qquad (dq, dk, A^\top dU) = \mathrm{attend}'(dU;\, q, k, V, U), \qquad
+    dV = c_0 g + A^\top dU
+
+One kernel before it computes dU, c0·g and the coefficients' gradients from g, U and V.
+"""
+
+# no postponed annotations here: the operator's schema is read from them
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gfsa.kernels import coefficients
+from gfsa.kernels.autograd import needs_registered_operator
+from gfsa.kernels.degree_one import gradient_launch
+from gfsa.kernels.hopper import degree_one_path as hopper
+from gfsa.kernels.launcher import Kernel, Launch, on_device_of
+from gfsa.kernels.layout import copyable_by_tile, empty_like, result_strides
+from gfsa.kernels.long.tiles import LOG2E
+from gfsa.kernels.problem import Options, Problem, padded, problem_of
+from gfsa.kernels.routes import Kernels, keeps_first_power, kernels_of, situation_of_kernels
+from gfsa.kernels.sweep import degree_one_path as sweep
+from gfsa.kernels.tile_access import describe, load_tile, store_tile
+from gfsa.operators.base import Coefficients
+
+JIT_OPTIONS = {
+    "do_not_specialize": [
+        *(f"{tensor}_{axis}" for tensor in "qv" for axis in "bhn"),
+        *("heads", "blocks", "total", "together", "zero"),
+    ],
+    "do_not_specialize_on_alignment": ["coeffs"],
+}
+
+
+@triton.jit
+def _own_block(blocks, total, together, LAST_FIRST: tl.constexpr):
+    """This program's block of rows and its head of all ``total`` heads of the batch.
+
+    Heads go ``together`` at a time through the same block, so that the longest blocks of a causal
+    call run first and the shortest ones fill the gaps at the end.
+    """
+    program = tl.program_id(0)
+    first = program // (blocks * together) * together
+    width = tl.minimum(together, total - first)
+    rest = program - first * blocks
+    block = rest // width
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, first + rest % width
+
+
+@triton.jit
+def _key_ranges(row, n, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Keys ``0 … clear`` that a block of queries sees in full, ``clear … end`` to be masked."""
+    end = n
+    clear = n // BN * BN
+    if CAUSAL:
+        end = tl.minimum(n, row + BM)
+        clear = row // BN * BN
+    return clear, end
+
+
+@triton.jit(**JIT_OPTIONS)
+def attend_once(
+    k_cols, v_cols, out_rows, q_in, v_in, lse_out, coeffs,
+    q_b, q_h, q_n, v_b, v_h, v_n,
+    heads, group, n, scale, blocks, total, together, zero,
+    UNITS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    POWERS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """``out = c0·V + c1·A·V`` and the logsumexp of the scores, for BM queries."""
+    block, bh = _own_block(blocks, total, together, CAUSAL)
+    b, h = bh // heads, bh % heads
+    key_head = h // group
+    row = block * BM
+    q = load_tile((q_in, q_b, q_h, q_n, n, UNITS), b, h, row, BM, D)
+    i = row + tl.arange(0, BM)
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    norm = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    clear, end = _key_ranges(row, n, BM, BN, CAUSAL)
+    top, norm, acc = _attend_range(
+        top, norm, acc, q, k_cols, v_cols, b, key_head, i, n, 0, clear,
+        scale, D, BN, STAGES, CAUSAL, False,
+    )  # fmt: skip
+    top, norm, acc = _attend_range(
+        top, norm, acc, q, k_cols, v_cols, b, key_head, i, n, clear, end,
+        scale, D, BN, STAGES, CAUSAL, True,
+    )  # fmt: skip
+    # a row without keys: its map is zero, and an infinite logsumexp makes it so in the gradient
+    empty = (norm == 0.0) | (i >= n)
+    norm = tl.where(empty, 1.0, norm)
+    lse = tl.where(empty, float("inf"), top + tl.log2(norm))
+    length = (n + 15) // 16 * 16
+    tl.store(lse_out + bh.to(tl.int64) * length + i, lse, mask=i < length)
+    c0 = tl.load(coeffs + h * POWERS)
+    c1 = tl.load(coeffs + h * POWERS + 1)
+    # computed anew behind a zero that the compiler does not know: addresses that it recognised
+    # would occupy registers in the loop
+    row += zero
+    v = load_tile((v_in, v_b, v_h, v_n, n, UNITS), b, key_head, row, BM, D).to(tl.float32)
+    store_tile(out_rows, c0 * v + acc * (c1 / norm)[:, None], b, h, row, BM, D)
+
+
+@triton.jit
+def _attend_range(
+    top, norm, acc, q, k_cols, v_cols, b, key_head, i, n, start, end,
+    scale, D: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BN)
+    sc = scale * LOG2E
+    for col in tl.range(start, end, BN, num_stages=STAGES):
+        k = load_tile(k_cols, b, key_head, col, BN, D)
+        s = tl.dot(q, tl.trans(k))
+        if MASKED:
+            j = col + columns
+            keep = (j < n)[None, :]
+            if CAUSAL:
+                keep = keep & (j[None, :] <= i[:, None])
+            s = tl.where(keep, s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1) * sc)
+        p = tl.exp2(s * sc - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        norm = norm * shrink + tl.sum(p, 1)
+        v = load_tile(v_cols, b, key_head, col, BN, D)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        top = new_top
+    return top, norm, acc
+
+
+# keys and values of heads that go through their blocks together: half of an H200's cache
+CACHED_BYTES = 24 * 2**20
+
+
+class Tiles(NamedTuple):
+    """How one kernel cuts its work."""
+
+    rows: int
+    """Rows that a program owns."""
+    cols: int
+    """Rows of the other side that it takes at a time."""
+    warps: int
+    stages: int
+    """Depth of the load pipeline."""
+
+
+# the fastest measured on an H200
+TILES = Tiles(64, 64, 4, 2)
+# wider steps where every query sees every key, from this length on
+WIDE = Tiles(64, 128, 4, 2)
+WIDE_FROM = 512
+
+
+def tiles(length: int, is_causal: bool) -> Tiles:
+    """The forward kernel's tiles for one call."""
+    return WIDE if length >= WIDE_FROM and not is_causal else TILES
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: None,
+    options: Options,
+    lse: Tensor,
+    u: None = None,
+) -> Tensor:
+    """The filter, without a mask; ``lse`` is written, and there is no U to be kept."""
+    problem, powers = problem_of(q, k, mask, options), coeffs.shape[1]
+    out = empty_like(q)
+    launch = _launch(problem, powers, _strides(q, v))
+    launch((k, v, out), q, v, lse, coeffs)
+    return out
+
+
+_KERNEL = Kernel(attend_once, describe)
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Strides over sequences, heads and rows, in 16 bytes, of what a kernel reads by itself."""
+    size = tensors[0].element_size()
+    return tuple([stride * size // 16 for x in tensors for stride in x.stride()[:3]])
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(problem: Problem, powers: int, strides: tuple[int, ...]) -> Launch:
+    """The kernel over the rows of one problem, ``strides`` as by :func:`_strides`."""
+    scale, is_causal, _ = problem.options
+    cut = tiles(problem.length, is_causal)
+    blocks, total = -(-problem.length // cut.rows), problem.batch * problem.heads
+    width = padded(problem.head_dim)
+    return Launch(
+        _KERNEL,
+        (blocks * total, 1, 1),
+        (*problem.variant, cut.warps, *(stride >= 2**31 for stride in strides)),
+        [(1, 1, cut.cols, width), (1, 1, cut.cols, width), (1, 1, cut.rows, width)],
+        (
+            *strides,
+            problem.heads,
+            problem.group,
+            problem.length,
+            scale,
+            blocks,
+            total,
+            _heads_together(problem),
+            0,
+        ),
+        (
+            problem.head_dim * problem.dtype.itemsize // 16,
+            width,
+            cut.rows,
+            cut.cols,
+            cut.stages,
+            powers,
+            is_causal,
+        ),
+        num_warps=cut.warps,
+    )
+
+
+def _heads_together(problem: Problem) -> int:
+    """How many heads go through one block before any goes on to the next."""
+    if not problem.options.is_causal:
+        # all blocks take the same time: head by head, whose keys are then in the cache
+        return 1
+    head_bytes = 2 * problem.length * problem.head_dim * problem.dtype.itemsize
+    return min(problem.batch * problem.heads, max(1, CACHED_BYTES // head_bytes))
+
+
+def gradient_by_cudnn(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    u: Tensor,
+    lse: Tensor,
+    coeffs: Tensor,
+    mask: None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, and partial sums of the coefficients' ``(H, 2, any number)``.
+
+    Args:
+        lse: natural logsumexps, ``(B, H, N)``.
+    """
+    launch = gradient_launch(u, v, coeffs.shape[1])
+    # in the layout that attention's output has for such queries
+    dv, du = empty_like(v), torch.empty_like(q)
+    parts = coeffs.new_empty(u.shape[1], 2, u.shape[0] * launch.grid[0])
+    launch((g, v, u, dv, du), coeffs, parts)
+    u = laid_out(u, du.stride())
+    dq, dk, first = attention_gradient(du, q, k, v, u, lse, options)
+    torch.add(first, dv, out=dv)
+    return _as(dq, q), _as(dk, k), dv, parts
+
+
+def _as(x: Tensor, like: Tensor) -> Tensor:
+    """``x``, or a copy that is laid out as results of the kernels are."""
+    return x if x.stride() == result_strides(like) else empty_like(like).copy_(x)
+
+
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """``x``, or a copy with these strides.
+
+    Torch looks cuDNN's plan for a gradient up by the layouts of q, k and v. The layouts of the
+    output and its gradient have to follow from those, or torch silently runs the plan of another
+    layout.
+    """
+    dims = zip(x.shape, x.stride(), strides, strict=True)
+    if all(size == 1 or stride == wanted for size, stride, wanted in dims):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def attention_gradient(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cuDNN's; ``g`` and ``out`` as :func:`laid_out` lays them out for q, k and v."""
+    length = q.shape[2]
+    # the random state, of which dropout alone has need
+    unused = torch.empty((), dtype=torch.int64, device=q.device)
+    # contiguous strides, also if it is a slice of a larger tensor
+    lse = lse.reshape(-1).view(*q.shape[:3], 1)
+    gradients: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        g, q, k, v, out, lse, unused, unused, None, None, None, length, length, 0.0,
+        options.is_causal, scale=options.scale,
+    )  # fmt: skip
+    return gradients
+
+
+# the functions of the routes' names
+FORWARD: dict[str, Any] = {"one_sweep": sweep.forward, "one_pass": attend}
+GRADIENT: dict[str, Any] = {"hopper": hopper.backward, "cudnn": gradient_by_cudnn}
+
+
+def filter_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor | Coefficients,
+    mask: Tensor | None,
+    options: Options,
+    kernels: Kernels | None = None,
+) -> Tensor:
+    """``c0·V + c1·A·V`` in one pass.
+
+    Args:
+        q: ``(B, H, N, D)``; k, v: ``(B, H / group, N, D)``.
+        coeffs: ``(H, 2)``, float32; or a filter's coefficients, in eager mode only and if
+            :func:`~gfsa.kernels.coefficients.takes` accepts them.
+        mask: spans with causality, see :func:`~gfsa.kernels.problem.are_spans`; or None.
+        kernels: the routes of this call, if they are decided already.
+    """
+    learned: Coefficients | None = None
+    if isinstance(coeffs, Coefficients):
+        learned, numbers = coeffs, coeffs.theta
+    else:
+        numbers = coeffs
+    if learned is None and needs_registered_operator(q):
+        keeps = keeps_first_power(situation_of_kernels(q, mask, *options, degree=1))
+        return forward(q, k, v, numbers, mask, options.is_causal, options.scale, keeps)[0]
+    if kernels is None:
+        kernels = kernels_for(q, mask, options)
+    # without a gradient to come, A·V is neither written nor kept
+    keeps = kernels.gradient == "cudnn"
+    if torch.is_grad_enabled():
+        settings = (learned, options, kernels.forward, keeps)
+        return _FilterOnce.apply(q, k, v, numbers, mask, settings)
+    values = numbers if learned is None else coefficients.evaluate(learned)
+    return _run(q, k, v, values, mask, options, kernels.forward, keeps)[0]
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    options: Options,
+    route: str,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, U, LSE)``: the filter, ``A·V``, and each row's logsumexp.
+
+    Args:
+        keeps: for cuDNN's gradient: U is saved and logsumexps are natural, ``(B, H, N)``. Without
+            it U is empty, and logsumexps are to base 2, ``(B, H, 1, N or more)``.
+    """
+    q, k, v = copyable_by_tile(q), copyable_by_tile(k), copyable_by_tile(v)
+    u = empty_like(q) if keeps else q.new_empty(0)
+    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
+    with on_device_of(q):
+        kept = u if keeps else None
+        out = FORWARD[route](q, k, v, coeffs.contiguous(), mask, options, lse, kept)
+    return out, u, lse
+
+
+def kernels_for(q: Tensor, mask: Tensor | None, options: Options) -> Kernels:
+    """The routes of a call in one pass; the kernel of this file beyond what was measured."""
+    found = kernels_of(situation_of_kernels(q, mask, *options, degree=1))
+    return found if found.forward in FORWARD else Kernels("one_pass", "hopper")
+
+
+def statistics_shape(q: Tensor, keeps: bool) -> tuple[int, ...]:
+    """The shape of logsumexps."""
+    batch, heads, length, _ = q.shape
+    if keeps:
+        return batch, heads, length
+    return batch, heads, 1, (length + 15) // 16 * 16
+
+
+def _run_backward(
+    g: Tensor, saved: tuple[Any, ...], options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # hooks on saved tensors may return them in another layout
+    q, k, v, out = [copyable_by_tile(x) for x in saved[:4]]
+    u, lse, coeffs, mask = saved[4:]
+    lse, coeffs, g = _copyable_numbers(lse), coeffs.contiguous(), copyable_by_tile(g)
+    gradient = "hopper"
+    if u.numel():
+        u, gradient = copyable_by_tile(u), "cudnn"
+    with on_device_of(q):
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = GRADIENT[gradient](
+            g, q, k, v, out, u, lse, coeffs, mask, options
+        )
+    return found
+
+
+def _copyable_numbers(x: Tensor) -> Tensor:
+    """Logsumexps, contiguous and from where the copy engine takes them."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+class _FilterOnce(torch.autograd.Function):
+    """The filter for autograd in eager mode, bypassing torch's dispatcher.
+
+    ``numbers`` are the tensor we differentiate: the coefficients, or θ if they are learned.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        numbers: Tensor,
+        mask: Tensor | None,
+        settings: tuple[Coefficients | None, Options, str, bool],
+    ) -> Tensor:
+        # settings are one argument: autograd inspects each of them
+        learned, options, route, keeps = settings
+        coeffs = numbers if learned is None else coefficients.evaluate(learned)
+        ctx.basis = None if learned is None else learned.basis
+        ctx.options = options
+        out, u, lse = _run(q, k, v, coeffs, mask, options, route, keeps)
+        ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, parts = _run_backward(g, ctx.saved_tensors, ctx.options)
+        return dq, dk, dv, coefficients.gradient(parts, ctx.basis), None, None
+
+
+@torch.library.custom_op("gfsa::filter_once", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The registered operator: ``(out, U, LSE)``."""
+    options = Options(scale, is_causal)
+    route = kernels_for(q, mask, options).forward
+    return _run(q, k, v, coeffs, mask, options, route, keeps)
+
+
+@torch.library.custom_op("gfsa::filter_once_backward", mutates_args=())
+def backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    u: Tensor,
+    lse: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the coefficients."""
+    saved = (q, k, v, out, u, lse, coeffs, mask)
+    dq, dk, dv, parts = _run_backward(g, saved, Options(scale, is_causal))
+    return dq, dk, dv, coefficients.total(parts)
+
+
+@forward.register_fake
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    keeps = rest[-1]
+    u = empty_like(q) if keeps else q.new_empty(0)
+    lse = q.new_empty(statistics_shape(q, keeps), dtype=torch.float32)
+    return empty_like(q), u, lse
+
+
+@backward.register_fake
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    coeffs = rest[3]
+    return empty_like(q), empty_like(k), empty_like(v), coeffs.new_empty(coeffs.shape[0], 2)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, coeffs, mask, *ctx.options, _ = inputs
+    out, u, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(u, lse)
+    ctx.save_for_backward(q, k, v, out, u, lse, coeffs, mask)
+
+
+def _differentiate(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 8
+    gradients = backward(g, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, None, None, None, None)
+
+
+forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,836 @@
+"""Which kernels serve a call: one table, asked once.
+
+A call is reduced to a :class:`Situation`, plain values that can be hashed. :data:`ROUTES` lists the
+ways to compute a filter, the fastest first. :func:`decide` returns the first route that takes the
+situation, the kernels of its gradient, and why the routes before it do not serve. Everything asks
+here: the façade (``operators/attention.py``), the torch operators of the kernels, decoding,
+:func:`gfsa.functional.which_backend`, ``gfsa info``, and the table in docs/kernels.md
+(:func:`as_markdown`).
+
+Limits are those of measurements on an H200 (results/kernels.md) or of a kernel's code. Importing
+this imports no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from gfsa.kernels import tuned
+from gfsa.operators.base import Coefficients
+from gfsa.operators.call import AttentionCall
+from gfsa.operators.exporting import is_exporting
+from gfsa.operators.visibility import refusal_of_spans
+
+Backend = Literal["auto", "dense", "sdpa", "fused"]
+# torch 2.6's compiler cannot call get_args
+_BACKENDS = get_args(Backend)
+
+
+def _installed_triton() -> tuple[int, ...]:
+    """Triton's version, empty if it is not installed; it is not imported for this."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def turned_off(value: str) -> bool:
+    """Whether ``GFSA_FUSED`` with this value turns the fused kernels off."""
+    if value not in ("", "0", "1"):
+        raise ValueError(f"GFSA_FUSED must be 0 (no fused kernels) or 1, got {value!r}")
+    return value == "0"
+
+
+# read once: a process that has compiled a call keeps the operator that served it
+TURNED_OFF = turned_off(os.environ.get("GFSA_FUSED", ""))
+TRITON = _installed_triton()
+MINIMAL_TRITON = (3, 6)
+# bfloat16 in matrix products, and loads that run ahead
+MINIMAL_MAJOR = 8
+# where the kernels were measured, and what those in Gluon are written for: the interface of
+# Triton's lower-level language changes from version to version
+HOPPER = (9, 0)
+MEASURED_TRITON = (3, 6)
+# dropout counts entries of one head's map in 32 bits
+LONGEST_WITH_DROPOUT = 65536
+# CUDA's limit for the second dimension of a launch
+MOST_HEADS = 65535
+
+# the short kernels, which hold a whole sequence on chip: most tokens, largest head dim, and largest
+# strides of a mask, whose entries they count in 32 bits
+SHORT_LENGTH = 256
+SHORT_HEAD_DIM = 64
+SHORT_MASK_STRIDE = 2**20
+
+# degree 1 in one pass: lengths and least head dim at which it is faster than torch's attention with
+# a kernel around it, and at least as fast as the short kernels; head dims of its gradient
+ONCE_LENGTHS = (197, 8192)
+ONCE_HEAD_DIM = 64
+ONCE_HEAD_DIMS = (64, 128)
+# in one causal sweep, without spans: least tokens
+ONE_SWEEP_FROM = 512
+# wider heads of more tokens leave the gradient to cuDNN, whose five products then outweigh what is
+# done around them; own kernels take seven
+CUDNN_FROM = 4097
+
+# degree 2 in one causal sweep: head dims, least and most tokens of a sequence
+SWEEP_HEAD_DIMS = (64, 128)
+SWEEP_LENGTHS = (1024, 32768)
+# least tokens, counted once for each head: with fewer, programs wait for each other's blocks
+SWEEP_TOKENS = 96 * 1024
+
+# the kernel for one decoded token: largest head dim, and most rows of a cache, free ones included,
+# which it counts in 32 bits
+DECODE_HEAD_DIM = 256
+DECODE_LENGTH = 2**30
+# benchmarks turn it off to compare the kernel with torch's calls
+DECODES_BY_KERNEL = True
+
+# kinds of masks
+NO_MASK = "none"
+KEYS = "keys"
+"""The same for every query and head: padding."""
+FAR_KEYS = "far keys"
+"""The same, with a stride that needs 64 bits."""
+PAIRS = "pairs"
+"""Over queries and keys, the same for every head, with contiguous rows."""
+OTHER_PAIRS = "other pairs"
+"""Any other bool mask over queries and keys."""
+SPANS = "spans"
+"""Causal windows and documents, see :func:`gfsa.kernels.problem.are_spans`."""
+ADDITIVE = "additive"
+UNDESCRIBED = "not spans"
+"""A visibility that spans do not describe."""
+
+
+class Hardware(NamedTuple):
+    """What a call runs on, and why no kernel of the library may run there."""
+
+    gpu: tuple[int, int] | None
+    """The compute capability; None if it is not an NVIDIA GPU."""
+    triton: tuple[int, ...]
+    refusal: str | None
+
+
+class Situation(NamedTuple):
+    """All that a decision about a call depends on, but for measurements by ``gfsa tune``."""
+
+    degree: int
+    hardware: Hardware
+    device: torch.device
+    dtype: torch.dtype
+    dims: int
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    value_dim: int
+    mask: str = NO_MASK
+    mask_words: str | None = None
+    """Why spans do not describe the visibility of an UNDESCRIBED mask."""
+    causal: bool = False
+    dropout_p: float = 0.0
+    positive_scale: bool = True
+    grad: bool = True
+    cudnn: bool = False
+    """Whether cuDNN's attention gradient may run: it is on, and need not give the same bits."""
+    compiling: bool = False
+    only_torch: str | None = None
+    """Why torch's attention alone can compute A."""
+    exclusive: bool = False
+    """Whether the filter takes the part along a token's own value out."""
+    drops_filter: bool = False
+    """Whether dropout drops entries of H, not of A."""
+    fixed_generator: bool = False
+    """Whether dropout needs the random generator reset between passes, and it cannot be."""
+
+
+class Decision(NamedTuple):
+    """What serves a call, and why.
+
+    Args:
+        backend: whose attention kernels run: ``"dense"``, ``"sdpa"`` (torch's) or ``"fused"``.
+        route: the name of the route in :data:`ROUTES`. While a model is compiled, the torch
+            operator that the graph holds; it chooses its route when it runs.
+        gradient: the kernels of the gradient, ``"none"`` where autograd is off.
+        reason: why, as a sentence.
+        rejected: ``(route, reason)`` of what was preferred and does not serve.
+    """
+
+    backend: str
+    route: str
+    gradient: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.route} (backend {self.backend}, gradient {self.gradient}): {self.reason}"]
+        return "\n".join([*lines, *(f"  not {name}: {reason}" for name, reason in self.rejected)])
+
+
+# --- the situation of a call -------------------------------------------------------------------
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU, a constant to the compiler."""
+    return _capability(device)
+
+
+def cudnn_attention_is_on() -> bool:
+    """Whether torch has cuDNN and may take its attention, whose gradient adds up in any order.
+
+    A constant to the compiler.
+    """
+    # the switch for attention alone is on in builds without cuDNN, too
+    if not (torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled):
+        return False
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+# all that torch.compiler.assume_constant_result does, which imports the whole compiler to do it
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+cudnn_attention_is_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def hardware_of(q: Tensor) -> Hardware:
+    """What the tokens lie on."""
+    gpu = None
+    if q.is_cuda and torch.version.hip is None:
+        # unpacked: the compiler cannot compare a tuple that is a constant to it
+        major, minor = capability(q.device)
+        gpu = (major, minor)
+    return Hardware(gpu, TRITON, _refusal_of_tensor(q, gpu))
+
+
+def _refusal_of_tensor(q: Tensor, gpu: tuple[int, int] | None) -> str | None:
+    if TURNED_OFF:
+        return "GFSA_FUSED=0 in the environment turns the fused kernels off"
+    if gpu is None:
+        return f"the fused kernels need an NVIDIA GPU, the tokens are on {q.device}"
+    if gpu[0] < MINIMAL_MAJOR:
+        return (
+            f"the fused kernels need a GPU of compute capability {MINIMAL_MAJOR}.0 (Ampere) or "
+            f"newer, this one has {gpu[0]}.{gpu[1]}"
+        )
+    if TRITON < MINIMAL_TRITON:
+        return f"the fused kernels need Triton {MINIMAL_TRITON} or newer, found {TRITON or 'none'}"
+    if q.is_nested or type(q).__name__ == "DTensor":
+        return f"the fused kernels take plain tensors, not {type(q).__name__}"
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        # the trace would return memory that nothing writes
+        return "torch.jit.trace does not record the fused kernels"
+    return None
+
+
+def situation_of(
+    call: AttentionCall, v: Tensor, degree: int, exclusive: bool = False
+) -> Situation:
+    """The situation of a filter of ``degree`` on ``v``."""
+    call = call.with_key_mask()
+    q, visible, dropout_p = call.q, call.visible, call.dropout_p
+    batch = heads = tokens = head_dim = value_dim = 0
+    # sizes of nested tensors are symbols, and torch's attention serves them whatever they are
+    if not q.is_nested:
+        tokens, head_dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
+    if q.dim() == 4 and not q.is_nested:
+        batch, heads = q.shape[0], q.shape[1]
+    mask, mask_words, causal = NO_MASK, None, call.is_causal
+    if visible is not None:
+        mask_words = refusal_of_spans(visible)
+        mask, causal = (SPANS, True) if mask_words is None else (UNDESCRIBED, visible.causal)
+    elif call.attn_mask is not None:
+        mask = kind_of(call.attn_mask, tokens, copies=True)
+    return Situation(
+        degree=degree,
+        hardware=hardware_of(q),
+        device=q.device,
+        dtype=q.dtype,
+        dims=q.dim(),
+        batch=batch,
+        heads=heads,
+        tokens=tokens,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        mask=mask,
+        mask_words=mask_words,
+        causal=causal,
+        dropout_p=dropout_p,
+        positive_scale=call.scale is None or call.scale > 0.0,
+        grad=torch.is_grad_enabled(),
+        cudnn=degree == 1 and head_dim > SHORT_HEAD_DIM and cudnn_attention_is_on(),
+        compiling=torch.compiler.is_compiling(),
+        only_torch=call.reason_for_torch_alone(),
+        exclusive=exclusive,
+        drops_filter=bool(dropout_p) and call.dropout_after == "filter",
+        fixed_generator=bool(dropout_p) and degree > 1 and _generator_cannot_be_reset(q.device),
+    )
+
+
+def situation_of_kernels(
+    q: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout_p: float, degree: int
+) -> Situation:
+    """The situation of a call that the kernels take, by what they are given.
+
+    Args:
+        mask: bool; or spans, see :func:`gfsa.kernels.problem.are_spans`.
+    """
+    batch, heads, tokens, head_dim = q.shape
+    return Situation(
+        degree=degree,
+        hardware=hardware_of(q),
+        device=q.device,
+        dtype=q.dtype,
+        dims=4,
+        batch=batch,
+        heads=heads,
+        tokens=tokens,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        mask=NO_MASK if mask is None else kind_of(mask, tokens, copies=False),
+        causal=causal,
+        dropout_p=dropout_p,
+        positive_scale=scale > 0.0,
+        grad=torch.is_grad_enabled(),
+        cudnn=degree == 1 and head_dim > SHORT_HEAD_DIM and cudnn_attention_is_on(),
+    )
+
+
+def kind_of(mask: Tensor, tokens: int, copies: bool) -> str:
+    """The kind of a mask, as it is or, if it ``copies``, as by :func:`with_contiguous_rows`."""
+    if mask.dtype == torch.int32:
+        return SPANS
+    if mask.dtype != torch.bool:
+        return ADDITIVE
+    if is_key_mask(mask):
+        far = mask.dim() > 0 and mask.stride(-1) > SHORT_MASK_STRIDE
+        return FAR_KEYS if far else KEYS
+    row, key = mask.stride()[-2:]
+    same_for_heads = _is_constant_over(mask, -3)
+    if copies and tokens <= SHORT_LENGTH and key != 1 and not mask.is_contiguous():
+        row, key = mask.shape[-1], 1
+        same_for_heads = mask.dim() < 3 or mask.shape[-3] == 1
+    whole_rows = mask.shape[-1] == tokens and key == 1 and row <= SHORT_MASK_STRIDE
+    return PAIRS if same_for_heads and whole_rows else OTHER_PAIRS
+
+
+def with_contiguous_rows(mask: Tensor, tokens: int) -> Tensor:
+    """``mask`` as the short kernels read it: a copy of one that is broadcast over keys.
+
+    Compiled models of transformers make such a mask where nothing is hidden.
+    """
+    if tokens > SHORT_LENGTH or is_key_mask(mask) or mask.stride(-1) == 1:
+        return mask
+    return mask.contiguous()
+
+
+def is_key_mask(mask: Tensor) -> bool:
+    """Whether a mask is the same for every query and head."""
+    return _is_constant_over(mask, -2) and _is_constant_over(mask, -3)
+
+
+def _is_constant_over(mask: Tensor, dim: int) -> bool:
+    return mask.dim() < -dim or mask.shape[dim] == 1 or mask.stride(dim) == 0
+
+
+def _generator_cannot_be_reset(device: torch.device) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# --- what each route refuses -------------------------------------------------------------------
+
+
+def refusal_by_fused(s: Situation) -> str | None:
+    """Why no kernel of the library takes the call, or None if one does."""
+    if s.degree not in (1, 2):
+        return f"the fused kernels are for filters of degree 1 and 2, this one has {s.degree}"
+    return s.hardware.refusal or _refusal_of_tokens(s) or _refusal_of_options(s)
+
+
+def _refusal_of_tokens(s: Situation) -> str | None:
+    if s.dtype not in (torch.bfloat16, torch.float16):
+        return f"the fused kernels take bfloat16 and float16, not {s.dtype}"
+    if s.dims != 4:
+        return f"the fused kernels take tokens (B, H, N, D), got {s.dims} dimensions"
+    if s.value_dim != s.head_dim:
+        return (
+            "the fused kernels need values of the queries' head dim "
+            f"({s.head_dim}), got {s.value_dim}"
+        )
+    if s.head_dim % 8 or not 8 <= s.head_dim <= 128:
+        return (
+            f"the fused kernels take head dims up to 128 that are multiples of 8, got {s.head_dim}"
+        )
+    if s.batch == 0 or s.heads == 0 or s.tokens == 0:
+        return "there are no tokens"
+    if s.batch * s.heads > MOST_HEADS:
+        return (
+            f"the fused kernels take {MOST_HEADS} heads of all sequences together, "
+            f"got {s.batch * s.heads}"
+        )
+    return None
+
+
+def _refusal_of_options(s: Situation) -> str | None:
+    if s.exclusive:
+        return "the fused kernels have no exclusive term"
+    if s.mask == ADDITIVE:
+        return "the fused kernels take bool masks, not additive ones"
+    if s.mask == UNDESCRIBED:
+        return f"the fused kernels take causal windows and documents alone, here {s.mask_words}"
+    if s.dropout_p >= 1.0:
+        return f"the fused kernels need dropout_p below 1, got {s.dropout_p}"
+    if s.dropout_p and s.tokens > LONGEST_WITH_DROPOUT:
+        return f"the fused kernels take {LONGEST_WITH_DROPOUT} tokens at most with dropout"
+    # degree 1 has kernels for wide heads everywhere, but for windows and documents
+    if (s.degree == 2 or s.mask == SPANS) and not _fits_two_passes(s):
+        major, minor = s.hardware.gpu or (0, 0)
+        return (
+            "the fused kernels of degree 2, and of windows and documents, take head dims up to "
+            f"{SHORT_HEAD_DIM} on GPUs with 99 KiB of shared memory a program, as this one of "
+            f"compute capability {major}.{minor}, got {s.head_dim}"
+        )
+    return None
+
+
+def _fits_two_passes(s: Situation) -> bool:
+    """Whether the tiles of the two passes' gradient fit: 145 KiB at a head dim of 128.
+
+    Some GPUs have 99 KiB a program, by the table of compute capabilities in CUDA's guide.
+    """
+    if s.head_dim <= SHORT_HEAD_DIM or s.hardware.gpu is None:
+        return True
+    major, minor = s.hardware.gpu
+    return not (major == 12 or (major == 8 and minor in (6, 9)))
+
+
+def _refusal_by_gluon(s: Situation) -> str | None:
+    gpu, triton, _ = s.hardware
+    if gpu != HOPPER:
+        return "it is written for Hopper GPUs"
+    if triton != MEASURED_TRITON:
+        return f"it is written for Triton {MEASURED_TRITON}, found {triton}"
+    return None
+
+
+def _refusal_by_once(s: Situation) -> str | None:
+    """Of degree 1 in one pass, by either of its forward kernels."""
+    if s.dropout_p:
+        return "it has no dropout"
+    if not s.positive_scale:
+        return "it takes positive scales only"
+    if s.head_dim not in ONCE_HEAD_DIMS:
+        return f"it takes head dims of {ONCE_HEAD_DIMS}"
+    if s.mask not in (NO_MASK, SPANS):
+        return "it takes no mask but causality, windows and documents"
+    # with these it serves any length: the kernels of degree 2 would compute a power for nothing
+    if s.mask != SPANS:
+        least, most = ONCE_LENGTHS
+        if s.tokens < least or s.tokens > most:
+            return f"it is the fastest from {least} to {most} tokens"
+        if s.head_dim > ONCE_HEAD_DIM and (not s.causal or s.tokens < ONE_SWEEP_FROM):
+            return f"it takes head dims beyond {ONCE_HEAD_DIM} in one causal sweep only"
+    return _refusal_by_gluon(s)
+
+
+def _refusal_by_one_sweep(s: Situation) -> str | None:
+    if not s.causal:
+        return "it takes causal calls only"
+    if s.tokens < ONE_SWEEP_FROM and s.mask != SPANS:
+        return f"it takes {ONE_SWEEP_FROM} tokens or more"
+    return _refusal_by_once(s)
+
+
+def _refusal_by_short(s: Situation) -> str | None:
+    if s.tokens > SHORT_LENGTH or s.head_dim > SHORT_HEAD_DIM:
+        return f"it takes {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM} at most"
+    if not s.positive_scale:
+        return "it takes positive scales only"
+    if s.mask == SPANS:
+        return "it takes neither windows nor documents"
+    if s.mask == FAR_KEYS:
+        return f"it takes masks of keys with strides of {SHORT_MASK_STRIDE} at most"
+    if s.mask == OTHER_PAIRS:
+        return "it takes masks that are the same for every head, with contiguous rows"
+    return _refusal_by_gluon(s)
+
+
+def _refusal_by_sweep(s: Situation) -> str | None:
+    if not s.causal or s.mask not in (NO_MASK, SPANS):
+        return "it takes a causal mask, with windows and documents or alone"
+    if s.dropout_p:
+        return "it has no dropout"
+    if not s.positive_scale:
+        return "it takes positive scales only"
+    if s.head_dim not in SWEEP_HEAD_DIMS:
+        return f"it takes head dims of {SWEEP_HEAD_DIMS}"
+    least, most = SWEEP_LENGTHS
+    if not least <= s.tokens <= most:
+        return f"it takes {least} to {most} tokens"
+    if s.batch * s.heads * s.tokens < SWEEP_TOKENS:
+        return f"it takes {SWEEP_TOKENS} tokens or more, counted once for each head"
+    if s.heads * s.head_dim * s.tokens >= 2**31:
+        return "it counts a sequence's output in 32 bits"
+    return _refusal_by_gluon(s)
+
+
+def _refusal_by_two_pass(s: Situation) -> str | None:
+    """Degree 2 always; degree 1, with c2 = 0, where torch's attention would write a mask of N×N.
+
+    Torch takes no spans, and of padding and causality one at a time.
+    """
+    if s.degree == 2 or s.mask == SPANS:
+        return None
+    if s.mask not in (KEYS, FAR_KEYS) or not s.causal or s.dropout_p:
+        return "of degree 1 it takes padded causal rows, windows and documents"
+    return None if _fits_two_passes(s) else "its gradient needs more shared memory"
+
+
+def _never(s: Situation) -> str | None:
+    return None
+
+
+def refusal_by_sdpa(s: Situation) -> str | None:
+    """Why torch's attention cannot serve the call, one call for each power."""
+    if s.fixed_generator:
+        return (
+            "one dropout mask for all passes needs the random generator reset between them, "
+            "which a compiled or captured graph cannot do; the dense operator can"
+        )
+    return None
+
+
+def reason_for_dense_alone(s: Situation) -> str | None:
+    """Why the dense operator alone can serve the call, or None if other operators can too."""
+    if s.drops_filter:
+        return "entries of H can only be dropped where H is built, by the dense operator"
+    return None
+
+
+# --- the kernels of the gradient ---------------------------------------------------------------
+
+
+def _once_gradient(s: Situation) -> str:
+    """cuDNN's takes no spans, and needs A·V, which one sweep keeps for it."""
+    wide = s.head_dim > ONCE_HEAD_DIM and s.tokens >= CUDNN_FROM
+    return "cudnn" if wide and s.mask == NO_MASK and s.cudnn else "hopper"
+
+
+def _filter_gradient(s: Situation) -> str:
+    return "two_pass" if refusal_by_hopper_gradient(s) is not None else "hopper"
+
+
+def refusal_by_hopper_gradient(s: Situation) -> str | None:
+    """Why the Hopper kernels do not serve the gradient of a sweep or of two passes."""
+    if s.dropout_p:
+        return "it has no dropout"
+    if s.mask in (PAIRS, OTHER_PAIRS):
+        return "it takes no masks over queries and keys"
+    if s.tokens % 4:
+        # rows of logsumexps, which the copy engine takes from multiples of 16 bytes on
+        return "it takes lengths that are multiples of 4"
+    return _refusal_by_gluon(s)
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """One way to compute a filter."""
+
+    name: str
+    operation: str
+    """What a graph holds: a torch operator, which chooses among its routes when it runs."""
+    backend: str
+    degrees: tuple[int, ...]
+    refusal: Callable[[Situation], str | None]
+    """Why the route does not take a call that the fused kernels take."""
+    gradient: Callable[[Situation], str]
+    takes: str
+    """For readers."""
+    gradients: str
+
+
+# from the fastest to the most general
+ROUTES = (
+    Route(
+        *("one_sweep", "once", "fused", (1,), _refusal_by_one_sweep, _once_gradient),
+        f"causal, head dims 64 and 128, {ONE_SWEEP_FROM} to {ONCE_LENGTHS[1]} tokens; windows and "
+        "documents of any length",
+        f"hopper; cudnn at head dim 128 from {CUDNN_FROM} tokens on, without windows and documents",
+    ),
+    Route(
+        *("one_pass", "once", "fused", (1,), _refusal_by_once, _once_gradient),
+        f"head dim 64, {ONCE_LENGTHS[0]} to {ONCE_LENGTHS[1]} tokens, no mask but causality",
+        "hopper",
+    ),
+    Route(
+        *("short", "filter", "fused", (1, 2), _refusal_by_short, lambda s: "short"),
+        f"up to {SHORT_LENGTH} tokens and a head dim of {SHORT_HEAD_DIM}, masks that are the same "
+        "for every head, dropout",
+        "short",
+    ),
+    Route(
+        *("sweep", "filter", "fused", (2,), _refusal_by_sweep, _filter_gradient),
+        f"causal, head dims 64 and 128, {SWEEP_LENGTHS[0]} to {SWEEP_LENGTHS[1]} tokens and "
+        f"{SWEEP_TOKENS} or more of all heads, windows and documents",
+        "hopper; two_pass for lengths that are not multiples of 4",
+    ),
+    Route(
+        *("two_pass", "filter", "fused", (1, 2), _refusal_by_two_pass, _filter_gradient),
+        "degree 2: every call; degree 1: padded causal rows, windows and documents",
+        "hopper on Hopper GPUs; two_pass with dropout, masks over queries and keys, and lengths "
+        "that are not multiples of 4",
+    ),
+    Route(
+        *("around_torch", "around", "sdpa", (1,), _never, lambda s: "around_torch"),
+        "every call: torch's attention, and one kernel that combines the powers",
+        "torch's, and one kernel before it",
+    ),
+)
+_BY_NAME = {route.name: route for route in ROUTES}
+OPERATION = {route.name: route.operation for route in ROUTES}
+
+
+class Kernels(NamedTuple):
+    """The routes of a call's forward and gradient, and what was preferred and does not serve."""
+
+    forward: str
+    gradient: str
+    rejected: tuple[tuple[str, str], ...] = ()
+
+
+def _kernels(s: Situation) -> Kernels:
+    rejected: list[tuple[str, str]] = []
+    for route in ROUTES:
+        if s.degree not in route.degrees:
+            continue
+        refusal = route.refusal(s)
+        if refusal is None:
+            gradient = route.gradient(s) if s.grad else "none"
+            return Kernels(route.name, gradient, tuple(rejected))
+        rejected.append((route.name, refusal))
+    raise AssertionError(f"no route takes {s}")
+
+
+kernels_of = functools.lru_cache(maxsize=4096)(_kernels)
+
+
+def operation_of(s: Situation) -> str:
+    """The torch operator of a call that the fused kernels take.
+
+    It asks for no more than decides between operators: a graph that is compiled for many lengths is
+    compiled again at each limit that it has been asked for.
+    """
+    if s.degree == 2:
+        return "filter"
+    if _refusal_by_once(s) is None:
+        return "once"
+    short_or_two = _refusal_by_short(s) is None or _refusal_by_two_pass(s) is None
+    return "filter" if short_or_two else "around"
+
+
+def keeps_first_power(s: Situation) -> bool:
+    """Whether degree 1 in one pass saves ``A·V``, for cuDNN's gradient."""
+    return s.grad and _once_gradient(s) == "cudnn"
+
+
+# --- the decision ------------------------------------------------------------------------------
+
+
+def decide(s: Situation, wanted: Backend = "auto") -> Decision:
+    """What serves a call. A backend asked for by name runs or raises; no other runs in its place.
+
+    ``"fused"`` asks for kernels of the library wherever it has one for the call: with degree 1 that
+    may be the kernel around torch's attention.
+    """
+    if wanted not in _BACKENDS:
+        raise ValueError(f"backend must be one of {_BACKENDS}, got {wanted!r}")
+    if s.compiling:
+        return _decide(s, wanted, _reason_by_measurements(s))
+    return _decided(s, wanted, _reason_by_measurements(s))
+
+
+def _decide(s: Situation, wanted: Backend, slower: str | None) -> Decision:
+    only_dense = reason_for_dense_alone(s)
+    by_sdpa = refusal_by_sdpa(s)
+    if s.only_torch is not None:
+        refusal = only_dense or by_sdpa
+        if wanted not in ("auto", "sdpa") or refusal is not None:
+            raise ValueError(
+                f"backend={wanted!r} cannot serve this call: {s.only_torch}"
+                + (
+                    f", and sdpa cannot serve it: {refusal}"
+                    if refusal
+                    else "; use 'auto' or 'sdpa'"
+                )
+            )
+        return Decision("sdpa", "sdpa", "autograd", s.only_torch)
+    by_name = "asked for by name"
+    if wanted == "dense":
+        return Decision("dense", "dense", "autograd", by_name)
+    if only_dense is not None:
+        if wanted != "auto":
+            raise ValueError(f"backend={wanted!r} cannot serve this call: {only_dense}")
+        return Decision("dense", "dense", "autograd", only_dense)
+    by_fused = refusal_by_fused(s)
+    if wanted != "auto":
+        refusal = by_sdpa if wanted == "sdpa" else by_fused
+        if refusal is not None:
+            raise ValueError(f"backend={wanted!r} cannot serve this call: {refusal}")
+        return (
+            Decision("sdpa", "sdpa", "autograd", by_name) if wanted == "sdpa" else _own(s, by_name)
+        )
+    against = by_fused or slower
+    if against is None:
+        return _own(s, "the fastest for this call")
+    if by_sdpa is None:
+        reason = f"torch's own attention kernels, one pass a power: {against}"
+        return Decision("sdpa", "sdpa", "autograd", reason, (("fused", against),))
+    if by_fused is None:
+        return _own(s, f"a fused kernel covers this call, and sdpa does not: {by_sdpa}")
+    rejected = (("fused", by_fused), ("sdpa", by_sdpa))
+    return Decision("dense", "dense", "autograd", by_sdpa, rejected)
+
+
+_decided = functools.lru_cache(maxsize=4096)(_decide)
+
+
+def _own(s: Situation, reason: str) -> Decision:
+    """By a kernel of the library."""
+    if s.compiling:
+        operation = operation_of(s)
+        backend = "sdpa" if operation == "around" else "fused"
+        return Decision(backend, operation, "chosen when it runs", reason)
+    forward, gradient, rejected = kernels_of(s)
+    return Decision(_BY_NAME[forward].backend, forward, gradient, reason, rejected)
+
+
+def _reason_by_measurements(s: Situation) -> str | None:
+    """Why torch's attention may serve a call faster than the fused kernels, which take it.
+
+    Calls that have not been measured are left to torch's own kernels, but for a few whose kernels
+    were measured on calls like them; docs/kernels.md names these.
+    """
+    if refusal_by_fused(s) is not None:
+        return None
+    gpu, triton, _ = s.hardware
+    if gpu != HOPPER or triton != MEASURED_TRITON:
+        return _reason_by_tuning(s)
+    if s.mask == SPANS:
+        if s.dropout_p or s.tokens <= SHORT_LENGTH:
+            return (
+                "windows and documents are measured without dropout, in rows of more than "
+                f"{SHORT_LENGTH} tokens"
+            )
+        return None
+    by_query = s.mask in (PAIRS, OTHER_PAIRS)
+    if s.degree == 1 and (s.tokens > SHORT_LENGTH or s.head_dim > SHORT_HEAD_DIM):
+        if s.compiling and operation_of(s) == "around":
+            return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
+        return None
+    if by_query and s.tokens > SHORT_LENGTH:
+        return "with a mask over queries and keys, torch's kernels are faster beyond 256 tokens"
+    if s.head_dim > SHORT_HEAD_DIM and (by_query or s.dropout_p):
+        return "dropout and masks over queries are not measured for head dims beyond 64"
+    return None
+
+
+def _reason_by_tuning(s: Situation) -> str | None:
+    """The same on a machine that is known by ``gfsa tune`` alone."""
+    if s.mask == SPANS:
+        return "gfsa tune measures neither windows nor documents"
+    if s.dropout_p or s.mask in (PAIRS, OTHER_PAIRS):
+        return "gfsa tune measures neither dropout nor masks over queries and keys"
+    if s.degree == 1 and s.compiling:
+        return "the compiler puts what a filter of degree 1 adds into one kernel by itself"
+    shape = tuned.shape_of(s.degree, s.head_dim, s.tokens, s.causal, s.mask != NO_MASK)
+    return tuned.reason_against(s.device, *shape)
+
+
+# --- one decoded token -------------------------------------------------------------------------
+
+
+def refusal_of_decoding(
+    call: AttentionCall, v: Tensor, coeffs: Tensor | Coefficients
+) -> str | None:
+    """Why the kernel for one decoded token does not serve ``call``, or None if it does."""
+    q, k, mask = call.q, call.k, call.attn_mask
+    hardware = hardware_of(q)
+    refusal = hardware.refusal
+    if refusal is None and not DECODES_BY_KERNEL:
+        refusal = "the kernel for a decoded token is turned off"
+    if refusal is None and is_exporting():
+        refusal = "an exported program has torch's own operators alone"
+    if refusal is None and (hardware.gpu != HOPPER or hardware.triton != MEASURED_TRITON):
+        refusal = "the kernel for a decoded token is not measured on this GPU"
+    if refusal is not None:
+        return refusal
+    learned, numbers = (
+        (coeffs.theta, coeffs.base) if isinstance(coeffs, Coefficients) else (coeffs, coeffs)
+    )
+    if numbers.shape[-1] not in (2, 3):
+        return (
+            "the kernel for a decoded token takes filters of degree 1 and 2, "
+            f"this one has {numbers.shape[-1] - 1}"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, learned)):
+        return "the kernel for a decoded token has no gradient"
+    if q.numel() == 0:
+        return "there are no tokens"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernel for a decoded token takes 16 and 32 bits, not {q.dtype}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"the kernel takes one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    # it takes addresses, and would read those of another device
+    if numbers.device != q.device or (mask is not None and mask.device != q.device):
+        return f"the kernel for a decoded token takes a filter and a mask on {q.device}"
+    if v.shape[-1] != q.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > DECODE_HEAD_DIM:
+        return (
+            "the kernel for a decoded token takes keys and values of one head dim, a multiple of 8 "
+            f"up to {DECODE_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}"
+        )
+    if mask is not None and mask.dtype != torch.bool:
+        return "the kernel for a decoded token takes bool masks, not additive ones"
+    if call.dropout_p:
+        return "the kernel for a decoded token takes no dropout"
+    if k.shape[-2] > DECODE_LENGTH:
+        return (
+            f"the kernel for a decoded token takes caches of {DECODE_LENGTH} rows at most, "
+            f"got {k.shape[-2]}"
+        )
+    return None
+
+
+# --- the documentation -------------------------------------------------------------------------
+
+
+def as_markdown() -> str:
+    """The table of docs/kernels.md."""
+    rows = [
+        f"| `{route.name}` | {', '.join(map(str, route.degrees))} | {route.takes} "
+        f"| {route.gradients} |"
+        for route in ROUTES
+    ]
+    return "\n".join(["| route | degree | takes | gradient |", "|---|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(as_markdown())

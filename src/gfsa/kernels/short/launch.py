@@ -1,0 +1,186 @@
+"""The short kernels' path: the filter and its gradient in one launch each, whole heads on chip."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gfsa.kernels.launcher import Block, Kernel, Launch, multiprocessors
+from gfsa.kernels.layout import empty_like, sum_groups
+from gfsa.kernels.problem import (
+    FULL_MASK,
+    Options,
+    Problem,
+    Saved,
+    padded,
+    pointers,
+    problem_of,
+)
+from gfsa.kernels.routes import SHORT_HEAD_DIM
+
+
+class Chunks(NamedTuple):
+    """How the kernels cut one length."""
+
+    rows: int
+    """Tokens, padded to what the warps hold: 16 a warp."""
+    width: int
+    """Keys a chunk."""
+    full: int
+    """Chunks of full width."""
+    tail: int
+    """Keys of the last, narrower chunk; 0 if there is none."""
+
+    @property
+    def block(self) -> Block:
+        return 1, 1, self.rows, SHORT_HEAD_DIM
+
+    @property
+    def constants(self) -> tuple[int, int, int, int, int]:
+        return self.rows, SHORT_HEAD_DIM, self.width, self.full, self.tail
+
+
+@functools.cache
+def chunks(length: int, width: int) -> Chunks:
+    rows = max(64, padded(length))
+    full, rest = divmod(length, width)
+    tail = padded(rest) if rest else 0
+    if tail == width:
+        full, tail = full + 1, 0
+    return Chunks(rows, width, full, tail)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coeffs: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As every route of ``autograd.py``."""
+    launch = forward_launch(problem_of(q, k, mask, options))
+    out, u = empty_like(q), empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    launch((q, k, v, u, out), lse, coeffs, *pointers(mask, seed, unused=q), zero(q.device))
+    return out, u, lse
+
+
+def backward(g: Tensor, saved: Saved, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As every route of ``autograd.py``."""
+    q, k, v, u, out, lse, coeffs, mask, seed = saved
+    launch = backward_launch(problem_of(q, k, mask, options))
+    grouped = q.shape[1] != k.shape[1]
+    dq = empty_like(q)
+    dk, dv = (empty_like(q if grouped else x) for x in (k, v))
+    # a number a row
+    dc = lse.new_empty(q.shape[1], 3, q.shape[0] * launch.blocks[0][2])
+    extra = pointers(mask, seed, unused=q)
+    launch((q, k, v, u, out, g, dq, dk, dv), lse, dc, coeffs, *extra)
+    return dq, sum_groups(dk, k), sum_groups(dv, v), dc
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_launch(problem: Problem) -> Launch:
+    cut = chunks(problem.length, 64)
+    warps = cut.rows // 16
+    # heads in flight on one multiprocessor, as registers and shared memory allow
+    crowded = problem.options.dropout_p > 0.0 or problem.mask_kind == FULL_MASK
+    at_once = {4: 3, 8: 1 if crowded else 2, 16: 1}[warps]
+    launch_options: dict[str, Any] = {"num_warps": warps}
+    if at_once == 2:
+        launch_options["maxnreg"] = 128
+    total = problem.batch * problem.heads
+    return Launch(
+        kernels().filter_short,
+        (min(total, at_once * multiprocessors(problem.device)), 1, 1),
+        problem.variant,
+        [cut.block] * 5,
+        (total, *_numbers(problem)),
+        (*cut.constants, problem.length <= 208, *_constants(problem)),
+        **launch_options,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def backward_launch(problem: Problem) -> Launch:
+    length = problem.length
+    cut = chunks(length, 128 if 64 < length <= 128 else 64)
+    return Launch(
+        kernels().grad_short,
+        (problem.batch * problem.heads, 1, 1),
+        problem.variant,
+        [cut.block] * 9,
+        (problem.batch, *_numbers(problem)),
+        (*cut.constants, cut.rows > 128, length == cut.rows, *_constants(problem)),
+        num_warps=cut.rows // 16,
+    )
+
+
+def _numbers(problem: Problem) -> tuple[Any, ...]:
+    """The kernels' number arguments from ``heads`` to ``dropout_p``."""
+    scale, _, dropout_p = problem.options
+    mask_b, _, mask_i, mask_j = problem.mask_strides
+    return problem.heads, problem.group, problem.length, scale, mask_b, mask_i, mask_j, dropout_p
+
+
+def _constants(problem: Problem) -> tuple[Any, ...]:
+    """The kernels' last constants: CAUSAL, MASK and DROPOUT."""
+    _, is_causal, dropout_p = problem.options
+    return is_causal, problem.mask_kind, dropout_p > 0.0
+
+
+class _Kernels:
+    """The kernels; Gluon is imported when they are first used."""
+
+    def __init__(self) -> None:
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        from gfsa.kernels.short.backward import grad_short
+        from gfsa.kernels.short.forward import filter_short
+
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+        def describe(x: Tensor, block: Block) -> Any:
+            return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
+
+        self.filter_short = Kernel(filter_short, describe)
+        self.grad_short = Kernel(grad_short, describe)
+
+
+@functools.cache
+def kernels() -> _Kernels:
+    return _Kernels()
+
+
+def zero(device: torch.device) -> Tensor:
+    """A zero that every launch on the device reads.
+
+    Another thread allocates it: where the compiler prepares CUDA graphs
+    (``mode="reduce-overhead"``), all that the calling thread allocates belongs to these graphs, and
+    torch raises an error if any of it is kept.
+    """
+    known = _ZEROS.get(device)
+    if known is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # it belongs to the graph, and each replay sets it to zero
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        with ThreadPoolExecutor(1) as pool:
+            # a copy from the host: it is there when the other thread returns
+            work = pool.submit(lambda: torch.zeros(1, dtype=torch.int32, device="cpu").to(device))
+            known = _ZEROS[device] = work.result()
+    return known
+
+
+def is_kept(zero: Tensor) -> bool:
+    """Whether later launches find the same zero, which then is one outside of CUDA graphs, too."""
+    return _ZEROS.get(zero.device) is zero
+
+
+_ZEROS: dict[torch.device, Tensor] = {}

@@ -1,0 +1,149 @@
+"""A GPU as ``gfsa tune`` measures it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gfsa.kernels.routes import Backend, refusal_by_fused, situation_of
+from gfsa.kernels.tuned import Machine, Shape, this_machine
+from gfsa.operators.attention import AttentionOperator
+from gfsa.operators.call import AttentionCall
+from gfsa.operators.dense import DenseOperator
+
+HEADS = 16
+# as many tokens in a batch whatever their length
+TOKENS = 16384
+# entries of the maps that the dense operator writes in float64 where it checks: 256 MiB each
+CHECKED_ENTRIES = 2**25
+# calls are timed a few at a time, fewer where one of them takes longer than SAMPLE_MS
+ROUNDS, CALLS, SAMPLE_MS = 5, 5, 10.0
+THREADS = 16
+_BACKENDS: tuple[Backend, Backend] = ("fused", "sdpa")
+
+
+class GPU:
+    """Measures calls in bfloat16 on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def machine(self) -> Machine:
+        return this_machine(self.device)
+
+    def refusal(self, shape: Shape) -> str | None:
+        q, _, v, mask, _ = self._tensors(shape, 1, 2, 16)
+        call = AttentionCall(q, q, mask, is_causal=shape.causal)
+        return refusal_by_fused(situation_of(call, v, shape.degree))
+
+    def prepare(self, shapes: Sequence[Shape]) -> Iterator[Shape]:
+        """Compile what the shapes need, several kernels at a time; yields each when it is done.
+
+        What cannot be compiled is reported when it is measured.
+        """
+        pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+        try:
+            work = {pool.submit(self._compile, shape): shape for shape in shapes}
+            for done in as_completed(work):
+                yield work[done]
+        finally:
+            # after an interruption too: what has not begun is left out
+            pool.shutdown(cancel_futures=True)
+
+    def _compile(self, shape: Shape) -> None:
+        """Run the kernels of a shape once, for one head."""
+        # otherwise autograd runs, and so compiles, the backward passes of all threads in one
+        with torch.cuda.device(self.device), torch.autograd.set_multithreading_enabled(False):
+            q, k, v, mask, coeffs = self._tensors(shape, 1, 1, shape.tokens)
+            self._call(shape, q, k, v, mask, coeffs, torch.randn_like(v), _BACKENDS[0])
+
+    def errors(self, shape: Shape) -> tuple[float, float]:
+        # of the tokens that are timed: other lengths have other tiles and other kernels
+        batch, heads = checked(shape.tokens)
+        q, k, v, mask, coeffs = self._tensors(shape, batch, heads, shape.tokens)
+        g = torch.randn_like(v)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v, coeffs)]
+        dense = DenseOperator.from_qk(exact[0], exact[1], mask, shape.causal)
+        y = dense.polynomial(exact[3], exact[2])
+        wanted = [y, *torch.autograd.grad(y, exact, g.double())]
+        found = []
+        for backend in _BACKENDS:
+            got = self._call(shape, q, k, v, mask, coeffs, g, backend)
+            parts = zip(got, wanted, strict=True)
+            found.append(max(_error(x, y) for x, y in parts))
+        return found[0], found[1]
+
+    def times(self, shape: Shape) -> tuple[float, float]:
+        # events are those of the current device
+        with torch.cuda.device(self.device):
+            return self._times(shape)
+
+    def _times(self, shape: Shape) -> tuple[float, float]:
+        batch = max(1, TOKENS // shape.tokens)
+        q, k, v, mask, coeffs = self._tensors(shape, batch, HEADS, shape.tokens)
+        g = torch.randn_like(v)
+
+        def sample(backend: Backend, calls: int) -> float:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._call(shape, q, k, v, mask, coeffs, g, backend)
+            start.record()
+            for _ in range(calls):
+                self._call(shape, q, k, v, mask, coeffs, g, backend)
+            end.record()
+            torch.cuda.synchronize(self.device)
+            return start.elapsed_time(end) / calls
+
+        calls = {}
+        for backend in _BACKENDS:
+            calls[backend] = max(1, min(CALLS, int(SAMPLE_MS / sample(backend, 1))))
+        best = dict.fromkeys(_BACKENDS, float("inf"))
+        # in turns, since a GPU becomes slower as it becomes warm
+        for _ in range(ROUNDS):
+            for backend in best:
+                best[backend] = min(best[backend], sample(backend, calls[backend]))
+        return best["fused"], best["sdpa"]
+
+    def _tensors(
+        self, shape: Shape, batch: int, heads: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        torch.manual_seed(0)
+        size = (batch, heads, length, shape.head_dim)
+        make: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
+        q, k, v = (torch.randn(size, **make).requires_grad_() for _ in range(3))
+        coeffs = torch.full((heads, shape.degree + 1), 0.3, device=self.device).requires_grad_()
+        mask = None
+        if shape.masked:
+            mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=self.device)
+            mask[..., length - length // 8 :] = False
+        return q, k, v, mask, coeffs
+
+    def _call(
+        self,
+        shape: Shape,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        coeffs: Tensor,
+        g: Tensor,
+        backend: Backend,
+    ) -> list[Tensor]:
+        operator = AttentionOperator(q, k, mask, is_causal=shape.causal, backend=backend)
+        y = operator.polynomial(coeffs, v)
+        return [y, *torch.autograd.grad(y, (q, k, v, coeffs), g)]
+
+
+def checked(tokens: int) -> tuple[int, int]:
+    """Sequences and heads of the call whose errors are measured: as many as fit, six at most."""
+    fit = CHECKED_ENTRIES // tokens**2
+    return (2, 3) if fit >= 6 else (1, max(1, fit))
+
+
+def _error(x: Tensor, y: Tensor) -> float:
+    return float((x.detach().double() - y.detach()).norm() / y.detach().norm())

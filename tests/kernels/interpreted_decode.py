@@ -1,0 +1,579 @@
+"""The decode kernel in the interpreter, against the dense operator and in plugged models.
+
+Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
+"""
+
+import support.triton_interpreter  # isort:skip  (before anything imports triton)
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+from triton.runtime import interpreter
+
+import gfsa
+from gfsa.kernels import decode as kernels
+from gfsa.operators import AttentionCall, Coefficients, DenseOperator
+from support.far_strides import PAST_INT32, spread
+
+transformers = pytest.importorskip("transformers")
+
+from gfsa.plugs.adapters.transformers import one_launch  # noqa: E402
+
+assert support.triton_interpreter
+
+
+def problem(
+    batch: int, heads: int, group: int, length: int, dim: int, masked: bool, degree: int = 2
+) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    q = torch.randn(batch, heads, length, dim)
+    k, v = torch.randn(2, batch, heads // group, length, dim).unbind(0)
+    keys = torch.ones(batch, 1, 1, length, dtype=torch.bool)
+    if masked:
+        keys[0, ..., : length // 3] = False
+    return q, k, v, torch.randn(heads, degree + 1), keys
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "length", "dim", "masked"),
+    [(2, 4, 1, 70, 16, False), (2, 4, 2, 129, 24, True), (1, 2, 2, 1, 8, False)],
+)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_new_row_of_the_dense_filter(
+    batch: int,
+    heads: int,
+    group: int,
+    length: int,
+    dim: int,
+    masked: bool,
+    static: bool,
+    splits: int,
+    degree: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By one program a head, and by four, of which some have no keys."""
+    monkeypatch.setattr(kernels, "tile_of", lambda *_: kernels.Tile(16, 4, 2))
+    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    q, k, v, coeffs, keys = problem(batch, heads, group, length, dim, masked, degree)
+    exact = DenseOperator.from_qk(q.double(), k.double(), keys, is_causal=True)
+    wanted = exact.polynomial(coeffs.double(), v.double())[:, :, -1:]
+    powers = exact.apply(v.double())
+    # U of the new token is not there yet
+    u = powers.float().clone()
+    u[:, :, -1] = float("nan")
+    mask, count = keys if masked else None, None
+    if static:
+        # free rows after the newest token, which the kernel must not read
+        k, v, u = (F.pad(x, (0, 0, 0, 5), value=float("nan")) for x in (k, v, u))
+        mask = F.pad(keys, (0, 5)) if masked else None
+        count = torch.tensor(length)
+    given = u if degree == 2 else None
+    y = kernels.decode(q[:, :, -1:], k, v, given, coeffs, mask, count, dim**-0.5)
+    torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
+    if degree == 1:
+        return
+    # the row of the new token, and no other, has been written
+    torch.testing.assert_close(u[:, :, :length].double(), powers, atol=2e-6, rtol=2e-6)
+    assert u[:, :, length:].isnan().all()
+
+
+def token_in_cache(rows: int, length: int, degree: int = 2) -> Tensor:
+    """The kernel's y for one head of a cache with room for ``rows`` tokens, against dense."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, length, 8).unbind(0)
+    coeffs = torch.randn(1, degree + 1)
+    # the dense formula's last row
+    exact = (q[:, :, -1:].double() @ k.double().mT * 8**-0.5).softmax(-1)
+    # powers of past tokens may be any: what the kernel adds up are rows of numbers
+    u = torch.randn_like(v)
+    first = exact @ v.double()
+    second = exact @ torch.cat([u[:, :, :-1].double(), first], 2)
+    c0, c1, *c2 = coeffs.double()[0]
+    k, v, u = (F.pad(x, (0, 0, 0, rows - length), value=float("nan")) for x in (k, v, u))
+    u[:, :, length - 1] = float("nan")
+    powers = u if degree == 2 else None
+    count = torch.tensor(length)
+    y = kernels.decode(q[:, :, -1:], k, v, powers, coeffs, None, count, 8**-0.5)
+    wanted = c0 * v[:, :, length - 1 : length].double() + c1 * first
+    wanted = wanted + c2[0] * second if c2 else wanted
+    torch.testing.assert_close(y.double(), wanted, atol=5e-6, rtol=5e-6)
+    if degree == 1:
+        return y
+    torch.testing.assert_close(u[:, :, length - 1 : length].double(), first, atol=2e-6, rtol=2e-6)
+    assert u[:, :, length:].isnan().all()
+    return y
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("rows", "length"),
+    [(131072, 1), (131072, 100), (131072, 8192), (131072, 8193), (9000, 9000)],
+)
+def test_a_cache_with_room_for_many_tokens(
+    rows: int, length: int, degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_splits", lambda *_: kernels.MOST_SPLITS)
+    token_in_cache(rows, length, degree)
+
+
+# what a program reads of a tile, beside the length, q, the coefficients and the new token's value;
+# and what the last program reads of all sums
+@pytest.mark.parametrize(("degree", "tiles", "sums"), [(1, 2, 3), (2, 3, 5)])
+def test_programs_share_the_tokens_that_there_are(
+    degree: int, tiles: int, sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short text in a long cache costs what it does in a short one, divided in the same way."""
+    monkeypatch.setattr(kernels, "_splits", lambda *_: 4)
+    builder = interpreter.interpreter_builder
+    load, loads = builder.create_masked_load, []
+
+    def counted(*arguments: Any) -> Any:
+        # of program 0, 1, …, which the interpreter runs one after another
+        loads[-1].append(builder.grid_idx[1])
+        return load(*arguments)
+
+    monkeypatch.setattr(builder, "create_masked_load", counted)
+    results = []
+    for rows in (128, 131072):
+        loads.append([])
+        results.append(token_in_cache(rows, 100, degree))
+    assert torch.equal(*results)
+    assert loads[0] == loads[1]
+    # four tiles of 32 tokens, one for each program
+    each = 4 + tiles
+    assert [loads[1].count(program) for program in range(4)] == [each, each, each, each + sums]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("theta", [torch.float32, torch.bfloat16])
+def test_coefficients_of_a_filter(by_head: bool, theta: torch.dtype, degree: int) -> None:
+    """The kernel computes them from what the filter learns."""
+    q, k, v, _, _ = problem(2, 4, 1, 20, 8, False)
+    basis = torch.randn(*([4] if by_head else []), 2, degree + 1)
+    learned = Coefficients(torch.randn(4, 2).to(theta), torch.randn(4, degree + 1), basis)
+    u, again = None, None
+    if degree == 2:
+        # each call writes into its own
+        u = torch.randn_like(v)
+        again = u.clone()
+    found = kernels.decode(q[:, :, -1:], k, v, u, learned, None, None, 0.3)
+    # in float32, as the kernel computes them
+    exact = learned._replace(theta=learned.theta.float()).value()
+    wanted = kernels.decode(q[:, :, -1:], k, v, again, exact, None, None, 0.3)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_rounding_of_degree_one(
+    dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most twice what plain attention is off in the same dtype."""
+    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    q, k, v, _, _ = (x.to(dtype) for x in problem(2, 4, 2, 200, 16, False, 1))
+    dense = DenseOperator.from_qk(q.double(), k.double(), is_causal=True)
+    q = q[:, :, -1:]
+    plain = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def error(y: Tensor, c0: float, c1: float) -> float:
+        wanted = dense.polynomial(torch.tensor([c0, c1]).double(), v.double())[:, :, -1:]
+        return float((y.double() - wanted).norm() / wanted.norm())
+
+    # ordinary attention, and a filter whose terms have that size
+    for c0, c1 in ((0.0, 1.0), (0.5, 0.5)):
+        y = kernels.decode(q, k, v, None, torch.tensor([c0, c1]), None, None, 16**-0.5)
+        assert error(y, c0, c1) <= 2 * error(plain, 0.0, 1.0)
+
+
+def test_powers_belong_to_degree_two() -> None:
+    """Without U the kernel would read memory that is not there."""
+    q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
+    with pytest.raises(AssertionError):
+        kernels.decode(q[:, :, -1:], k, v, None, coeffs, None, None, 0.3)
+
+
+def test_one_row_of_coefficients_for_all_heads() -> None:
+    q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
+    arguments = (q[:, :, -1:], k, v, torch.randn_like(v))
+    one = kernels.decode(*arguments, coeffs[0], None, None, 0.3)
+    each = kernels.decode(*arguments, coeffs[:1].expand(2, 3), None, None, 0.3)
+    assert torch.equal(one, each)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["k", "v", "u"])
+def test_cached_tokens_may_lie_far_apart(which: int) -> None:
+    """A step from token to token that 32 bits cannot count, in a cache that is a view."""
+    q, *cache, coeffs, keys = problem(1, 2, 1, 2, 8, False)
+    q, cache = q[:, :, -1:].half(), [x.half() for x in (*cache, torch.randn_like(cache[1]))]
+    apart = list(cache)
+    apart[which] = spread(cache[which], 2)
+    assert apart[which].stride(2) >= PAST_INT32
+    if which < 2:
+        # each call writes into its own
+        apart[2] = cache[2].clone()
+    expected = kernels.decode(q, *cache, coeffs, keys, None, 0.3)
+    found = kernels.decode(q, *apart, coeffs, spread(keys, -1), None, 0.3)
+    assert torch.equal(found, expected)
+    assert torch.equal(apart[2], cache[2])
+
+
+def test_numbers_of_64_bits_have_code_of_their_own() -> None:
+    """A number that 32 bits hold is compiled as one of 32 bits, and the code is kept."""
+    small, large = (0.3, 2, 5, 100), (0.3, 2, 2**31, 100)
+    assert kernels.wide_numbers(small) == ()
+    assert kernels.wide_numbers(large) == (False, False, True, False)
+    tile = kernels.tile_of(8)
+    common = (2, 8, tile, 0, False, True, False, 1, 2, torch.float32, torch.float32)
+    common = (*common, torch.device("cpu"))
+    keys = {kernels._launch(*common, kernels.wide_numbers(x)).key for x in (small, large)}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_token_that_sees_nothing(
+    splits: int, degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, False, degree)
+    nothing = torch.zeros_like(keys)
+    u = torch.ones_like(v) if degree == 2 else None
+    y = kernels.decode(q[:, :, -1:], k, v, u, coeffs, nothing, None, 0.3)
+    assert u is None or not u[:, :, -1].any()
+    torch.testing.assert_close(y, coeffs[None, :, :1, None] * v[:, :, -1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "tiles", "processors", "splits"),
+    [(12, 16, 132, 16), (192, 16, 132, 2), (600, 16, 132, 1), (12, 1, 132, 1), (1, 128, 132, 32)],
+)
+def test_programs_fill_the_gpu(
+    heads: int, tiles: int, processors: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "multiprocessors", lambda index: processors)
+    assert kernels._splits.__wrapped__(heads, tiles, 0) == splits
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_counters_are_zero_again(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next launch counts from zero."""
+    counters = kernels.new_counters(2, torch.device("cpu"))
+    monkeypatch.setattr(kernels, "_splits", lambda *_: 2)
+    q, k, v, coeffs, _ = problem(1, 2, 1, 100, 8, False, degree)
+    u = torch.randn_like(v) if degree == 2 else None
+    arguments = (q[:, :, -1:], k, v, u, coeffs, None, None, 0.3)
+    first, again = kernels.decode(*arguments, counters), kernels.decode(*arguments, counters)
+    assert not counters.any()
+    assert torch.equal(first, again)
+    counters.fill_(5)
+    kernels.decode(*arguments, counters)
+    # these are the counters that count: from five on, neither program comes last
+    assert counters.tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "in a graph"])
+def test_a_compiled_graph_keeps_no_room(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would find memory of its CUDA graphs in use that is no result of theirs."""
+    kept: list[bool] = []
+    room = kernels._room
+
+    def watched(*arguments: Any) -> Any:
+        kept.append(arguments[-1])
+        return room(*arguments)
+
+    monkeypatch.setattr(kernels, "_room", watched)
+    monkeypatch.setattr(kernels, "_splits", lambda *_: 2)
+    monkeypatch.setattr(kernels, "needs_registered_operator", lambda q: graph)
+    q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False)
+    kernels.decode(q[:, :, -1:], k, v, torch.randn_like(v), coeffs, None, None, 0.3)
+    assert kept == [not graph]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_inputs_of_a_graph_may_begin_anywhere(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernel loads 16 bytes at a time."""
+    q, k, v, coeffs, _ = problem(1, 2, 1, 9, 8, False, degree)
+    u = torch.randn_like(v)
+    arguments: list[Any] = [q[:, :, -1:].clone(), k, v, u]
+    off: list[Any]
+    off = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in arguments]
+    assert all(x.data_ptr() % 16 for x in off)
+    if degree == 1:
+        arguments[3] = off[3] = None
+    expected = kernels.decode(*arguments, coeffs, None, None, 0.3)
+    run = kernels._run
+
+    def checked(*arguments: Any, **options: Any) -> Any:
+        assert not any(x.data_ptr() % 16 for x in arguments[:4] if x is not None)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(kernels, "_run", checked)
+    found = kernels.registered(*off, None, coeffs, None, None, None, None, 0.3)
+    assert torch.equal(found, expected)
+    if degree == 2:
+        assert torch.equal(off[3], u)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("static", [False, True])
+def test_the_registered_operator(static: bool, degree: int) -> None:
+    q, k, v, coeffs, keys = problem(1, 2, 1, 9, 8, True, degree)
+    u = torch.randn_like(v) if degree == 2 else None
+    learned: tuple[Any, ...] = (None, coeffs, None)
+    if static:
+        learned = (torch.randn(2, 2), coeffs, torch.randn(2, degree + 1))
+    count: tuple[Any, ...] = (None, None)
+    if static:
+        counters = kernels.new_counters(2, torch.device("cpu"))
+        count = (torch.tensor(7), counters)
+    arguments = (q[:, :, -1:], k, v, u, *learned, keys, *count, 0.3)
+    # it has no gradient, and dynamic shapes are those of the cache
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(kernels.registered, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_compiled_decoding_calls_one_operator_a_layer(
+    degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one graph, without torch's attention; what it does to the cache, later tokens see."""
+    subject = model("llama", degree=degree)
+    torch._dynamo.reset()
+    ids = torch.randint(1, 32, (2, 9))
+    with torch.no_grad():
+        wanted = subject(ids, use_cache=False).logits[:, 5:]
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    cache = transformers.StaticCache(config=subject.config, max_cache_len=16)
+    compiled = torch.compile(subject, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    rows = []
+    with torch.no_grad():
+        subject(ids[:, :5], past_key_values=cache)
+        for step in range(5, 9):
+            position = torch.full((2, 1), step)
+            token = ids[:, step : step + 1]
+            rows.append(compiled(token, past_key_values=cache, position_ids=position).logits)
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-5, rtol=2e-5)
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    text = graph.print_readable(print_output=False)
+    # the model has one layer
+    assert text.count("gfsa.decode.default") == 1
+    assert not any("attention" in name for name in called)
+
+
+@pytest.mark.parametrize(
+    ("way", "prompt"),
+    [
+        *((way, prompt) for way in ("eager", "decided once") for prompt in (1, 2, 4, 6)),
+        # before the window is full, and after
+        ("compiled", 1),
+        ("compiled", 6),
+    ],
+)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_static_window_before_and_after_it_is_full(
+    prompt: int, way: str, degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a window of 4 fill up, then move for each token; powers move with them."""
+    subject = model("mistral", degree=degree)
+    tokens = 12
+    ids = torch.randint(1, 32, (2, tokens))
+    padding = torch.ones_like(ids)
+    padding[0, 0] = 1 if prompt == 1 else 0
+    with torch.no_grad():
+        wanted = subject(ids, attention_mask=padding, use_cache=False).logits[:, prompt:]
+    launched: list[bool] = []
+    run = kernels._run
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        launched.append(arguments[8] is not None)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(kernels, "_run", counted)
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    if way == "decided once":
+        monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
+        monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+    step = subject
+    if way == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(subject, backend="aot_eager", fullgraph=True)
+    cache = transformers.StaticCache(config=subject.config, max_cache_len=tokens)
+    (layer,) = cache.layers
+    assert type(layer) is transformers.cache_utils.StaticSlidingWindowLayer
+    rows = []
+    with torch.no_grad():
+        mask = padding[:, :prompt]
+        subject(ids[:, :prompt], attention_mask=mask, past_key_values=cache)
+        for end in range(prompt + 1, tokens + 1):
+            token, position = ids[:, end - 1 : end], torch.full((2, 1), end - 1)
+            past = {"attention_mask": padding[:, :end], "past_key_values": cache}
+            rows.append(step(token, position_ids=position, **past).logits)
+    torch.testing.assert_close(torch.cat(rows, 1), wanted, atol=2e-5, rtol=2e-5)
+    # with degree 1, which needs no powers of a past, a prompt of one token is a launch as well
+    first = 1 if degree == prompt == 1 else prompt + 1
+    # the length is on the device until the window is full, and is the window's from then on
+    assert launched == [end <= 4 for end in range(first, tokens + 1)]
+
+
+def model(kind: str, layers: int = 1, degree: int = 2) -> Any:
+    torch.manual_seed(0)
+    common = {"vocab_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            n_layer=layers, n_head=2, n_embd=16, n_positions=64, **common
+        )
+        built = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.MistralConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            sliding_window=4 if kind == "mistral" else None,
+            max_position_embeddings=64,
+            **common,
+        )
+        built = transformers.MistralForCausalLM(config)
+    if degree == 1:
+        gfsa.plug(built.eval(), K=None, w0=0.2, w1=0.9)
+    else:
+        gfsa.plug(built.eval(), K=3, w0=0.2, w1=0.9, wK=-0.3)
+    return built
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "cache", "beams"),
+    [
+        ("gpt2", "dynamic", 1),
+        ("llama", "static", 1),
+        ("llama", "dynamic", 2),
+        ("mistral", "dynamic", 1),
+        ("mistral", "static", 1),
+    ],
+)
+def test_generation_by_one_launch_a_layer_and_token(
+    kind: str, cache: str, beams: int, degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = model(kind, degree=degree)
+    ids = torch.randint(1, 32, (2, 5))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 3,
+        "min_new_tokens": 3,
+        "do_sample": False,
+        "num_beams": beams,
+        "cache_implementation": cache,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+        "disable_compile": True,
+    }
+    by_torch = subject.generate(ids, **options)
+    counts = {"kernel": 0, "torch": 0}
+    run, attend = kernels._run, F.scaled_dot_product_attention
+
+    def count(name: str, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(kernels, "_run", count("kernel", run))
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    by_kernel = subject.generate(ids, **options)
+    assert torch.equal(by_kernel.sequences, by_torch.sequences)
+    for got, wanted in zip(by_kernel.scores, by_torch.scores, strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+    # one layer; the first of three tokens is that of the prompt
+    assert counts["kernel"] == 2
+    monkeypatch.setattr(AttentionCall, "reason_for_torch_alone", lambda call: None)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count("torch", attend))
+    past = transformers.DynamicCache(config=subject.config)
+    with torch.no_grad():
+        subject(ids, past_key_values=past)
+        counts["torch"] = 0
+        subject(ids[:, :1], past_key_values=past)
+    assert counts["torch"] == 0
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [("gpt2", "dynamic"), ("llama", "static"), ("mistral", "dynamic"), ("mistral", "static")],
+)
+def test_layers_share_the_decision_about_a_token(
+    kind: str, cache: str, degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU in eager mode; a decision holds for calls that are alike, and for no others."""
+    subject = model(kind, layers=2, degree=degree)
+    ids = torch.randint(1, 32, (2, 6))
+    options = {
+        "max_new_tokens": 3,
+        "min_new_tokens": 3,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
+    wanted = subject.generate(ids, **options)
+    counts = {"decided": 0, "launched": 0}
+    serves, run = one_launch._serves, kernels._run
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(one_launch, "_serves", counted("decided", serves))
+    monkeypatch.setattr(kernels, "_run", counted("launched", run))
+    monkeypatch.setattr(one_launch.attention, "host_time_counts", lambda *_: True)
+    monkeypatch.setattr(one_launch, "_PREPARED", one_launch.DecisionCache())
+    # torch's calls serve on a CPU, and that is remembered as well
+    assert torch.equal(subject.generate(ids, **options), wanted)
+    # two tokens beside the prompt's; a static cache and a full window have one length
+    lengths = 2 if kind == "gpt2" else 1
+    assert counts == {"decided": lengths, "launched": 0}
+    monkeypatch.setattr(one_launch, "refusal_of_decoding", lambda *_: None)
+    assert torch.equal(subject.generate(ids, **options), wanted)
+    assert counts == {"decided": lengths, "launched": 0}
+    one_launch._PREPARED.clear()
+    assert torch.equal(subject.generate(ids, **options), wanted)
+    assert counts == {"decided": 2 * lengths, "launched": 2 * 2}
+    # sequences, dtypes and switches are part of what was decided
+    monkeypatch.setattr(one_launch.routes, "DECODES_BY_KERNEL", False)
+    subject.generate(ids, **options)
+    monkeypatch.setattr(one_launch.routes, "DECODES_BY_KERNEL", True)
+    assert counts["decided"] == 3 * lengths
+    past = transformers.DynamicCache(config=subject.config)
+    with torch.no_grad():
+        subject(ids[:1], past_key_values=past)
+        subject(ids[:1, :1], past_key_values=past)
+        assert counts["decided"] == 3 * lengths + 1
+        if degree == 1:
+            # no powers, which could be those of another past
+            return
+        # another user of the cache is noticed all the same
+        gfsa.unplug(subject)
+        subject(ids[:1, :1], past_key_values=past)
+        gfsa.plug(subject, K=3)
+        with pytest.raises(ValueError, match="but the powers of"):
+            subject(ids[:1, :1], past_key_values=past)

@@ -1,0 +1,184 @@
+"""Filters of degree 1, their kernels in the interpreter around torch's attention on the CPU.
+
+Not collected by itself: ``test_interpreted.py`` runs this file in a process of its own.
+"""
+
+import support.triton_interpreter  # isort:skip  (before anything imports triton)
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gfsa
+from gfsa.kernels import degree_one, routes
+from gfsa.kernels.degree_one import combine_degree_one
+from gfsa.kernels.operator import FusedOperator
+from gfsa.operators import AttentionCall, DenseOperator, SDPAOperator
+from support.fused_cases import NAMES, Problem, error
+
+assert support.triton_interpreter
+
+PROBLEMS = [
+    Problem(2, 3, 70, 16),
+    Problem(2, 3, 70, 24, is_causal=True, projected=True),
+    Problem(3, 2, 64, 72, mask="keys"),
+    Problem(1, 2, 65, 16, mask="full"),
+    Problem(1, 1, 1, 8, scale=-0.3),
+    Problem(2, 6, 70, 16, key_heads=2, is_causal=True, projected=True),
+    Problem(3, 4, 40, 72, key_heads=1, mask="keys"),
+    # by the kernels of degree 2
+    Problem(3, 2, 70, 16, mask="keys", is_causal=True),
+    Problem(2, 4, 40, 72, key_heads=2, mask="keys", is_causal=True, projected=True),
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    # there is no GPU to ask
+    monkeypatch.setattr(routes, "capability", lambda device: (9, 0))
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_agrees_with_the_specification(problem: Problem, per_head: bool) -> None:
+    q, k, v, coeffs, g = problem.tensors()
+    coeffs = coeffs[:, :2] if per_head else torch.tensor([0.3, 0.8])
+    mask, options = problem.bool_mask(), {"is_causal": problem.is_causal, "scale": problem.scale}
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs)]
+    call = AttentionCall(q, k, mask, enable_gqa=problem.key_heads > 0, **options)
+    out = FusedOperator(call).polynomial(coeffs, v)
+    got = [out, *torch.autograd.grad(out, inputs, g)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = DenseOperator.from_qk(*exact[:2], mask, **options).polynomial(exact[3], exact[2])
+    expected = [out, *torch.autograd.grad(out, exact, g.double())]
+    # the gradient of q vanishes where there is one token, but for the rounding of torch's attention
+    rounding = torch.finfo(torch.float32).eps * max(y.norm() for y in expected)
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        assert x.shape == y.shape, name
+        most = 2e-6 * max(y.norm(), 1e-3) if y.any() else rounding
+        assert (x.double() - y).norm() <= most, name
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_filter_learns_by_the_kernels(heads: int) -> None:
+    """The coefficients and θ's gradient by kernels are those that torch works out."""
+    q, k, v, _, g = Problem(3, heads, 70, 16, is_causal=True, projected=True).tensors()
+    layer = gfsa.GFSA(heads, K=None, w0=0.2, w1=0.7)
+    assert layer.degree == 1
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [layer.theta]
+    results = []
+    for operator in (
+        FusedOperator(AttentionCall(q, k, is_causal=True)),
+        DenseOperator.from_qk(q, k, is_causal=True),
+    ):
+        y = layer(operator, v)
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
+        with torch.no_grad():
+            assert error(layer(operator, v), y) == 0
+    for name, mine, exact in zip(NAMES, *results, strict=True):
+        assert mine.shape == exact.shape
+        assert error(mine, exact) <= 2e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_attention_at_initialisation_has_attentions_bits(dtype: torch.dtype) -> None:
+    q, k, v, _, g = Problem(2, 2, 40, 16, dtype=dtype, projected=True).tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    results = []
+    for y in (
+        FusedOperator(AttentionCall(q, k)).polynomial(torch.tensor([0.0, 1.0]), v),
+        F.scaled_dot_product_attention(q, k, v),
+    ):
+        assert y.dtype == dtype
+        results.append([y.detach(), *torch.autograd.grad(y, inputs, g)])
+    for name, mine, plain in zip(NAMES, *results, strict=False):
+        assert torch.equal(mine, plain), name
+
+
+def test_rounded_once() -> None:
+    """The sum is made in float32: what vanishes beside c1·U in 16 bits is not lost before."""
+    v, u = torch.randn(2, 1, 2, 40, 16).half().unbind(0)
+    coeffs = torch.tensor([[0.1, 1.0], [0.03, -0.7]])
+    exact = coeffs[:, 0, None, None] * v.double() + coeffs[:, 1, None, None] * u.double()
+    off = (combine_degree_one(v, u, coeffs).double() - exact).abs()
+    assert (off <= 2**-11 * 1.001 * exact.abs() + 2**-25).all()
+
+
+@pytest.mark.parametrize("layout", ["expanded", "features apart", "off the border", "packed"])
+def test_any_layout(layout: str) -> None:
+    given = {
+        "expanded": lambda: torch.randn(1, 1, 20, 16).expand(1, 2, 20, 16),
+        "features apart": lambda: torch.randn(1, 2, 16, 20).transpose(2, 3),
+        "off the border": lambda: torch.randn(1, 2, 20, 17)[..., 1:],
+        "packed": lambda: torch.randn(1, 20, 3, 2, 16).permute(2, 0, 3, 1, 4)[2],
+    }[layout]
+    v, u, g, coeffs = given(), given(), given(), torch.randn(2, 2)
+    results = []
+    for x, y in ((v, u), (v.clone(), u.clone())):
+        inputs = [each.detach().requires_grad_() for each in (x, y, coeffs)]
+        out = combine_degree_one(*inputs)
+        results.append([out, *torch.autograd.grad(out, inputs, g)])
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_operator_registration() -> None:
+    v, u = torch.randn(2, 2, 20, 3, 16).transpose(2, 3).unbind(0)
+    inputs = [x.requires_grad_() for x in (v, u, torch.randn(3, 2))]
+    torch.library.opcheck(degree_one.forward, tuple(inputs))
+
+
+def test_compiled_whole() -> None:
+    q, k, v, coeffs, g = Problem(1, 2, 18, 16, projected=True).tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
+
+    def step(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
+        return FusedOperator(AttentionCall(q, k, is_causal=True)).polynomial(coeffs, v) * 2
+
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> object:
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    y, z = step(*inputs), torch.compile(step, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(y, z)
+    for a, b in zip(
+        torch.autograd.grad(y, inputs, g), torch.autograd.grad(z, inputs, g), strict=True
+    ):
+        assert torch.equal(a, b)
+    torch.compile(step, fullgraph=True, backend=backend)(*inputs)
+    assert any("degree_one" in name for name in found)
+
+
+def test_checkpointing_and_dropout() -> None:
+    """Recomputing the forward draws the same dropout mask again, which is torch's."""
+    q, k, v, coeffs, g = Problem(1, 2, 40, 16).tensors()
+    inputs = [x.requires_grad_() for x in (q, k, v, coeffs[:, :2])]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
+        return FusedOperator(AttentionCall(q, k, dropout_p=0.3)).polynomial(c, v)
+
+    def by_torch(q: Tensor, k: Tensor, v: Tensor, c: Tensor) -> Tensor:
+        return SDPAOperator(AttentionCall(q, k, dropout_p=0.3)).polynomial(c, v)
+
+    results = []
+    for work in (run, lambda *x: checkpoint(run, *x, use_reentrant=False), by_torch):
+        torch.manual_seed(5)
+        y = work(*inputs)
+        results.append([y, *torch.autograd.grad(y, inputs, g)])
+    kept, again, plain = results
+    for name, x, y, z in zip(NAMES, kept, again, plain, strict=True):
+        assert torch.equal(x, y), name
+        assert error(x, z) <= 2e-6, name
+
+
+def test_no_second_derivative_in_silence() -> None:
+    inputs = [x.requires_grad_() for x in (*torch.randn(2, 1, 1, 16, 16), torch.rand(1, 2))]
+    out = combine_degree_one(*inputs)
+    (dv,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dv.sum(), inputs[:1])

@@ -1,0 +1,84 @@
+"""``gfsa tune`` on a GPU, as it runs on one that was not measured: Ampere and Blackwell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+from gfsa import tune
+from gfsa.kernels import routes, tuned
+from gfsa.kernels.long import launch as long
+from gfsa.kernels.tune_gpu import GPU
+from gfsa.kernels.tuned import Shape
+from gfsa.operators import AttentionCall
+
+# a length for each kind of kernels; other tiles, and for wide heads cuDNN's gradient, at 4,096
+SHAPES = [
+    Shape(2, 64, 128, False, True),
+    Shape(2, 64, 4096, True, False),
+    Shape(2, 128, 4096, False, False),
+    Shape(1, 64, 1024, True, False),
+]
+
+
+@pytest.fixture(params=[(8, 0), (10, 0)], ids=["Ampere", "Blackwell"])
+def file(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """The file of measurements, for a GPU that says it is another one.
+
+    (8, 0) reads tiles by addresses, (10, 0) by the copy engine; the code is compiled for the GPU
+    that is there.
+    """
+    path = tmp_path / "tuned.json"
+    monkeypatch.setenv("GFSA_TUNED", str(path))
+    monkeypatch.setattr(routes, "_capability", lambda device: request.param)
+    # what other tests have launched by the copy engine is found by shape
+    for kernel in long._KERNELS.values():
+        monkeypatch.setattr(kernel, "compiled", {})
+    caches = (tuned._table, long._launches)
+    for cache in caches:
+        cache.cache_clear()
+    yield path
+    for cache in caches:
+        cache.cache_clear()
+
+
+def chosen(shape: Shape) -> str:
+    """What ``auto`` takes for a call of such a shape."""
+    size = (1, 2, shape.tokens, shape.head_dim)
+    q = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+    mask = None
+    if shape.masked:
+        mask = torch.ones(1, 1, 1, shape.tokens, dtype=torch.bool, device="cuda")
+    call = AttentionCall(q, q, mask, is_causal=shape.causal)
+    return routes.decide(routes.situation_of(call, q, shape.degree)).backend
+
+
+def test_what_is_measured_is_right_and_is_what_auto_takes(file: Path) -> None:
+    assert {chosen(shape) for shape in SHAPES} == {"sdpa"}
+    gpu = GPU(torch.device("cuda", torch.cuda.current_device()))
+    refused: list[str] = []
+
+    def keep(shape: Shape, row: object) -> None:
+        if isinstance(row, str):
+            refused.append(f"{shape}: {row}")
+
+    rows = tune.measure(gpu, SHAPES, keep)
+    assert not refused
+    assert [row.shape for row in rows] == SHAPES
+    for row in rows:
+        assert row.is_right, row
+        assert row.fused_ms > 0
+        assert row.torch_ms > 0
+    tuned.write(file, gpu.machine, rows)
+    assert tuned.read(file) == {gpu.machine: rows}
+    for row in rows:
+        assert chosen(row.shape) == ("fused" if row.is_faster else "sdpa"), row

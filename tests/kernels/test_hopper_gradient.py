@@ -1,0 +1,218 @@
+"""The Hopper gradient of degree 2 without a GPU: its arithmetic, and what its barriers wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gfsa.kernels.hopper import backward_path
+from gfsa.kernels.problem import KEY_MASK, NO_MASK, SPANS, Options, Problem
+from gfsa.operators import Visibility
+from gfsa.operators.dense import DenseOperator
+from support import gluon_on_cpu
+from support.gluon_on_cpu import Descriptor, Number, Numbers, Pointer
+from support.packed_cases import packed
+
+ROOM = "gfsa.kernels"
+DIM, SCALE = 16, 0.3
+CPU = torch.device("cpu")
+# rows and columns of the tiles of each kernel, as at head dims of 64 and of 128 but smaller
+TILES = {
+    64: {"grad_first_pass": (16, 16), "grad_keys": (16, 16), "grad_queries": (16, 16)},
+    128: {"grad_first_pass": (16, 16), "grad_keys": (32, 16), "grad_queries": (32, 16)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _several_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_path, "HEADS_AT_A_TIME", {64: 2, 128: 3})
+
+
+@pytest.fixture
+def kernels() -> Iterator[dict[str, Any]]:
+    names = ("short.tiles", "hopper.tiles", "hopper.sums", "hopper.first_pass", "hopper.keys")
+    with gluon_on_cpu.on_cpu(*(f"{ROOM}.{x}" for x in (*names, "hopper.queries"))) as modules:
+        *_, sums, first_pass, keys, queries = modules
+        yield {
+            "grad_first_pass": first_pass.grad_first_pass,
+            "grad_keys": keys.grad_keys,
+            "grad_queries": queries.grad_queries,
+            "finish_queries": sums.finish_queries,
+        }
+
+
+def run(
+    kernels: dict[str, Any],
+    shape: tuple[int, int, int, int],
+    visible: Visibility,
+    width: int,
+    dim: int = DIM,
+    room: int = DIM,
+    with_queries: bool = False,
+) -> list[tuple[np.ndarray, torch.Tensor]]:
+    """What the kernels give and what the specification gives: dq, dk and dv by query head, dc.
+
+    Args:
+        shape: batch, heads, heads that share keys, tokens.
+        width: of a head on chip, which decides about the tiles and the order of the grid.
+        dim: features of a head that are used; room: features on chip, zeros from ``dim`` on.
+        with_queries: dQ is added up by the kernel of dK and dV.
+    """
+    batch, heads, group, n = shape
+    generator = torch.Generator().manual_seed(n)
+
+    def tokens(number: int) -> torch.Tensor:
+        size = (batch, number, n, room)
+        x = torch.randn(size, generator=generator, dtype=torch.float64)
+        # as the copy engine fills what is beyond the last feature
+        return x * (torch.arange(room) < dim)
+
+    q, k, v, g = (tokens(number) for number in (heads, heads // group, heads // group, heads))
+    coeffs = torch.randn(heads, 3, generator=generator, dtype=torch.float64)
+    exact = [q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), coeffs]
+    exact = [x.requires_grad_() for x in exact]
+    seen = visible.rows(0, n, n, CPU)
+    scores = (SCALE * exact[0] @ exact[1].mT).masked_fill(~seen, -torch.inf)
+    # a query that sees no key, as left padding leaves some: its row of the matrix is zero
+    empty = ~seen.any(-1, keepdim=True)
+    matrix = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    out = DenseOperator(matrix).polynomial(exact[3], exact[2])
+    expected = torch.autograd.grad(out, exact, g)
+
+    kind, mask, strides = NO_MASK, np.zeros(0, dtype=int), (0, 0, 0)
+    if visible.keys is not None:
+        # with causality or without it
+        kind, mask, strides = KEY_MASK, visible.keys.numpy().astype(int), (n, 0, 1)
+    elif visible.needs_rows():
+        kind, mask = SPANS, visible.spans(n, CPU).numpy().astype(int)
+        strides = (2 * n if len(mask) > 1 else 0, 0, 0)
+    options = Options(SCALE, visible.causal)
+    sizes = (batch, heads, heads // group, n, dim)
+    problem = Problem(*sizes, torch.bfloat16, None, options, (strides[0], 0, 0, 0), kind)
+
+    u = (matrix @ exact[2]).detach().numpy()
+    q_, k_, v_, g_, out_, c = (x.detach().numpy() for x in (q, k, v, g, out, coeffs))
+    # as the forward kernels save it, infinite for a query that sees no key
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], torch.inf).detach().numpy()[:, :, None]
+    delta = np.full(lse.shape, np.nan)
+    du, gq, gk, gv = (np.full(q_.shape, np.nan) for _ in range(4))
+    numbers = (Number(heads), Number(group), Number(n), SCALE, *map(Number, strides))
+    grids = {
+        name: backward_path.grid_of(problem, rows, width)
+        for name, (rows, _) in TILES[width].items()
+    }
+    parts = np.full((heads, 3, np.prod(grids["grad_first_pass"]) // heads), np.nan)
+    wide = TILES[width]["grad_keys"][1]
+    tiles = -(-n // wide)
+    sums = np.zeros((batch, heads, tiles, wide, room))
+    pointers = {"delta": delta, "lse": lse, "dc": parts, "coeffs": c, "mask": mask, "sums": sums}
+
+    def launch(
+        name: str,
+        cols: Sequence[np.ndarray],
+        rows: Sequence[np.ndarray],
+        names: str,
+        *constants: bool,
+    ) -> None:
+        high, wide = TILES[width][name]
+        gluon_on_cpu.launch(
+            kernels[name],
+            grids[name],
+            *((Numbers if x.shape[2] == 1 else Descriptor)(x, wide) for x in cols),
+            *(Descriptor(x, high) for x in rows),
+            *(Pointer(pointers[x].reshape(-1)) for x in names.split()),
+            *numbers,
+            *(room, high, wide, visible.causal, used, kind, *constants),
+        )
+
+    used = room if room == DIM else backward_path.used(dim)
+    first_rows = (k_, g_, v_, u, out_, du)
+    launch("grad_first_pass", (q_, g_, lse), first_rows, "delta dc coeffs mask")
+    keys_rows = (k_, v_, u, g_, gk, gv)
+    keys_cols = (q_, g_, du, lse, delta)
+    launch("grad_keys", keys_cols, keys_rows, "coeffs mask sums", with_queries)
+    if with_queries:
+        finish, memory = kernels["finish_queries"], Pointer(sums.reshape(-1))
+        numbers = (Number(heads), SCALE)
+        grid = (tiles, batch * heads)
+        gluon_on_cpu.launch(finish, grid, Descriptor(gq, wide), memory, *numbers, room, wide)
+    else:
+        launch("grad_queries", (k_, v_, u), (q_, g_, du, gq), "delta lse coeffs mask")
+    return list(zip((gq, gk, gv, parts.sum(-1)), expected, strict=True))
+
+
+def padded(lengths: Sequence[int], causal: bool = False) -> Visibility:
+    """Tokens of which so many take part, the first ones of a row or, if negative, the last ones."""
+    tokens = max(map(abs, lengths))
+    numbers = torch.arange(tokens)
+    rows = [numbers < x if x > 0 else numbers >= tokens + x for x in lengths]
+    return Visibility(torch.stack(rows)[:, None], causal=causal)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    # batch, heads, heads that share keys, tokens; what they see
+    ("shape", "visible"),
+    [
+        ((1, 2, 2, 64), Visibility(causal=True)),
+        # the last block is not full
+        ((2, 1, 1, 76), Visibility()),
+        ((2, 2, 1, 40), padded([40, 23])),
+        # a decoder's padding, on the right and on the left: the first queries see nothing there
+        ((2, 2, 2, 40), padded([40, 23], causal=True)),
+        ((3, 1, 1, 52), padded([-52, -31, -3], causal=True)),
+        # documents that begin with tiles, inside of them, several in one, and of one token
+        ((2, 2, 2, 84), packed([32, 20, 1, 1, 30], [84])),
+        ((1, 3, 1, 52), packed([1] * 20 + [32])),
+        ((1, 1, 1, 100), packed([70, 10, 20], window=18)),
+        # windows: of one token, over several tiles, longer than all tokens
+        ((1, 2, 1, 52), Visibility(causal=True, window=1)),
+        ((1, 2, 1, 76), Visibility(causal=True, window=33)),
+        ((2, 1, 1, 40), Visibility(causal=True, window=400)),
+        ((1, 1, 1, 4), Visibility(causal=True, window=2)),
+    ],
+)
+def test_gradients(
+    kernels: dict[str, Any], shape: tuple[int, int, int, int], visible: Visibility, width: int
+) -> None:
+    for got, expected in run(kernels, shape, visible, width):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dim", [72, 80, 96, 120])
+def test_features_that_products_leave_out(kernels: dict[str, Any], dim: int) -> None:
+    """A head has room for 128 features; scores are products of the first 80 or 96, or of all."""
+    causal = (packed([20, 1, 31]), Visibility(causal=True), padded([-52, -31], causal=True))
+    for visible in (*causal, Visibility(), padded([52, 9])):
+        batch = 1 if visible.keys is None else len(visible.keys)
+        for got, expected in run(kernels, (batch, 2, 1, 52), visible, 128, dim, 128):
+            np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    # batch, heads, heads that share keys, tokens
+    "shape",
+    [
+        (2, 2, 2, 160),
+        # the last block is not full; five heads are no groups of three
+        (1, 5, 1, 76),
+        (1, 1, 1, 4),
+    ],
+)
+def test_dq_added_up_with_dk_and_dv(
+    kernels: dict[str, Any], shape: tuple[int, int, int, int]
+) -> None:
+    for got, expected in run(kernels, shape, Visibility(causal=True), 128, with_queries=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)
+
+
+def test_dq_added_up_without_a_mask(kernels: dict[str, Any]) -> None:
+    """Whole blocks of keys."""
+    for got, expected in run(kernels, (1, 2, 1, 96), Visibility(), 128, with_queries=True):
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-11)

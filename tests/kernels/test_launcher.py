@@ -1,0 +1,150 @@
+"""Launches by compiled code, and where they go through Triton's own launcher; without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gfsa.kernels import launcher, tile_access
+from gfsa.kernels.launcher import Kernel, Launch
+
+BLOCK = (1, 1, 16, 16)
+
+
+class FakeKernel:
+    """Compiles and launches as a Triton kernel does, and keeps what it was given."""
+
+    def __init__(self, metadata: Any) -> None:
+        self.by_triton: list[tuple[Any, ...]] = []
+        self.by_code: list[tuple[Any, ...]] = []
+
+        def launch(*arguments: Any) -> None:
+            """As Triton's wrapper around its launcher in C, whose variables are read."""
+            raise AssertionError((launcher, tensordesc_meta, arguments))
+
+        launcher, tensordesc_meta = None, metadata
+        self.run = SimpleNamespace(
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            launch=launch,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+        )
+        self.function = self.packed_metadata = None
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Any:
+            # options are those of the compiler
+            (self.by_triton if options else self.by_code).append(arguments)
+            return self
+
+        return launch
+
+
+def test_addresses_are_compiled_for_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So code that is compiled for some is not launched with others."""
+    monkeypatch.setattr(tile_access, "has_copy_engine", lambda x: False)
+    fake = FakeKernel(None)
+    launch = Launch(Kernel(fake, tile_access.describe), (1, 1, 1), (), [BLOCK], (), (), num_warps=4)
+    for x in (torch.zeros(1, 2, 16, 16), torch.zeros(1, 16, 2, 16).transpose(1, 2)):
+        launch([x], x)
+        launch([x], x)
+    assert not fake.by_code
+    strides = [described[1:4] for described, _ in fake.by_triton]
+    # in units of 16 bytes, four numbers of 32 bits
+    assert strides == [(128, 64, 4), (128, 64, 4), (128, 4, 8), (128, 4, 8)]
+
+
+def test_descriptors_on_a_gpu_without_a_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes them apart itself, in its own launcher, and has no metadata of the engine."""
+    utils = SimpleNamespace(fill_tma_descriptor=None)
+    active = SimpleNamespace(utils=utils, get_current_stream=None)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    fake = FakeKernel([None])
+    launch = Launch(Kernel(fake), (1, 1, 1), (), [BLOCK], (), (), num_warps=4)
+    x = torch.zeros(1, 2, 16, 16)
+    for _ in range(3):
+        launch([x], x)
+    assert len(fake.by_triton) == 1
+    assert [described.base is x for described, _ in fake.by_code] == [True, True]
+
+
+class Pointer:
+    """A tensor that is asked for its address in the middle of a launch."""
+
+    device = SimpleNamespace(index=0)
+
+    def __init__(self, address: int, asked: Any = lambda: None) -> None:
+        self.address, self.asked = address, asked
+
+    def data_ptr(self) -> int:
+        self.asked()
+        return self.address
+
+
+@pytest.mark.parametrize("scratch", [0, 1], ids=["by the C launcher", "by Triton's own"])
+def test_numbers_of_a_call_are_its_own(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may launch the same kernel with its numbers before this one has."""
+    launched: list[tuple[Any, ...]] = []
+
+    def by_c(*arguments: Any) -> None:
+        launched.append(arguments[13:])
+
+    utils = SimpleNamespace(fill_tma_descriptor=None)
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launcher, "TRITON", launcher.DIRECT_TRITON[0])
+    fake = FakeKernel(None)
+    fake.run.global_scratch_size, fake.run.launch = scratch, by_c
+    launch = Launch(Kernel(fake), (1, 1, 1), (), (), (), ("constant",), num_warps=4)
+    launch((), Pointer(1), numbers=(1,))
+    other = Pointer(3)
+
+    def meanwhile() -> None:
+        launch((), other, numbers=(3,))
+
+    mine = Pointer(2, meanwhile)
+    launch((), mine, numbers=(2,))
+    if scratch:
+        assert fake.by_triton == [(fake.by_triton[0][0], 1, "constant")]
+        assert fake.by_code == [(mine, 2, "constant")]
+    else:
+        assert launched == [(3, 3, "constant"), (2, 2, "constant")]
+
+
+@pytest.mark.parametrize("version", [launcher.DIRECT_TRITON[0], "3.6.1"])
+def test_a_launcher_with_other_arguments_is_not_relied_on(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raises before it launches; versions that are not known are not even tried."""
+    tried: list[tuple[Any, ...]] = []
+
+    def by_c(*arguments: Any) -> None:
+        tried.append(arguments)
+        raise TypeError("function takes exactly 12 arguments")
+
+    utils = SimpleNamespace(fill_tma_descriptor=None)
+    active = SimpleNamespace(utils=utils, get_current_stream=lambda index: 0)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launcher, "TRITON", version)
+    fake = FakeKernel(None)
+    fake.run.launch = by_c
+    launch = Launch(Kernel(fake), (1, 1, 1), (), (), (), ("constant",), num_warps=4)
+    for number in (1, 2, 3):
+        launch((), Pointer(number), numbers=(number,))
+    assert [given[1:] for given in fake.by_code] == [(2, "constant"), (3, "constant")]
+    assert bool(tried) is (version in launcher.DIRECT_TRITON)
+
+
+def test_options_of_the_compiler_are_compiled_for() -> None:
+    """Two cuts of the same tiles that differ in warps alone are two kernels."""
+    fake = FakeKernel(None)
+    kernel, x = Kernel(fake), torch.zeros(1)
+    for warps in (4, 8):
+        Launch(kernel, (1, 1, 1), (), (), (), (64, 64), num_warps=warps)((), x)
+    assert len(fake.by_triton) == 2

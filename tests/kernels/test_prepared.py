@@ -1,0 +1,221 @@
+"""Prepared launches serve calls of their own signature alone; tested without a GPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import gfsa
+from gfsa.kernels import coefficients, launcher
+from gfsa.kernels.autograd import kernels_for
+from gfsa.kernels.operator import FusedOperator
+from gfsa.kernels.problem import Options, Saved
+from gfsa.kernels.short import launch as short
+from gfsa.kernels.short.prepared import Prepared, prepared_for
+from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
+from gfsa_benchmarks.host_calls import nothing_launched
+
+BF16 = torch.bfloat16
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Prepared | None:
+    return prepared_for(q, k, v, mask, Options(0.125))
+
+
+def test_one_for_each_signature() -> None:
+    x = tokens(2, 4, 40, 64)
+    other_layout = tokens(2, 40, 4, 64).transpose(1, 2)
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    with nothing_launched():
+        first = prepare(x, x, x)
+        assert isinstance(first, Prepared)
+        assert prepare(x.clone(), x, x) is first
+        others = [
+            prepare(other_layout, x, x),
+            prepare(x, other_layout, x),
+            prepare(x, x, x, mask),
+            prepare(x, x, x, mask.expand(2, 1, 40, 40)),
+            prepare(x[:1], x[:1], x[:1]),
+            prepare(x[:, :, :39], x[:, :, :39], x[:, :, :39]),
+        ]
+        assert all(isinstance(each, Prepared) for each in others)
+        assert len({id(each) for each in [first, *others]}) == 7
+
+
+def test_what_is_kept_is_not_of_a_graph_that_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's compiler takes the memory that a thread allocates meanwhile for its CUDA graphs."""
+    allocating: list[int] = []
+    zeros = torch.zeros
+
+    def watched(*arguments: Any, **options: Any) -> Tensor:
+        allocating.append(threading.get_ident())
+        return zeros(*arguments, **options)
+
+    monkeypatch.setattr(short, "_ZEROS", {})
+    monkeypatch.setattr(torch, "zeros", watched)
+    zero = short.zero(torch.device("cpu"))
+    assert short.zero(torch.device("cpu")) is zero
+    assert zero.dtype == torch.int32
+    assert zero.tolist() == [0]
+    assert len(allocating) == 1
+    assert threading.get_ident() not in allocating
+
+
+def test_launches_prepared_in_a_captured_graph_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The zero that they read is of the graph, whose replays alone make it zero."""
+    x = tokens(2, 4, 41, 64)
+    zero = short.zero
+    with nothing_launched():
+        monkeypatch.setattr(short, "zero", lambda device: torch.ones(1, dtype=torch.int32))
+        captured = prepare(x, x, x)
+        assert captured is not None
+        monkeypatch.setattr(short, "zero", zero)
+        found = prepare(x, x, x)
+        assert found is not None
+        assert found.zero.tolist() == [0]
+        assert prepare(x, x, x) is found
+
+
+def test_what_goes_the_longer_way() -> None:
+    x = tokens(1, 2, 40, 64)
+    off_the_border = tokens(1, 2, 40, 65)[..., 1:]
+    with nothing_launched():
+        assert prepare(off_the_border, x, x) is None
+        assert prepare(x, x.expand(1, 2, 40, 64), x) is not None
+        assert prepare(x, tokens(1, 1, 40, 64).expand(1, 2, 40, 64), x) is None
+
+
+def test_results_lie_as_the_tokens_do() -> None:
+    q, k = tokens(2, 40, 4, 64).transpose(1, 2), tokens(2, 4, 40, 64)
+    coeffs = torch.ones(4, 3)
+    with nothing_launched():
+        prepared = prepare(q, k, k)
+        assert prepared is not None
+        out, u, lse = prepared.forward(q, k, k, coeffs, None)
+        gradients = prepared.backward(out, Saved(q, k, k, u, out, lse, coeffs))
+    assert out.stride() == u.stride() == q.stride()
+    assert gradients is not None
+    assert [x.stride() for x in gradients[:3]] == [x.stride() for x in (q, k, k)]
+    assert gradients[3].shape == (4, 3, 2 * 64)
+
+
+def test_saved_tensors_in_another_layout_are_noticed() -> None:
+    """Hooks on saved tensors may copy them; strides that were settled no longer hold then."""
+    x = tokens(2, 4, 40, 64)
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool).expand(2, 1, 40, 40)
+    coeffs = torch.ones(4, 3)
+    with nothing_launched():
+        prepared = prepare(x, x, x, mask)
+        assert prepared is not None
+        out, u, lse = prepared.forward(x, x, x, coeffs, mask)
+        kept = Saved(x, x, x, u, out, lse, coeffs, mask)
+        assert prepared.backward(out, kept) is not None
+        assert prepared.backward(out, kept._replace(mask=mask.contiguous())) is None
+        assert prepared.backward(out.sum().expand(out.shape), kept) is None
+
+
+def test_a_filter_of_degree_one_takes_the_short_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second pass of weight zero; θ's gradient is that of its own two powers."""
+    q, layer = tokens(2, 4, 40, 64).requires_grad_(), gfsa.GFSA(4, K=None)
+    forward, seen = Prepared.forward, []
+
+    def recording(prepared: Prepared, *given: Any) -> Any:
+        seen.append(given[3].shape)
+        return forward(prepared, *given)
+
+    monkeypatch.setattr(Prepared, "forward", recording)
+    with nothing_launched():
+        y = layer(AttentionOperator(q, q), q)
+        dq, dtheta = torch.autograd.grad(y, [q, layer.theta], torch.zeros_like(y))
+        polynomial = gfsa.graph_filter_attention(q, q, q, torch.tensor([0.1, 0.9]))
+    assert seen == [(4, 3), (4, 3)]
+    assert dq.shape == polynomial.shape == q.shape
+    assert dtheta.shape == layer.theta.shape
+
+
+def test_a_mask_broadcast_over_keys_is_laid_out_for_the_kernels() -> None:
+    """As compiled models of transformers make it where nothing is hidden."""
+    x, mask = tokens(2, 4, 40, 64), (torch.rand(2, 1, 40, 1) < 0.5).expand(2, 1, 40, 40)
+    laid_out = FusedOperator(AttentionCall(x, x, mask)).mask
+    assert torch.equal(laid_out, mask)
+    with nothing_launched():
+        assert kernels_for(x, mask, Options(0.125)).forward == "two_pass"
+        assert kernels_for(x, laid_out, Options(0.125)).forward == "short"
+    # others are given on as they are
+    keys = torch.ones(2, 1, 1, 40, dtype=torch.bool).expand(2, 4, 40, 40)
+    assert FusedOperator(AttentionCall(x, x, keys)).mask is keys
+
+
+def test_the_way_back_is_settled_for_each_layout() -> None:
+    x, coeffs = tokens(2, 4, 40, 64), torch.ones(4, 3)
+    other_layout = tokens(2, 40, 4, 64).transpose(1, 2)
+    with nothing_launched():
+        prepared = prepare(x, x, x)
+        assert prepared is not None
+        out, u, lse = prepared.forward(x, x, x, coeffs, None)
+        for g in (x, other_layout, x):
+            assert prepared.backward(g, Saved(x, x, x, u, out, lse, coeffs)) is not None
+        settled = {strides[-1]: launch for strides, launch in prepared.direct_backward.items()}
+    assert settled.keys() == {x.stride(), other_layout.stride()}
+    for g_strides, launch in settled.items():
+        # what the copy engine is told of g, the sixth tensor
+        assert launch.tiles[5][1][5] == g_strides
+
+
+def test_a_tensor_is_described_once_for_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_MOST_DESCRIPTORS", 4)
+    coeffs, asked, launched = torch.ones(4, 3), [], []
+    with nothing_launched():
+        prepared = prepare(*[tokens(2, 4, 40, 64)] * 3)
+        assert prepared is not None
+        prepared.forward(*[tokens(2, 4, 40, 64)] * 3, coeffs, None)
+        launch = prepared.direct
+        assert launch is not None
+        monkeypatch.setattr(launch, "encode", lambda at, *_: asked.append(at) or f"at {at}")
+        monkeypatch.setattr(launch, "c_launcher", lambda *given: launched.append(given))
+        for _, _, known in launch.tiles:
+            known.clear()
+        places = [tokens(2, 4, 40, 64) for _ in range(9)]
+        for q in [*places, *places[::-1]]:
+            prepared.forward(q, places[0], places[0], coeffs, None)
+            assert launched[-1][launch.tiles[0][0]] == f"at {q.data_ptr()}"
+    first, keys = launch.tiles[0][2], launch.tiles[1][2]
+    assert 0 < len(first) <= 4
+    assert keys[places[0].data_ptr()] == f"at {places[0].data_ptr()}"
+    # keys and values stay where they are, and are described once
+    assert asked.count(places[0].data_ptr()) <= 2 + 2
+
+
+def test_descriptors_are_kept_where_nothing_is_launched() -> None:
+    """So that the host's time is that of a call whose tensors are where others were."""
+    q = tokens(2, 4, 40, 64)
+    with nothing_launched():
+        prepared = prepare(q, q, q)
+        assert prepared is not None
+        for _ in range(2):
+            prepared.forward(q, q, q, torch.ones(4, 3), None)
+        assert prepared.direct is not None
+        assert prepared.direct.tiles[0][2][q.data_ptr()] is not None
+
+
+def test_coefficients_are_made_where_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's layers may lie on another GPU than the current one."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(coefficients, "launch_on_device_of", lambda x, *_: seen.append(x))
+    theta, parts, basis = torch.zeros(4, 2), torch.zeros(4, 3, 8), torch.zeros(2, 3)
+    coefficients.evaluate(Coefficients(theta, torch.zeros(4, 3), basis))
+    coefficients.gradient(parts, basis)
+    coefficients.total(parts)
+    assert [x is y for x, y in zip(seen, (theta, parts, parts), strict=True)] == [True] * 3

@@ -1,0 +1,289 @@
+"""One causal sweep without a GPU: its arithmetic and how its warps and programs wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gfsa.kernels.problem import NO_MASK, SPANS
+from gfsa.kernels.sweep import launch as sweep
+from gfsa.kernels.sweep import plan
+from gfsa.operators import Visibility
+from support import gluon_on_cpu
+from support.gluon_on_cpu import Descriptor, Number, Pointer
+from support.packed_cases import packed
+from support.sweep_plan import plan_of
+
+ROOM = "gfsa.kernels.sweep"
+
+
+@pytest.fixture
+def kernels() -> Iterator[list[Any]]:
+    """``short/tiles.py`` and the kernel's three modules."""
+    names = ("gfsa.kernels.short.tiles", *(f"{ROOM}.{x}" for x in ("order", "copies")))
+    with gluon_on_cpu.on_cpu(*names, f"{ROOM}.forward") as modules:
+        yield modules
+
+
+def run(
+    kernel: Any,
+    batch: int,
+    heads: int,
+    group: int,
+    n: int,
+    span: int,
+    programs: int,
+    parts: int,
+    visible: Visibility | None = None,
+    stages: int = sweep.STAGES,
+    at_once: int | None = None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What the kernel gives and what it should: the output, U and the logsumexps.
+
+    Args:
+        visible: documents and windows; a causal mask alone by default.
+        stages: tiles on the chip at a time.
+        at_once: programs that run at a time, all by default.
+    """
+    draw = np.random.default_rng(n)
+    dim, scale = 16, 0.3
+    q = draw.normal(size=(batch, heads, n, dim))
+    k, v = draw.normal(size=(2, batch, heads // group, n, dim))
+    coeffs = draw.normal(size=(heads, 3))
+    u, out = np.full(q.shape, np.nan), np.full(q.size, np.nan)
+    lse = np.full(batch * heads * n, np.nan)
+    total, blocks = batch * heads, -(-n // sweep.ROWS)
+    numbers = total * blocks * 2 + sweep.LOOKED_AT
+    flags = np.zeros(numbers + batch * sweep.planned(blocks), dtype=int)
+    hidden, spans, kind = ~np.tri(n, dtype=bool), np.zeros(0, dtype=int), NO_MASK
+    if visible is not None:
+        device = torch.device("cpu")
+        hidden = ~visible.rows(0, n, n, device).numpy()
+        spans, kind = visible.spans(n, device).numpy().astype(int), SPANS
+        rows = np.broadcast_to(spans, (batch, 2, n))
+        plans = np.concatenate([plan_of(row, parts).reshape(-1) for row in rows])
+        flags[numbers : numbers + len(plans)] = plans
+    stride = 2 * n if len(spans) > 1 else 0
+    sizes = (total, heads, group, n, scale, blocks, span, heads * n * dim, n * dim, dim, stride)
+    gluon_on_cpu.launch(
+        kernel,
+        programs,
+        *(Descriptor(x, sweep.HALF) for x in (q, k, v, u)),
+        *(
+            Pointer(x)
+            for x in (out, u.reshape(-1), lse, coeffs.reshape(-1), flags, spans.reshape(-1))
+        ),
+        *(Number(x) if isinstance(x, int) else x for x in sizes),
+        dim,
+        parts,
+        stages,
+        kind,
+        at_once=at_once,
+    )
+    assert visible is not None or flags[: total * blocks * 2].all()
+    scores = scale * q @ k.repeat(group, 1).swapaxes(-1, -2)
+    scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
+    expected_lse = np.logaddexp.reduce(scores, -1)
+    a = np.exp(scores - expected_lse[..., None])
+    values = v.repeat(group, 1)
+    once = a @ values
+    c0, c1, c2 = coeffs.T[:, None, :, None, None]
+    expected = c0 * values + c1 * once + c2 * (a @ once)
+    return [
+        (out.reshape(q.shape), expected),
+        (u, once),
+        (lse.reshape(expected_lse.shape), expected_lse),
+    ]
+
+
+# as many tiles on the chip as on a GPU, and fewer, which are waited for more often
+STAGES = pytest.mark.parametrize("stages", [2, sweep.STAGES])
+
+
+@STAGES
+@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
+@pytest.mark.parametrize(
+    # batch, heads, group, tokens, heads at a time, programs
+    "shape",
+    [
+        # heads that share keys; two programs that need each other's U
+        (1, 2, 2, 512, 2, 2),
+        # the last block is not full; heads do not divide by what is worked on at a time
+        (1, 3, 1, 300, 2, 3),
+        # all blocks of one head at once, more programs than blocks
+        (1, 1, 1, 600, 1, 6),
+        # one program does it all
+        (1, 2, 1, 260, 2, 1),
+        # a second warpgroup without queries
+        (2, 1, 1, 50, 128, 2),
+        (1, 1, 1, 1, 1, 1),
+    ],
+)
+def test_the_filter(kernels: list[Any], shape: tuple[int, ...], parts: int, stages: int) -> None:
+    *_, forward = kernels
+    for got, expected in run(forward.filter_sweep, *shape, parts, stages=stages):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
+@STAGES
+@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
+@pytest.mark.parametrize(
+    # heads, group, tokens, heads at a time, programs; what they see
+    ("shape", "visible"),
+    [
+        # documents that begin on the diagonal, in a tile before it, and where tiles begin
+        ((2, 2, 512, 2, 2), packed([130, 62, 64, 128, 1, 127], [512])),
+        # shorter than a tile, and of one token; the last block is not full
+        ((3, 1, 300, 2, 3), packed([1] * 20 + [30, 1, 100, 1, 1, 50, 97])),
+        # the second warpgroup sees the diagonal alone, in a block whose first one sees four tiles
+        ((1, 1, 700, 1, 6), packed([580, 60, 60])),
+        # ... and has no queries
+        ((1, 1, 550, 1, 2), packed([300, 220, 30])),
+        # edges in both halves of a row, and blocks that are cut short; one program, and many
+        ((2, 1, 900, 2, 1), packed([50, 200, 140, 3, 300, 200, 7])),
+        ((2, 2, 900, 1, 7), packed([200, 133, 129, 250, 128, 60], [10, 890])),
+        # windows: in the diagonal, over several tiles, and as long as all tokens
+        ((2, 1, 400, 2, 4), Visibility(causal=True, window=1)),
+        ((2, 1, 640, 2, 3), Visibility(causal=True, window=70)),
+        ((2, 2, 640, 2, 4), Visibility(causal=True, window=200)),
+        ((1, 1, 300, 1, 2), Visibility(causal=True, window=300)),
+        ((1, 1, 600, 1, 3), packed([333, 150, 117], window=140)),
+    ],
+)
+def test_documents_and_windows(
+    kernels: list[Any], shape: tuple[int, ...], visible: Visibility, parts: int, stages: int
+) -> None:
+    *_, forward = kernels
+    batch = 1 if visible.documents is None else len(visible.documents)
+    for got, expected in run(forward.filter_sweep, batch, *shape, parts, visible, stages):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["64 keys a tile", "128 keys a tile"])
+@pytest.mark.parametrize("numbers", [[5] * 300 + [0] * 300, [3] * 100 + [1] * 250 + [2] * 250])
+def test_it_ends_if_documents_are_out_of_order(
+    kernels: list[Any], numbers: list[int], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they see is the caller's mistake; a GPU that waits forever would be worse."""
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 5.0)
+    *_, forward = kernels
+    documents = torch.tensor(numbers)[None]
+    visible = Visibility(causal=True, documents=documents, in_order=True)
+    for got, _ in run(forward.filter_sweep, 1, 1, 1, 600, 1, 2, parts, visible):
+        assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("span", [1, 2, 128])
+@pytest.mark.parametrize("visible", [None, packed([300, 1, 1, 348], [50] * 13, window=400)])
+def test_more_programs_than_a_gpu_holds(
+    kernels: list[Any], visible: Visibility | None, span: int, at_once: int
+) -> None:
+    """Those that begin when others end are waited for by none; here there is one for each block."""
+    *_, forward = kernels
+    shape = (2, 2, 2, 650, span, 24)
+    for got, expected in run(forward.filter_sweep, *shape, 2, visible, at_once=at_once):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+
+
+def test_programs_that_wait_for_later_ones_are_noticed(
+    kernels: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """High rows first: a block would need those of programs that have not begun."""
+    _, order, _, forward = kernels
+    place = order.place
+
+    def from_the_end(item: Number, total: Number, blocks: Number, span: Number) -> Any:
+        return place(total * blocks - 1 - item, total, blocks, span)
+
+    monkeypatch.setattr(order, "place", from_the_end)
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5)
+    with pytest.raises(gluon_on_cpu.DeadlockError):
+        run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 2, at_once=2)
+
+
+def test_it_waits_for_u(kernels: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flags a block would load what no program has stored yet."""
+    _, _, copies, forward = kernels
+    monkeypatch.setattr(copies, "first_missing", lambda flags, known: known + 32)
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5)
+    with pytest.raises(AssertionError, match="before it was stored"):
+        run(forward.filter_sweep, 1, 1, 1, 600, 1, 5, 2)
+
+
+def test_each_item_once() -> None:
+    """Items of low numbers are the low rows of the heads that are worked on together."""
+    names = ("gfsa.kernels.short.tiles", f"{ROOM}.order")
+    with gluon_on_cpu.on_cpu(*names) as (_, order):
+        places = [order.place(Number(i), Number(7), Number(3), Number(4)) for i in range(21)]
+    assert len(set(places)) == 21
+    assert places[:5] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]
+    # the three heads that are left
+    assert places[12:16] == [(4, 0), (5, 0), (6, 0), (4, 1)]
+
+
+SEEN = [
+    packed([130, 62, 64, 128, 1, 127, 600, 68]),
+    packed([1] * 300 + [880]),
+    packed([1180]),
+    *(Visibility(causal=True, window=window) for window in (1, 64, 65, 66, 127, 128, 200)),
+    packed([150, 250, 780], window=64),
+]
+
+
+def planned_blocks(visible: Visibility, n: int, parts: int) -> list[np.ndarray]:
+    """The numbers of a row's blocks in the order in which they are taken."""
+    spans = visible.spans(n, torch.device("cpu")).numpy().astype(int)[0]
+    return [block for slot in plan_of(spans, parts) for block in slot if block[plan.END.value]]
+
+
+@pytest.mark.parametrize("visible", SEEN)
+def test_blocks_cover_a_row_in_an_order_without_deadlocks(visible: Visibility) -> None:
+    n = 1180
+    spans = visible.spans(n, torch.device("cpu")).numpy()[0]
+    covered: list[int] = []
+    for origin, block, end, *_ in planned_blocks(visible, n, 2):
+        rows = range(origin + block * sweep.ROWS, origin + end)
+        assert 0 < len(rows) <= sweep.ROWS
+        # whole tiles from the origin on that other blocks have made
+        assert spans[0, rows[0]] >= origin
+        assert set(range(origin, rows[0])) <= set(covered)
+        covered += rows
+    assert sorted(covered) == list(range(n))
+
+
+def test_long_documents_begin_with_blocks() -> None:
+    lengths = [130, 62, 64, 128, 1, 127, 600, 68]
+    starts = {
+        origin + block * sweep.ROWS
+        for origin, block, *_ in planned_blocks(packed(lengths), 1180, 2)
+    }
+    for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        assert start in starts or length < sweep.ROWS
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("visible", SEEN)
+def test_what_blocks_see(visible: Visibility, parts: int) -> None:
+    """In tiles that are not masked, a query sees all keys or none before its diagonal's tile."""
+    n, tile = 1180, parts * sweep.HALF
+    first = visible.spans(n, torch.device("cpu")).numpy()[0, 0]
+    for origin, block, end, *seen in planned_blocks(visible, n, parts):
+        begin, masked_until, latest = seen[:2], seen[2:4], seen[4:]
+        for half in range(2):
+            row = block * sweep.ROWS + half * sweep.HALF
+            rows = first[origin + row : origin + min(row + sweep.HALF, end)] - origin
+            if not len(rows):
+                continue
+            assert begin[half] == rows[0] // tile
+            assert latest[half] == rows.max()
+            diagonal = row // tile * tile
+            for col in range(begin[half] * tile, diagonal, tile):
+                partly = ((rows > col) & (rows < diagonal)).any()
+                assert partly == (col < masked_until[half])

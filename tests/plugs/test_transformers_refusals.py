@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers.models.sam.modeling_sam import SamAttention
 import gfsa
 from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.cross_attention import REASON
+from gfsa.plugs.registry import OLDEST_TRANSFORMERS
 from support.random_filters import randomise
 
 hf.logging.set_verbosity_error()
@@ -289,6 +291,18 @@ def sam_attention() -> SamAttention:
     config = hf.SamMaskDecoderConfig(hidden_size=16, num_attention_heads=2)
     config._attn_implementation = "sdpa"
     return SamAttention(config, downsample_rate=1).eval()
+
+
+def test_an_older_transformers_is_refused_for_its_own_models_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+    assert f'"transformers>={oldest}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.14.1")
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    assert gfsa.plug(nn.TransformerEncoder(layer, 1)).plugged
+    with pytest.raises(ImportError, match=r"5\.15 or newer.*5\.14\.1"):
+        gfsa.plug(llama())
 
 
 def test_queries_and_keys_of_equal_length_must_be_the_same_tokens() -> None:

@@ -81,6 +81,9 @@ class CachedOperator(Operator):
         keys: how many rows of the cache ``rows`` attends to.
     """
 
+    #: of the entries of H: dropout acts on those of A, which ``rows`` drops
+    dropout_p = 0.0
+
     def __init__(
         self, rows: Operator, layer: Any, owner: int, new: int, heads: int, keys: int
     ) -> None:
@@ -130,6 +133,18 @@ class CachedOperator(Operator):
                 all_tokens = append(companion, tokens[-1], self.layer, self.keys)
                 tokens.append(self.rows.apply(all_tokens))
         return tokens
+
+    def filter(self, coeffs: Tensor) -> Tensor:
+        """The rows of ``H = c0·I + c1·A`` for the new tokens, ``(B, H, new, keys)``."""
+        rows = self.rows
+        if isinstance(rows, SDPAOperator):
+            q = rows.given.q
+            identity = torch.eye(self.keys, dtype=q.dtype, device=q.device)
+            a = rows.apply(identity.expand(*q.shape[:2], -1, -1))
+        else:
+            a = rows.dense()
+            identity = torch.eye(self.keys, dtype=a.dtype, device=a.device)
+        return combine(coeffs, [_newest(self.layer, identity[None, None], self.new), a])
 
     def visibility(self) -> Visibility | None:
         return self.rows.visibility()

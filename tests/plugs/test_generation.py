@@ -256,6 +256,30 @@ def test_degree_one_decodes_under_dropout(implementation: str) -> None:
     torch.testing.assert_close(logits, expected)
 
 
+@pytest.mark.parametrize("how", ["assigned", "written", "selected afterwards"])
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_rows_that_the_caller_reorders_are_refused(kind: str, copied: bool, how: str) -> None:
+    model, ids, order = plugged("llama"), prompt()["input_ids"], torch.tensor([1, 0])
+    cache = empty_cache(model, kind)
+    with torch.no_grad():
+        model(ids[:, :-2], past_key_values=cache)
+        if copied:
+            cache = copy.deepcopy(cache)
+            model(ids[:, -2:-1], past_key_values=cache)
+        layer = cache.layers[0]
+        if how == "written":
+            layer.values.copy_(layer.values[order])
+        else:
+            layer.keys, layer.values = layer.keys[order], layer.values[order]
+        with pytest.raises(ValueError, match="assigned or written after a plugged model"):
+            _ = (
+                layer.reorder_cache(order)
+                if how == "selected afterwards"
+                else model(ids[:, -1:], past_key_values=cache)
+            )
+
+
 def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
     model = ZOO["llama"].model("sdpa")
     ids = prompt()["input_ids"]

@@ -40,6 +40,7 @@ from gfsa.plugs.adapters.transformers.inputs import (
 )
 from gfsa.plugs.adapters.transformers.mask_hooks import set_mask_hooks
 from gfsa.plugs.adapters.transformers.operators import OperatorMaker, operator_maker
+from gfsa.plugs.adapters.transformers.past_check import remember_rows
 from gfsa.plugs.adapters.transformers.product_check import (
     forget_check,
     name_of,
@@ -254,6 +255,8 @@ def _with_past(
         )
     held, index = cache
     layer = layer_in(held, index, module)
+    if not torch.compiler.is_compiling() and _needs_powers(module.gfsa):
+        remember_rows(layer)
     return CachedOperator(operator, layer, index, new, query.shape[1], keys)
 
 

@@ -42,6 +42,8 @@ from gfsa.plugs.adapters.transformers.one_launch import (
 from gfsa.plugs.adapters.transformers.past_check import (
     forget_fillings,
     refuse_another_past,
+    refuse_other_rows,
+    remember_rows,
     watch,
 )
 from gfsa.plugs.adapters.transformers.product_check import name_of
@@ -326,6 +328,8 @@ class _RepeatedMethod:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name != "reset" and not torch.compiler.is_compiling():
+            refuse_other_rows(self.layer)
         result = getattr(type(self.layer), self.name)(self.layer, *args, **kwargs)
         for companions in self.layer.gfsa_powers.values():
             for companion in companions:
@@ -334,4 +338,5 @@ class _RepeatedMethod:
                     getattr(companion, self.name)(*args, **kwargs)
         if self.name == "reset":
             forget_fillings(self.layer)
+        remember_rows(self.layer)
         return result

@@ -280,6 +280,17 @@ def test_rows_that_the_caller_reorders_are_refused(kind: str, copied: bool, how:
             )
 
 
+def test_degree_one_needs_only_keys_and_values_of_another_models_cache() -> None:
+    model, ids = ZOO["llama"].model("sdpa").float(), prompt()["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :-1]).past_key_values
+        # the last layer's keys and values are the same with and without its filter
+        gfsa.plug(model, K=None, layers=[model.config.num_hidden_layers])
+        randomise(model)
+        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, model(ids, use_cache=False).logits[:, -1])
+
+
 def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
     model = ZOO["llama"].model("sdpa")
     ids = prompt()["input_ids"]

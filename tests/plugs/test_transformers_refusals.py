@@ -509,3 +509,25 @@ def test_an_overridden_entry_of_the_registry_is_what_runs(name: str, common: boo
     gfsa.unplug(model)
     gfsa.plug(model)
     torch.testing.assert_close(model(ids()).logits, ordinary)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "mine"])
+@pytest.mark.parametrize("when", ["plug", "forward"])
+def test_a_registered_function_that_is_not_linear_in_v_is_refused(when: str, name: str) -> None:
+    def squashed(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        groups = q.shape[1] // v.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (y + 0.1 * y.tanh()).transpose(1, 2), None
+
+    model = llama().eval()
+    with registered(name, squashed):
+        if when == "plug":
+            model.set_attn_implementation(name)
+            with pytest.raises(ValueError, match="squashed"):
+                gfsa.plug(model)
+        else:
+            gfsa.plug(model)
+            model.set_attn_implementation(name)
+            with pytest.raises(ValueError, match=r"cannot be filtered.*squashed.*not linear"):
+                model(ids(), use_cache=False)

@@ -43,6 +43,7 @@ from gfsa.plugs.adapters.transformers.operators import OperatorMaker, operator_m
 from gfsa.plugs.adapters.transformers.past_check import remember_rows
 from gfsa.plugs.adapters.transformers.product_check import (
     forget_check,
+    is_trusted,
     name_of,
     refusal_by_trial,
 )
@@ -84,10 +85,14 @@ class InterfaceAdapter(Adapter):
         if getattr(module, "reorder_and_upcast_attn", False):
             return "reorder_and_upcast_attn computes attention outside the interface"
         heads = heads_of(module, module.config)
-        function = eager_function_of(module)
-        if module.config._attn_implementation not in (None, "eager") or not (heads and function):
+        implementation = module.config._attn_implementation or "eager"
+        is_eager = implementation == "eager"
+        function: Any = eager_function_of(module)
+        if not is_eager:
+            function = functions_of(type(module)).get(implementation)
+        if not (heads and function) or (not is_eager and is_trusted(function)):
             return None
-        return refusal_by_trial(module, function, heads)
+        return refusal_by_trial(module, function, heads, is_eager)
 
     def refusal_inside(self, owners: Owners) -> str | None:
         if crosses_by_design(owners):

@@ -93,7 +93,8 @@ def refusal_to_serve(path: str, revision: str, trust_remote_code: bool = False) 
 def run(arguments: Sequence[str]) -> None:
     """``transformers serve`` with these arguments, until it is stopped.
 
-    transformers' command builds its manager of models itself, so this process gives it ours.
+    transformers' command builds its manager of models itself. The name under which it looks the
+    class up is ours until that manager is built, and no longer.
 
     Raises:
         ValueError, OSError: if the server cannot start with them, or the model cannot be loaded.
@@ -103,7 +104,12 @@ def run(arguments: Sequence[str]) -> None:
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(_with_checked_options(Serve))
-    model_manager.ModelManager = FilteredModelManager
+
+    def build_once(*args: Any, **kwargs: Any) -> ModelManager:
+        model_manager.ModelManager = ModelManager
+        return FilteredModelManager(*args, **kwargs)
+
+    model_manager.ModelManager = build_once
     try:
         app(list(arguments), prog_name="gfsa serve")
     except SafetensorError as error:

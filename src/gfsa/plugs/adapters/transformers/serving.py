@@ -105,11 +105,12 @@ def run(arguments: Sequence[str]) -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(_with_checked_options(Serve))
 
-    def build_once(*args: Any, **kwargs: Any) -> ModelManager:
-        model_manager.ModelManager = ModelManager
-        return FilteredModelManager(*args, **kwargs)
+    class OnlyManager(FilteredModelManager):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            model_manager.ModelManager = ModelManager
+            super().__init__(*args, **kwargs)
 
-    model_manager.ModelManager = build_once
+    model_manager.ModelManager = OnlyManager
     try:
         app(list(arguments), prog_name="gfsa serve")
     except SafetensorError as error:

@@ -235,8 +235,60 @@ def test_decoding_under_dropout_is_refused() -> None:
         model.train()
         # nothing is decoded as long as every token is new
         model(ids)
-        with pytest.raises(ValueError, match="attention dropout cannot be combined with a cache"):
+        with pytest.raises(ValueError, match=r"attention dropout.*disable_dropout=True"):
             model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_degree_one_decodes_under_dropout(implementation: str) -> None:
+    model = plugged("gpt2", K=None)
+    model.set_attn_implementation(implementation)
+    ids = prompt()["input_ids"]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            # dropout that leaves every entry where it is
+            module.p = 1e-12
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        model.train()
+        cache = model(ids[:, :-1]).past_key_values
+        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("how", ["assigned", "written", "selected afterwards"])
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_rows_that_the_caller_reorders_are_refused(kind: str, copied: bool, how: str) -> None:
+    model, ids, order = plugged("llama"), prompt()["input_ids"], torch.tensor([1, 0])
+    cache = empty_cache(model, kind)
+    with torch.no_grad():
+        model(ids[:, :-2], past_key_values=cache)
+        if copied:
+            cache = copy.deepcopy(cache)
+            model(ids[:, -2:-1], past_key_values=cache)
+        layer = cache.layers[0]
+        if how == "written":
+            layer.values.copy_(layer.values[order])
+        else:
+            layer.keys, layer.values = layer.keys[order], layer.values[order]
+        with pytest.raises(ValueError, match="assigned or written after a plugged model"):
+            _ = (
+                layer.reorder_cache(order)
+                if how == "selected afterwards"
+                else model(ids[:, -1:], past_key_values=cache)
+            )
+
+
+def test_degree_one_needs_only_keys_and_values_of_another_models_cache() -> None:
+    model, ids = ZOO["llama"].model("sdpa").float(), prompt()["input_ids"]
+    with torch.no_grad():
+        cache = model(ids[:, :-1]).past_key_values
+        # the last layer's keys and values are the same with and without its filter
+        gfsa.plug(model, K=None, layers=[model.config.num_hidden_layers])
+        randomise(model)
+        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(logits, model(ids, use_cache=False).logits[:, -1])
 
 
 def test_a_cache_filled_by_an_unplugged_model_is_refused() -> None:
@@ -621,13 +673,41 @@ def test_a_quantised_cache_is_refused() -> None:
         model(prompt()["input_ids"], past_key_values=cache)
 
 
-def test_attention_maps_while_decoding_are_refused() -> None:
+def test_attention_maps_while_decoding_need_degree_one() -> None:
     model = plugged("llama")
-    model.set_attn_implementation("eager")
     with torch.no_grad():
-        cache = model(prompt()["input_ids"], output_attentions=True).past_key_values
+        ids = prompt()["input_ids"]
+        expected = model(ids).logits[:, -1]
+        cache = model(ids[:, :-1], output_attentions=True).past_key_values
+        refused = copy.deepcopy(cache)
         with pytest.raises(ValueError, match="use_cache=False"):
-            model(torch.tensor([[3], [4]]), past_key_values=cache, output_attentions=True)
+            model(ids[:, -1:], past_key_values=refused, output_attentions=True)
+        # the powers of the prompt are in the cache although its maps were looked at
+        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_maps_of_decoded_tokens_are_rows_of_the_whole_map(
+    implementation: str, cache: str
+) -> None:
+    model, ids = plugged("llama", K=None), prompt()["input_ids"]
+    model.set_attn_implementation(implementation)
+    tokens = ids.shape[1]
+    kept: Any = (
+        transformers.DynamicCache(config=model.config)
+        if cache == "dynamic"
+        else transformers.StaticCache(config=model.config, max_cache_len=tokens)
+    )
+    with torch.no_grad():
+        whole = model(ids, output_attentions=True, use_cache=False)
+        for start, end in ((0, tokens - 3), (tokens - 3, tokens - 1), (tokens - 1, tokens)):
+            step = model(ids[:, start:end], past_key_values=kept, output_attentions=True)
+            torch.testing.assert_close(step.logits, whole.logits[:, start:end])
+            for rows, every in zip(step.attentions, whole.attentions, strict=True):
+                columns = rows.shape[-1]
+                torch.testing.assert_close(rows, every[:, :, start:end, :columns])
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -256,6 +256,9 @@ def test_any_registered_attention_is_called_once_a_pass() -> None:
     randomise(model)
     expected = output(model, batch)
     model.set_attn_implementation("counted")
+    # the first forward also checks the function
+    output(model, batch)
+    calls.clear()
     assert (output(model, batch) - expected).abs().max() < 1e-6
     # two layers, two passes each; the second pass has a key for every query head
     assert calls == [("counted", 2), ("counted", 1)] * 2
@@ -307,6 +310,26 @@ def test_attention_maps_are_those_of_the_filter(
     assert (maps[0] - expected).transpose(1, 2)[rows].abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("K", [None, 3])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_gradients_flow_through_returned_maps(
+    name: str, implementation: str, K: int | None
+) -> None:
+    case = ZOO[name]
+    model, batch = case.model(implementation), case.batch()
+    gfsa.plug(model, K=K)
+    randomise(model)
+    (expected,) = torch.autograd.grad(
+        output(model, batch).sum(), [next(iter(gfsa.filters_of(model).values())).theta]
+    )
+    outputs = model(**batch, output_attentions=True)
+    outputs.attentions[0].retain_grad()
+    outputs[0].sum().backward()
+    assert outputs.attentions[0].grad.abs().max() > 0
+    torch.testing.assert_close(next(iter(gfsa.filters_of(model).values())).theta.grad, expected)
+
+
 def test_looking_at_maps_while_training_changes_nothing() -> None:
     case = ZOO["gpt2"]
     model, batch = case.model("sdpa"), case.batch()
@@ -317,7 +340,7 @@ def test_looking_at_maps_while_training_changes_nothing() -> None:
     for look in (False, True):
         seed_everything()
         outputs.append(model(**batch, output_attentions=look)[0])
-    assert torch.equal(*outputs)
+    torch.testing.assert_close(*outputs)
 
 
 def test_maps_that_were_not_requested_are_not_built() -> None:

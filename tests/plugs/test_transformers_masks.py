@@ -18,7 +18,12 @@ from support.sizes import LargestTensor
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.masking_utils import sliding_window_causal_mask_function  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 
 from gfsa.plugs.adapters.transformers import mask_hooks  # noqa: E402
 from gfsa.plugs.adapters.transformers.masks import DescribedMask, describe_mask  # noqa: E402
@@ -402,6 +407,23 @@ def test_a_window_that_hides_nothing_is_left_out_of_a_compiled_graph(padded: boo
         for length in lengths:
             assert window(torch.ones(2, length, dtype=torch.long))[1] == expected
     assert len(graphs) == 2
+
+
+def test_only_functions_of_transformers_are_described() -> None:
+    def dilated(sliding_window: int) -> Any:
+        return lambda batch, head, query, key: (query - key) % sliding_window == 0
+
+    def mask(*parts: Any) -> Any:
+        function = and_masks(*parts, causal_mask_function)
+        return describe_mask(1, N, N, mask_function=function, local_size=4)
+
+    assert isinstance(mask(sliding_window_overlay(4)), DescribedMask)
+    token = torch.arange(N)
+    distance = token[:, None] - token
+    expected = (distance >= 0) & (distance % 4 == 0)
+    assert torch.equal(mask(dilated(4))[0, 0], expected)
+    # another window than the one that the caller announces
+    assert torch.equal(mask(sliding_window_overlay(2))[0, 0], (distance >= 0) & (distance < 2))
 
 
 @pytest.mark.slow

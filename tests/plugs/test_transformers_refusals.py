@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers.models.sam.modeling_sam import SamAttention
 import gfsa
 from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.cross_attention import REASON
+from gfsa.plugs.registry import OLDEST_TRANSFORMERS
 from support.random_filters import randomise
 
 hf.logging.set_verbosity_error()
@@ -291,6 +293,18 @@ def sam_attention() -> SamAttention:
     return SamAttention(config, downsample_rate=1).eval()
 
 
+def test_an_older_transformers_is_refused_for_its_own_models_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+    assert f'"transformers>={oldest}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.14.1")
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    assert gfsa.plug(nn.TransformerEncoder(layer, 1)).plugged
+    with pytest.raises(ImportError, match=r"5\.15 or newer.*5\.14\.1"):
+        gfsa.plug(llama())
+
+
 def test_queries_and_keys_of_equal_length_must_be_the_same_tokens() -> None:
     layer = sam_attention()
     gfsa.plug(layer)
@@ -495,3 +509,25 @@ def test_an_overridden_entry_of_the_registry_is_what_runs(name: str, common: boo
     gfsa.unplug(model)
     gfsa.plug(model)
     torch.testing.assert_close(model(ids()).logits, ordinary)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "mine"])
+@pytest.mark.parametrize("when", ["plug", "forward"])
+def test_a_registered_function_that_is_not_linear_in_v_is_refused(when: str, name: str) -> None:
+    def squashed(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+        groups = q.shape[1] // v.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (y + 0.1 * y.tanh()).transpose(1, 2), None
+
+    model = llama().eval()
+    with registered(name, squashed):
+        if when == "plug":
+            model.set_attn_implementation(name)
+            with pytest.raises(ValueError, match="squashed"):
+                gfsa.plug(model)
+        else:
+            gfsa.plug(model)
+            model.set_attn_implementation(name)
+            with pytest.raises(ValueError, match=r"cannot be filtered.*squashed.*not linear"):
+                model(ids(), use_cache=False)

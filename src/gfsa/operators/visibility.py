@@ -33,8 +33,7 @@ class Visibility:
         in_order: the numbers of ``documents`` do not decrease from token to token, as in packed
             rows. The caller knows it; checking it would wait for the device.
 
-    Tensors that the caller changes in place are read again in the next call, unless they were made
-    in inference mode, where torch does not count changes.
+    Tensors that the caller changes in place are read again in the next call.
     """
 
     keys: Tensor | None = None
@@ -187,8 +186,12 @@ class Visibility:
             # a captured graph computes it in each replay, from the documents of that replay; until
             # then it is not computed, so that no call outside of the graph may read it
             return compute()
+        if any(part is not None and part.is_inference() for part in self._parts()):
+            # torch does not count changes of tensors that were made in inference mode
+            return compute()
         key = (what, length, device)
-        state = (torch.is_inference_mode_enabled(), *map(_version, self._parts()))
+        versions = (None if part is None else part._version for part in self._parts())
+        state = (torch.is_inference_mode_enabled(), *versions)
         before, written = self._written.get(key, (None, None))
         if written is None or before != state:
             # what is written in inference mode cannot be saved for a gradient
@@ -282,11 +285,6 @@ class Visibility:
         if self.keys is not None:
             return running_sum(self.keys[..., None], torch.int64).clamp(min=1)
         return torch.arange(1, x.shape[-2] + 1, device=x.device)[:, None]
-
-
-def _version(part: Tensor | None) -> int | None:
-    """A number that changes when a tensor is written into; tensors of inference mode have none."""
-    return None if part is None or part.is_inference() else part._version
 
 
 def refusal_of_spans(visible: Visibility) -> str | None:

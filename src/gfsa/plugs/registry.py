@@ -80,10 +80,30 @@ def find_adapter(module: nn.Module, unknown: Unknown = "refuse") -> Adapter | No
     return DOUBTFUL if may_be_attention(module) else None
 
 
+OLDEST_TRANSFORMERS = (5, 15)
+"""The oldest version of transformers whose models are plugged, as declared in pyproject.toml."""
+
+
 def _find_in_transformers(module: nn.Module) -> Adapter | None:
+    version: str = sys.modules["transformers"].__version__
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_TRANSFORMERS:
+        # the adapter cannot be imported; modules of other libraries do not need it
+        if _is_of_transformers(type(module)) and looks_like_attention(module):
+            oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+            raise ImportError(
+                f"gfsa plugs {type(module).__name__} of transformers {oldest} or newer, but "
+                f"transformers {version} is installed: pip install -U 'transformers>={oldest}'"
+            )
+        return None
     from gfsa.plugs.adapters.transformers.adapter import find
 
     return find(module)
+
+
+def _is_of_transformers(kind: type[nn.Module]) -> bool:
+    """Whether a class is one of transformers, derived from one, or loaded with a checkpoint."""
+    libraries = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
+    return not libraries.isdisjoint(("transformers", "transformers_modules"))
 
 
 def _find_in_timm(module: nn.Module) -> Adapter | None:

@@ -1,4 +1,4 @@
-"""TRL: supervised fine-tuning on packed documents and DPO, with filters."""
+"""TRL: supervised fine-tuning on packed documents, DPO and GRPO, with filters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import gfsa
 from support.cost import time_ratio
@@ -173,6 +179,42 @@ def test_dpo_with_a_reference_that_has_the_filters(
     for old, filter in zip(before, gfsa.filters_of(model).values(), strict=True):
         assert (filter.theta - old).abs().max() > 1e-2
     record("DPO, first loss (log 2: the reference has the filters)", f"{losses[0]:.4f}")
+
+
+@pytest.mark.parametrize(("K", "disable_dropout"), [(None, False), (3, True)])
+def test_grpo_generates_with_a_model_that_has_attention_dropout(
+    K: int | None, disable_dropout: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=1,
+        n_head=4,
+        n_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    assert config.attn_pdrop > 0
+    model = GPT2LMHeadModel(config)
+    gfsa.plug(model, K=K)
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+        args=GRPOConfig(
+            **settings(tmp_path) | {"max_steps": 1},
+            num_generations=2,
+            max_completion_length=6,
+            disable_dropout=disable_dropout,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": tokenizer.batch_decode(documents()[:4])}),
+        processing_class=tokenizer,
+        optimizers=with_rate(model),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert all(filter.theta.abs().max() > 0 for filter in gfsa.filters_of(model).values())
 
 
 def test_what_a_step_costs(

@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from gfsa.operators import DenseOperator, Operator
+from gfsa.operators import AttentionOperator, Coefficients, DenseOperator, Operator
+from gfsa.operators.autocast import no_autocast
+from gfsa.operators.base import repeat_heads, value_of
 from gfsa.plugs.adapter import HEADS, Adapter, heads_of
 from gfsa.plugs.adapters.transformers.cache import CachedOperator, layer_in
 from gfsa.plugs.adapters.transformers.config_view import ConfigView
@@ -37,8 +40,10 @@ from gfsa.plugs.adapters.transformers.inputs import (
 )
 from gfsa.plugs.adapters.transformers.mask_hooks import set_mask_hooks
 from gfsa.plugs.adapters.transformers.operators import OperatorMaker, operator_maker
+from gfsa.plugs.adapters.transformers.past_check import remember_rows
 from gfsa.plugs.adapters.transformers.product_check import (
     forget_check,
+    is_trusted,
     name_of,
     refusal_by_trial,
 )
@@ -80,10 +85,14 @@ class InterfaceAdapter(Adapter):
         if getattr(module, "reorder_and_upcast_attn", False):
             return "reorder_and_upcast_attn computes attention outside the interface"
         heads = heads_of(module, module.config)
-        function = eager_function_of(module)
-        if module.config._attn_implementation not in (None, "eager") or not (heads and function):
+        implementation = module.config._attn_implementation or "eager"
+        is_eager = implementation == "eager"
+        function: Any = eager_function_of(module)
+        if not is_eager:
+            function = functions_of(type(module)).get(implementation)
+        if not (heads and function) or (not is_eager and is_trusted(function)):
             return None
-        return refusal_by_trial(module, function, heads)
+        return refusal_by_trial(module, function, heads, is_eager)
 
     def refusal_inside(self, owners: Owners) -> str | None:
         if crosses_by_design(owners):
@@ -215,14 +224,15 @@ def _filtered_attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     operator = _with_past(module, operator, query, value, dropout, cache)
-    if cache is not None and module.gfsa.first_values is not None:
-        # the cache holds V + r·V⁰
-        y = module.gfsa(operator, value, is_mixed=True)
-    else:
-        y = module.gfsa(operator, value)
+    weights: Tensor | None = None
+    # a cache holds V + r·V⁰ of a layer with a depth term
+    is_mixed = cache is not None and module.gfsa.first_values is not None
+    mixed = {"is_mixed": True} if is_mixed else {}
     # not by getattr: to ask whether there is a config costs a compiled call checks in each layer
-    wants_maps = _wants_maps(module, module.config.real, kwargs)
-    weights = _filter_map(module, operator, value) if wants_maps else None
+    if _wants_maps(module, module.config.real, kwargs):
+        y, weights = _filter_with_map(module, operator, value, mixed)
+    else:
+        y = module.gfsa(operator, value, **mixed)
     return y.transpose(1, 2).contiguous(), weights
 
 
@@ -242,14 +252,19 @@ def _with_past(
     # models fill a cache in training, too, but nothing is decoded from it
     if new == keys and module.training and (torch.is_grad_enabled() or dropout):
         return operator
-    if dropout:
+    if dropout and (_needs_powers(module.gfsa) or module.gfsa.dropout_after == "filter"):
         raise ValueError(
-            "attention dropout cannot be combined with a cache: the past was computed under "
-            "another dropout mask (or is the prefix of prefix tuning, which cannot be combined "
-            "with a filter: it has keys but no queries). Call model.eval(), or pass use_cache=False"
+            f"{name_of(module)} has attention dropout, which cannot be combined with a cache and "
+            f"a filter of degree {module.gfsa.degree} with dropout_after="
+            f"{module.gfsa.dropout_after!r}: the past was computed under another dropout mask (or "
+            "is the prefix of prefix tuning, which has keys but no queries). Call model.eval(), "
+            "pass use_cache=False, or let the trainer switch dropout off (TRL's GRPOConfig: "
+            "disable_dropout=True); K=None decodes under dropout"
         )
     held, index = cache
     layer = layer_in(held, index, module)
+    if not torch.compiler.is_compiling() and _needs_powers(module.gfsa):
+        remember_rows(layer)
     return CachedOperator(operator, layer, index, new, query.shape[1], keys)
 
 
@@ -276,16 +291,77 @@ def _wants_maps(module: Any, config: Any, kwargs: Mapping[str, Any]) -> bool:
     return bool(recorded) and any("attentions" in name for name in recorded)
 
 
-def _filter_map(module: Any, operator: Operator, value: Tensor) -> Tensor:
-    """``H``, the attention map that a plugged module returns."""
-    if isinstance(operator, CachedOperator) and operator.new != operator.keys:
+def _filter_with_map(
+    module: Any, operator: Operator, value: Tensor, mixed: Mapping[str, bool]
+) -> tuple[Tensor, Tensor]:
+    """The filtered tokens and the map ``H`` that a plugged module returns."""
+    filter = module.gfsa
+    cached = operator if isinstance(operator, CachedOperator) else None
+    matrix: Any
+    if cached is None or cached.new == cached.keys:
+        matrix = _as_matrix(operator if cached is None else cached.rows)
+    elif filter.is_polynomial and not _needs_powers(filter):
+        matrix = cached
+    else:
         raise ValueError(
-            "output_attentions is not supported while decoding with a cache: the rows of H need "
-            "the whole map of the past, which the cache does not keep. Pass use_cache=False"
+            f"output_attentions is not supported while {name_of(module)} decodes with a cache and "
+            f"a {type(filter).__name__} of degree {filter.degree}: the rows of H need the whole "
+            "map of the past, which the cache does not keep. Pass use_cache=False, or plug with "
+            "K=None, whose H = w0·I + w1·A needs none of it"
         )
-    inner = operator.rows if isinstance(operator, CachedOperator) else operator
-    dense = inner if isinstance(inner, DenseOperator) else DenseOperator(inner.dense())
-    return module.gfsa.map(dense).to(value.dtype)
+    if not filter.is_polynomial:
+        # a baseline adds what is no part of its map
+        return filter(operator, value), filter.map(matrix).to(value.dtype)
+    if cached is not None and _needs_powers(filter):
+        # for the powers that the cache keeps
+        filter(cached, value, **mixed)
+    keeper = _MapKeeper(matrix)
+    y = filter(keeper, value, **mixed)
+    return y, filter.map(matrix).to(value.dtype) if keeper.map is None else keeper.map
+
+
+class _MapKeeper(Operator):
+    """Multiplies tokens by ``H`` and keeps it, so that gradients flow through the returned map.
+
+    Args:
+        matrix: a :class:`DenseOperator`, or a :class:`CachedOperator` with the rows of new tokens.
+    """
+
+    def __init__(self, matrix: Any) -> None:
+        self.matrix = matrix
+        self.map: Tensor | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        y: Tensor = self.matrix.apply(x)
+        return y
+
+    def powers(self, v: Tensor, degree: int) -> list[Tensor]:
+        powers: list[Tensor] = self.matrix.powers(v, degree)
+        return powers
+
+    def polynomial(
+        self, coeffs: Tensor | Coefficients, v: Tensor, exclusive: Tensor | None = None
+    ) -> Tensor:
+        self.map = self.matrix.filter(value_of(coeffs), exclusive, v).to(v.dtype)
+        dropout_p = self.matrix.dropout_p
+        dropped = F.dropout(self.map, dropout_p) if dropout_p else self.map
+        return dropped @ repeat_heads(v, self.map)
+
+
+def _as_matrix(operator: Operator) -> DenseOperator:
+    """The map of an operator, with the dropout of the call."""
+    if isinstance(operator, DenseOperator):
+        return operator
+    if isinstance(operator, AttentionOperator):
+        with no_autocast(operator.call.q.device):
+            return DenseOperator.from_call(operator.call)
+    return DenseOperator(operator.dense())
+
+
+def _needs_powers(filter: Any) -> bool:
+    """Whether the filter of a new token needs more of the past than its keys and values."""
+    needs: bool = filter.degree > 1
+    return needs
 
 
 # registered at import for plugged models that are unpickled or switch their implementation

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from gfsa.operators import AttentionOperator, Coefficients, Operator, SDPAOperator, Visibility
-from gfsa.operators.base import combine, value_of
+from gfsa.operators.base import combine, own_share, value_of
 from gfsa.operators.exporting import is_exporting
 from gfsa.plugs.adapters.transformers.companions import (
     GrowingPowers,
@@ -43,6 +43,8 @@ from gfsa.plugs.adapters.transformers.one_launch import (
 from gfsa.plugs.adapters.transformers.past_check import (
     forget_fillings,
     refuse_another_past,
+    refuse_other_rows,
+    remember_rows,
     watch,
 )
 from gfsa.plugs.adapters.transformers.product_check import name_of
@@ -81,6 +83,9 @@ class CachedOperator(Operator):
         heads: query heads.
         keys: how many rows of the cache ``rows`` attends to.
     """
+
+    #: of the entries of H: dropout acts on those of A, which ``rows`` drops
+    dropout_p = 0.0
 
     def __init__(
         self, rows: Operator, layer: Any, owner: int, new: int, heads: int, keys: int
@@ -135,6 +140,23 @@ class CachedOperator(Operator):
                 all_tokens = append(companion, tokens[-1], self.layer, self.keys)
                 tokens.append(self.rows.apply(all_tokens))
         return tokens
+
+    def filter(self, coeffs: Tensor, exclusive: Tensor | None, v: Tensor) -> Tensor:
+        """The rows of ``H = c0·I + c1·A − diag(a·p)`` for new tokens, ``(B, H, new, keys)``."""
+        rows = self.rows
+        if isinstance(rows, SDPAOperator):
+            q = rows.given.q
+            identity = torch.eye(self.keys, dtype=q.dtype, device=q.device)
+            a = rows.apply(identity.expand(*q.shape[:2], -1, -1))
+        else:
+            a = rows.dense()
+            identity = torch.eye(self.keys, dtype=a.dtype, device=a.device)
+        own = _newest(self.layer, identity[None, None], self.new)
+        matrix = combine(coeffs, [own, a])
+        if exclusive is None:
+            return matrix
+        tokens, mixed = self.powers(v, 1)
+        return matrix - (own_share(exclusive, mixed, tokens) * own).to(matrix.dtype)
 
     def visibility(self) -> Visibility | None:
         return self.rows.visibility()
@@ -349,6 +371,8 @@ class _RepeatedMethod:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name != "reset" and not torch.compiler.is_compiling():
+            refuse_other_rows(self.layer)
         result = getattr(type(self.layer), self.name)(self.layer, *args, **kwargs)
         for companions in self.layer.gfsa_powers.values():
             for companion in companions:
@@ -357,4 +381,5 @@ class _RepeatedMethod:
                     getattr(companion, self.name)(*args, **kwargs)
         if self.name == "reset":
             forget_fillings(self.layer)
+        remember_rows(self.layer)
         return result

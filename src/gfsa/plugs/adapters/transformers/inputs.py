@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gfsa.plugs.adapters.transformers.cache import mix_into
+from gfsa.plugs.adapters.transformers.past_check import refuse_other_rows
 from gfsa.plugs.adapters.transformers.product_check import name_of
 from gfsa.plugs.adapters.transformers.refusals import OTHER_TOKENS, QUERY_AND_KEY
 from gfsa.plugs.cross_attention import require_same_tokens
@@ -82,5 +84,10 @@ def look_at_inputs(
                 index = None if index is None else index + given.get("cycle_offset", 0)
             if module.gfsa.first_values is not None:
                 mix_into(cache, index, module)
+            # a compiled call would check all that is read here, for every token
+            if index is not None and not torch.compiler.is_compiling():
+                layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+                if index < len(layers):
+                    refuse_other_rows(layers[index])
             return args, {**kwargs, CACHE: (cache, index)}
     return None

@@ -11,7 +11,9 @@ of new tokens after others in a cache, are transformers' own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,8 +22,13 @@ from torch.utils._pytree import tree_map
 from transformers import masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    bidirectional_mask_function,
     causal_mask_function,
+    packed_sequence_mask_function,
     sdpa_mask,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
 )
 
 from gfsa.operators import Visibility
@@ -295,38 +302,58 @@ def _may_be_packed(mask_function: Any, config: Any) -> bool:
     if masking_utils.is_tracing():
         # transformers cannot look at positions there; those that a model makes are of one document
         return bool(getattr(config, "positions_given", True))
-    return any(_PACKED in part.__code__.co_freevars for part in _parts(mask_function))
+    return any(part.__code__ is _PACKED.__code__ for part in _parts(mask_function))
 
 
-_CAUSAL = "causal_mask_function"
-_TO_BOTH_SIDES = "bidirectional_mask_function"
-_TOGETHER = "and_mask"
-# closures of one name: what they close over tells them apart
-_PACKED = "packed_sequence_mask"
-_KNOWN_PARTS = {"sliding_window", _PACKED}
+_CAUSAL = causal_mask_function.__name__
+_TO_BOTH_SIDES = bidirectional_mask_function.__name__
+_TOGETHER = and_masks().__name__
+_WINDOWS = (sliding_window_overlay(2), sliding_window_bidirectional_overlay(2))
+# five tokens, the last three of a second document
+_PACKED = packed_sequence_mask_function({(0, token): token > 1 for token in range(5)})
+
+
+def _known_codes() -> set[CodeType]:
+    """The code of those parts of masks that do in this version what a description says."""
+    meant: dict[Any, Callable[[int, int], bool]] = {
+        causal_mask_function: lambda query, key: key <= query,
+        bidirectional_mask_function: lambda query, key: True,
+        _WINDOWS[0]: lambda query, key: key > query - 2,
+        _WINDOWS[1]: lambda query, key: abs(query - key) <= 2,
+        _PACKED: lambda query, key: (query > 1) == (key > 1),
+    }
+    pairs = list(itertools.product(range(5), repeat=2))
+    return {
+        part.__code__
+        for part, says in meant.items()
+        if all(part(0, 0, *pair) == says(*pair) for pair in pairs)
+    }
+
+
+_KNOWN = _known_codes()
 
 
 def _is_known(function: Any, local_size: int | None, config: Any, causal: bool) -> bool:
     """Whether a mask function consists of causality, a window and documents alone."""
-    if function.__name__ == (_CAUSAL if causal else _TO_BOTH_SIDES):
-        return True
-    if function.__name__ != _TOGETHER:
-        return False
     if torch.compiler.is_compiling():
         # the compiler cannot look into a closure. Chunks are the only other conjunction that
         # transformers makes without use_vmap
+        if function.__name__ != _TOGETHER:
+            return bool(function.__name__ == (_CAUSAL if causal else _TO_BOTH_SIDES))
         return local_size is None or getattr(config, "attention_chunk_size", None) is None
+    windows = {window.__code__ for window in _WINDOWS}
     for part in _parts(function):
-        if part.__name__ in (_CAUSAL, _TO_BOTH_SIDES):
-            continue
-        if not _KNOWN_PARTS.issuperset(part.__code__.co_freevars) or not part.__code__.co_freevars:
+        if getattr(part, "__code__", None) not in _KNOWN:
             return False
-    return True
+        if part.__code__ in windows and part.__closure__[0].cell_contents != local_size:
+            return False
+    expected = causal_mask_function if causal else bidirectional_mask_function
+    return any(part is expected for part in _parts(function))
 
 
 def _parts(function: Any) -> Iterator[Any]:
     """The functions of a conjunction, and of the conjunctions in it."""
-    if function.__name__ != _TOGETHER:
+    if getattr(function, "__code__", None) is not and_masks().__code__:
         yield function
         return
     for cell in function.__closure__ or ():

@@ -37,7 +37,13 @@ from gfsa.plugs.adapters.transformers.function_lookup import (
 )
 from gfsa.plugs.adapters.transformers.masks import DescribedMask, written_out
 from gfsa.plugs.adapters.transformers.paged import PagedOperator, is_paged_cache, refuse_call
-from gfsa.plugs.adapters.transformers.product_check import check_product, name_of, needs_check
+from gfsa.plugs.adapters.transformers.product_check import (
+    check_linear,
+    check_product,
+    is_trusted,
+    name_of,
+    needs_check,
+)
 
 OperatorMaker = Callable[..., tuple[Operator, Tensor]]
 
@@ -309,6 +315,10 @@ def _function_rows(
             f"dropout_after='filter' drops entries of H, which {implementation} never builds; "
             "use attn_implementation 'sdpa' or 'eager' for training"
         )
+    if not is_trusted(function) and needs_check(module, function):
+        undropped = {**kwargs, "dropout": 0.0}
+        rows = _FunctionRows(function, module, query, key, attention_mask, undropped)
+        check_linear(module, function, rows.apply, value)
     return _FunctionRows(function, module, query, key, attention_mask, kwargs), value
 
 

@@ -5,6 +5,9 @@ host, they show it. The powers of a static layer have no length of their own, an
 a window in a compiled graph. Such a layer therefore counts on the host how often it was filled
 since each of its modules added powers: once, or the powers are of another past.
 
+A caller may also assign other rows of the same number to a layer, or write into them. The layer
+therefore remembers its keys and values, which are compared before the next tokens are added.
+
 A CUDA graph that the caller has captured runs no Python when it is replayed: what it adds to a
 cache is not counted.
 """
@@ -15,6 +18,56 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def remember_rows(layer: Any) -> None:
+    """Note the keys and values of a layer to which powers are added, or whose rows have moved."""
+    if not torch.compiler.is_compiling():
+        layer.gfsa_rows = _Rows(layer)
+
+
+def refuse_other_rows(layer: Any) -> None:
+    """Raise if keys or values of a layer were assigned or written since it was last looked at."""
+    rows: _Rows | None = layer.__dict__.get("gfsa_rows")
+    if rows is not None and rows.were_changed_in(layer):
+        raise ValueError(
+            "keys or values in a layer of the cache were assigned or written after a plugged model "
+            "used it: the powers of attention beside them are those of the rows before. Reorder, "
+            "select, repeat and crop rows by the cache's own methods, or start from a new cache"
+        )
+
+
+class _Rows:
+    """The keys and values that a layer of a cache holds, and how often they were written."""
+
+    def __init__(self, layer: Any) -> None:
+        self.keys, self.values = layer.keys, layer.values
+        self.filled = _filled(layer)
+        self.versions: Any = (_version(self.keys), _version(self.values))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies of tensors count their changes anew
+        return {**self.__dict__, "versions": None}
+
+    def were_changed_in(self, layer: Any) -> bool:
+        if self.filled != _filled(layer):
+            # by a compiled call, or by another model, which the lengths show
+            return False
+        if self.keys is not layer.keys or self.values is not layer.values:
+            return True
+        now = (_version(self.keys), _version(self.values))
+        return self.versions is not None and self.versions != now
+
+
+def _filled(layer: Any) -> int | None:
+    """A number that changes when tokens are added to a layer; on the host, without waiting."""
+    length = layer.get_seq_length()
+    return _version(length) if isinstance(length, Tensor) else length
+
+
+def _version(x: Tensor) -> int | None:
+    """How often a tensor was written; None for those of inference mode, which do not count it."""
+    return None if x.is_inference() else x._version
 
 
 def watch(layer: Any, owner: int) -> None:

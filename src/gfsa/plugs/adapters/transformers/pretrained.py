@@ -191,10 +191,12 @@ def _layers_on_disk(model: Any) -> dict[str, str]:
     transformers renames layers when it saves (a ViT's ``layers.0`` is ``encoder.layer.0`` on
     disk), so its own conversion is applied to the key that a filter in each layer would have.
     """
+    # first, because it raises for a transformers that is too old for the import
+    names = list(sites(model, unknown="trace"))
     from transformers.core_model_loading import revert_weight_conversion
 
     found = {}
-    for name in sites(model, unknown="trace"):
+    for name in names:
         key = f"{name}.{CHILD}.{EXTRA}"
         (on_disk,) = revert_weight_conversion(model, {key: torch.zeros(1)})
         layer = canonical_name(model, on_disk.rpartition(f".{CHILD}.")[0])

@@ -93,7 +93,8 @@ def refusal_to_serve(path: str, revision: str, trust_remote_code: bool = False) 
 def run(arguments: Sequence[str]) -> None:
     """``transformers serve`` with these arguments, until it is stopped.
 
-    transformers' command builds its manager of models itself, so this process gives it ours.
+    transformers' command builds its manager of models itself. The name under which it looks the
+    class up is ours until that manager is built, and no longer.
 
     Raises:
         ValueError, OSError: if the server cannot start with them, or the model cannot be loaded.
@@ -103,7 +104,13 @@ def run(arguments: Sequence[str]) -> None:
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(_with_checked_options(Serve))
-    model_manager.ModelManager = FilteredModelManager
+
+    class OnlyManager(FilteredModelManager):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            model_manager.ModelManager = ModelManager
+            super().__init__(*args, **kwargs)
+
+    model_manager.ModelManager = OnlyManager
     try:
         app(list(arguments), prog_name="gfsa serve")
     except SafetensorError as error:

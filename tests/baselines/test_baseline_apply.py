@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from gfsa import baselines
-from gfsa.baselines import block_anatomy
-from gfsa.baselines.mask_readers import Reader
+from gfsa_experiments import baselines
+from gfsa_experiments.baselines import block_anatomy
+from gfsa_experiments.baselines.mask_readers import Reader
 from support.families import FAMILIES
 from support.small_baselines import IDS, LEARNING, apply, bert, encoder
 

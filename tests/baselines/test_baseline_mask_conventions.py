@@ -13,10 +13,10 @@ import transformers as hf
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gfsa import baselines
-from gfsa.baselines.sight_check import refusal_of_sight
 from gfsa.operators import AttentionOperator, DenseOperator
 from gfsa.operators.visibility import Visibility
+from gfsa_experiments import baselines
+from gfsa_experiments.baselines.sight_check import refusal_of_sight
 
 hf.logging.set_verbosity_error()
 

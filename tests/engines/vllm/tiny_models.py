@@ -21,8 +21,8 @@ import transformers
 from torch import Tensor, nn
 
 import gfsa
-from gfsa import baselines
 from gfsa.filters.partial import PartialPolynomial
+from gfsa_experiments import baselines
 
 VOCABULARY = 96
 NEW_TOKENS = 40

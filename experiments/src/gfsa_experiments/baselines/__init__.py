@@ -6,11 +6,11 @@
     gfsa.baselines.remove(model)
 """
 
-from gfsa.baselines.apply import BaselineReport, apply, parameters_of, remove
-from gfsa.baselines.block_anatomy import Anatomy, Place, register_block
-from gfsa.baselines.map_methods import AttnScale, NeuTRENO
-from gfsa.baselines.registry import METHODS, Method
-from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale
+from gfsa_experiments.baselines.apply import BaselineReport, apply, parameters_of, remove
+from gfsa_experiments.baselines.block_anatomy import Anatomy, Place, register_block
+from gfsa_experiments.baselines.map_methods import AttnScale, NeuTRENO
+from gfsa_experiments.baselines.registry import METHODS, Method
+from gfsa_experiments.baselines.token_methods import ContraNorm, FeatScale, LayerScale
 
 __all__ = [
     "METHODS",

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gfsa.baselines import hooks
-from gfsa.baselines.block_anatomy import (
+from gfsa.plugs.attach import install, uninstall
+from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
+from gfsa.plugs.parallel import refuse_distributed
+from gfsa.plugs.plug import plan_filters
+from gfsa.plugs.report import report_text
+from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
+from gfsa_experiments.baselines import hooks
+from gfsa_experiments.baselines.block_anatomy import (
     FAMILIES,
     Anatomy,
     Place,
@@ -19,18 +26,11 @@ from gfsa.baselines.block_anatomy import (
     sequence_first,
     width_of,
 )
-from gfsa.baselines.forward_state import FirstValues, Scope
-from gfsa.baselines.map_methods import AttnScale, BaselineFilter, NeuTRENO
-from gfsa.baselines.mask_readers import Reader
-from gfsa.baselines.registry import method_named
-from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale, TokenMethod
-from gfsa.plugs.attach import install, uninstall
-from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
-from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.plug import plan_filters
-from gfsa.plugs.report import report_text
-from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
+from gfsa_experiments.baselines.forward_state import FirstValues, Scope
+from gfsa_experiments.baselines.map_methods import AttnScale, BaselineFilter, NeuTRENO
+from gfsa_experiments.baselines.mask_readers import Reader
+from gfsa_experiments.baselines.registry import method_named
+from gfsa_experiments.baselines.token_methods import ContraNorm, FeatScale, LayerScale, TokenMethod
 
 CHILD = "gfsa_baseline"
 """The name under which a method's modules become a child of their block."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gfsa.baselines.forward_state import FirstValues, Scope
-from gfsa.baselines.mask_readers import Reader
-from gfsa.baselines.token_methods import TokenMethod
+from gfsa_experiments.baselines.forward_state import FirstValues, Scope
+from gfsa_experiments.baselines.mask_readers import Reader
+from gfsa_experiments.baselines.token_methods import TokenMethod
 
 
 class Hook:

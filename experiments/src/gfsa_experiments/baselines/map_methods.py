@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gfsa.baselines.forward_state import FirstValues, Scope
-from gfsa.baselines.sight_check import Kind, kind_of, refusal_of_sight
 from gfsa.filters import GraphFilter, Polynomial
 from gfsa.filters.checks import check_number
 from gfsa.operators import DenseOperator, Operator
 from gfsa.operators.base import at_least_float32, repeat_heads
 from gfsa.operators.visibility import Visibility
+from gfsa_experiments.baselines.forward_state import FirstValues, Scope
+from gfsa_experiments.baselines.sight_check import Kind, kind_of, refusal_of_sight
 
 
 class BaselineFilter(GraphFilter):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.models.attention import SoftmaxAttention
 from gfsa.operators.visibility import Visibility
+from gfsa_experiments.models.attention import SoftmaxAttention
 
 # by library: the arguments that its reader below reads, and those of cross-attention
 _OF_TORCH = {"attn_mask", "key_padding_mask", "src_key_padding_mask", "src_mask"}
@@ -18,7 +18,7 @@ _KNOWN_MASKS = {
     "transformers": {"attention_mask", "mask", "encoder_attention_mask"},
     "timm": {"attn_mask", "mask"},
     "speechbrain": _OF_TORCH,
-    "gfsa.models": {"mask"},
+    "gfsa_experiments.models": {"mask"},
     "torch": _OF_TORCH,
 }
 
@@ -175,7 +175,7 @@ _READERS: dict[str, Callable[[Any, Mapping[str, Any], tuple[Any, ...]], Visibili
     "transformers": _transformers,
     "timm": _timm,
     "speechbrain": _torch,
-    "gfsa.models": _own,
+    "gfsa_experiments.models": _own,
     "torch": _torch,
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from gfsa.baselines.map_methods import AttnScale, NeuTRENO
-from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale
+from gfsa_experiments.baselines.map_methods import AttnScale, NeuTRENO
+from gfsa_experiments.baselines.token_methods import ContraNorm, FeatScale, LayerScale
 
 
 @dataclass(frozen=True)

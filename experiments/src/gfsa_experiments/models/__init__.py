@@ -3,12 +3,12 @@
 They take filters like any other model: ``gfsa.plug(gfsa.models.Graphormer.slim())``.
 """
 
-from gfsa.models import adapter as _adapter  # noqa: F401  (registers the attention of this package)
-from gfsa.models.encoder import Encoder
-from gfsa.models.graph_vit import GraphViT
-from gfsa.models.graphormer import Graphormer
-from gfsa.models.pairs import GraphormerBatch, GraphormerCollator
-from gfsa.models.patches import GraphViTBatch, GraphViTCollator
+from gfsa_experiments.models import adapter as _adapter  # noqa: F401  (registers the attention of this package)
+from gfsa_experiments.models.encoder import Encoder
+from gfsa_experiments.models.graph_vit import GraphViT
+from gfsa_experiments.models.graphormer import Graphormer
+from gfsa_experiments.models.pairs import GraphormerBatch, GraphormerCollator
+from gfsa_experiments.models.patches import GraphViTBatch, GraphViTCollator
 
 __all__ = [
     "Encoder",

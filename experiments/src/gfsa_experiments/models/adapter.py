@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from gfsa.models.attention import LinformerAttention, SelfAttention
 from gfsa.plugs import Adapter, register_adapter
+from gfsa_experiments.models.attention import LinformerAttention, SelfAttention
 
 
 class OwnAttention(Adapter):

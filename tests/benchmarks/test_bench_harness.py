@@ -16,7 +16,7 @@ from gfsa_benchmarks import suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
 from gfsa_benchmarks.memory import MIB, peak_mib
-from gfsa_benchmarks.report import against_published, scaling, table
+from gfsa_benchmarks.report import against_published, table
 from gfsa_benchmarks.run_suite import run_suite
 from gfsa_benchmarks.suites import SUITES, suite_called
 from gfsa_benchmarks.timing import Timing, captured, interleaved
@@ -188,8 +188,6 @@ def test_reports_are_computed_from_the_rows():
     factor = named["published"].fwd_bwd_ms / named["gfsa"].fwd_bwd_ms
     assert f"{factor:.1f}× faster" in against_published(rows)
     assert against_published(rows[:1]) is None
-    assert scaling([rows]) is None
-    assert scaling([rows, rows]).row_count == len(rows)
 
 
 @pytest.mark.parametrize(
@@ -245,18 +243,6 @@ def test_dropout_is_for_operators(monkeypatch):
     monkeypatch.setattr(Setting, "__post_init__", lambda setting: None)
     captured = dataclasses.replace(CPU, graphs=True)
     assert "gfsa sdpa" not in [v.name for v in suite_called("ops").build(shape, captured).variants]
-
-
-def test_degree_one_around_attention_is_timed_with_dropout(monkeypatch):
-    def chosen(*tokens, backend, **options):
-        return Choice("fused" if backend == "fused" else "sdpa", "a GPU")
-
-    monkeypatch.setattr(suites, "which_backend", chosen)
-    build = suite_called("ops").build
-    with_dropout = build(Shape(1, 2, 12, 4, True, dropout=0.5), CPU)
-    assert "gfsa degree 1 around" in [variant.name for variant in with_dropout.variants]
-    without = build(Shape(1, 2, 12, 4, True), CPU)
-    assert "gfsa degree 1 around" not in [variant.name for variant in without.variants]
 
 
 @pytest.mark.parametrize("program", ["/some/where/gfsa", "/site-packages/gfsa/__main__.py"])

@@ -64,7 +64,6 @@ def measure(
     setting: Setting,
     rounds: int,
     on_round: Callable[[], None] = lambda: None,
-    pause: int | None = None,
 ) -> list[Row]:
     """A row for each variant of ``case``.
 
@@ -72,7 +71,6 @@ def measure(
         rounds: how often each variant is timed; medians are reported.
         on_round: called after each round, ``2·rounds`` times in all: first for the forward, then
             for forward+backward.
-        pause: id of a process that is stopped, with all that it started, while times are taken.
     """
 
     def timed(works: Sequence[Work | None]) -> list[Timing | None]:
@@ -80,7 +78,7 @@ def measure(
         if setting.graphs:
             calls = [captured(work) for work in calls]
         device = setting.device
-        timings = iter(interleaved(calls, rounds, device, on_round, pause, case.sample_ms))
+        timings = iter(interleaved(calls, rounds, device, on_round, case.sample_ms))
         return [None if work is None else next(timings) for work in works]
 
     forwards = timed([variant.forward for variant in case.variants])

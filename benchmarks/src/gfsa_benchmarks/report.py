@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from rich.table import Table
 
@@ -51,33 +50,6 @@ def against_published(rows: Sequence[Row]) -> str | None:
         f"{ours.shape}: forward+backward {theirs.fwd_bwd_ms / ours.fwd_bwd_ms:.1f}× faster than "
         f"the published form, with {memory:.1%} of its extra memory"
     )
-
-
-def scaling(cases: Sequence[Sequence[Row]]) -> Table | None:
-    """Growth of time and memory from one case to the next; None for a single case."""
-    if len(cases) < 2:
-        return None
-    shown = Table(title="growth from one length to the next", title_justify="left")
-    for heading in ("from", "to", "variant"):
-        shown.add_column(heading)
-    for heading in ("forward", "fwd+bwd", "memory"):
-        shown.add_column(heading, justify="right")
-    for shorter, longer in pairwise(cases):
-        for before, after in zip(shorter, longer, strict=True):
-            steps = (
-                f"{after.fwd_bwd_ms / before.fwd_bwd_ms:.2f}×"
-                if after.fwd_bwd_ms and before.fwd_bwd_ms
-                else "–"
-            )
-            shown.add_row(
-                before.shape,
-                after.shape,
-                after.variant,
-                f"{after.fwd_ms / before.fwd_ms:.2f}×",
-                steps,
-                f"{after.peak_mib / before.peak_mib:.2f}×",
-            )
-    return shown
 
 
 def _ms(value: float | None) -> str:

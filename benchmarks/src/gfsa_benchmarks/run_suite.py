@@ -15,7 +15,6 @@ from gfsa_benchmarks import profiling, report
 from gfsa_benchmarks.case import Case, Compiled, Setting, Shape, only
 from gfsa_benchmarks.decode import memory_of_caches
 from gfsa_benchmarks.harness import COLUMNS, Row, append, measure
-from gfsa_benchmarks.pause import check_pausable
 from gfsa_benchmarks.suites import Suite, suite_called
 from gfsa_experiments.runs.csv_table import check_table
 
@@ -37,7 +36,6 @@ def run_suite(
     csv: Path | None,
     console: Console,
     profile: bool = False,
-    pause: int | None = None,
 ) -> list[list[Row]]:
     """Measure the suite called ``name``; returns a list of rows for each shape.
 
@@ -47,7 +45,6 @@ def run_suite(
         variants: names of those to measure besides the first of a case; empty for all.
         csv: rows are appended to this file after each case; ``None`` for no file.
         profile: whether to print where the GPU time of each variant's step goes as well.
-        pause: id of a process that is stopped, with all that it started, while times are taken.
     """
     suite = suite_called(name)
     if compiled and not suite.compiles:
@@ -61,8 +58,6 @@ def run_suite(
     setting = Setting(_device(device), _dtype(dtype), compiled, graphs)
     if profile:
         _refuse_profile(setting)
-    if pause is not None:
-        check_pausable(pause)
     if setting.device.type == "cuda":
         # graphs and events are created on the current device
         torch.cuda.set_device(setting.device.index or 0)
@@ -76,7 +71,7 @@ def run_suite(
             with compiling() if compiled else nullcontext():
                 case = only(suite.build(shape, setting), variants)
                 advance = partial(progress.advance, task)
-                rows = measure(case, name, setting, rounds, advance, pause)
+                rows = measure(case, name, setting, rounds, advance)
                 cases.append(rows)
                 console.print(report.table(rows))
                 if csv is not None:
@@ -85,7 +80,9 @@ def run_suite(
                     console.print(memory_of_caches(case))
                 if profile:
                     _print_profiles(case, setting, console)
-    _print_summary(name, cases, console)
+    for rows in cases:
+        if sentence := report.against_published(rows):
+            console.print(sentence)
     if csv is not None:
         console.print(f"{sum(map(len, cases))} rows added to {csv}")
     return cases
@@ -123,15 +120,6 @@ def _progress(console: Console) -> Progress:
         console=console,
         transient=True,
     )
-
-
-def _print_summary(name: str, cases: Sequence[list[Row]], console: Console) -> None:
-    """What the rows of all cases say together."""
-    for rows in cases:
-        if sentence := report.against_published(rows):
-            console.print(sentence)
-    if name == "linear" and (growth := report.scaling(cases)):
-        console.print(growth)
 
 
 def _print_profiles(case: Case, setting: Setting, console: Console) -> None:

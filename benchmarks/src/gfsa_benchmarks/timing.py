@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gfsa_benchmarks.pause import paused
-
 Work = Callable[[], object]
 
 # calls are repeated within a sample until it is this long: clocks and launches are noisy
@@ -45,14 +43,12 @@ def interleaved(
     rounds: int,
     device: torch.device,
     on_round: Callable[[], None] = lambda: None,
-    pause: int | None = None,
     sample_ms: float = SHORTEST_SAMPLE_MS,
 ) -> list[Timing]:
     """Time each of ``works`` once per round, in an order that rotates from round to round.
 
     Args:
         sample_ms: how long a work is repeated in its turn, at least.
-        pause: id of a process that is stopped with all that it started while times are taken.
     """
     on_gpu = device.type == "cuda"
     sample, least = (_cuda_sample, LEAST_CALLS) if on_gpu else (_cpu_sample, 1)
@@ -60,15 +56,12 @@ def interleaved(
         # the first call includes compilation, allocation and the choice of kernels
         sample(work, 1)
     samples: list[list[float]] = [[] for _ in works]
-    with paused(pause):
-        repeats = [
-            max(least, math.ceil(sample_ms / max(sample(work, least), 1e-4))) for work in works
-        ]
-        for turn in range(rounds):
-            for position in range(len(works)):
-                index = (position + turn) % len(works)
-                samples[index].append(sample(works[index], repeats[index]))
-            on_round()
+    repeats = [max(least, math.ceil(sample_ms / max(sample(work, least), 1e-4))) for work in works]
+    for turn in range(rounds):
+        for position in range(len(works)):
+            index = (position + turn) % len(works)
+            samples[index].append(sample(works[index], repeats[index]))
+        on_round()
     return [Timing.of(of_work) for of_work in samples]
 
 

@@ -18,7 +18,7 @@ from gfsa.operators.fused.operator import FusedOperator
 from gfsa.operators.fused.problem import Options, Saved
 from gfsa.operators.fused.short import launch as short
 from gfsa.operators.fused.short.prepared import Prepared, prepared_for
-from gfsa_benchmarks.host_calls import nothing_launched
+from support.nothing_launched import nothing_launched
 
 BF16 = torch.bfloat16
 

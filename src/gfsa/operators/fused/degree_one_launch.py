@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     """Depth of the load pipeline."""
 
 
-# the fastest measured on an H200 (benchmarks/degree_one_tiles.py)
+# the fastest measured on an H200
 TILES = {
     "attend_once": Tiles(64, 64, 4, 2),
     "grad_queries_once": Tiles(64, 64, 4, 2),

@@ -26,7 +26,7 @@ FLAGS = 2048
 PARTS = {64: 2, 128: 1}
 STAGES = 3
 # tokens, counted once for each head, that are worked on at a time: few stay in the GPU's cache.
-# Chosen by times on an H200 at 2,048 to 32,768 tokens, as benchmarks/heads_at_a_time.py takes them
+# Chosen by times on an H200 at 2,048 to 32,768 tokens
 TOKENS_AT_A_TIME = 2**17
 # documents that a row with spans is taken to have: a block reads the keys of its own
 DOCUMENTS = 4

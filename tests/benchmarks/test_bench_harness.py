@@ -15,11 +15,9 @@ from gfsa.operators.choice import Choice
 from gfsa_benchmarks import suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
-from gfsa_benchmarks.memory import MIB, peak_mib
-from gfsa_benchmarks.report import against_published, table
-from gfsa_benchmarks.run_suite import run_suite
+from gfsa_benchmarks.run_suite import against_published, run_suite, table
 from gfsa_benchmarks.suites import SUITES, suite_called
-from gfsa_benchmarks.timing import Timing, captured, interleaved
+from gfsa_benchmarks.timing import MIB, Timing, captured, interleaved, peak_mib
 from gfsa_experiments.runs.csv_table import check_table
 
 CPU = Setting(torch.device("cpu"), torch.float32)

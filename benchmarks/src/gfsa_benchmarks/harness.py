@@ -16,8 +16,7 @@ import torch
 import gfsa
 from gfsa.environment import commit, device_name, version_of
 from gfsa_benchmarks.case import Case, Setting
-from gfsa_benchmarks.memory import peak_mib
-from gfsa_benchmarks.timing import Timing, Work, captured, interleaved
+from gfsa_benchmarks.timing import Timing, Work, captured, interleaved, peak_mib
 from gfsa_experiments.runs.csv_table import append_lines
 
 

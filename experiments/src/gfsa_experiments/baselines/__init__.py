@@ -7,10 +7,16 @@
 """
 
 from gfsa_experiments.baselines.apply import BaselineReport, apply, parameters_of, remove
-from gfsa_experiments.baselines.block_anatomy import Anatomy, Place, register_block
-from gfsa_experiments.baselines.map_methods import AttnScale, NeuTRENO
-from gfsa_experiments.baselines.registry import METHODS, Method
-from gfsa_experiments.baselines.token_methods import ContraNorm, FeatScale, LayerScale
+from gfsa_experiments.baselines.blocks import Anatomy, Place, register_block
+from gfsa_experiments.baselines.methods import (
+    METHODS,
+    AttnScale,
+    ContraNorm,
+    FeatScale,
+    LayerScale,
+    Method,
+    NeuTRENO,
+)
 
 __all__ = [
     "METHODS",

@@ -3,7 +3,6 @@
 They take filters like any other model: ``gfsa.plug(gfsa.models.Graphormer.slim())``.
 """
 
-from gfsa_experiments.models import adapter as _adapter  # noqa: F401  (registers the attention of this package)
 from gfsa_experiments.models.encoder import Encoder
 from gfsa_experiments.models.graph_vit import GraphViT
 from gfsa_experiments.models.graphormer import Graphormer

@@ -1,7 +1,8 @@
 """Imports point one way, from a user to what it uses; adapters alone import frameworks.
 
-operators and kernels ← filters ← functional, plugs ← models, lens, baselines ← cli, info, serve ←
-experiments, and benchmarks may import all of them.
+operators and kernels ← filters ← functional, plugs ← lens ← cli, info, serve ← experiments, and benchmarks may
+import all of them. The library reaches models and baselines of the experiments by the names
+``gfsa.models`` and ``gfsa.baselines`` alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ ROOT = Path(__file__).parents[1]
 SOURCES = [ROOT / "src", ROOT / "experiments" / "src", ROOT / "benchmarks" / "src"]
 
 CORE = {"_version", "kernels", "operators", "filters", "plugs"}
-EVERYTHING = {"gfsa", "functional", "environment", "lens", "baselines", "models", *CORE}
+EVERYTHING = {"gfsa", "functional", "environment", "lens", *CORE}
+# parts of the experiments that need nothing of the rest
+OF_EXPERIMENTS = {"gfsa_experiments.baselines", "gfsa_experiments.models"}
 # what each package (or module of the library) may import of ours, besides itself; "gfsa" is the
 # library's __init__
 MAY_IMPORT = {
@@ -29,21 +32,21 @@ MAY_IMPORT = {
     "filters": {"operators"},
     "functional": {"kernels", "operators", "filters"},
     "plugs": CORE,
-    "models": CORE,
     "lens": CORE,
     "engines": CORE,
     "titan": {*CORE, "engines"},
-    "baselines": {*CORE, "models"},
     "environment": {"gfsa"},
-    "gfsa": {*EVERYTHING, "_public"} - {"environment"},
+    "gfsa": {*EVERYTHING, "_public", *OF_EXPERIMENTS} - {"environment"},
     "_public": EVERYTHING - {"environment"},
     "info": EVERYTHING,
     "serve": EVERYTHING,
     "tune": CORE,
     "cli": {*EVERYTHING, "info", "serve", "tune"},
     "__main__": {"cli"},
-    "gfsa_experiments": {*EVERYTHING, "info"},
-    "gfsa_benchmarks": {*EVERYTHING, "info", "gfsa_experiments"},
+    "gfsa_experiments.models": CORE,
+    "gfsa_experiments.baselines": {*CORE, "gfsa_experiments.models"},
+    "gfsa_experiments": {*EVERYTHING, "info", *OF_EXPERIMENTS},
+    "gfsa_benchmarks": {*EVERYTHING, "info", "gfsa_experiments", *OF_EXPERIMENTS},
 }
 
 # modules that import a framework when they are imported; others import these inside functions
@@ -143,6 +146,9 @@ IMPORTS = [found for module in MODULES for found in imports_of(module)]
 
 def package_of(module: str) -> str:
     """The part of the library, or the distribution, that a module belongs to."""
+    own = ".".join(module.split(".")[:2])
+    if own in OF_EXPERIMENTS:
+        return own
     top, _, rest = module.partition(".")
     return rest.partition(".")[0] or top if top == "gfsa" else top
 

@@ -57,5 +57,41 @@ def test_public_names_are_there() -> None:
     import gfsa
 
     assert all(hasattr(gfsa, name) for name in gfsa.__all__)
-    assert set(gfsa.__all__) <= set(dir(gfsa))
     assert gfsa.__version__.count(".") >= 1
+    modules = {"baselines", "filters", "functional", "lens", "models", "operators", "plugs"}
+    assert dir(gfsa) == sorted({*gfsa.__all__, *modules})
+
+
+MODULES = """
+import gfsa
+assert gfsa.lens.diagnose is gfsa.diagnose
+assert gfsa.baselines.apply and gfsa.models.Encoder
+from gfsa import models
+import gfsa_experiments.models
+assert models is gfsa_experiments.models
+"""
+
+LIBRARY_ALONE = """
+import importlib.abc, sys
+class NotInstalled(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "gfsa_experiments":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NotInstalled())
+import gfsa
+for name in ("models", "baselines"):
+    try:
+        getattr(gfsa, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+
+
+def test_modules_resolve_after_importing_gfsa() -> None:
+    run(MODULES)
+
+
+def test_the_experiments_are_named_where_they_are_missing() -> None:
+    found = run(LIBRARY_ALONE).splitlines()
+    assert [line.partition(" ")[0] for line in found] == ["gfsa.models", "gfsa.baselines"]
+    assert all("pip install ./experiments" in line for line in found)

@@ -18,7 +18,7 @@ SHADOWED = {
     "gfsa.plug": "gfsa.plugs.plug.plug",
     "gfsa.prune": "gfsa.plugs.prune.prune",
     "gfsa.plugs.sites": "gfsa.plugs.sites.sites",
-    "gfsa.baselines.apply": "gfsa.baselines.apply.apply",
+    "gfsa.baselines.apply": "gfsa_experiments.baselines.apply.apply",
 }
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`(?P<name>[^`]+)`")
 _MATH = re.compile(r":math:`(?P<formula>[^`]+)`")
@@ -69,7 +69,7 @@ def _link(name: str, owner: Object) -> str:
 
 
 def _path_of(name: str, owner: Object) -> str:
-    if name.startswith(("gfsa.", "torch.")):
+    if name.startswith(("gfsa.", "gfsa_experiments.", "torch.")):
         return SHADOWED.get(name, name)
     try:
         return owner.resolve(name)

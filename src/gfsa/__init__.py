@@ -1,11 +1,11 @@
 """gfsa: graph-filter self-attention for any PyTorch Transformer."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from gfsa._version import __version__
 
 if TYPE_CHECKING:
-    from gfsa import baselines
     from gfsa._public import (
         GFSA,
         Exclusive,
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         unplug,
     )
     from gfsa.lens import diagnose
+    from gfsa_experiments import baselines as baselines
+    from gfsa_experiments import models as models
 
 __all__ = [
     "GFSA",
@@ -42,7 +44,6 @@ __all__ = [
     "Polynomial",
     "Twicing",
     "__version__",
-    "baselines",
     "convert",
     "diagnose",
     "filters_of",
@@ -62,16 +63,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import, and `gfsa --help` needs none of it: the names are imported
-    # together when the first is used. The lens and the baselines are imported when they are used.
-    if name == "baselines":
-        import gfsa.baselines as baselines
-
-        return baselines
-    if name == "diagnose":
-        from gfsa.lens import diagnose
-
-        return diagnose
+    # torch takes seconds to import and `gfsa --help` does not need it, so every name is imported
+    # when it is first used
     if name in ("filters", "functional", "operators", "plugs"):
         import gfsa.filters as filters
         import gfsa.functional as functional
@@ -84,6 +77,12 @@ def __getattr__(name: str) -> Any:
             "operators": operators,
             "plugs": plugs,
         }[name]
+    if name in ("diagnose", "lens"):
+        import gfsa.lens as lens
+
+        return lens if name == "lens" else lens.diagnose
+    if name in ("baselines", "models"):
+        return _of_experiments(name)
     if name in __all__:
         import gfsa._public as public
 
@@ -92,5 +91,23 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _of_experiments(name: str) -> Any:
+    try:
+        from gfsa_experiments import baselines, models
+    except ModuleNotFoundError as error:
+        if error.name != "gfsa_experiments":
+            raise
+        raise ModuleNotFoundError(
+            f"gfsa.{name} is gfsa_experiments.{name}, and the distribution gfsa-experiments is not "
+            "installed: in a clone of the repository, pip install ./experiments",
+            name=error.name,
+        ) from None
+    return {"baselines": baselines, "models": models}[name]
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    modules = ["filters", "functional", "lens", "operators", "plugs"]
+    # help() and inspect read every name listed here, so names that would raise are left out
+    if find_spec("gfsa_experiments") is not None:
+        modules += ["baselines", "models"]
+    return sorted([*__all__, *modules])

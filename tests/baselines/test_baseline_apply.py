@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from gfsa import baselines
-from gfsa.baselines import block_anatomy
-from gfsa.baselines.mask_readers import Reader
+from gfsa_experiments import baselines
+from gfsa_experiments.baselines import blocks
+from gfsa_experiments.baselines.masks import Reader
 from support.families import FAMILIES
 from support.small_baselines import IDS, LEARNING, apply, bert, encoder
 
@@ -204,7 +204,7 @@ class OwnBlock(nn.Module):
 
 
 def test_a_block_of_ones_own_is_registered(monkeypatch) -> None:
-    monkeypatch.setattr(block_anatomy, "_registered", dict(block_anatomy._registered))
+    monkeypatch.setattr(blocks, "_registered", dict(blocks._registered))
     model, x = nn.Sequential(OwnBlock(), OwnBlock()), torch.randn(2, 5, 8)
     expected = model(x)
     with pytest.raises(ValueError, match="cannot be applied to Sequential"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gfsa import baselines
-from gfsa.models import Encoder
+from gfsa_experiments import baselines
+from gfsa_experiments.models import Encoder
 from support.families import METHODS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

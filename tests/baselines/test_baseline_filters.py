@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from gfsa import baselines
 from gfsa.operators import DenseOperator
+from gfsa_experiments import baselines
 from support.small_baselines import IDS, apply, bert, causal_lm, encoder
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gfsa import baselines
+from gfsa_experiments import baselines
 from support import dense_blocks as dense
 from support.dense_blocks import Dense
 from support.families import FAMILIES, LENGTHS

@@ -13,10 +13,10 @@ import transformers as hf
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gfsa import baselines
-from gfsa.baselines.sight_check import refusal_of_sight
 from gfsa.operators import AttentionOperator, DenseOperator
 from gfsa.operators.visibility import Visibility
+from gfsa_experiments import baselines
+from gfsa_experiments.baselines.masks import refusal_of_reading
 
 hf.logging.set_verbosity_error()
 
@@ -184,12 +184,12 @@ def test_what_was_read_is_compared_with_what_is_used(dense: bool) -> None:
     for used, operator in operators.items():
         operator = DenseOperator(operator.dense()) if dense else operator
         for read, sight in seen.items():
-            refusal, decided = refusal_of_sight(sight, operator, v, training=False)
+            refusal, decided = refusal_of_reading(sight, operator, v, training=False)
             assert decided
             same = (read == "all") == (used == "all")
             narrower = used == "all" and not dense
             # a kernel has no map to look at; its masks alone cannot show that too little was read
             assert (refusal is None) == (same or narrower), (read, used)
-            dropped, decided = refusal_of_sight(sight, operator, v, training=True)
+            dropped, decided = refusal_of_reading(sight, operator, v, training=True)
             assert dropped is None or dropped == refusal
-    assert refusal_of_sight(Visibility(), operators["all"], v[:, :, :1], False) == (None, False)
+    assert refusal_of_reading(Visibility(), operators["all"], v[:, :, :1], False) == (None, False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from gfsa import baselines
+from gfsa_experiments import baselines
 from support.families import FAMILIES, METHODS
 from support.small_baselines import IDS, apply, causal_lm
 

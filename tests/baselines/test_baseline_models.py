@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gfsa import baselines
+from gfsa_experiments import baselines
 from support.families import DIM, FAMILIES, HEADS, METHODS, Family
 from support.plugging import slow_path
 

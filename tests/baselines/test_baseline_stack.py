@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gfsa import baselines
 from gfsa.operators.visibility import Visibility
+from gfsa_experiments import baselines
 from support.families import METHODS
 from support.small_baselines import IDS, apply, bert, encoder
 

@@ -82,7 +82,6 @@ def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = bench("--suite", "linear", "--shapes", "1x1x16x4,1x1x32x4", "--no-append")
     assert shown.exit_code == 0, shown.output
-    assert "growth" in shown.output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,7 +92,6 @@ def test_linear_end_to_end_keeps_nothing_when_told_so(tmp_path, monkeypatch):
         (["--dtype", "int8"], "expected a dtype of"),
         (["--shapes", "large"], "BATCHxHEADSxTOKENSxDIM"),
         (["--suite", "linear", "--shapes", "1x1x8x4:causal"], "neither causal nor padded"),
-        (["--suite", "packed", "--shapes", "1x1x8x4:causal"], "neither causal nor padded"),
         (["--device", "toaster"], "expected a device"),
         (["--device", "meta"], "cpu and cuda"),
         (["--graphs", "--shapes", "1x1x8x4"], "graphs are for CUDA"),

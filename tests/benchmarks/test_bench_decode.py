@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,24 +108,6 @@ def test_the_memory_of_a_cache() -> None:
     )
     assert "the cache of plain" in decode.memory_of_caches(case)
     assert [variant.backend for variant in case.variants] == ["torch", "sdpa", "sdpa"]
-
-
-def test_a_compiled_token_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "decode_host.py"
-    spec = importlib.util.spec_from_file_location("decode_host", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    shown = module.measure(SHAPE, "gfsa", calls=2, pause=None)
-    assert shown.startswith("gfsa ")
-    assert "ms a token" in shown
-    assert "without guards" in shown
-    assert "ms while it was profiled" in shown
-    # the model's own calls are among what the host did
-    assert " µs  aten::addmm" in shown
 
 
 def test_samples_of_decoded_tokens_are_long() -> None:

@@ -15,11 +15,9 @@ from gfsa.kernels.routes import Decision
 from gfsa_benchmarks import suites, timing
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic
 from gfsa_benchmarks.harness import COLUMNS, append, measure
-from gfsa_benchmarks.memory import MIB, peak_mib
-from gfsa_benchmarks.report import against_published, scaling, table
-from gfsa_benchmarks.run_suite import run_suite
+from gfsa_benchmarks.run_suite import against_published, run_suite, table
 from gfsa_benchmarks.suites import SUITES, suite_called
-from gfsa_benchmarks.timing import Timing, captured, interleaved
+from gfsa_benchmarks.timing import MIB, Timing, captured, interleaved, peak_mib
 from gfsa_experiments.runs.csv_table import check_table
 
 CPU = Setting(torch.device("cpu"), torch.float32)
@@ -188,8 +186,6 @@ def test_reports_are_computed_from_the_rows():
     factor = named["published"].fwd_bwd_ms / named["gfsa"].fwd_bwd_ms
     assert f"{factor:.1f}× faster" in against_published(rows)
     assert against_published(rows[:1]) is None
-    assert scaling([rows]) is None
-    assert scaling([rows, rows]).row_count == len(rows)
 
 
 @pytest.mark.parametrize(
@@ -245,19 +241,6 @@ def test_dropout_is_for_operators(monkeypatch):
     monkeypatch.setattr(Setting, "__post_init__", lambda setting: None)
     captured = dataclasses.replace(CPU, graphs=True)
     assert "gfsa sdpa" not in [v.name for v in suite_called("ops").build(shape, captured).variants]
-
-
-def test_degree_one_around_attention_is_timed_with_dropout(monkeypatch):
-    def chosen(*tokens, backend, **options):
-        name = "fused" if backend == "fused" else "sdpa"
-        return Decision(name, name, "", "a GPU")
-
-    monkeypatch.setattr(suites, "which_backend", chosen)
-    build = suite_called("ops").build
-    with_dropout = build(Shape(1, 2, 12, 4, True, dropout=0.5), CPU)
-    assert "gfsa degree 1 around" in [variant.name for variant in with_dropout.variants]
-    without = build(Shape(1, 2, 12, 4, True), CPU)
-    assert "gfsa degree 1 around" not in [variant.name for variant in without.variants]
 
 
 @pytest.mark.parametrize("program", ["/some/where/gfsa", "/site-packages/gfsa/__main__.py"])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -107,47 +104,3 @@ def test_a_cpu_has_no_kernels_to_profile() -> None:
             *("ops", "cpu", "float32", [], 1, False, None, [], None, Console()), profile=True
         )
     assert not torch.cuda.is_initialized()
-
-
-def step_kernels() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "step_kernels.py"
-    spec = importlib.util.spec_from_file_location("step_kernels", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_step_of_the_recipe_is_taken_apart(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    module = step_kernels()
-    monkeypatch.setattr(module, "LISTED", 1000)
-    tiny = ["1x2x8x4:causal:dropout=0.2", "--layers", "1", "--vocabulary", "64"]
-    module.main([*tiny, "--methods", "plain", "degree1"])
-    shown = capsys.readouterr().out
-    plain, filtered = shown.split("degree1: ")
-    assert plain.startswith("plain: ")
-    assert all("ms a step" in each for each in (plain, filtered))
-    # the model's own calls are among what the host did, with dropout
-    assert " aten::addmm" in plain
-    assert " aten::bernoulli_" in plain
-    # and the sum of a filter's terms
-    assert " aten::addcmul\n" in filtered
-    assert " aten::addcmul\n" not in plain
-    with pytest.raises(SystemExit):
-        module.main(["1x2x8x4"])
-
-
-def test_kernels_of_a_step_are_listed_by_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    ms = 1_000_000
-    ran = [Kernel("fast", 0, ms), Kernel("slow", ms, 4 * ms), Kernel("rare", 4 * ms, 4 * ms + 10)]
-    found = profiling.summarised(ran, 1, OWN)
-    module = step_kernels()
-    monkeypatch.setattr(module, "LISTED", 2)
-    first, second, rest = module.on_gpu(found).splitlines()
-    assert first.split() == ["3000.0", "µs,", "1.0", "×", "3000.0", "slow"]
-    assert second.endswith("fast")
-    assert rest.endswith("1.0 of 1 others")

@@ -17,7 +17,14 @@ from support.snippets import blocks_of
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
-PACKAGES = ("filters", "plugs", "operators", "lens", "baselines", "models")
+PACKAGES = (
+    "gfsa.filters",
+    "gfsa.plugs",
+    "gfsa.operators",
+    "gfsa.lens",
+    "gfsa_experiments.baselines",
+    "gfsa_experiments.models",
+)
 # what docs/site/hooks.py takes into the site
 PAGES = ("*.md", "benchmarks/README.md", "docs/**/*.md", "results/*.md", "results/plans/README.md")
 
@@ -115,9 +122,9 @@ def public_objects() -> dict[str, Any]:
     """Every public name and what it is."""
     found = {f"gfsa.{name}": getattr(gfsa, name) for name in gfsa.__all__}
     for package in PACKAGES:
-        module = importlib.import_module(f"gfsa.{package}")
-        found |= {f"gfsa.{package}.{name}": getattr(module, name) for name in module.__all__}
-    del found["gfsa.__version__"], found["gfsa.baselines"]
+        module = importlib.import_module(package)
+        found |= {f"{package}.{name}": getattr(module, name) for name in module.__all__}
+    del found["gfsa.__version__"]
     return found
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gfsa.models import GraphormerCollator, GraphViTCollator
-from gfsa.models.graph_features import dense_adjacency, random_walk_encoding
 from gfsa_experiments.data.files import cached_arrays
+from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
+from gfsa_experiments.models.graph_features import dense_adjacency, random_walk_encoding
 from gfsa_experiments.tasks.graph.data_sets import read_graphs
 from gfsa_experiments.tasks.graph.features import (
     MAX_HOPS,

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_geometric.nn import GPSConv
 
 import gfsa
-from gfsa.models import GraphormerCollator, GraphViT, GraphViTCollator
 from gfsa_experiments.engine.compiling import compile_blocks
 from gfsa_experiments.engine.nested import signature_of
+from gfsa_experiments.models import GraphormerCollator, GraphViT, GraphViTCollator
 from gfsa_experiments.runs.fingerprint import fingerprint
 from gfsa_experiments.runs.methods import MethodConfig
 from gfsa_experiments.runs.row import Row

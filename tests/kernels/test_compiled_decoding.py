@@ -20,7 +20,7 @@ from torch._inductor import compile_fx  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa_benchmarks.host_calls import nothing_launched  # noqa: E402
+from support.nothing_launched import nothing_launched  # noqa: E402
 
 LAYERS, HEADS, DIM, ROWS, HELD = 2, 2, 64, 128, 100
 

@@ -20,7 +20,7 @@ from functorch.compile import min_cut_rematerialization_partition  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 
 import gfsa  # noqa: E402
-from gfsa_benchmarks.host_calls import nothing_launched  # noqa: E402
+from support.nothing_launched import nothing_launched  # noqa: E402
 
 BATCH, HEADS, TOKENS, DIM = 2, 2, 304, 64
 # of a tensor of tokens, in elements

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 import gfsa  # noqa: E402
 from gfsa.kernels import operator, routes  # noqa: E402
 from gfsa.kernels.short.prepared import Prepared  # noqa: E402
-from gfsa_benchmarks.host_calls import nothing_launched  # noqa: E402
+from support.nothing_launched import nothing_launched  # noqa: E402
 
 SMALL = {
     "hidden_size": 32,

@@ -19,7 +19,7 @@ from gfsa.kernels.problem import Options, Saved
 from gfsa.kernels.short import launch as short
 from gfsa.kernels.short.prepared import Prepared, prepared_for
 from gfsa.operators import AttentionCall, AttentionOperator, Coefficients
-from gfsa_benchmarks.host_calls import nothing_launched
+from support.nothing_launched import nothing_launched
 
 BF16 = torch.bfloat16
 

@@ -150,7 +150,7 @@ def test_graphs_whose_tokens_lie_one_after_another() -> None:
 
 @pytest.mark.parametrize("attention", ["softmax", "efficient"])
 def test_our_encoder(attention: Any) -> None:
-    from gfsa.models import Encoder
+    from gfsa_experiments.models import Encoder
 
     model = Encoder(17, 2, 10, attention, dim=16, depth=2, num_heads=4, ffn_dim=16)
     gfsa.plug(model, w0=0.2)
@@ -166,14 +166,14 @@ def test_our_encoder(attention: Any) -> None:
 
 
 def graphormer() -> tuple[nn.Module, Any]:
-    from gfsa.models import Graphormer, GraphormerCollator
+    from gfsa_experiments.models import Graphormer, GraphormerCollator
 
     model = Graphormer((ATOMS,), (BONDS,), dim=12, depth=3, num_heads=3, ffn_dim=12)
     return model, GraphormerCollator()
 
 
 def graph_vit() -> tuple[nn.Module, Any]:
-    from gfsa.models import GraphViT, GraphViTCollator
+    from gfsa_experiments.models import GraphViT, GraphViTCollator
 
     return GraphViT((ATOMS,), (BONDS,), dim=12, num_heads=3, gnn_depth=1), GraphViTCollator(4)
 

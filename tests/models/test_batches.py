@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from gfsa.models import GraphormerCollator, GraphViTCollator
-from gfsa.models.batch import pad
+from gfsa_experiments.models import GraphormerCollator, GraphViTCollator
+from gfsa_experiments.models.batch import pad
 from support.graphs import molecule
 
 COLLATORS = [GraphormerCollator(), GraphViTCollator(num_patches=4)]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import gfsa
-from gfsa.models import Encoder
+from gfsa_experiments.models import Encoder
 from support.attention import Dispatched
 from support.graphs import layer_norm, randomise, reference_blocks, softmax
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gfsa.models.graph_features import (
+from gfsa_experiments.models.graph_features import (
     degrees,
     dense_adjacency,
     distances,

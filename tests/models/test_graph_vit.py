@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import gfsa
-from gfsa.models import GraphViT, GraphViTCollator
-from gfsa.models.graph_features import random_walk_encoding
-from gfsa.models.graph_vit import GINELayer
-from gfsa.models.partition import bisection
+from gfsa_experiments.models import GraphViT, GraphViTCollator
+from gfsa_experiments.models.graph_features import random_walk_encoding
+from gfsa_experiments.models.graph_vit import GINELayer
+from gfsa_experiments.models.partition import bisection
 from support.graphs import (
     ATOMS,
     BONDS,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import gfsa
-from gfsa.models import Graphormer, GraphormerCollator
-from gfsa.models.pairs import PairGraph
+from gfsa_experiments.models import Graphormer, GraphormerCollator
+from gfsa_experiments.models.pairs import PairGraph
 from support.graphs import (
     ATOMS,
     BONDS,

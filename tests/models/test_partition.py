@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gfsa.models.partition import bisection, metis
+from gfsa_experiments.models.partition import bisection, metis
 from support.graphs import molecule
 
 

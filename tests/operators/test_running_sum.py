@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gfsa.baselines.map_methods import AttnScale
-from gfsa.baselines.token_methods import FeatScale
 from gfsa.operators import FunctionOperator, Visibility
 from gfsa.operators.running_sum import CHUNK, sum_by_chunks
+from gfsa_experiments.baselines.methods import AttnScale, FeatScale
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK, CHUNK + 1, 3 * CHUNK, CHUNK**2 + 5])

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import gfsa
-from gfsa.models import Encoder, Graphormer, GraphViT
+from gfsa_experiments.models import Encoder, Graphormer, GraphViT
 from support.graphs import ATOMS, BONDS
 from support.supported import Supported
 

@@ -150,7 +150,7 @@ def _torch_encoder(norm_first: bool, batch_first: bool) -> Family:
 
 def _encoder(attention: str, **about: Any) -> Family:
     def build() -> nn.Module:
-        from gfsa.models import Encoder
+        from gfsa_experiments.models import Encoder
 
         return Encoder(
             30, 5, 9, attention, dim=DIM, depth=DEPTH, num_heads=HEADS, ffn_dim=20, dropout=0.0
@@ -165,14 +165,14 @@ def _encoder(attention: str, **about: Any) -> Family:
 
 def _graphormer() -> Family:
     def build() -> nn.Module:
-        from gfsa.models import Graphormer
+        from gfsa_experiments.models import Graphormer
 
         return Graphormer(
             (ATOMS,), (BONDS,), 5, dim=DIM, depth=DEPTH, num_heads=HEADS, ffn_dim=20, max_hops=2
         )
 
     def run(model: nn.Module, samples: list[int]) -> list[Tensor]:
-        from gfsa.models import GraphormerCollator
+        from gfsa_experiments.models import GraphormerCollator
 
         collate = GraphormerCollator(max_hops=2)
         return list(model(collate([molecule(LENGTHS[s], seed=s) for s in samples])))
@@ -184,13 +184,13 @@ def _graph_vit() -> Family:
     walks = {"walk_steps": 5, "patch_walk_steps": 3}
 
     def build() -> nn.Module:
-        from gfsa.models import GraphViT
+        from gfsa_experiments.models import GraphViT
 
         sizes = {"dim": DIM, "depth": DEPTH, "num_heads": HEADS, "gnn_depth": 1}
         return GraphViT((ATOMS,), (BONDS,), 5, **sizes, **walks)
 
     def run(model: nn.Module, samples: list[int]) -> list[Tensor]:
-        from gfsa.models import GraphViTCollator
+        from gfsa_experiments.models import GraphViTCollator
 
         # as many patches as nodes: the smaller graph has fewer, and the rest is padding
         collate = GraphViTCollator(max(LENGTHS), **walks)

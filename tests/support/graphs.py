@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from gfsa.models.attention import Block, SelfAttention
+from gfsa_experiments.models.attention import Block, SelfAttention
 
 ATOMS, BONDS = 7, 4
 

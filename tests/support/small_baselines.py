@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gfsa import baselines
+from gfsa_experiments import baselines
 from support.families import METHODS
 
 LEARNING = ("attnscale", "featscale", "layerscale")
 
 
 def encoder(depth: int = 2) -> nn.Module:
-    from gfsa.models import Encoder
+    from gfsa_experiments.models import Encoder
 
     return Encoder(9, 5, 8, dim=12, depth=depth, num_heads=3, ffn_dim=20, dropout=0.0)
 

@@ -12,8 +12,7 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="ops, lengths, models, pretrain-step, linear, decode, decode-static, prefill, "
-            "packed or deploy."
+            help="ops, lengths, models, pretrain-step, linear, decode, decode-static or prefill."
         ),
     ] = "ops",
     device: Annotated[
@@ -48,12 +47,6 @@ def bench(
     variants: Annotated[
         str, typer.Option(help="Only these variants, by name, separated by commas.")
     ] = "",
-    pause: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PID", help="Stop this process and its children while times are taken."
-        ),
-    ] = None,
     append: Annotated[bool, typer.Option(help="Add the rows to the CSV file.")] = True,
     csv: Annotated[Path, typer.Option(help="The CSV file.")] = Path("results/bench.csv"),
 ) -> None:
@@ -80,7 +73,6 @@ def bench(
             variants=[name.strip() for name in variants.split(",") if name.strip()],
             csv=csv if append else None,
             console=Console(),
-            pause=pause,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

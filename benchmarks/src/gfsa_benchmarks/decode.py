@@ -20,8 +20,7 @@ import torch
 from gfsa.kernels import routes
 from gfsa.plugs import plug
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant
-from gfsa_benchmarks.memory import MIB
-from gfsa_benchmarks.timing import DECODING_SAMPLE_MS
+from gfsa_benchmarks.timing import DECODING_SAMPLE_MS, MIB
 from gfsa_benchmarks.training import backend_of
 
 LAYERS = 12

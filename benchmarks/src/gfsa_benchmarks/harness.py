@@ -16,8 +16,7 @@ import torch
 import gfsa
 from gfsa.environment import commit, device_name, version_of
 from gfsa_benchmarks.case import Case, Setting
-from gfsa_benchmarks.memory import peak_mib
-from gfsa_benchmarks.timing import Timing, Work, captured, interleaved
+from gfsa_benchmarks.timing import Timing, Work, captured, interleaved, peak_mib
 from gfsa_experiments.runs.csv_table import append_lines
 
 
@@ -64,7 +63,6 @@ def measure(
     setting: Setting,
     rounds: int,
     on_round: Callable[[], None] = lambda: None,
-    pause: int | None = None,
 ) -> list[Row]:
     """A row for each variant of ``case``.
 
@@ -72,7 +70,6 @@ def measure(
         rounds: how often each variant is timed; medians are reported.
         on_round: called after each round, ``2·rounds`` times in all: first for the forward, then
             for forward+backward.
-        pause: id of a process that is stopped, with all that it started, while times are taken.
     """
 
     def timed(works: Sequence[Work | None]) -> list[Timing | None]:
@@ -80,7 +77,7 @@ def measure(
         if setting.graphs:
             calls = [captured(work) for work in calls]
         device = setting.device
-        timings = iter(interleaved(calls, rounds, device, on_round, pause, case.sample_ms))
+        timings = iter(interleaved(calls, rounds, device, on_round, case.sample_ms))
         return [None if work is None else next(timings) for work in works]
 
     forwards = timed([variant.forward for variant in case.variants])

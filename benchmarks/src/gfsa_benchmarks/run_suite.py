@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from gfsa_benchmarks import profiling, report
+from gfsa_benchmarks import profiling
 from gfsa_benchmarks.case import Case, Compiled, Setting, Shape, only
 from gfsa_benchmarks.decode import memory_of_caches
 from gfsa_benchmarks.harness import COLUMNS, Row, append, measure
-from gfsa_benchmarks.pause import check_pausable
 from gfsa_benchmarks.suites import Suite, suite_called
 from gfsa_experiments.runs.csv_table import check_table
 
@@ -37,7 +37,6 @@ def run_suite(
     csv: Path | None,
     console: Console,
     profile: bool = False,
-    pause: int | None = None,
 ) -> list[list[Row]]:
     """Measure the suite called ``name``; returns a list of rows for each shape.
 
@@ -47,7 +46,6 @@ def run_suite(
         variants: names of those to measure besides the first of a case; empty for all.
         csv: rows are appended to this file after each case; ``None`` for no file.
         profile: whether to print where the GPU time of each variant's step goes as well.
-        pause: id of a process that is stopped, with all that it started, while times are taken.
     """
     suite = suite_called(name)
     if compiled and not suite.compiles:
@@ -61,8 +59,6 @@ def run_suite(
     setting = Setting(_device(device), _dtype(dtype), compiled, graphs)
     if profile:
         _refuse_profile(setting)
-    if pause is not None:
-        check_pausable(pause)
     if setting.device.type == "cuda":
         # graphs and events are created on the current device
         torch.cuda.set_device(setting.device.index or 0)
@@ -76,16 +72,18 @@ def run_suite(
             with compiling() if compiled else nullcontext():
                 case = only(suite.build(shape, setting), variants)
                 advance = partial(progress.advance, task)
-                rows = measure(case, name, setting, rounds, advance, pause)
+                rows = measure(case, name, setting, rounds, advance)
                 cases.append(rows)
-                console.print(report.table(rows))
+                console.print(table(rows))
                 if csv is not None:
                     append(rows, csv)
                 if name == "prefill":
                     console.print(memory_of_caches(case))
                 if profile:
                     _print_profiles(case, setting, console)
-    _print_summary(name, cases, console)
+    for rows in cases:
+        if sentence := against_published(rows):
+            console.print(sentence)
     if csv is not None:
         console.print(f"{sum(map(len, cases))} rows added to {csv}")
     return cases
@@ -123,15 +121,6 @@ def _progress(console: Console) -> Progress:
         console=console,
         transient=True,
     )
-
-
-def _print_summary(name: str, cases: Sequence[list[Row]], console: Console) -> None:
-    """What the rows of all cases say together."""
-    for rows in cases:
-        if sentence := report.against_published(rows):
-            console.print(sentence)
-    if name == "linear" and (growth := report.scaling(cases)):
-        console.print(growth)
 
 
 def _print_profiles(case: Case, setting: Setting, console: Console) -> None:
@@ -175,3 +164,57 @@ def _dtype(name: str) -> torch.dtype:
         raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, got {name!r}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One case: times, their ratio to the first variant, and memory."""
+    first = rows[0]
+    shown = Table(
+        title=f"{first.suite} {first.shape} {first.dtype}, {first.device}",
+        caption=(
+            f"batch×heads×tokens×dim; medians of {first.rounds} interleaved rounds, "
+            f"{first.timing}; × is to {first.variant}"
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    shown.add_column("variant", no_wrap=True)
+    shown.add_column("by", no_wrap=True)
+    for heading in ("fwd\nms", "×", "fwd+bwd\nms", "×", "peak\nMiB", "extra\nMiB"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        shown.add_row(
+            row.variant,
+            row.backend,
+            _ms(row.fwd_ms),
+            _number(row.fwd_ratio, ".3f"),
+            _ms(row.fwd_bwd_ms),
+            _number(row.fwd_bwd_ratio, ".3f"),
+            f"{row.peak_mib:.1f}",
+            f"{row.extra_mib:+.1f}",
+        )
+    return shown
+
+
+def against_published(rows: Sequence[Row]) -> str | None:
+    """What gfsa saves against the published form, in a sentence; None if it was not measured."""
+    named = {row.variant: row for row in rows}
+    ours, theirs = named.get("gfsa"), named.get("published")
+    if ours is None or theirs is None or not ours.fwd_bwd_ms or not theirs.fwd_bwd_ms:
+        return None
+    memory = ours.extra_mib / theirs.extra_mib
+    return (
+        f"{ours.shape}: forward+backward {theirs.fwd_bwd_ms / ours.fwd_bwd_ms:.1f}× faster than "
+        f"the published form, with {memory:.1%} of its extra memory"
+    )
+
+
+def _ms(value: float | None) -> str:
+    """Three significant digits, without an exponent."""
+    if value is None or value >= 100:
+        return _number(value, ".0f")
+    return format(value, ".3g")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -14,8 +14,6 @@ from gfsa.functional import graph_filter_attention, linear_graph_filter_attentio
 from gfsa.kernels.routes import Backend
 from gfsa_benchmarks.case import Case, Setting, Shape, Variant, deterministic, variant
 from gfsa_benchmarks.decode import decode, decode_static, prefill
-from gfsa_benchmarks.deploy import deploy
-from gfsa_benchmarks.packed import packed
 from gfsa_benchmarks.pretraining import pretraining_step
 from gfsa_benchmarks.published import published_attention
 from gfsa_benchmarks.training import training_step
@@ -23,9 +21,8 @@ from gfsa_benchmarks.training import training_step
 
 @dataclass(frozen=True)
 class Suite:
-    """What a suite measures, its default shapes, and the function that builds a case."""
+    """The function that builds a suite's cases, and its default shapes."""
 
-    about: str
     build: Callable[[Shape, Setting], Case]
     cpu_shapes: Sequence[str]
     cuda_shapes: Sequence[str]
@@ -42,8 +39,7 @@ class Suite:
 def operators(shape: Shape, setting: Setting) -> Case:
     """Plain attention, gfsa of degree 1 and 2, and the published form.
 
-    Where fused kernels take the call: these whatever ``auto`` chooses, and sums in a fixed order;
-    with dropout degree 1 around torch's attention, too.
+    Where fused kernels take the call: these whatever ``auto`` chooses, and sums in a fixed order.
     """
     tokens = _tokens(shape, setting)
 
@@ -144,23 +140,7 @@ def _by_fused_kernels(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) 
     except ValueError:
         return []
     ordered = _filtered("gfsa deterministic", 2, "fused", shape, setting, tokens)
-    around = [_around_torch(shape, setting, tokens)] if shape.dropout else []
-    return [fused, deterministic(ordered), *around]
-
-
-def _around_torch(shape: Shape, setting: Setting, tokens: Sequence[Tensor]) -> Variant:
-    """Degree 1 by one launch each way around torch's attention, which short rows do not get."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, coeffs: Tensor) -> Tensor:
-        # triton is imported where its kernels run
-        from gfsa.kernels.degree_one import combine_degree_one
-
-        return combine_degree_one(v, attend(q, k, v), coeffs)
-
-    attend = _attend(shape, setting)
-    return variant(
-        "gfsa degree 1 around", "fused", run, (*tokens, _coefficients(shape, setting, 1))
-    )
+    return [fused, deterministic(ordered)]
 
 
 def linear(shape: Shape, setting: Setting) -> Case:
@@ -190,7 +170,6 @@ def linear(shape: Shape, setting: Setting) -> Case:
 
 SUITES: dict[str, Suite] = {
     "ops": Suite(
-        "attention operators against plain attention and the published form",
         operators,
         cpu_shapes=("1x12x1024x64", "1x12x256x64", "8x6x197x64"),
         cuda_shapes=(
@@ -208,14 +187,12 @@ SUITES: dict[str, Suite] = {
         drops=True,
     ),
     "lengths": Suite(
-        "attention operators at doubling lengths",
         lengths,
         cpu_shapes=("1x4x512x64", "1x4x1024x64", "1x4x2048x64"),
         cuda_shapes=tuple(f"1x16x{2**power}x64" for power in range(10, 17)),
         grouped=True,
     ),
     "models": Suite(
-        "a training step of a whole model, without and with filters",
         training_step,
         cpu_shapes=("2x12x64x64", "2x12x64x64:padded", "2x12x64x64:causal"),
         cuda_shapes=(
@@ -227,48 +204,31 @@ SUITES: dict[str, Suite] = {
         compiles=True,
     ),
     "pretrain-step": Suite(
-        "a pretraining step of the recipe's decoder, without and with filters",
         pretraining_step,
         cpu_shapes=("1x8x128x64:causal",),
         cuda_shapes=("64x8x1024x64:causal", "32x12x1024x64:causal"),
         compiles=True,
     ),
     "linear": Suite(
-        "the linear operator at doubling lengths",
         linear,
         cpu_shapes=("1x4x4096x64", "1x4x8192x64", "1x4x16384x64"),
         cuda_shapes=("4x8x4096x64", "4x8x8192x64", "4x8x16384x64"),
     ),
     "decode": Suite(
-        "one new token of a 12-layer GPT-2-shaped model with a filled cache",
         decode,
         cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
         cuda_shapes=("1x12x512x64", "1x12x1023x64", "16x12x1023x64"),
     ),
     "decode-static": Suite(
-        "the same with a static cache; --graphs replays captured steps",
         decode_static,
         cpu_shapes=("1x12x128x64", "1x12x512x64", "1x12x1023x64"),
         cuda_shapes=("1x12x1023x64", "16x12x1023x64"),
         compiles=True,
     ),
     "prefill": Suite(
-        "a prompt through the same model into an empty cache, and the memory of the cache",
         prefill,
         cpu_shapes=("1x12x128x64",),
         cuda_shapes=("1x12x1024x64", "16x12x1024x64"),
-    ),
-    "packed": Suite(
-        "rows of packed documents against causal rows of equal work, and document by document",
-        packed,
-        cpu_shapes=("1x4x1024x64",),
-        cuda_shapes=("4x16x8192x64", "4x16x8192x128"),
-    ),
-    "deploy": Suite(
-        "inference of a 4-layer encoder: eager, compiled, and by ONNX Runtime on a CPU",
-        deploy,
-        cpu_shapes=("1x12x128x64", "1x12x512x64"),
-        cuda_shapes=("32x12x128x64", "8x12x512x64"),
     ),
 }
 

@@ -89,9 +89,9 @@ def test_a_config_without_architectures_is_refused(checkpoints: Any, tmp_path: P
         parse(folder)
 
 
-def test_a_method_that_is_no_polynomial_is_refused(checkpoints: Any) -> None:
-    with pytest.raises(ValueError, match=r"AttnScale.*polynomials of the attention map"):
-        parse(checkpoints("attnscale").folder)
+def test_a_filter_of_an_unknown_class_is_refused(checkpoints: Any) -> None:
+    with pytest.raises(ValueError, match=r"OwnFilter.*polynomials of the attention map"):
+        parse(checkpoints("own class").folder)
 
 
 def test_gpt2_needs_the_implementation_of_vllm(checkpoints: Any, record: Any) -> None:

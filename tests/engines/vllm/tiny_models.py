@@ -21,7 +21,6 @@ import transformers
 from torch import Tensor, nn
 
 import gfsa
-from gfsa import baselines
 from gfsa.filters.partial import PartialPolynomial
 
 VOCABULARY = 96
@@ -127,6 +126,11 @@ FIXED = [gfsa.Twicing, gfsa.Laplacian, lambda heads: gfsa.PageRank(heads, alpha=
 ARCHITECTURES = ("Llama", "Qwen3", "Mistral", "Gemma 3", "GPT-2")
 MODELS["Bert"] = _bert
 
+
+class OwnFilter(gfsa.Polynomial):
+    """A class of the user's, which a checkpoint cannot describe."""
+
+
 # recipe → the model and how it is plugged
 RECIPES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **{name: (name, partial(gfsa.plug, K=3)) for name in ARCHITECTURES},
@@ -138,9 +142,9 @@ RECIPES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bfloat16": ("Llama", _plug_in_bfloat16),
     # vLLM cannot serve these
     "encoder": ("Bert", partial(gfsa.plug, K=3)),
-    "attnscale": ("Llama", partial(baselines.apply, name="attnscale")),
+    "own class": ("Llama", partial(gfsa.plug, filter=OwnFilter)),
 }
-NOT_SERVED = ("encoder", "attnscale")
+NOT_SERVED = ("encoder", "own class")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -13,6 +12,7 @@ from torch import nn
 
 import gfsa
 from gfsa.filters.gfsa import Power
+from gfsa_experiments import baselines
 from gfsa_experiments.engine.config import NotNegative, as_text, check_bounds
 
 
@@ -104,8 +104,6 @@ def _attention(model: nn.Module, config: MethodConfig, **terms: Any) -> int:
 
 def _baseline(name: str, strength: str = "") -> Callable[[nn.Module, MethodConfig], int]:
     def apply(model: nn.Module, config: MethodConfig) -> int:
-        from gfsa import baselines
-
         given: dict[str, Any] = {} if config.strength is None else {strength: config.strength}
         if name == "contranorm":
             given["form"] = config.form
@@ -279,8 +277,5 @@ def _small_model() -> nn.Module:
 def added_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The trainable parameters that a method added to the model."""
     found = [p for f in gfsa.filters_of(model).values() for p in f.parameters()]
-    # if nothing imported the baselines, no model has one
-    baselines = sys.modules.get("gfsa.baselines")
-    of_baselines = baselines.parameters_of(model) if baselines is not None else []
     known = {id(p) for p in found}
-    return found + [p for p in of_baselines if id(p) not in known]
+    return found + [p for p in baselines.parameters_of(model) if id(p) not in known]

@@ -151,7 +151,7 @@ def done_with(items, slot):
     _, _, empty = items
     # One thread arrives on behalf of all warps of the partition, so all of them must have read the
     # slot first. compute-sanitizer's racecheck reports a race between these reads and the next
-    # item's writes all the same; benchmarks/sanitize.py has a control for that.
+    # item's writes all the same, as it does for any kernel whose warps hand over by such barriers.
     gl.thread_barrier()
     mbarrier.arrive(empty.index(slot), count=1)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.models.attention import Block, SoftmaxAttention
 from gfsa_experiments.data.sources import sources_of
 from gfsa_experiments.engine.config import Count, Schedule, TrainConfig, check_multiple
 from gfsa_experiments.engine.task import (
@@ -20,6 +19,7 @@ from gfsa_experiments.engine.task import (
     TensorRows,
     as_it_is,
 )
+from gfsa_experiments.models.attention import Block, SoftmaxAttention
 
 IMAGE_SIDE = 8
 PATCH = 2

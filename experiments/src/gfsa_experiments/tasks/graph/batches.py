@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from gfsa.models.batch import Batch
 from gfsa_experiments.data.files import Tensors
+from gfsa_experiments.models.batch import Batch
 from gfsa_experiments.tasks.graph.features import unpack
 from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
 
@@ -113,7 +113,7 @@ class PairItems(GraphItems):
 
     @staticmethod
     def inputs(batch: Tensors) -> Batch:
-        from gfsa.models.pairs import GraphormerBatch
+        from gfsa_experiments.models.pairs import GraphormerBatch
 
         wide = _wide(batch)
         distance, paths = unpack(wide.pop("pairs"))

@@ -1,6 +1,7 @@
 """Features of all graphs of a data set, computed once: pairs, walks, eigenvectors and patches.
 
-The formulas are those of :mod:`gfsa.models`; here they run on chunks of graphs of similar size.
+The formulas are those of :mod:`gfsa_experiments.models`; here they run on chunks of graphs of
+similar size.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gfsa.models.graph_features import (
+from gfsa_experiments.data.files import Tensors
+from gfsa_experiments.models.graph_features import (
     dense_adjacency,
     distances,
     path_edges,
     random_walk_encoding,
 )
-from gfsa.models.partition import bisection
-from gfsa.models.patches import copies_in_patches, grown_patches
-from gfsa_experiments.data.files import Tensors
+from gfsa_experiments.models.partition import bisection
+from gfsa_experiments.models.patches import copies_in_patches, grown_patches
 from gfsa_experiments.tasks.graph.graphs import GraphSet, spans, starts
 
 MAX_HOPS = 5
@@ -51,7 +52,7 @@ def chunks_of_similar_size(nodes: Tensor) -> Iterator[Tensor]:
 
 
 def padded_edges(graphs: GraphSet, chunk: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The edges of a chunk as :mod:`gfsa.models.graph_features` takes them.
+    """The edges of a chunk as :mod:`gfsa_experiments.models.graph_features` takes them.
 
     Returns:
         ``edge_index`` with node i of the chunk's graph b numbered ``b·N + i``, the columns of these

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import GINEConv, GPSConv, ResGatedGraphConv
 
-from gfsa.baselines.block_anatomy import GPS_BLOCK, register_block
-from gfsa.models.batch import Batch
-from gfsa.models.graph_layers import FeatureEncoder
+from gfsa_experiments.baselines.blocks import GPS_BLOCK, register_block
+from gfsa_experiments.models.batch import Batch
+from gfsa_experiments.models.graph_layers import FeatureEncoder
 from gfsa_experiments.tasks.graph.norm import mask_norms, real_rows
 
 

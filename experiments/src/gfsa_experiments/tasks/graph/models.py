@@ -18,7 +18,7 @@ def build_model(config: GraphConfig, graphs: GraphSet) -> nn.Module:
     ends = graphs.node_features, graphs.edge_features, graphs.outputs
     sizes = {"dim": config.width, "depth": config.depth, "num_heads": config.heads}
     if config.model.startswith("graphormer"):
-        from gfsa.models import Graphormer
+        from gfsa_experiments.models import Graphormer
 
         make = Graphormer.slim if config.model == "graphormer-slim" else Graphormer.base
         return make(

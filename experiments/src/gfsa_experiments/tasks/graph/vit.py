@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from gfsa.models.graph_vit import GraphViT
-from gfsa.models.patches import GraphViTBatch
+from gfsa_experiments.models.graph_vit import GraphViT
+from gfsa_experiments.models.patches import GraphViTBatch
 from gfsa_experiments.tasks.graph.norm import mask_norms, real_rows
 
 
 @dataclass
 class PaddedPatches(GraphViTBatch):
-    """A :class:`~gfsa.models.GraphViTBatch` with padding nodes and padding copies.
+    """A :class:`~gfsa_experiments.models.GraphViTBatch` with padding nodes and padding copies.
 
     ``real_nodes``: ``(N,)`` and ``real_copies``: ``(C,)`` are False for padding; ``padding`` marks
     the patches.
@@ -25,7 +25,7 @@ class PaddedPatches(GraphViTBatch):
 
 
 class PaddedGraphViT(GraphViT):
-    """:class:`~gfsa.models.GraphViT` whose batch norms ignore padding."""
+    """:class:`~gfsa_experiments.models.GraphViT` whose batch norms ignore padding."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

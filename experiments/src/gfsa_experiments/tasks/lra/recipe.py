@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gfsa.models.encoder import Attention, Encoder
 from gfsa_experiments.data.labelled import refuse_columns
 from gfsa_experiments.data.own import name_of
 from gfsa_experiments.data.sources import sources_of
@@ -26,6 +25,7 @@ from gfsa_experiments.engine.config import (
     check_multiple,
 )
 from gfsa_experiments.engine.task import Classification, Recipe, Split, TensorRows, as_it_is
+from gfsa_experiments.models.encoder import Attention, Encoder
 from gfsa_experiments.tasks.image import cifar
 from gfsa_experiments.tasks.lra import listops
 from gfsa_experiments.tasks.lra.listops_files import read_listops

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa.models.attention import SoftmaxAttention
 from gfsa.operators import AttentionOperator, Operator
+from gfsa_experiments.models.attention import SoftmaxAttention
 from gfsa_experiments.tasks.stdlib.data import BYTES
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gfsa.models.batch import (
+from gfsa_experiments.models.batch import (
     Batch,
     Graph,
     edges_of,
@@ -18,7 +18,7 @@ from gfsa.models.batch import (
     pad,
     stack_labels,
 )
-from gfsa.models.graph_features import degrees, distances, path_edges
+from gfsa_experiments.models.graph_features import degrees, distances, path_edges
 
 
 @dataclass

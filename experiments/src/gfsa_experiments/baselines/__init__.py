@@ -6,11 +6,17 @@
     gfsa.baselines.remove(model)
 """
 
-from gfsa.baselines.apply import BaselineReport, apply, parameters_of, remove
-from gfsa.baselines.block_anatomy import Anatomy, Place, register_block
-from gfsa.baselines.map_methods import AttnScale, NeuTRENO
-from gfsa.baselines.registry import METHODS, Method
-from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale
+from gfsa_experiments.baselines.apply import BaselineReport, apply, parameters_of, remove
+from gfsa_experiments.baselines.blocks import Anatomy, Place, register_block
+from gfsa_experiments.baselines.methods import (
+    METHODS,
+    AttnScale,
+    ContraNorm,
+    FeatScale,
+    LayerScale,
+    Method,
+    NeuTRENO,
+)
 
 __all__ = [
     "METHODS",

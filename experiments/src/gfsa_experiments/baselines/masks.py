@@ -1,4 +1,9 @@
-"""Read a layer's masks from its arguments, by the conventions of the layer's library."""
+"""Which tokens see each other in a layer: read from its arguments by its library's conventions.
+
+Classes of one library give their masks different meanings (True may show or hide), or hide pairs by
+code of their own. What was read from a layer's arguments is therefore compared with the attention
+map, or with the masks of the operator, in the first forward of each kind of mask.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gfsa.models.attention import SoftmaxAttention
+from gfsa.operators import Operator
 from gfsa.operators.visibility import Visibility
+from gfsa.plugs.cross_attention import has_no_values
+from gfsa_experiments.models.attention import SoftmaxAttention
 
 # by library: the arguments that its reader below reads, and those of cross-attention
 _OF_TORCH = {"attn_mask", "key_padding_mask", "src_key_padding_mask", "src_mask"}
@@ -18,7 +25,7 @@ _KNOWN_MASKS = {
     "transformers": {"attention_mask", "mask", "encoder_attention_mask"},
     "timm": {"attn_mask", "mask"},
     "speechbrain": _OF_TORCH,
-    "gfsa.models": {"mask"},
+    "gfsa_experiments.models": {"mask"},
     "torch": _OF_TORCH,
 }
 
@@ -175,7 +182,7 @@ _READERS: dict[str, Callable[[Any, Mapping[str, Any], tuple[Any, ...]], Visibili
     "transformers": _transformers,
     "timm": _timm,
     "speechbrain": _torch,
-    "gfsa.models": _own,
+    "gfsa_experiments.models": _own,
     "torch": _torch,
 }
 
@@ -200,3 +207,58 @@ def _refuse_a_past(attention: Any, given: Mapping[str, Any]) -> None:
 def _fits(mask: Tensor, tokens: Tensor) -> bool:
     # tokens may be (B, N, D), (N, B, D) or (N, D)
     return mask.shape[-1] in tokens.shape[:-1] and mask.shape[-2] in (1, mask.shape[-1])
+
+
+# what a softmax leaves of a hidden key: Swin adds -100, others the smallest number
+_HIDDEN = 1e-12
+
+Kind = tuple[bool, ...]
+
+
+def kind_of(read: Visibility) -> Kind:
+    """What a layer was given: padding, pairs, causality, a window, documents."""
+    given = (read.keys, read.pairs, read.window, read.documents)
+    return (read.causal, *(part is not None for part in given))
+
+
+def refusal_of_reading(
+    read: Visibility, operator: Operator, v: Tensor, training: bool
+) -> tuple[str | None, bool]:
+    """How ``read`` differs from what the operator does, or None; and whether that was decisive.
+
+    Args:
+        read: which keys each query sees, as read from the layer's arguments.
+        operator: the layer's attention map.
+        v: its values, ``(B, H, N, D)``.
+        training: whether entries of the map may have been dropped.
+    """
+    length = v.shape[-2]
+    if v.is_meta or has_no_values(v) or length < 2:
+        return None, False
+    with torch.no_grad():
+        visible = read.rows(0, length, length, v.device)
+        used = operator.visibility()
+        if used is not None:
+            seen = used.rows(0, length, length, v.device)
+            if bool((visible & ~seen).any()):
+                return "a query would average keys that its attention hides", True
+            return None, True
+        try:
+            matrix = operator.dense().abs()
+        except TypeError:
+            return None, False
+        if matrix.shape[-1] != matrix.shape[-2]:
+            # the rows of the newest tokens, with a cache
+            return None, False
+        visible = visible.expand(*visible.shape[:-2], length, length)
+        # a query that sees nothing may have any row
+        hidden = ~visible & visible.any(-1, keepdim=True)
+        if bool(((matrix > _HIDDEN) & hidden).any()):
+            return "a query attends to keys that its average would leave out", True
+        if training or matrix.dtype not in (torch.float32, torch.float64):
+            # an entry may be zero because it was dropped, or too small for its dtype
+            return None, False
+        unused = (matrix == 0).all(-3, keepdim=True)
+        if bool((visible & unused).any()):
+            return "a query would average keys that its attention hides", True
+    return None, True

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gfsa.models.attention import Block, HadamardAttention
-from gfsa.models.graph_layers import FeatureEncoder, mean_by
-from gfsa.models.patches import GraphViTBatch
+from gfsa_experiments.models.attention import Block, HadamardAttention
+from gfsa_experiments.models.graph_layers import FeatureEncoder, mean_by
+from gfsa_experiments.models.patches import GraphViTBatch
 
 
 class GINELayer(nn.Module):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa.models.attention import Block, SoftmaxAttention
-from gfsa.models.graph_layers import FeatureEncoder
-from gfsa.models.pairs import GraphormerBatch
+from gfsa_experiments.models.attention import Block, SoftmaxAttention
+from gfsa_experiments.models.graph_layers import FeatureEncoder
+from gfsa_experiments.models.pairs import GraphormerBatch
 
 
 class GraphBias(nn.Module):
@@ -24,7 +24,7 @@ class GraphBias(nn.Module):
     bias to and from all nodes.
 
     Args:
-        edge_features: as in :class:`~gfsa.models.graph_layers.FeatureEncoder`.
+        edge_features: as in :class:`~gfsa_experiments.models.graph_layers.FeatureEncoder`.
         num_heads: heads, each with its own bias.
         num_distances: distances that are distinguished: 0, 1, …, then "further", then "no path".
         max_hops: edges of a path that are used.

@@ -15,6 +15,7 @@ from gfsa.filters import GraphFilter
 from gfsa.operators import AttentionOperator, DenseOperator, LinearOperator, Operator
 from gfsa.operators.autocast import autocast, no_autocast
 from gfsa.operators.call import DropoutPlace
+from gfsa.plugs import Adapter, register_adapter
 
 
 class SelfAttention(nn.Module, ABC):
@@ -223,3 +224,27 @@ class Block(nn.Module):
     def forward(self, x: Tensor, *graph: Tensor | None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), *graph))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class OwnAttention(Adapter):
+    """Nothing to install: the forward calls the child ``gfsa`` if there is one."""
+
+    how = "gfsa.models"
+
+    def num_heads(self, module: nn.Module) -> int:
+        assert isinstance(module, SelfAttention)
+        return module.num_heads
+
+    def refusal(self, name: str, module: nn.Module) -> str | None:
+        if isinstance(module, LinformerAttention):
+            return "Linformer's map is not square (tokens × projected rows): it has no powers"
+        return None
+
+    def install(self, module: nn.Module) -> None:
+        pass
+
+    def remove(self, module: nn.Module) -> None:
+        pass
+
+
+register_adapter(SelfAttention, OwnAttention())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gfsa.models.batch import (
+from gfsa_experiments.models.batch import (
     Batch,
     Graph,
     edges_of,
@@ -19,8 +19,12 @@ from gfsa.models.batch import (
     pad,
     stack_labels,
 )
-from gfsa.models.graph_features import dense_adjacency, random_walk_encoding, row_normalised
-from gfsa.models.partition import Partition, bisection
+from gfsa_experiments.models.graph_features import (
+    dense_adjacency,
+    random_walk_encoding,
+    row_normalised,
+)
+from gfsa_experiments.models.partition import Partition, bisection
 
 
 @dataclass

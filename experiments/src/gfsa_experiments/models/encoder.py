@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gfsa.models.attention import (
+from gfsa_experiments.models.attention import (
     Block,
     EfficientAttention,
     LinformerAttention,

@@ -1,16 +1,13 @@
-"""The host's time of a call in eager mode, with nothing launched.
+"""Runs calls of the fused kernels on the CPU with nothing launched: only the host's part is left.
 
-No GPU is needed. The tokens are on the CPU, the fused kernels treat
-them as a Hopper GPU's, and everything runs except two C functions of Triton (which encode a tensor
-for the copy engine, and launch) and autograd's switch to the thread of a GPU.
-
-:mod:`gfsa_benchmarks.host_models` measures what a filter adds to a layer of a whole model.
+The kernels treat tokens on the CPU as those of a Hopper GPU. Everything runs except two C functions
+of Triton (which encode a tensor for the copy engine, and launch) and autograd's switch to the
+thread of a GPU.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -18,11 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import gfsa
 from gfsa.operators import attention
-
-REPEATS = 1000
-ROUNDS = 9
 
 
 @contextmanager
@@ -79,44 +72,3 @@ def _without_c_functions(launch: Any, tensors: Any) -> Any:
     direct.constants = launch.constants
     direct.fixed = (*launch.numbers, *launch.constants)
     return direct
-
-
-def microseconds(work: Callable[[], object]) -> float:
-    """The least of several rounds: other load on the host only adds time."""
-    for _ in range(50):
-        work()
-    return min(microseconds_of(work, REPEATS) for _ in range(ROUNDS))
-
-
-def microseconds_of(work: Callable[[], object], repeats: int) -> float:
-    """CPU time of this thread, the mean of ``repeats`` calls."""
-    start = time.thread_time()
-    for _ in range(repeats):
-        work()
-    return (time.thread_time() - start) / repeats * 1e6
-
-
-def calls(length: int, causal: bool, mask: Tensor | None = None) -> dict[str, float]:
-    """Microseconds of a call on 12 heads: without gradients, and forward with backward."""
-    tokens = [torch.randn(1, length, 12, 64, dtype=torch.bfloat16) for _ in range(3)]
-    q, k, v = (x.transpose(1, 2).requires_grad_() for x in tokens)
-    layer = gfsa.GFSA(12)
-    coeffs = torch.rand(12, 3, requires_grad=True)
-    g = torch.randn_like(q)
-
-    def call() -> Tensor:
-        return gfsa.graph_filter_attention(q, k, v, coeffs, mask, is_causal=causal)
-
-    def filtered() -> Tensor:
-        return layer(attention.AttentionOperator(q, k, mask, is_causal=causal), v)
-
-    theta = layer.get_parameter("theta")
-    return {
-        "forward": microseconds(torch.no_grad()(call)),
-        "forward + backward": microseconds(
-            lambda: torch.autograd.grad(call(), (q, k, v, coeffs), g)
-        ),
-        "filter, forward + backward": microseconds(
-            lambda: torch.autograd.grad(filtered(), (q, k, v, theta), g)
-        ),
-    }

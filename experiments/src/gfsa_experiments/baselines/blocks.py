@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from gfsa.models.attention import Block
+from gfsa_experiments.models.attention import Block
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gfsa.models.graph_features import check_edges
+from gfsa_experiments.models.graph_features import check_edges
 
 
 class Graph(Protocol):

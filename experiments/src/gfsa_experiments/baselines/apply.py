@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gfsa.baselines import hooks
-from gfsa.baselines.block_anatomy import (
+from gfsa.plugs.attach import install, uninstall
+from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
+from gfsa.plugs.parallel import refuse_distributed
+from gfsa.plugs.plug import plan_filters
+from gfsa.plugs.report import report_text
+from gfsa.plugs.rollback import all_or_nothing
+from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
+from gfsa_experiments.baselines.blocks import (
     FAMILIES,
     Anatomy,
     Place,
@@ -19,18 +26,19 @@ from gfsa.baselines.block_anatomy import (
     sequence_first,
     width_of,
 )
-from gfsa.baselines.forward_state import FirstValues, Scope
-from gfsa.baselines.map_methods import AttnScale, BaselineFilter, NeuTRENO
-from gfsa.baselines.mask_readers import Reader
-from gfsa.baselines.registry import method_named
-from gfsa.baselines.token_methods import ContraNorm, FeatScale, LayerScale, TokenMethod
-from gfsa.plugs.attach import install, uninstall
-from gfsa.plugs.layer_selection import NOT_SELECTED, Layers, select_layers
-from gfsa.plugs.parallel import refuse_distributed
-from gfsa.plugs.plug import plan_filters
-from gfsa.plugs.report import report_text
-from gfsa.plugs.rollback import all_or_nothing
-from gfsa.plugs.sites import check_model, plugged_sites, refuse_wrapped, sites
+from gfsa_experiments.baselines.masks import Reader
+from gfsa_experiments.baselines.methods import (
+    AttnScale,
+    BaselineFilter,
+    ContraNorm,
+    FeatScale,
+    FirstValues,
+    LayerScale,
+    NeuTRENO,
+    Scope,
+    TokenMethod,
+    method_named,
+)
 
 CHILD = "gfsa_baseline"
 """The name under which a method's modules become a child of their block."""
@@ -116,7 +124,7 @@ def remove(model: nn.Module) -> None:
     refuse_wrapped(plugged)
     with all_or_nothing(model):
         uninstall(model, list(plugged.values()))
-        hooks.remove_hooks(model)
+        remove_hooks(model)
         for module in list(model.modules()):
             if isinstance(module._modules.get(CHILD), nn.ModuleDict):
                 delattr(module, CHILD)
@@ -144,7 +152,7 @@ def _applied(model: nn.Module) -> list[nn.Module]:
 
 def _is_applied(model: nn.Module) -> bool:
     # gfsa.unplug removes the filters of a method, but not its hooks
-    return bool(_applied(model)) or hooks.has_hooks(model)
+    return bool(_applied(model)) or has_hooks(model)
 
 
 def _apply_attnscale(model: nn.Module, layers: Layers, options: dict[str, Any]) -> BaselineReport:
@@ -161,8 +169,8 @@ def _apply_attnscale(model: nn.Module, layers: Layers, options: dict[str, Any]) 
         if reader.library == "transformers":
             # its classes do not agree on what a mask means
             method.compared = set()
-        site.module.register_forward_pre_hook(hooks.OpenScope(scope, reader), with_kwargs=True)
-        site.module.register_forward_hook(hooks.CloseScope(scope))
+        site.module.register_forward_pre_hook(OpenScope(scope, reader), with_kwargs=True)
+        site.module.register_forward_hook(Close(scope))
     where = dict.fromkeys(report.plugged, "its attention map")
     return BaselineReport("attnscale", where, report.skipped, report.parameters)
 
@@ -186,9 +194,9 @@ def _apply_neutreno(model: nn.Module, layers: Layers, options: dict[str, Any]) -
     assert isinstance(first, NeuTRENO)
     first.is_source = True
     stack = model.get_submodule(_stack_of(model, source))
-    stack.register_forward_pre_hook(hooks.OpenFirstValues(memory))
+    stack.register_forward_pre_hook(OpenFirstValues(memory))
     # also after a forward that raised: its values are no other forward's
-    stack.register_forward_hook(hooks.CloseFirstValues(memory), always_call=True)
+    stack.register_forward_hook(Close(memory), always_call=True)
     where = {
         name: "the source of v⁰" if name == source else "its attention's output"
         for name in report.plugged
@@ -322,14 +330,117 @@ def _install_in_block(plan: _BlockPlan, modules: nn.ModuleDict) -> None:
     scope = Scope(plan.path or type(block).__name__, len(plan.places))
     reader = None
     masked = block.get_submodule(anatomy.masks_at)
-    if any(method.needs_sight for method in methods.values()):
+    if any(method.needs_visibility for method in methods.values()):
         reader = Reader(masked, block.get_submodule(anatomy.attention), whole=True)
-    masked.register_forward_pre_hook(hooks.OpenScope(scope, reader), with_kwargs=True)
+    masked.register_forward_pre_hook(OpenScope(scope, reader), with_kwargs=True)
     swapped = sequence_first(block)
     for key, place in plan.places.items():
         module = block.get_submodule(place.module)
         if place.side == "input":
-            module.register_forward_pre_hook(hooks.AtInput(scope, methods[key], swapped))
+            module.register_forward_pre_hook(AtInput(scope, methods[key], swapped))
         else:
-            module.register_forward_hook(hooks.AtOutput(scope, methods[key], swapped))
-    block.register_forward_hook(hooks.CloseScope(scope))
+            module.register_forward_hook(AtOutput(scope, methods[key], swapped))
+    block.register_forward_hook(Close(scope))
+
+
+class Hook:
+    """A hook of this package."""
+
+
+class OpenScope(Hook):
+    """Before a block (or its attention) runs: reads which tokens see each other."""
+
+    def __init__(self, scope: Scope, reader: Reader | None) -> None:
+        self.scope = scope
+        self.reader = reader
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.reader is None:
+            self.scope.open(None, 0)
+        else:
+            tokens, seen = self.reader(args, kwargs)
+            self.scope.open(seen, tokens.numel() // tokens.shape[-1])
+
+
+class Close(Hook):
+    """After a block, or the model's stack of layers, ran: forgets the state of its forward."""
+
+    def __init__(self, state: Scope | FirstValues) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.state.close()
+
+
+class AtPlace(Hook):
+    """Passes the tokens at one place of a block to a method."""
+
+    def __init__(self, scope: Scope, method: TokenMethod, sequence_first: bool) -> None:
+        self.scope = scope
+        self.method = method
+        self.sequence_first = sequence_first
+
+    def change(self, x: Tensor) -> Tensor:
+        self.scope.visit()
+        if not self.method.needs_visibility:
+            return self.method(x, None)
+        seen = self.scope.visible.for_tokens()
+        self.scope.check_tokens(x)
+        return over_tokens(x, self.sequence_first, lambda tokens: self.method(tokens, seen))
+
+
+class AtInput(AtPlace):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.change(args[0]), *args[1:]
+
+
+class AtOutput(AtPlace):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return self.change(output)
+        return self.change(output[0]), *output[1:]
+
+
+class OpenFirstValues(Hook):
+    def __init__(self, memory: FirstValues) -> None:
+        self.memory = memory
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.memory.open()
+
+
+def over_tokens(x: Tensor, sequence_first: bool, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply ``change`` to tokens ``(B, N, D)``, whatever layout the block uses."""
+    if x.dim() == 2:
+        return change(x[None])[0]
+    if x.dim() == 4:
+        # a grid (B, height, width, D)
+        return change(x.flatten(1, 2)).view(x.shape)
+    if sequence_first:
+        return change(x.transpose(0, 1)).transpose(0, 1)
+    return change(x)
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether a hook of this package is on any module."""
+    return any(
+        isinstance(hook, Hook)
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Remove every hook of this package; a copied or unpickled model has no handles to them."""
+    for module in model.modules():
+        for hooks, others in (
+            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+            (
+                module._forward_hooks,
+                (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+            ),
+        ):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+                del hooks[key]
+                for other in others:
+                    other.pop(key, None)

@@ -1,0 +1,20 @@
+"""Models that no maintained library carries, written from their papers' formulas.
+
+They take filters like any other model: ``gfsa.plug(gfsa.models.Graphormer.slim())``.
+"""
+
+from gfsa_experiments.models.encoder import Encoder
+from gfsa_experiments.models.graph_vit import GraphViT
+from gfsa_experiments.models.graphormer import Graphormer
+from gfsa_experiments.models.pairs import GraphormerBatch, GraphormerCollator
+from gfsa_experiments.models.patches import GraphViTBatch, GraphViTCollator
+
+__all__ = [
+    "Encoder",
+    "GraphViT",
+    "GraphViTBatch",
+    "GraphViTCollator",
+    "Graphormer",
+    "GraphormerBatch",
+    "GraphormerCollator",
+]

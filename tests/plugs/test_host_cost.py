@@ -1,0 +1,217 @@
+"""What a filter costs the host: Python calls and torch's operators per layer, with no GPU.
+
+Times vary with the machine; the numbers of calls and operators do not. On a GPU every operator is
+at least one launch.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+import gfsa
+from gfsa.functional import which_backend
+from gfsa.operators import attention
+from support.nothing_launched import nothing_launched
+
+LAYERS = 12
+TOKENS = 16
+Work = Callable[[], object]
+
+_COMPUTE_NOTHING = (
+    "aten::_unsafe_view",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+)
+
+
+def count_calls(work: Work) -> int:
+    """The number of Python and C functions that ``work`` calls."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += not (func.is_view or func._schema.name in _COMPUTE_NOTHING)
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(work: Work) -> int:
+    """The number of torch operators that ``work`` runs, without views."""
+    with Counter() as counter:
+        work()
+    return counter.operators
+
+
+def added(steps: list[Work], count: Callable[[Work], int]) -> list[float]:
+    """What each layer adds with filters of degree 1 and 2 to the model without filters."""
+    for _ in range(3):
+        # fills the caches of decisions and prepared launches
+        for step in steps:
+            step()
+    plain, *filtered = map(count, steps)
+    return [(counted - plain) / LAYERS for counted in filtered]
+
+
+def variants(plain: Any) -> list[Any]:
+    """The model without filters, and with filters of degree 1 and 2."""
+    models = [plain]
+    for K in (None, 3):
+        models.append(copy.deepcopy(plain))
+        gfsa.plug(models[-1], K=K)
+    return models
+
+
+def training_step(model: Any) -> Work:
+    ids = torch.ones(1, TOKENS, dtype=torch.long)
+    parameters = list(model.parameters())
+
+    def work() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(ids).last_hidden_state
+        torch.autograd.grad(out.sum(), parameters, allow_unused=True)
+
+    return work
+
+
+def decoding_step(model: Any, static: bool) -> Work:
+    """One token with a filled cache; the token is removed again."""
+    from transformers import DynamicCache, StaticCache
+
+    ids = torch.ones(1, TOKENS, dtype=torch.long)
+    cache: Any = (
+        StaticCache(config=model.config, max_cache_len=2 * TOKENS)
+        if static
+        else DynamicCache(config=model.config)
+    )
+    position = torch.full((1, 1), TOKENS)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+
+    def work() -> None:
+        with torch.no_grad():
+            model(ids[:, :1], past_key_values=cache, position_ids=position)
+        if not static:
+            cache.crop(-1)
+        else:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(TOKENS)
+
+    return work
+
+
+def decoder(kind: str) -> Any:
+    import transformers as hf
+
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    if kind == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": LAYERS, "n_head": 2, "n_positions": 2 * TOKENS}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=8, n_inner=8, **sizes, **ends)).eval()
+    config = hf.LlamaConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2 * TOKENS,
+        **ends,
+    )
+    return hf.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "causal", "masked"), [(40, False, False), (40, False, True), (300, True, False)]
+)
+def test_everything_but_the_kernels_runs(tokens: int, causal: bool, masked: bool) -> None:
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool) if masked else None
+    q = torch.zeros(1, 12, tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+    coeffs = torch.ones(12, 3, requires_grad=True)
+    layer = gfsa.GFSA(12)
+    theta = layer.get_parameter("theta")
+    with nothing_launched():
+        assert which_backend(q, q, q, coeffs, mask, is_causal=causal).backend == "fused"
+        y = gfsa.graph_filter_attention(q, q, q, coeffs, mask, is_causal=causal)
+        assert all(g is not None for g in torch.autograd.grad(y, (q, coeffs), y))
+        y = layer(attention.AttentionOperator(q, q, mask, is_causal=causal), q)
+        assert all(g is not None for g in torch.autograd.grad(y, (q, theta), y))
+    assert which_backend(q, q, q, coeffs, mask, is_causal=causal).backend == "sdpa"
+
+
+def test_a_training_step_takes_few_calls() -> None:
+    hf = pytest.importorskip("transformers")
+    config = hf.BertConfig(
+        vocab_size=8,
+        hidden_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        intermediate_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    models = variants(hf.BertModel(config, add_pooling_layer=False).train())
+    with nothing_launched():
+        calls = added([training_step(model) for model in models], count_calls)
+    assert all(0 < each < 400 for each in calls)
+
+
+def test_a_decoded_token_takes_few_launches() -> None:
+    pytest.importorskip("transformers")
+    steps = [decoding_step(model, static=False) for model in variants(decoder("gpt2"))]
+    # degree 1: the coefficients, a product, and a sum that is rounded as well. Degree 2: two more
+    # for the coefficients, the power kept, the second pass, and another sum
+    assert added(steps, count_operators) == [3, 8]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_token_by_the_kernel_is_one_launch(kind: str, static: bool) -> None:
+    """In place of torch's attention; the cache of powers and the coefficients need no other.
+
+    A filter of degree 1, which has no powers, takes fewer calls.
+    """
+    pytest.importorskip("transformers")
+    with nothing_launched():
+        steps = [decoding_step(model, static) for model in variants(decoder(kind))]
+        calls = added(steps, count_calls)
+        # attention with a mask, that of free rows, is three operators more on a CPU
+        assert added(steps, count_operators) == [-3 if static else 0] * 2
+    assert calls[0] < 95
+    assert calls[1] < 115
+
+
+def test_calls_and_operators_are_counted() -> None:
+    x = torch.ones(2, 3)
+
+    def work() -> None:
+        len(repr(abs))
+        (x.t() + x.t()).sum()
+
+    # the function itself, len and repr; two calls of t, one of sum
+    assert count_calls(work) == 6 + 1  # and the call that ends the counting
+    assert count_operators(work) == 2

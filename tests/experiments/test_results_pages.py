@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from support.quoted_figures import FIGURES
 from typer.testing import CliRunner
 
 from gfsa import cli
@@ -18,7 +19,6 @@ from gfsa_experiments.results.figures import draw, marks
 from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
 from gfsa_experiments.results.page_blocks import BEGIN, END
 from gfsa_experiments.results.verdicts import outcomes
-from support.quoted_figures import FIGURES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from support.quoted_figures import FIGURES
 
 from gfsa_experiments.commands.train import runs_of_plan
 from gfsa_experiments.results.families import is_of
@@ -15,7 +16,6 @@ from gfsa_experiments.results.family_summary import lines_of, of_recipe
 from gfsa_experiments.results.load_rows import read_folder, read_folder_if_any
 from gfsa_experiments.results.page_blocks import to_markdown
 from gfsa_experiments.results.tuning_table import tuning_blocks
-from support.quoted_figures import FIGURES
 
 RESULTS = Path(__file__).parents[2] / "results"
 Runs = dict[tuple[str, str, str], list[float]]

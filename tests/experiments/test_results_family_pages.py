@@ -152,7 +152,7 @@ def test_a_loss_in_nats_is_shown_and_drawn_in_the_unit_of_perplexity(family: Fam
 def test_a_withdrawn_family_has_its_reason_instead_of_a_plan(family: Family) -> None:
     withdrawn = dataclasses.replace(family, withdrawn="another one answers it")
     for text in pages(withdrawn, []):
-        assert "3 seeds, withdrawn before any run: another one answers it." in text
+        assert "A toy; withdrawn before any run: another one answers it." in text
         assert "gfsa train" not in text
 
 

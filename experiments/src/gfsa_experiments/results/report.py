@@ -107,6 +107,8 @@ def verdicts(judged: Sequence[Judged]) -> list[Block]:
 def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
     """What is compared on what, and the runs it took or lacks."""
     metrics = ", ".join(dict.fromkeys(outcome.comparison.metric for outcome in outcomes))
+    if family.withdrawn:
+        return f"{_link(family)}: {family.title}; withdrawn before any run: {family.withdrawn}."
     state = "planned"
     if family.registered is not None:
         state = f"registered {family.registered:%Y-%m-%d}"
@@ -116,8 +118,6 @@ def summary(family: Family, outcomes: Sequence[Outcome]) -> str:
     names = "; ".join(outcome.comparison.name for outcome in outcomes)
     seeds = span(len(outcome.comparison.seeds) for outcome in outcomes)
     head = f"{head}, {names}, {seeds} seeds"
-    if family.withdrawn:
-        return f"{head}, withdrawn before any run: {family.withdrawn}."
     if not _has_runs(outcomes):
         return f"{head}, not run."
     if any(outcome.unusable for outcome in outcomes):
@@ -243,9 +243,7 @@ def table_blocks(tables: Sequence[ResultTable]) -> list[Block]:
                 "seeds": _seeds_of(line),
                 "test": _mean_cell(line, decimals),
                 "difference to plain": found["difference"],
-                "p": found["p"],
                 "exploratory": found["reading"],
-                "to degree 1": contrast_cells(line.to_degree1, decimals)["difference"],
                 "c0 c1 …": _coefficients_cell(line),
             }
             rows.append(row)
@@ -469,8 +467,7 @@ def cost_blocks(tables: Sequence[ResultTable]) -> list[Block]:
     """The time of a training step and its memory, from runs that had the machine to themselves."""
     rows = [
         {
-            "domain": DOMAINS.get(table.recipe, table.recipe),
-            "task": title,
+            "task": f"{table.recipe}: {title}",
             "method": FILTERS.get(line.method, line.name),
             "time of a step": ratio(line.times),
             "memory": ratio(line.memories),
@@ -479,7 +476,7 @@ def cost_blocks(tables: Sequence[ResultTable]) -> list[Block]:
         for line in table.lines
         if line.times
     ]
-    return [Grid(rows, ("domain", "task", "method"))] if rows else []
+    return [Grid(rows, ("task", "method"))] if rows else []
 
 
 # tuning

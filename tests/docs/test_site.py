@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 PACKAGES = ("filters", "plugs", "operators", "lens", "baselines", "models")
 # what docs/site/hooks.py takes into the site
-PAGES = ("*.md", "benchmarks/README.md", "docs/**/*.md", "results/*.md", "results/plans/README.md")
+PAGES = ("*.md", "benchmarks/README.md", "docs/**/*.md", "results/*.md")
 
 
 def config() -> dict[str, Any]:

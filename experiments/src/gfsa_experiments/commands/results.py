@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -271,7 +271,7 @@ def write_folder(found: Folder) -> list[Path]:
     for path in (*sorted(found.path.glob("*.md")), root / "README.md"):
         if path.exists() and "<!-- gfsa results" in path.read_text(encoding="utf-8"):
             beside = "" if path.resolve().parent != root else f"{found.path.resolve().name}/"
-            pages[path] = updated_page(path, lambda words, to=beside: _part(found, words, to))
+            pages[path] = updated_page(path, partial(_part, found, prefix=beside))
     if any("--show forest -->" in page for page in pages.values()):
         from gfsa_experiments.results import figures
 
